@@ -198,14 +198,14 @@ def test_who_raises_when_told_ends_it_and_loses_nothing(preset: LLM) -> None:
         preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=2, ignore_eos=True), told=told)
     assert sorted(seen) == [0, 1, 2, 3]
     assert isinstance(preset.backend, OfflineEngine)
-    assert not preset.backend.boxes
+    assert not preset.backend.queues
     assert not preset.native.busy
 
 
 def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = preset.backend
     assert isinstance(backend, OfflineEngine)
-    step, leave, left = backend.engine.step, backend.leave, 0
+    step, leave, left = backend.engine.step, backend.remove, 0
 
     def interrupted() -> list[OutputDelta]:
         signal.raise_signal(signal.SIGINT)
@@ -219,11 +219,11 @@ def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: p
         leave(request, finished)
 
     monkeypatch.setattr(backend.engine, "step", interrupted)
-    monkeypatch.setattr(backend, "leave", again)
+    monkeypatch.setattr(backend, "remove", again)
     with pytest.raises(KeyboardInterrupt):
         preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=20, ignore_eos=True))
     assert left == 4
-    assert not backend.boxes
+    assert not backend.queues
     assert not preset.native.scheduler.running
 
 

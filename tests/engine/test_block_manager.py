@@ -137,7 +137,7 @@ def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
     pool.check([])
 
 
-def test_what_cannot_be_trusted_is_not_found() -> None:
+def test_uncached_blocks_are_not_matched() -> None:
     pool = BlockPool(8, 2)
     bad = computed(pool, [1, 2, 3, 4, 5])
     pool.uncache(bad)

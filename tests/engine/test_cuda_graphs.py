@@ -76,7 +76,7 @@ def step_of(counts: list[int], start: int = 0, wanted: int = 1) -> Step:
 
 
 @pytest.mark.parametrize("max_seqs", [1, 8, 256, 2048])
-def test_frames_of_steps_with_prompts_are_few_and_hold_them(max_seqs: int, pretended: Pretended) -> None:
+def test_mixed_buckets_are_few_and_hold_their_steps(max_seqs: int, pretended: Pretended) -> None:
     prompts = prefill_buckets(ModelSpec.from_preset("tiny"), EngineSpec(max_batch_tokens=1000))
     graphs = graphs_of(max_seqs, prompts)
     draw = random.Random(0)
@@ -117,7 +117,7 @@ def test_full_steps_of_the_workload_are_of_one_kind(pretended: Pretended) -> Non
     assert graphs.mixed_buckets == {mixed_bucket(256, 64, 8192, 1024)}
 
 
-def test_no_frame_for_guesses_long_contexts_and_large_steps(pretended: Pretended) -> None:
+def test_no_bucket_for_draft_tokens_long_contexts_and_large_steps(pretended: Pretended) -> None:
     graphs = graphs_of(256, prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=8192)))
     cases = {
         "guesses": Step(step_of([6], wanted=6).chunks + step_of([9]).chunks),
@@ -133,7 +133,7 @@ def test_no_frame_for_guesses_long_contexts_and_large_steps(pretended: Pretended
     assert [graphs.mixed(step_of([1, 700], start=7000)) is None for _ in range(2)] == [True, False]
 
 
-def test_recorded_are_steps_that_take_the_host_longer_than_the_device() -> None:
+def test_launch_bound_steps_are_captured() -> None:
     """A layer of Llama 3 8B computes 917 tokens in the 0.7 ms that a host takes to launch it."""
 
     def most(name: str, **engine: Any) -> int:
@@ -183,7 +183,7 @@ def test_graphs_without_a_sampler_give_their_logits_in_one_place(pretended: Pret
     assert pretended.replays == 2 and len(graphs.captured) == 2
 
 
-def test_prompts_are_not_recorded_any_more_where_memory_ran_out(pretended: Pretended) -> None:
+def test_prefill_graphs_are_dropped_when_memory_runs_out(pretended: Pretended) -> None:
     """What decodes keeps its graphs; those of prompts give their memory back, and begin in a new pool if ever."""
     short_of_memory = False
 

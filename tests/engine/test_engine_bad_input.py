@@ -72,5 +72,5 @@ def test_the_same_id_twice_is_refused_and_the_first_goes_on() -> None:
     for _ in range(2):
         engine.add(Request([1], SamplingParams(max_tokens=4, seed=1), id=10**6))
     refused, served = (piece.result for piece in engine.run())
-    assert refused is not None and "id = 1000000 is under way" in (refused.error or "")
+    assert refused is not None and "id = 1000000 is running" in (refused.error or "")
     assert served is not None and served.token_ids == alone([1], 1, 4, VOCAB)

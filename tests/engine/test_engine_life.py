@@ -188,7 +188,7 @@ def test_logits_that_are_not_finite_end_that_answer_alone() -> None:
     assert results[good.id].token_ids == alone(prompt, 6, 16, VOCAB)
 
 
-def test_what_a_bad_answer_computed_is_not_reused() -> None:
+def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB, bad_seeds={5}))
     prompt = list(range(10))
     result_of(engine, Request(prompt, SamplingParams(seed=5)))
@@ -220,7 +220,7 @@ class Spoiling(FakeDevice):
 @pytest.mark.parametrize("answers", [1, 3])
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_who_found_what_another_had_spoilt_computes_it_anew(steps: int, synchronous: bool, answers: int) -> None:
+def test_a_sequence_that_matched_corrupted_blocks_is_recomputed(steps: int, synchronous: bool, answers: int) -> None:
     """The prompt of the bad one is cut: its beginning can be found before it is known to be bad."""
     spec = SPEC.replace(max_batch_tokens=16)
     engine = Engine(Spoiling(spec, VOCAB, synchronous=synchronous))
@@ -498,16 +498,16 @@ def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
     asyncio.run(main())
 
 
-def test_one_alone_steps_an_engine() -> None:
+def test_an_engine_has_one_driver() -> None:
     """Two would take each other's pieces, and one of them wait for ever."""
     engine = Engine(Slow(SPEC, VOCAB))
     offline, wishes = OfflineEngine(engine), SamplingParams(max_tokens=20, seed=3)
 
     async def main() -> None:
         async with AsyncEngine(engine) as serving:
-            with pytest.raises(LMWorksError, match="an AsyncEngine drives it"):
+            with pytest.raises(LMWorksError, match="an AsyncEngine runs it"):
                 AsyncEngine(engine)
-            with pytest.raises(LMWorksError, match="an AsyncEngine drives it"):
+            with pytest.raises(LMWorksError, match="an AsyncEngine runs it"):
                 await asyncio.to_thread(offline.generate, [[1, 2, 3]], [wishes], False)
             assert [token async for piece in serving.stream(request(2)) for token in piece.token_ids] == alone(
                 [1, 2, 2], 2, 20, VOCAB

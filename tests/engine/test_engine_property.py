@@ -175,7 +175,7 @@ def free_shared(pool: BlockPool, sequence: Sequence) -> None:
     sequence.num_cached_blocks = 0
 
 
-def offer_all(pool: BlockPool, sequence: Sequence) -> None:
+def cache_partial_blocks(pool: BlockPool, sequence: Sequence) -> None:
     """A block can be found before it is full."""
     for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.num_computed_tokens)]):
         if block not in pool.block_hashes and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.cached_blocks:
@@ -189,14 +189,14 @@ def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool
     return True
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["by the books", "by the tokens"])
+@pytest.mark.parametrize("checked", [True, False], ids=["by the check", "by the tokens"])
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
         (BlockPool, "fork", no_copy),
-        (BlockPool, "release", free_shared),
-        (BlockPool, "cache_full_blocks", offer_all),
-        (Scheduler, "grow", no_preempting),
+        (BlockPool, "free", free_shared),
+        (BlockPool, "cache_full_blocks", cache_partial_blocks),
+        (Scheduler, "allocate_slots", no_preempting),
     ],
 )
 def test_planted_bugs_are_found(

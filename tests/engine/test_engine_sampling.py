@@ -102,7 +102,7 @@ def served(engine: Engine, asked: list[Request], draw: random.Random) -> dict[in
 
 
 @pytest.mark.parametrize(("speculate", "cache"), [("none", "int8"), ("ngram", "auto"), ("draft", "fp8")])
-def test_every_wish_in_any_batch_as_if_alone(speculate: str, cache: str) -> None:
+def test_all_sampling_params_in_any_batch_give_the_same_as_alone(speculate: str, cache: str) -> None:
     draw = random.Random(f"{speculate} {cache}")
     changes = {"kv_dtype": cache, "draft": "small" if speculate == "draft" else "", "speculate": speculate}
     engine, lonely = engine_for(TIGHT.replace(**changes)), engine_for(ROOMY.replace(kv_dtype=cache))

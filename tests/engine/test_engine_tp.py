@@ -124,7 +124,7 @@ while True:
 """
 
 
-def test_nobody_is_left_when_rank_0_is_killed(llama: Path) -> None:
+def test_workers_exit_when_rank_0_is_killed(llama: Path) -> None:
     """In the middle of its work, without a chance to say so."""
     command = [sys.executable, "-c", SERVE, str(llama)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as executor_of_rank_0:
@@ -199,7 +199,7 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
         assert str(executor_of_rank_0.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
 
 
-def test_what_ranks_cannot_share() -> None:
+def test_layouts_that_tp_cannot_divide() -> None:
     with pytest.raises(SpecError, match=r"engine.tp = 3 does not divide the model's heads = 4"):
         check_tp_divides(MetaModel(ModelSpec.from_preset("tiny", heads=4)), 3)
     odd = ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256)

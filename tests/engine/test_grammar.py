@@ -20,7 +20,7 @@ from lmworks.engine.core.detokenizer import IncrementalDetokenizer
 from lmworks.engine.core.request import Request, Sequence
 from lmworks.engine.core.sampler import Sampler
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.grammars.grammar import KEPT, KEPT_BYTES, LIMITS, Grammars, Matcher, grammar, text_depth
+from lmworks.engine.grammars.grammar import CACHE_BYTES, CACHE_SIZE, LIMITS, Grammars, Matcher, grammar, text_depth
 from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, GrammarSandbox, TooComplex, end
 from lmworks.engine.grammars.lru_cache import LRUCache
 from lmworks.spec import LMWorksError, SpecError
@@ -234,13 +234,13 @@ def test_json_is_not_padded(schema: dict[str, Any], blank: str) -> None:
 
 def test_compiled_grammars_are_kept_within_a_bound() -> None:
     grammars = Grammars(ByteTokenizer(), 257)
-    for i in range(KEPT + 10):
+    for i in range(CACHE_SIZE + 10):
         grammars.matcher(SamplingParams(choice=["always"]))
         grammars.matcher(SamplingParams(choice=[str(i)]))
-    assert len(grammars.compiled) == KEPT
+    assert len(grammars.compiled) == CACHE_SIZE
     assert any("always" in text for text in grammars.compiled)
     one, two = (grammars.matcher(SamplingParams(json_schema=each)) for each in ({"type": "null"}, '{"type": "null"}'))
-    assert one is not None and two is not None and len(grammars.compiled) == KEPT
+    assert one is not None and two is not None and len(grammars.compiled) == CACHE_SIZE
 
 
 # --- hostile and mistaken shapes ---
@@ -370,7 +370,7 @@ def children(process: int) -> list[str]:
     return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
-def test_what_died_of_a_grammar_is_there_for_the_next() -> None:
+def test_the_sandbox_is_restarted_after_a_crash() -> None:
     """And nobody is left behind."""
     trial, simple = GrammarSandbox(LIMITS), json.dumps({"lark": 'start: "a"+'})
     trial.check(simple)
@@ -411,7 +411,7 @@ def test_a_smaller_budget_refuses_for_now_and_the_full_one_for_good() -> None:
     assert grammars.known(slow) is None, "neither compiled nor refused"
     grammars.compile(slow)
     assert grammars.known(slow) is not None
-    assert 10 * 2**20 < grammars.compiled.bytes < KEPT_BYTES, "its memory was measured"
+    assert 10 * 2**20 < grammars.compiled.bytes < CACHE_BYTES, "its memory was measured"
 
 
 def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.Monk
     assert len(grammars.refused) == 3 and len(grammars.compiled) == 0
 
 
-def test_what_is_kept_has_a_bound_in_number_and_size() -> None:
+def test_the_lru_cache_is_bounded_by_entries_and_bytes() -> None:
     kept: LRUCache[str] = LRUCache(3, 100)
     for key in "abc":
         kept.put(key, key.upper(), 30)

@@ -58,7 +58,7 @@ KINDS = {  # heads, those of keys, and their width
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("context", [200, 512, 2048, 32_768])
-def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehearsed(
+def test_attention_of_all_batch_sizes_uses_warmed_up_kernels(
     kind: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU like an H200: by what a prompt of any length, after any prefix, and steps that decode would launch."""
@@ -86,9 +86,7 @@ def test_one_who_asks_and_all_who_are_answered_attend_by_kernels_that_were_rehea
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_networks_rehearse_with_the_layers_that_they_have(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_up_of_quantized_networks_uses_quantized_layers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served = apply_quantization(GPT(ModelSpec.from_preset("tiny").replace(tie_embeddings=False)), scheme)
     narrow = [layer for layer in quantized_layers(served) if layer.scheme.name == "int4"]
     groups = {layer.label: layer.in_features // layer.scale.shape[1] for layer in narrow}
@@ -106,7 +104,7 @@ def test_quantized_networks_rehearse_with_the_layers_that_they_have(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_is_told_and_left_to_the_engine(
+def test_a_failed_warm_up_is_logged_and_left_to_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
@@ -133,7 +131,7 @@ def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("paid", [False, True])
-def test_a_cpu_rehearses_nothing(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_warm_up_on_a_cpu(paid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr(kernel_warmup, "compile_kernels", lambda *given: done.append(given))
     if paid:  # what would be done on a GPU

@@ -148,7 +148,7 @@ def test_the_same_prompt_by_every_adapter(tmp_path: Path) -> None:
     assert engine.metrics.prefix_cache_hits >= 3 * 28  # in the second round each found its own
 
 
-def test_frames_for_guesses_are_larger_than_any_step(tmp_path: Path) -> None:
+def test_adapter_mask_covers_steps_with_draft_tokens(tmp_path: Path) -> None:
     """Places for all sequences with all their guesses, where a step may have fewer tokens."""
     adapters = two_adapters("llama")
     engine = engine_with("llama", adapters, tmp_path, speculate="ngram", guesses=3, max_seqs=8, max_batch_tokens=12)
@@ -350,7 +350,7 @@ def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:
         engine.add_adapter("expert", Made(config, expert).save(tmp_path / "expert"))
 
 
-def test_it_changes_nothing_where_nobody_asks(tmp_path: Path) -> None:
+def test_sequences_without_an_adapter_are_unchanged(tmp_path: Path) -> None:
     """A row without an adapter is computed as if there were none, to the last bit."""
     prompts = random_prompts([9, 14])
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0)] * 2

@@ -184,7 +184,7 @@ def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
     expected = answered(runner_of(model), prompts, ask, ask)
     runner = runner_of(model)
     graphs = runner.graphs = Unrecorded(runner)
-    owner, name = (ModelRunner, "states") if at == "the network" else (sampler_module, "likeliest")
+    owner, name = (ModelRunner, "states") if at == "the network" else (sampler_module, "top_k_logprobs")
     usual, calls = getattr(owner, name), count(1)
 
     def sometimes_short(*given: Any) -> Any:
@@ -203,7 +203,7 @@ def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_padded_steps_with_guesses_give_the_same(source: str, temperature: float) -> None:
+def test_padded_steps_with_draft_tokens_give_the_same(source: str, temperature: float) -> None:
     """Sequences with and without guesses in one padded step, judged as in a step that is not padded."""
     model = lively()
     prompts = [prompt * 4 for prompt in prompts_of([7, 3, 12, 5])]
@@ -367,7 +367,7 @@ def test_packing_a_step_takes_little_time() -> None:
     assert min(times) < 1.5e-3
 
 
-def test_a_padded_step_adds_places_that_nobody_took() -> None:
+def test_a_padded_step_adds_padding_rows() -> None:
     packer = Packer(EngineSpec(context=256, max_seqs=8, max_batch_tokens=64), vocab=1000, pinned=False)
     step = decoding(packer, 3, 20)
     buffer, layout = packer.pack(step, decode_bucket(8))

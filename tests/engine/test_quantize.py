@@ -204,7 +204,7 @@ def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> 
     inputs, others = (torch.randn(600, 100, generator=draw) @ mix for _ in "ab")
     inputs[:, 5] = others[:, 5] = 0  # never seen: the damping keeps H invertible
     seen = InputStats()
-    seen.take(inputs, True, True)
+    seen.update(inputs, True, True)
     scheme = SCHEMES["int4"]
     wanted = F.linear(others, layer.weight)
     plain, better = (new(others) - layer.bias for new in (rounded(scheme, layer), calibrated(scheme, layer, seen, 128)))
@@ -217,7 +217,7 @@ def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
     block = model.layers()[0]
     states = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     with torch.no_grad():
-        seen = BlockRunner(model, block).watch(
+        seen = BlockRunner(model, block).collect_stats(
             states, {"mlp.down": block.mlp.down, "attention.q": block.attention.q}, True
         )
     rows = [block.attention_norm(x).flatten(0, 1) for x in states]

@@ -211,7 +211,7 @@ def test_presence_and_frequency_count_the_answer_alone() -> None:
     )
 
 
-def test_what_is_picked_counts_from_then_on() -> None:
+def test_sampled_tokens_are_counted_for_penalties() -> None:
     """Greedy with a strong penalty walks down the list; a sequence that is let in again goes on where it was."""
     logits = some_logits(seed=4)
     order = logits[0].argsort(descending=True).tolist()

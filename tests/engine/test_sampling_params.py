@@ -55,7 +55,7 @@ def test_what_is_wrong_is_named_at_once(wishes: dict[str, Any], message: str) ->
         SamplingParams(**wishes)
 
 
-def test_the_same_wish_may_be_written_in_several_ways() -> None:
+def test_equivalent_spellings_of_parameters() -> None:
     plain = SamplingParams(temperature=0.5, top_k=3, seed=7, stop=("a",), stop_token_ids=(4,), logit_bias={12: -1.0})
     other = SamplingParams(
         temperature=np.float32(0.5),  # type: ignore[arg-type]

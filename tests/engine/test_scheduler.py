@@ -102,7 +102,7 @@ def test_tokens_that_are_on_their_way_are_unknown_and_nothing_is_computed_past_t
     assert [step.chunks[0].output_index for step in (first, second)] == [4, 5]
 
 
-def test_the_smaller_priority_is_let_in_first_equals_by_arrival() -> None:
+def test_admission_by_priority_then_arrival() -> None:
     scheduler = make(seqs=1)
     requests = [add(scheduler, 4, answer=1, priority=p) for p in (1, 0, -1, 0)]
     order = [requests.index(run(scheduler).chunks[0].sequence.request) for _ in requests]
@@ -143,7 +143,7 @@ def test_an_urgent_request_takes_the_place_of_less_urgent_ones() -> None:
     assert {chunk.sequence.request.priority for chunk in step.chunks} == {0, 1}
 
 
-def test_nobody_steps_back_where_it_would_not_be_enough() -> None:
+def test_no_preemption_where_it_would_not_free_enough_blocks() -> None:
     scheduler = make(blocks=10, block=1)
     add(scheduler, 5, answer=2, priority=0)
     add(scheduler, 2, answer=2, priority=2)
@@ -153,7 +153,7 @@ def test_nobody_steps_back_where_it_would_not_be_enough() -> None:
     assert scheduler.preemptions == 0
 
 
-def test_nobody_is_let_in_past_one_that_does_not_fit_yet() -> None:
+def test_no_admission_past_a_sequence_that_does_not_fit_yet() -> None:
     scheduler = make(blocks=10, block=1)
     add(scheduler, 6, answer=3)
     run(scheduler)
@@ -163,7 +163,7 @@ def test_nobody_is_let_in_past_one_that_does_not_fit_yet() -> None:
     until(scheduler, lambda: done(large))
 
 
-def test_a_stream_of_urgent_requests_starves_nobody() -> None:
+def test_no_starvation_under_a_stream_of_high_priority_requests() -> None:
     """One level of priority is worth AGEING steps: who came that long before goes first."""
     scheduler = make(seqs=1)
     patient = add(scheduler, 4, answer=1, priority=1)
@@ -243,7 +243,7 @@ def test_answers_share_their_prompt_and_the_cut_block_is_copied() -> None:
     assert len({each.blocks[2] for each in request.sequences}) == 3
 
 
-def test_answers_that_wait_for_their_prompt_hold_up_nobody() -> None:
+def test_sequences_waiting_for_a_shared_prompt_do_not_block_others() -> None:
     scheduler = make(tokens=8)
     add(scheduler, 7, n=2)
     other = add(scheduler, 1)
@@ -259,7 +259,7 @@ def test_an_answer_whose_lead_is_gone_computes_the_prompt_itself() -> None:
     assert done(request)
 
 
-def test_guesses_take_what_the_step_has_room_for() -> None:
+def test_draft_tokens_are_trimmed_to_the_token_budget() -> None:
     scheduler = make(tokens=4, blocks=3, block=4)
     request = add(scheduler, 4, answer=8)
     run(scheduler)
@@ -274,7 +274,7 @@ def test_guesses_take_what_the_step_has_room_for() -> None:
     assert shape(step, request) == [(0, 8, 3, 3)]  # of 12 tokens 9 are there: two guesses and one more token
 
 
-def test_guesses_take_no_token_of_those_who_answer_too() -> None:
+def test_draft_tokens_leave_budget_for_other_decodes() -> None:
     scheduler = make(tokens=6)
     requests = [add(scheduler, 1, answer=20) for _ in range(4)]
     run(scheduler)
@@ -283,7 +283,7 @@ def test_guesses_take_no_token_of_those_who_answer_too() -> None:
     assert shape(scheduler.schedule(), *requests) == [(1, 1, 1, 1), (2, 1, 1, 1), (3, 1, 1, 1), (0, 1, 3, 3)]
 
 
-def test_nobody_is_preempted_for_a_guess() -> None:
+def test_no_preemption_for_draft_tokens() -> None:
     scheduler = make(blocks=4, block=2)
     first, second = add(scheduler, 3, answer=5), add(scheduler, 3, answer=5)
     run(scheduler)
@@ -293,7 +293,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
     assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 3, 1, 1)]
 
 
-def test_a_guess_takes_no_block_that_another_token_needs() -> None:
+def test_draft_tokens_take_no_block_that_a_sampled_token_needs() -> None:
     """One block is free: the first could guess into it, but the second's next token has to go there."""
     scheduler = make(blocks=5, block=2)
     first, second = add(scheduler, 3, answer=5), add(scheduler, 4, answer=4)
@@ -304,7 +304,7 @@ def test_a_guess_takes_no_block_that_another_token_needs() -> None:
     assert sorted(shape(step, first, second)) == [(0, 3, 1, 1), (1, 4, 1, 1)]
 
 
-def test_whatever_ends_leaves_nothing_behind() -> None:
+def test_finished_sequences_free_blocks_and_slots() -> None:
     scheduler = make(seqs=2)
     requests = [add(scheduler, 5, n=2), add(scheduler, 5)]
     run(scheduler)

@@ -94,7 +94,7 @@ def test_the_longest_match_is_found() -> None:
     assert found > 500
 
 
-def test_a_guess_costs_the_same_in_a_long_text() -> None:
+def test_proposal_cost_does_not_grow_with_the_text() -> None:
     """The worst text: every pair is the same, and every match is as long as the text."""
 
     class Counted(list[int]):
@@ -134,7 +134,7 @@ def test_equal_to_transformers(family: str, source: str, behind: bool) -> None:
     assert metrics.generation_tokens == sum(COUNTS) + sum(COUNTS[:3])
 
 
-def test_guesses_save_steps() -> None:
+def test_accepted_draft_tokens_save_steps() -> None:
     """A model that is its own draft is always right: k + 1 tokens a step, as the metrics say."""
     engine = engine_for(fresh_model("llama"), VOCAB, "draft", fresh_model("llama"), guesses=3)
     assert compare(engine, "llama", random_prompts([9]), [41]) == 0
@@ -214,7 +214,7 @@ def test_a_draft_reports_the_logprobs_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
-def test_a_stop_among_accepted_guesses(source: str) -> None:
+def test_a_stop_token_among_accepted_draft_tokens(source: str) -> None:
     """The answer ends there; what was accepted behind it is dropped, from the counts too."""
     prompts = [3 * prompt for prompt in random_prompts([6], seed=2)]
     (plain,) = answers(hf_engine("gpt2", ""), prompts, [SamplingParams(temperature=0, max_tokens=30)])
@@ -312,14 +312,14 @@ def judged_alone(
 
 
 @pytest.mark.parametrize("amount", [0.0, 0.3, 3.0])
-def test_judged_guesses_are_drawn_from_p(amount: float) -> None:
+def test_rejection_sampling_follows_the_target_distribution(amount: float) -> None:
     """The rule alone, with many draws; and no more guesses are refused than must be."""
     fit, agreed, most = judged_alone(amount)
     assert fit > 1e-3
     assert agreed == pytest.approx(most, abs=0.01)
 
 
-def test_a_guess_that_is_refused_by_rounding_alone_is_replaced_by_a_token_of_p() -> None:
+def test_a_draft_token_rejected_by_rounding_is_replaced_by_a_draw_from_p() -> None:
     """q is p and a little more everywhere, as rounding may leave it: nothing is left of p − q."""
     p = torch.tensor([0.0, 0.3, 0.7]).expand(40_000, -1)
     seeds = torch.arange(40_000)
@@ -335,7 +335,7 @@ def test_a_guess_that_is_refused_by_rounding_alone_is_replaced_by_a_token_of_p()
     [
         {"rule": always},
         {"rule": from_p},
-        {"guess": pick},  # with the numbers that its replacement is drawn with
+        {"propose": pick},  # with the numbers that its replacement is drawn with
     ],
 )
 def test_a_bias_in_the_rule_is_seen(planted: dict[str, Any]) -> None:
@@ -381,7 +381,7 @@ def looked_back(requests: list[Request], vocab: int, **fake: Any) -> tuple[Engin
     return engine, device
 
 
-def test_nobody_waits_where_nothing_is_found() -> None:
+def test_no_synchronisation_without_draft_tokens() -> None:
     """Nor for a batch mate that repeats itself, but has penalties, or a prompt to compute and no room for guesses."""
     requests = [
         Request([1, 2, 3, 4], SamplingParams(max_tokens=50)),
@@ -406,7 +406,7 @@ def test_a_match_is_taken_up_one_step_late() -> None:
     assert engine.metrics.steps == waiting.metrics.steps + 1
 
 
-def test_few_guesses_are_lost_by_running_ahead() -> None:
+def test_running_ahead_loses_few_draft_tokens() -> None:
     (waiting, _), (ahead, _) = (wished("ngram", behind=behind) for behind in (False, True))
     assert ahead.metrics.accepted_guesses > 0.9 * waiting.metrics.accepted_guesses
 
@@ -429,7 +429,7 @@ class Moody:
             sequence.draft_tokens = (right[: self.draw.randrange(4)] + wrong)[:3] if ready else []
 
 
-def test_guessing_may_stop_while_a_step_is_under_way() -> None:
+def test_speculation_may_stop_while_a_step_is_in_flight() -> None:
     """A step with guesses is read before anything else is planned, whoever goes on."""
     device = Watched(EngineSpec(block=4, blocks=60, context=64, max_seqs=6, max_batch_tokens=40, graphs=False))
     moody = Moody(device.valid_vocab)

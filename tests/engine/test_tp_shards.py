@@ -305,8 +305,8 @@ def adapter_for(spec: ModelSpec, seed: int) -> Made:
     return Made({"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}, pairs)
 
 
-def test_who_holds_an_adapter_that_another_cannot_hold_lets_it_go() -> None:
-    class Heard(Executor):
+def test_an_adapter_that_one_rank_cannot_load_is_unloaded_on_the_others() -> None:
+    class RecordingExecutor(Executor):
         def __init__(self, answers: list[str | None]) -> None:
             self.tp, self.sent, self.replies = 1 + len(answers), [], {}
             for rank, answer in enumerate(answers, start=1):
@@ -316,11 +316,11 @@ def test_who_holds_an_adapter_that_another_cannot_hold_lets_it_go() -> None:
         def send(self, rank: int, message: Any) -> None:
             self.sent.append((rank, type(message).__name__))
 
-    lead = Heard([None, "no room", None])
+    lead = RecordingExecutor([None, "no room", None])
     with pytest.raises(LMWorksError, match="rank 2: no room"):
         lead.add_adapter("mine", Path("adapters/mine"))
-    asked = [(rank, "NewAdapter") for rank in (1, 2, 3)]
-    assert lead.sent == [*asked, (1, "OldAdapter"), (3, "OldAdapter")]
+    asked = [(rank, "AddAdapter") for rank in (1, 2, 3)]
+    assert lead.sent == [*asked, (1, "RemoveAdapter"), (3, "RemoveAdapter")]
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
 
 
-def test_every_wish_reaches_it() -> None:
+def test_all_sampling_params_reach_vllm() -> None:
     engine = VLLM("folder", EngineSpec(), seed=5)
     wishes = {
         "temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
@@ -141,7 +141,7 @@ def test_every_wish_reaches_it() -> None:
     assert second == TheirParams(max_tokens=2, top_k=-1, stop=[], stop_token_ids=[])
 
 
-def test_what_comes_back_is_ours() -> None:
+def test_vllm_results_are_translated() -> None:
     engine = VLLM("folder", EngineSpec(), seed=0)
     params = SamplingParams(max_tokens=3, n=2, logprobs=1, prompt_logprobs=0)
     (result,) = engine.generate([[5, 6]], [params], progress=False)
@@ -244,7 +244,7 @@ def test_sizes_reach_it_and_zeros_do_not() -> None:
         (EngineSpec(), SamplingParams(adapter="mine"), "adapter = 'mine'"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(spec: EngineSpec, params: SamplingParams, said: str) -> None:
+def test_options_without_vllm_support_are_rejected_by_name(spec: EngineSpec, params: SamplingParams, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         VLLM("folder", spec, seed=0).generate([[1]], [params], progress=False)
 

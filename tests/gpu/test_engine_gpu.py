@@ -87,7 +87,7 @@ def test_long_prompts_in_graphs() -> None:
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_guesses_are_equal_to_transformers(family: str, source: str) -> None:
+def test_speculation_is_equal_to_transformers(family: str, source: str) -> None:
     """Steps with guesses are recorded too; prompts repeat themselves, so that there are guesses."""
     spec = EngineSpec(
         dtype="fp32", block=4, blocks=400, max_seqs=8, speculate=source, draft="given" * (source == "draft"), guesses=3

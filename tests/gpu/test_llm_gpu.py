@@ -78,7 +78,7 @@ def test_the_bench_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", *SCHEMES])
-def test_a_rehearsal_leaves_no_kernel_to_compile(scheme: str, folder: Path, tmp_path: Path) -> None:
+def test_after_warm_up_no_kernel_is_left_to_compile(scheme: str, folder: Path, tmp_path: Path) -> None:
     """In a process of its own with an empty cache: an engine that follows adds no kernel to it."""
     if scheme:
         model = GPT.from_hf(folder)

@@ -27,7 +27,7 @@ def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
-def test_threads_gather_in_rooms_of_their_own() -> None:
+def test_threads_have_gather_buffers_of_their_own() -> None:
     case = Case((70, 33, 129), (1, 1, 1))
     many = [make(case, seed) for seed in range(8)]
 

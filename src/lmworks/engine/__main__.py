@@ -1,4 +1,4 @@
-"""`python -m lmworks.engine`: a rank that follows another process, which starts it and talks to it through pipes."""
+"""`python -m lmworks.engine`: a tensor-parallel worker process, started by the executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tensor_parallel.tp_worker import run_worker
 
 
 def exit_with_parent(parent: int) -> None:
-    """Rank 0 may be killed while this rank waits for it in a collective, which would wait for long."""
+    """Exit when rank 0 is killed, as a collective with it would wait until its timeout."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -24,11 +24,11 @@ def exit_with_parent(parent: int) -> None:
 
 def main() -> int:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no word to rank 0
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     try:
         config: WorkerConfig = pickle.load(sys.stdin.buffer)
     except EOFError:
-        return 0  # rank 0 has thought better of it
+        return 0  # rank 0 has exited
     threading.Thread(target=exit_with_parent, args=(config.parent_pid,), daemon=True).start()
     try:
         tp_rank = join_group(config, replies)
@@ -37,7 +37,7 @@ def main() -> int:
         run_worker(make_runner(loaded, spec, None, tp_rank), sys.stdin.buffer, replies)
     except Exception as error:
         if os.getppid() != config.parent_pid:
-            return 1  # it is gone, and so is the reason to say so
+            return 1  # rank 0 is gone: nobody to report to
         if not isinstance(error, LMWorksError):
             traceback.print_exc()
         send_final_error(replies, describe_error(error))
@@ -48,4 +48,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # without parting from ranks that may be gone
+    os._exit(code)  # no teardown of groups with ranks that may be gone

@@ -1,12 +1,11 @@
-"""An engine for asyncio: it steps in a thread of its own, and every consumer gets its pieces as they come.
+"""An engine for asyncio: it steps in a thread of its own, and every consumer gets its deltas as they come.
 
     async with AsyncEngine(engine) as serving:
-        async for piece in serving.stream(request):
+        async for delta in serving.stream(request):
             ...
 
-Only that thread touches the engine, and nobody else may until it is closed; consumers leave it orders. One that leaves
-(breaks off, is cancelled) takes its request back. If the engine fails, everyone who waits gets the exception, and so
-does everyone who comes later.
+Only that thread touches the engine until it is closed; consumers submit commands to it. A consumer that leaves (breaks
+the loop, is cancelled) cancels its request. If the engine fails, all waiting and later consumers get the exception.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CLOSED = "the engine was closed"
 
 @dataclass(frozen=True)
 class Consumer:
-    """Who waits for a request's pieces, and in which event loop."""
+    """The queue of a request's deltas, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
@@ -39,11 +38,11 @@ class AsyncEngine:
         engine.drive(self)
         self.engine = engine
         self.consumers: dict[int, Consumer] = {}  # by the id of the request
-        self.orders: list[Callable[[], object]] = []
-        self.changed = threading.Condition()  # guards orders, consumers, closing and failure
+        self.commands: list[Callable[[], object]] = []
+        self.changed = threading.Condition()  # guards commands, consumers, closing and failure
         self.closing = False
         self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self.work, name="lmworks-engine", daemon=True)
+        self.thread = threading.Thread(target=self.run_loop, name="lmworks-engine", daemon=True)
         self.thread.start()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -53,55 +52,55 @@ class AsyncEngine:
         await asyncio.to_thread(self.close)
 
     async def stream(self, request: Request) -> AsyncIterator[OutputDelta]:
-        """Pieces as they come; the last one carries the result. A request that cannot be served raises SpecError."""
+        """Deltas as they come; the last one carries the result. A request that cannot be served raises SpecError."""
         request.stream = True
         grammars = self.engine.runner.grammars
         if request.params.structured and grammars is not None:
-            # Compiled here: it may take a second, and the engine's thread has others to serve.
+            # Compiled outside the engine thread, as it may take a second.
             request.grammar = await asyncio.to_thread(lambda: grammars.compile(grammar(request.params)))
         consumer = Consumer(asyncio.get_running_loop())
-        self.order(lambda: self.take_in(request, consumer), request.id, consumer)
+        self.submit(lambda: self.add_request(request, consumer), request.id, consumer)
         finished = False
         try:
             while not finished:
                 delta = await consumer.queue.get()
                 if isinstance(delta, BaseException):
                     finished = True
-                    raise LMWorksError(f"the request cannot go on: {delta}") from delta
+                    raise LMWorksError(f"the request failed: {delta}") from delta
                 finished = delta.result is not None
                 if delta.result is not None and not request.sequences:
                     raise SpecError(delta.result.error or "the request was refused")
                 yield delta
         finally:
-            self.leave(request.id, finished)
+            self.detach(request.id, finished)
 
-    def take_in(self, request: Request, consumer: Consumer) -> None:
-        """Whatever goes wrong here is this request's own affair."""
+    def add_request(self, request: Request, consumer: Consumer) -> None:
+        """An error here fails this request alone."""
         try:
             self.engine.add(request)
         except Exception as error:
             send(consumer.loop, [(consumer, error)])
 
-    def leave(self, request_id: int, finished: bool) -> None:
-        """Nobody waits for this request any more."""
+    def detach(self, request_id: int, finished: bool) -> None:
+        """Remove the consumer; cancel the request if it has not finished."""
         with self.changed:
             self.consumers.pop(request_id, None)
             if not finished:
-                self.orders.append(lambda: self.engine.cancel(request_id))
+                self.commands.append(lambda: self.engine.cancel(request_id))
                 self.changed.notify()
 
-    def order(self, what: Callable[[], object], request_id: int, consumer: Consumer) -> None:
+    def submit(self, command: Callable[[], object], request_id: int, consumer: Consumer) -> None:
         with self.changed:
             if self.failure is not None:
                 raise LMWorksError(f"the engine has stopped: {self.failure}") from self.failure
             if request_id in self.consumers:
-                raise SpecError(f"a request with id = {request_id} is under way already")
+                raise SpecError(f"a request with id = {request_id} is running already")
             self.consumers[request_id] = consumer
-            self.orders.append(what)
+            self.commands.append(command)
             self.changed.notify()
 
     def close(self) -> None:
-        """Stops the thread after the step it is in. Those who still wait get an exception."""
+        """Stop the thread after its current step. Waiting consumers get an exception."""
         with self.changed:
             self.closing = True
             self.changed.notify()
@@ -112,38 +111,38 @@ class AsyncEngine:
                     self.engine.cancel(request_id)
             self.engine.driver = None
 
-    def work(self) -> None:
-        """What the thread does until it is closed."""
+    def run_loop(self) -> None:
+        """The loop of the engine thread."""
         try:
-            while self.next_orders():
+            while self.run_commands():
                 self.deliver(self.engine.step())
             self.fail(LMWorksError(CLOSED))
         except BaseException as error:
             self.fail(error)
 
-    def next_orders(self) -> bool:
-        """Waits until there is something to do, and carries out what was ordered; false when closed."""
+    def run_commands(self) -> bool:
+        """Wait for work, and run submitted commands; false when closed."""
         with self.changed:
-            self.changed.wait_for(lambda: self.closing or self.orders or self.engine.busy)
-            orders, self.orders = self.orders, []
-        for order in orders:
-            order()
+            self.changed.wait_for(lambda: self.closing or self.commands or self.engine.busy)
+            commands, self.commands = self.commands, []
+        for command in commands:
+            command()
         return not self.closing
 
     def deliver(self, deltas: list[OutputDelta]) -> None:
-        """One call into each event loop for all that a step brought."""
-        parcels: defaultdict[asyncio.AbstractEventLoop, list[tuple[Consumer, OutputDelta | BaseException]]]
-        parcels = defaultdict(list)
+        """One call into each event loop for all deltas of a step."""
+        batches: defaultdict[asyncio.AbstractEventLoop, list[tuple[Consumer, OutputDelta | BaseException]]]
+        batches = defaultdict(list)
         with self.changed:
             for delta in deltas:
                 consumer = self.consumers.get(delta.request.id)
                 if consumer is not None:
-                    parcels[consumer.loop].append((consumer, delta))
-        for loop, parcel in parcels.items():
-            send(loop, parcel)
+                    batches[consumer.loop].append((consumer, delta))
+        for loop, batch in batches.items():
+            send(loop, batch)
 
     def fail(self, error: BaseException) -> None:
-        """Everyone who waits, and everyone to come, hears of it."""
+        """Pass the exception to all waiting and later consumers."""
         with self.changed:
             self.failure = error
             waiting, self.consumers = list(self.consumers.values()), {}
@@ -151,10 +150,10 @@ class AsyncEngine:
             send(consumer.loop, [(consumer, error)])
 
 
-def send(loop: asyncio.AbstractEventLoop, parcel: list[tuple[Consumer, OutputDelta | BaseException]]) -> None:
+def send(loop: asyncio.AbstractEventLoop, batch: list[tuple[Consumer, OutputDelta | BaseException]]) -> None:
     def put() -> None:
-        for consumer, delta in parcel:
+        for consumer, delta in batch:
             consumer.queue.put_nowait(delta)
 
-    with suppress(RuntimeError):  # that loop was closed: nobody waits there any more, and others wait elsewhere
+    with suppress(RuntimeError):  # that loop was closed: no consumer is left there
         loop.call_soon_threadsafe(put)

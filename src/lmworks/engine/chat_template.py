@@ -1,4 +1,4 @@
-"""A conversation as a prompt: the chat template that came with the model, or a plain frame where there is none."""
+"""Chat templates: a conversation as a prompt, by the model's Jinja template or a plain format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Encode = Callable[[str], list[int]]
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-OURS = ("messages", "tools")  # variables of a template that are not the caller's to set
+OURS = ("messages", "tools")  # template variables that callers may not set
 NONE: Variables = {}
 
 
@@ -35,7 +35,7 @@ class Render(Protocol):
 
 @dataclass(frozen=True)
 class Chat:
-    """How messages become token ids. `stop` are strings that mean that the model has begun to speak for the user."""
+    """How messages become token ids. `stop`: strings that mark the start of a user turn."""
 
     render: Render
     encode: Encode
@@ -59,7 +59,7 @@ class Chat:
     def prompt(self, messages: Sequence[Message], room: int) -> tuple[list[int], list[Message]]:
         """Ids of at most `room` tokens, and the messages in them: where all are too many, the oldest leave first.
 
-        What the system was told and the last message stay; they alone may be too long, which the engine then refuses.
+        System messages and the last message stay; if they alone are too long, the engine rejects the prompt.
         """
         kept = list(messages)
         ids = self.encode(self.render(kept))
@@ -74,7 +74,7 @@ class Chat:
 
 
 def plain(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
-    """For models that know no roles: a dialogue as one would write it down."""
+    """For models without a chat template: a plain dialogue."""
     strange = [f"role {one['role']!r}" for one in messages if one["role"] not in NAMES]
     unknown = ["tools"] * bool(tools) + strange + ["chat_template_kwargs"] * bool(variables)
     if unknown:
@@ -140,9 +140,12 @@ def compile_template(source: str, config: Mapping[str, Any]) -> Render:
     def render(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
         if taken := [name for name in OURS if name in variables]:
             raise SpecError(f"chat_template_kwargs: {taken[0]} is a field of the request itself")
-        told = {"messages": [dict(one) for one in messages], "tools": [dict(one) for one in tools] or None}
+        template_variables = {
+            "messages": [dict(one) for one in messages],
+            "tools": [dict(one) for one in tools] or None,
+        }
         try:
-            return template.render({**tokens, "add_generation_prompt": True, **variables, **told})
+            return template.render({**tokens, "add_generation_prompt": True, **variables, **template_variables})
         except Exception as error:  # a template is a program: it may fail in any way
             raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
 

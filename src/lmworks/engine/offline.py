@@ -1,4 +1,4 @@
-"""An engine driven by its caller: many prompts at once, or one answer as it comes."""
+"""Offline inference: the caller's thread steps the engine, for a batch of prompts or one stream."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ CLOSED = "this LLM was closed: make another one"
 
 
 class OfflineEngine:
-    """Steps the engine whenever somebody waits for a piece. Many may wait at once: streams that are open, threads."""
+    """Steps the engine while a caller waits for output. Several streams and threads may wait at once."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.closed = False
-        self.door, self.lock = threading.Lock(), threading.Lock()
-        self.mine = threading.local()  # `inside`: whether this thread has the engine, or is about to
-        self.boxes: dict[int, list[OutputDelta]] = {}  # of every request that is waited for
-        self.left: list[int] = []  # requests to take back before the next step
+        self.queue_lock, self.lock = threading.Lock(), threading.Lock()
+        self.thread_state = threading.local()  # `inside`: whether this thread holds or awaits the lock
+        self.queues: dict[int, list[OutputDelta]] = {}  # unread deltas by request
+        self.to_cancel: list[int] = []  # requests to cancel before the next step
 
     @property
     def context(self) -> int:
@@ -46,17 +46,17 @@ class OfflineEngine:
         progress: bool,
         on_result: ResultCallback = ignore_result,
     ) -> list[Result]:
-        """Results in order. Whatever ends this early (Ctrl-C) takes all requests back that have not been told of."""
-        requests = [Request(prompt, wishes) for prompt, wishes in zip(prompts, params, strict=True)]
+        """Results in order. An interrupt (Ctrl-C) cancels all requests that have not finished."""
+        requests = [Request(prompt, sampling_params) for prompt, sampling_params in zip(prompts, params, strict=True)]
         places = {request.id: place for place, request in enumerate(requests)}
         results: dict[int, Result] = {}
-        box: list[OutputDelta] = []
+        queue: list[OutputDelta] = []
 
         def take() -> list[Result]:
-            """One by one: where `on_result` is interrupted, the others are still in the box."""
+            """One by one: where `on_result` is interrupted, the others are still in the queue."""
             done = []
-            while box:
-                delta = box.pop(0)
+            while queue:
+                delta = queue.pop(0)
                 if delta.result is not None:
                     results[delta.request.id] = delta.result
                     on_result(places[delta.request.id], delta.result)
@@ -65,109 +65,109 @@ class OfflineEngine:
 
         try:
             for request in requests:
-                self.add(request, box)
+                self.add(request, queue)
             with progress_bar(len(requests), progress) as advance:
                 while len(results) < len(requests):
-                    self.step(box)
+                    self.step(queue)
                     advance(take())
         finally:
-            with defer_interrupts():  # a second Ctrl-C, too
+            with defer_interrupts():  # also a second Ctrl-C
                 try:
-                    take()  # what came of the step that was interrupted
+                    take()  # output of the interrupted step
                 finally:
                     for request in requests:
-                        self.leave(request, request.id in results)
+                        self.remove(request, request.id in results)
         return [results[request.id] for request in requests]
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Generator[OutputDelta, None, None]:
-        """Pieces as they come; the last one carries the result. Closing it before that cancels the request."""
+        """Deltas as they come; the last one carries the result. Closing the generator cancels the request."""
         request = Request(prompt, params, stream=True)
-        box: list[OutputDelta] = []
+        queue: list[OutputDelta] = []
         finished = False
         try:
-            self.add(request, box)
+            self.add(request, queue)
             while not finished:
-                self.step(box)
-                for _ in range(len(box)):
-                    delta = box.pop(0)
+                self.step(queue)
+                for _ in range(len(queue)):
+                    delta = queue.pop(0)
                     finished = delta.result is not None
                     yield delta
         finally:
-            self.leave(request, finished)
+            self.remove(request, finished)
 
-    def add(self, request: Request, box: list[OutputDelta]) -> None:
-        with self.alone():
-            self.boxes[request.id] = box
+    def add(self, request: Request, queue: list[OutputDelta]) -> None:
+        with self.exclusive():
+            self.queues[request.id] = queue
             self.engine.add(request)
 
-    def step(self, box: list[OutputDelta]) -> None:
-        """Until something has come for one who waits; another thread may have taken the step that brought it."""
-        with self.alone():
-            if not box:
-                while self.left:
-                    self.engine.cancel(self.left.pop())
+    def step(self, queue: list[OutputDelta]) -> None:
+        """One step, unless another thread's step has produced output already."""
+        with self.exclusive():
+            if not queue:
+                while self.to_cancel:
+                    self.engine.cancel(self.to_cancel.pop())
                 for delta in self.engine.step():
-                    if delta.request.id in self.boxes:
-                        self.boxes[delta.request.id].append(delta)
+                    if delta.request.id in self.queues:
+                        self.queues[delta.request.id].append(delta)
 
-    def leave(self, request: Request, finished: bool) -> None:
-        """Of a request that may not have been added yet, or whose engine may be gone.
+    def remove(self, request: Request, finished: bool) -> None:
+        """Remove a request, which may not have been added yet or whose engine may be closed.
 
-        A stream that nobody holds is closed wherever this thread happens to be: in the middle of a step, at worst.
+        A garbage-collected stream is closed at any point of this thread, even inside a step.
         """
-        if getattr(self.mine, "inside", False):
-            self.boxes.pop(request.id, None)
-            self.left += [] if finished else [request.id]
+        if getattr(self.thread_state, "inside", False):
+            self.queues.pop(request.id, None)
+            self.to_cancel += [] if finished else [request.id]
             return
-        with suppress(LMWorksError), self.alone():  # closed: nothing is left to take back
-            self.boxes.pop(request.id, None)
+        with suppress(LMWorksError), self.exclusive():  # closed: nothing to cancel
+            self.queues.pop(request.id, None)
             if not finished:
                 self.engine.cancel(request.id)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """With the engine: no other thread, and no Ctrl-C, before it is done.
+    def exclusive(self) -> Iterator[None]:
+        """Exclusive use of the engine: no other thread and no Ctrl-C interferes.
 
-        Who waits for the lock waits at the door, so that the thread that has just had it does not have it again first.
+        Threads queue on `queue_lock`, so that the thread that has just released the lock does not get it again first.
         """
         with defer_interrupts():
-            self.mine.inside = True
+            self.thread_state.inside = True
             try:
-                with self.door:
+                with self.queue_lock:
                     self.lock.acquire()
                 try:
                     if self.closed:
                         raise LMWorksError(CLOSED)
                     if self.engine.driver is not None:
-                        raise LMWorksError(f"the engine cannot be asked here: {DRIVEN}")
+                        raise LMWorksError(f"the engine cannot be used here: {DRIVEN}")
                     yield
                 finally:
                     self.lock.release()
             finally:
-                self.mine.inside = False
+                self.thread_state.inside = False
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        with self.alone():
+        with self.exclusive():
             self.engine.add_adapter(name, folder)
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
-        with self.alone():
+        with self.exclusive():
             assert isinstance(self.engine.runner, ModelRunner)
             return self.engine.runner.watch_drift(folder)
 
     def close(self) -> None:
-        """Lets go of the engine, and gives weights and cache back to the device. Streams that are open end there."""
-        with self.alone():
+        """Close the engine and free its device memory. Open streams end."""
+        with self.exclusive():
             self.closed = True
             self.engine.close()
             del self.engine
-        gc.collect()  # graphs and what they record hold each other
+        gc.collect()  # CUDA graphs are in reference cycles
         torch.cuda.empty_cache()
 
 
 @contextmanager
 def defer_interrupts() -> Iterator[None]:
-    """Ctrl-C in the middle of this would leave the engine's books half written: it is raised behind it."""
+    """Defer Ctrl-C to the end of the block, so that it cannot leave the engine in an inconsistent state."""
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
         yield
@@ -184,7 +184,7 @@ def defer_interrupts() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(requests: int, wanted: bool) -> Iterator[Advance]:
-    """Finished requests and tokens a second, for people who look at a terminal."""
+    """Finished requests and tokens a second, on a terminal."""
     if not wanted or not sys.stderr.isatty():
         yield lambda results: None
         return

@@ -1,6 +1,6 @@
-"""vLLM as the engine behind the same API: our requests in its words, its results in ours.
+"""vLLM as the engine behind the same API: requests and results are translated.
 
-What vLLM cannot do is refused by name, never left out in silence.
+An option that vLLM does not support is an error that names it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Prompt = str | list[int]
 
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FINISHED = {"stop": "stop", "length": "length", "abort": "cancelled"}
-LOOKUP = 4  # longest run of tokens that is looked up in the prompt
+LOOKUP = 4  # longest n-gram that is looked up
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A request whose pieces are waited for."""
+    """An open stream."""
 
     request: Request
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)  # tokens and characters so far, by answer
-    box: list[OutputDelta] = field(default_factory=list)
+    queue: list[OutputDelta] = field(default_factory=list)
 
 
 class VLLM:
@@ -42,7 +42,7 @@ class VLLM:
         self.inner = vllm.LLM(model=folder, seed=seed, **engine_options(spec))
         self.context: int = self.inner.llm_engine.model_config.max_model_len
         self.requests = 0
-        self.streams: dict[str, Stream] = {}  # those that are open, by the name of their request
+        self.streams: dict[str, Stream] = {}  # open ones, by request id
 
     def generate(
         self,
@@ -51,11 +51,13 @@ class VLLM:
         progress: bool,
         on_result: ResultCallback = ignore_result,
     ) -> list[Result]:
-        """Results in order. vLLM refuses a whole call for one bad prompt, so these are held back from it."""
-        if self.streams:  # it would take their last pieces for results of this call
+        """Results in order. Bad prompts are filtered out, as vLLM rejects a whole call for one."""
+        if self.streams:  # vLLM would mix their outputs with this call's
             raise LMWorksError("vLLM cannot generate while a stream is open: read it to its end, or close it")
         given = enumerate(zip(prompts, params, strict=True))
-        results = {place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.wrong(prompt))}
+        results = {
+            place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.prompt_error(prompt))
+        }
         good = [place for place in range(len(prompts)) if place not in results]
         outputs = self.inner.generate(
             [inputs(prompts[place]) for place in good],
@@ -68,9 +70,9 @@ class VLLM:
         return [results[place] for place in range(len(prompts))]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[OutputDelta, None, None]:
-        """Pieces as they come; leaving early cancels the request."""
+        """Deltas as they come; closing the generator cancels the request."""
         request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
-        if why := self.wrong(prompt):
+        if why := self.prompt_error(prompt):
             yield OutputDelta(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
             return
         engine, name, stream = self.inner.llm_engine, f"lmworks-{self.requests}", Stream(request)
@@ -80,10 +82,10 @@ class VLLM:
         finished = False
         try:
             while not finished:
-                if not stream.box:
+                if not stream.queue:
                     self.step(engine)
-                while stream.box:
-                    delta = stream.box.pop(0)
+                while stream.queue:
+                    delta = stream.queue.pop(0)
                     finished = delta.result is not None
                     yield delta
         finally:
@@ -92,13 +94,13 @@ class VLLM:
                 engine.abort_request([name])
 
     def step(self, engine: Any) -> None:
-        """For all streams: what comes for another one waits in its box."""
+        """Step the engine and queue the deltas of all streams."""
         for output in engine.step():
             if (stream := self.streams.get(output.request_id)) is not None:
-                stream.box.extend(self.deltas(stream, output))
+                stream.queue.extend(self.deltas(stream, output))
 
     def deltas(self, stream: Stream, output: Any) -> Iterator[OutputDelta]:
-        """What is new in each answer since it was last told of. vLLM tells all of it every time."""
+        """New output of each answer since the last call; vLLM returns all of it every time."""
         result = to_result(output, stream.request.params) if output.finished else None
         for place, one in enumerate(output.outputs):
             tokens, characters = stream.sent.get(one.index, (0, 0))
@@ -114,10 +116,10 @@ class VLLM:
             )
 
     def close(self) -> None:
-        """vLLM ends its processes when its engine goes."""
+        """vLLM stops its processes when its engine is deleted."""
         del self.inner
 
-    def wrong(self, prompt: Prompt) -> str | None:
+    def prompt_error(self, prompt: Prompt) -> str | None:
         if len(prompt) == 0:
             return "the prompt is empty: give at least one token"
         if not isinstance(prompt, str) and len(prompt) >= self.context:
@@ -125,9 +127,9 @@ class VLLM:
         return None
 
     def sampling(self, params: SamplingParams) -> Any:
-        return self.module.SamplingParams(**sampling_options(params), **self.shape(params))
+        return self.module.SamplingParams(**sampling_options(params), **self.structured_outputs(params))
 
-    def shape(self, params: SamplingParams) -> dict[str, Any]:
+    def structured_outputs(self, params: SamplingParams) -> dict[str, Any]:
         if not params.structured:
             return {}
         module: Any = importlib.import_module("vllm.sampling_params")
@@ -136,11 +138,11 @@ class VLLM:
         return {"structured_outputs": shape}
 
 
-# --- in its words -----------------------------------------------------------------------------------------
+# --- options for vLLM --------------------------------------------------------------------------------------
 
 
 def engine_options(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of vllm.LLM. What is 0 or auto here is left to vLLM, which has defaults of its own."""
+    """Arguments of vllm.LLM. Values of 0 or auto are left to vLLM's defaults."""
     if spec.kv_dtype == "int8":
         raise SpecError('engine.kv_dtype = "int8": vLLM has no such cache; it has fp8')
     if spec.batch_invariant:
@@ -163,16 +165,16 @@ def engine_options(spec: EngineSpec) -> dict[str, Any]:
         "max_num_batched_tokens": spec.max_batch_tokens,
     }
     options |= {name: value for name, value in given.items() if value}
-    guess = {"num_speculative_tokens": spec.guesses}
+    draft_tokens = {"num_speculative_tokens": spec.guesses}
     if spec.speculate == "ngram":
-        options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": LOOKUP, **guess}
+        options["speculative_config"] = {"method": "ngram", "prompt_lookup_max": LOOKUP, **draft_tokens}
     elif spec.speculate == "draft":
-        options["speculative_config"] = {"model": spec.draft, **guess}
+        options["speculative_config"] = {"model": spec.draft, **draft_tokens}
     return options
 
 
 def sampling_options(params: SamplingParams) -> dict[str, Any]:
-    """Arguments of vllm.SamplingParams, all but the shape of the answer."""
+    """Arguments of vllm.SamplingParams, except structured output."""
     if params.best_of not in (None, params.n):
         raise SpecError("best_of is not known to vLLM any more; ask for n answers with logprobs and choose")
     if params.adapter is not None:
@@ -203,7 +205,7 @@ def inputs(prompt: Prompt) -> Any:
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
 
 
-# --- in ours ----------------------------------------------------------------------------------------------
+# --- results -----------------------------------------------------------------------------------------------
 
 
 def to_result(output: Any, params: SamplingParams) -> Result:

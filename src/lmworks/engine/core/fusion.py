@@ -1,13 +1,11 @@
-"""The trainer's network made quick for inference, in place: fewer and larger products, fewer passes over memory.
+"""Operator fusion for inference: the training network changed in place to fewer and larger kernels.
 
-    attention   q, k, v are one product; normalising, rotating and storing them is one kernel
-    (`engine.core.attention_backend`) MLP         gate and up are one product, which also does silu(gate) · up where the
-    rows are few block       adding to the residual stream and the next norm are one kernel. Between blocks travels a
-    pair, the
-                stream and what the last part has yet to add to it
+    attention   one QKV projection; norm, rotation and KV cache write are one kernel (`engine.core.attention_backend`)
+    MLP         one gate-up projection, with SwiGLU in its epilogue for few rows
+    block       residual add and the next norm are one kernel: blocks pass on a pair, the stream and a pending addend
 
-The weights are the same numbers. Each layer's are merged and the ones they came from let go before the next layer's
-turn, so that a network that fills the memory can be fused in it. A part that cannot be merged stays as it is.
+The weights are the same numbers. They are merged layer by layer, and the originals freed before the next, so that a
+network that fills the memory can be fused. A module that cannot be merged stays as it is.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from ..tensor_parallel.row_parallel_linear import RowParallelLinear
 from .attention_backend import PagedAttention
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-Stream = Tensor | tuple[Tensor, Tensor]  # the residual stream, (tokens, hidden); or it, and what is still to be added
+Stream = Tensor | tuple[Tensor, Tensor]  # residual stream (tokens, hidden), or a pair: stream and pending addend
 
 
 class LinearMethod:
-    """The one place where it is chosen how linear layers are computed.
+    """How linear layers are computed.
 
-    A plain one by `product`: streamed where the rows are few, in an order that rows do not change where results must
-    not depend on the batch; so are products that ranks sum. Any other (quantised, with adapters) by itself.
+    A plain or row-parallel one by `product`: a streaming kernel for few rows, or the batch-invariant kernel. Any other
+    (quantized, with adapters) by its own forward.
     """
 
     def __init__(self, invariant: bool) -> None:
@@ -54,7 +52,7 @@ class LinearMethod:
         return layer(x)
 
     def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """silu(gate) · up of a layer that gives both side by side."""
+        """silu(gate) · up of a layer with both outputs concatenated."""
         if type(layer) is Linear and not self.invariant:
             return gated_linear(x, layer.weight, layer.bias)
         if type(layer) is quantized_model.QuantLinear:
@@ -66,7 +64,7 @@ class LinearMethod:
 
 
 class FusedAttention(nn.Module):
-    """model.gpt.Attention over pages, with one projection."""
+    """model.gpt.Attention over the paged KV cache, with one QKV projection."""
 
     def __init__(self, was: Attention, qkv: nn.Module, apply: LinearMethod) -> None:
         super().__init__()
@@ -85,7 +83,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """model.gpt.MLP with one product on the way in, which does SwiGLU too where `act` is None."""
+    """model.gpt.MLP with one gate-up projection, whose epilogue is SwiGLU where `act` is None."""
 
     def __init__(
         self, into: nn.Module, act: Callable[[Tensor], Tensor] | None, down: nn.Module, apply: LinearMethod
@@ -100,7 +98,7 @@ class FusedMLP(nn.Module):
 
 
 class Unfused(nn.Module):
-    """A part of the trainer's network as it is, which takes (batch, seq, hidden)."""
+    """An unchanged module of the training network, which takes (batch, seq, hidden)."""
 
     def __init__(self, was: nn.Module) -> None:
         super().__init__()
@@ -111,7 +109,7 @@ class Unfused(nn.Module):
 
 
 class RowByRow(nn.Module):
-    """One token at a time: for parts whose order of addition may depend on how many tokens there are."""
+    """One token at a time: for modules whose reduction order may depend on the number of tokens."""
 
     def __init__(self, was: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -122,7 +120,7 @@ class RowByRow(nn.Module):
 
 
 class AddNorm(nn.Module):
-    """The stream with what was still to be added, and its norm."""
+    """Residual add and norm, fused."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -157,7 +155,7 @@ class FusedBlock(nn.Module):
 
 
 def fuse(model: GPT, context: int, invariant: bool = False) -> None:
-    """Change a network whose weights are where they will be used, for flat batches of positions below `context`."""
+    """Fuse a network in place, for flat batches of positions below `context`; weights are on their device already."""
     model.requires_grad_(False)
     cpu = model.device.type == "cpu"
     fuser = Fuser(LinearMethod(invariant), by_rows=invariant and cpu)
@@ -166,7 +164,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     for name in names:
         model.blocks[name] = fuser.block(cast(Block, model.blocks[name]), last=name == names[-1])
         if not cpu:
-            torch.cuda.empty_cache()  # merged weights are larger than the pieces that were let go, and fit none of them
+            torch.cuda.empty_cache()  # merged weights do not fit into the freed pieces
     assert model.norm is not None
     model.norm = fuser.norm(model.norm)
     if not isinstance(model.head, quantized_model.QuantLinear):
@@ -176,7 +174,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
 
 
 class Fuser:
-    """How the parts of a block are changed. `by_rows`: on a CPU, norms and activations too may depend on the batch."""
+    """Fuses the modules of a block. `by_rows`: for batch invariance of norms and activations on a CPU."""
 
     def __init__(self, apply: LinearMethod, by_rows: bool) -> None:
         self.apply, self.by_rows = apply, by_rows
@@ -213,12 +211,12 @@ def refuse_unknown(block: Block) -> None:
         if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
             raise SpecError(
                 f"engine.batch_invariant = true cannot be kept by {name}, which is a {type(module).__name__}: "
-                "it is computed in a way that may depend on the batch"
+                "its kernel may depend on the batch"
             )
 
 
 def merged(layers: Sequence[Linear]) -> nn.Module | None:
-    """One layer that gives what these give, side by side; None where they cannot be merged."""
+    """One layer with the concatenated outputs of these; None where they cannot be merged."""
     if any(type(layer) is not Linear for layer in layers):
         return quantized_model.merge(layers)
     one = Linear(layers[0].weight.shape[1], sum(map(rows_of, layers)), bias=layers[0].bias is not None, device="meta")
@@ -233,7 +231,7 @@ def rows_of(layer: nn.Module) -> int:
 
 
 class RotaryCache:
-    """`rope.tables`, computed once for all positions and looked up."""
+    """cos and sin of all positions, computed once and looked up."""
 
     def __init__(self, spec: ModelSpec, context: int, device: torch.device) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Kernels are compiled while weights are read.
+"""Kernel warm-up: kernels are compiled while weights are loaded.
 
-Both take seconds where neither is in a cache, the one of processors and the other of a disk. Kernels depend on the
-widths of a model, not on its depth or its weights: a network of one layer with nothing in it takes the steps that the
-engine will take, on a thread of its own, and what was compiled and loaded for them is there when the engine begins.
+Compiling uses processors, loading a disk; each takes seconds with cold caches. Kernels depend on the widths of a model,
+not on its depth or weights: a one-layer network without weights runs the steps that the engine will run, on a thread of
+its own, so that its kernels are compiled and loaded when the engine starts.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def warm_up_kernels(outline: MetaModel | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
-    """While the block runs, and done when it is left. `outline`: None where only the weights tell it."""
+    """Compile in the background while the block runs; joined at its end. `outline`: None if unknown before loading."""
     if outline is None or not is_worthwhile(outline.spec, spec, device):
         yield
         return
-    thread = Thread(target=warm_up_or_log, args=(outline, spec, device), name="rehearsal", daemon=True)
+    thread = Thread(target=warm_up_or_log, args=(outline, spec, device), name="kernel-warmup", daemon=True)
     thread.start()
-    yield  # where it fails, nobody waits for the thread
+    yield  # on an exception the thread is not joined
     thread.join()
     torch.cuda.empty_cache()
 
 
 def is_worthwhile(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
-    """A CPU compiles nothing; experts and ranks take other steps; and weights that fill a GPU leave no room for it."""
+    """Not on a CPU, which compiles nothing; not with experts or tensor parallelism; not without free GPU memory."""
     if device.type == "cpu" or shape.experts or spec.tp > 1:
         return False
     return (
@@ -50,7 +50,7 @@ def is_worthwhile(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> b
 
 
 def warm_up_or_log(outline: MetaModel, spec: EngineSpec, device: torch.device) -> None:
-    """The engine does without it: it then compiles when it begins, and what is really wrong is told there."""
+    """Failures are logged only: the engine then compiles at first launch, and raises real errors."""
     try:
         compile_kernels(outline, spec, device)
     except Exception as error:
@@ -59,7 +59,7 @@ def warm_up_or_log(outline: MetaModel, spec: EngineSpec, device: torch.device) -
 
 @torch.no_grad()
 def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) -> None:
-    """Twice on a GPU: only to find what there is to compile, and as it will be."""
+    """Twice on a GPU: a dry run that compiles all kernels in parallel, then a real run."""
     if device.type != "cuda":
         run_steps(one_layer_runner(outline, spec, device))
         return
@@ -76,16 +76,14 @@ def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) 
 
 
 def load_compiler() -> None:
-    """Half a second, and nearly as long again until it knows its own version, by which it finds what it has kept."""
+    """Import Triton (half a second) and hash its version, the key of its cache (nearly as long again)."""
     from ...kernels.compiling import know_version
 
     know_version()
 
 
 def run_steps(runner: ModelRunner) -> None:
-    """The largest, one prompt of every length that attention has a kernel for, and decoding steps of all sizes that
-    graphs are recorded of. None reads what another has picked.
-    """
+    """The largest step, one prompt of every length that has an attention kernel, and all decode bucket sizes."""
     run_largest_step(runner)
     for count in prompt_lengths(runner.spec):
         run_dummy_step(runner, 1, count)
@@ -95,7 +93,7 @@ def run_steps(runner: ModelRunner) -> None:
 
 
 def prompt_lengths(spec: EngineSpec) -> list[int]:
-    """Their lengths: beyond 512 tokens attention has one kernel for all."""
+    """Beyond 512 tokens attention has one kernel for all lengths."""
     return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, 10)})
 
 

@@ -1,4 +1,4 @@
-"""The pool of blocks that holds keys and values of all layers: its memory, its size, and copies within it."""
+"""The memory of the KV cache: blocks of keys and values of all layers, their number, and copies between them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ...kernels.inference.paged_attention import LayerCache
 from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
-CPU_BYTES = 2**30  # a pool on a CPU, unless the spec says how many blocks; pages that are never written take no memory
+CPU_BYTES = 2**30  # default on a CPU; pages that are never written take no memory
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
 class KVCacheShape:
-    """What one block takes."""
+    """Shape of a block."""
 
     layers: int
     kv_heads: int  # of this rank
@@ -41,7 +41,7 @@ class KVCacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of all layers; where they are quantised, an fp32 scale for each token and head as well."""
+        """Keys and values of all layers, and fp32 scales for each token and head if quantised."""
         a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantised else 0)
         return 2 * self.layers * self.kv_heads * self.size * a_head
 
@@ -54,7 +54,7 @@ class KVCache:
             # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
             self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
             self.scales = torch.zeros(of_all, device=device) if shape.quantised else None
-        except RuntimeError:  # no room; PyTorch says it in many ways
+        except RuntimeError:  # out of memory, of several types
             raise LMWorksError(
                 f"a cache of {blocks:,} blocks takes {blocks * shape.block_bytes / 2**30:,.1f} GiB, which the device "
                 "does not have; lower engine.blocks, or leave it at 0 for as many as memory holds"
@@ -68,7 +68,7 @@ class KVCache:
         return LayerCache(keys, values, *self.scales[index])
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
-        """Blocks from → to, in all layers. No block is both."""
+        """Copy blocks from → to, in all layers. No block is both."""
         if not copies:
             return
         pairs = torch.tensor(copies, dtype=torch.int64)
@@ -79,13 +79,13 @@ class KVCache:
             pool.index_copy_(2, target, pool.index_select(2, source))
 
     def pools(self) -> list[Tensor]:
-        """As bytes where PyTorch cannot move 8-bit floats."""
+        """As uint8 where PyTorch cannot index 8-bit floats."""
         store = self.store.view(torch.uint8) if self.shape.quantised else self.store
         return [store] if self.scales is None else [store, self.scales]
 
 
 def blocks_that_fit(shape: KVCacheShape, room: int, engine: EngineSpec) -> int:
-    """As many blocks as `room` bytes hold, but no more than all sequences at their longest would fill."""
+    """Blocks that fit `room` bytes, at most what all sequences at full length need."""
     fitting = max(room, 0) // shape.block_bytes
     if fitting == 0:
         raise LMWorksError(
@@ -97,7 +97,7 @@ def blocks_that_fit(shape: KVCacheShape, room: int, engine: EngineSpec) -> int:
 
 
 def free_on_gpu(device: torch.device, part: float, peak: int) -> int:
-    """Bytes of `part` of the GPU that are left beside what others hold and `peak`, the most that a step took here."""
+    """Bytes of `part` of the GPU that are left beside other processes and `peak`, the peak of a step."""
     free, total = torch.cuda.mem_get_info(device)
     elsewhere = total - free - torch.cuda.memory_reserved(device)
     return int(total * part) - elsewhere - peak

@@ -1,4 +1,4 @@
-"""What is known of a network before its weights are read."""
+"""A network on the meta device: what is known of it before its weights are read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..quantization.quantized_model import empty_like_quantized
 @dataclass(frozen=True)
 class MetaModel:
     spec: ModelSpec
-    scheme: str = ""  # that its matrices are quantized by
-    groups: Mapping[str, int] = field(default_factory=dict)  # numbers that share a scale, by layer, in int4
+    scheme: str = ""  # of its quantized matrices
+    groups: Mapping[str, int] = field(default_factory=dict)  # int4 group size by layer
 
     def blank(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> GPT:
-        """The network, or one of so many layers, with anything in it; what is not quantized in `dtype`."""
+        """The network (or its first `layers`) with uninitialised weights; unquantized ones in `dtype`."""
         return make_room(self.shape(layers), device, dtype)
 
     def shape(self, layers: int | None = None) -> GPT:
-        """The network without memory."""
+        """The network on the meta device."""
         with torch.device("meta"):
             model = GPT(self.spec if layers is None else self.spec.replace(layers=layers))
             if self.scheme:

@@ -1,4 +1,4 @@
-"""What the engine counts: plain numbers, named as dashboards of other engines know them."""
+"""Engine metrics: counters, gauges and histograms, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .request import Request, Sequence
 from .scheduler import Scheduler, Step
 
-# Upper edges in seconds, 1–2.5–5 from 1 ms to 100 s.
+# Upper bounds in seconds, 1–2.5–5 from 1 ms to 100 s.
 BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
 )  # fmt: skip
@@ -17,7 +17,7 @@ BUCKETS = (
 
 @dataclass
 class Histogram:
-    """Durations, sorted into buckets: the last counts what is above all edges."""
+    """Durations in buckets; the last counts those above all bounds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
     count: int = 0
@@ -38,9 +38,9 @@ class Metrics:
     """Gauges are of the latest step; the rest has been counted since the start."""
 
     # gauges
-    num_requests_running: int = 0  # each answer counts
+    num_requests_running: int = 0  # counts sequences
     num_requests_waiting: int = 0
-    kv_cache_usage_perc: float = 0.0  # blocks that are held, of all (0 to 1, whatever the name says)
+    kv_cache_usage_perc: float = 0.0  # used blocks, 0 to 1
     # counters
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -48,7 +48,7 @@ class Metrics:
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
     steps: int = 0
-    computed_tokens: int = 0  # by all steps, those computed again included
+    computed_tokens: int = 0  # recomputed ones included
     computed_sequences: int = 0  # rows of all steps: over `steps`, the mean batch
     kv_cache_usage_peak: float = 0.0
     proposed_guesses: int = 0
@@ -67,17 +67,17 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Of guesses."""
+        """Of draft tokens."""
         return self.accepted_guesses / self.proposed_guesses if self.proposed_guesses else 0.0
 
     def note_start(self, request: Request, now: float) -> None:
-        """One of its answers was let in."""
+        """One of its sequences was admitted."""
         if not request.scheduled_time:
             request.scheduled_time = now
             self.request_queue_time_seconds.add(now - request.arrival_time)
 
     def note_tokens(self, sequence: Sequence, count: int, now: float) -> None:
-        """Tokens of an answer became known."""
+        """Tokens of a sequence were read."""
         request = sequence.request
         self.generation_tokens += count
         if not request.first_token_time:
@@ -88,7 +88,7 @@ class Metrics:
         sequence.last_token_time = now
 
     def note_end(self, request: Request) -> None:
-        """All its answers have ended."""
+        """All its sequences have finished."""
         self.e2e_request_latency_seconds.add(time.monotonic() - request.arrival_time)
 
     def note_step(self, step: Step, scheduler: Scheduler) -> None:

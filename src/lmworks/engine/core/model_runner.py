@@ -1,7 +1,7 @@
-"""The device's side of a step: send the batch, run the network over the paged cache, pick tokens, send them back.
+"""The model runner: sends a step to the device, runs the network over the paged KV cache, samples, copies tokens back.
 
 `launch` only queues work and returns at once; `AsyncStepOutput.read` waits for that step alone, so the host can prepare
-the next one meanwhile. A token that the host has not read yet goes from step to step on the device, in `recent`.
+the next one meanwhile. A token that the host has not read yet stays on the device, in `last_token_ids`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ModelRunner:
-    """Takes the network over: its weights are moved, cast and merged in place."""
+    """Owns the network: its weights are moved, cast and merged in place."""
 
     def __init__(
         self,
         model: GPT,
         spec: EngineSpec,
         device: torch.device | str,
-        valid_vocab: int,  # ids that the tokenizer has; rows of the head beyond it are never picked
-        draft: DraftModel | None = None,  # a smaller model that guesses
-        tp_rank: TensorParallelRank | None = None,  # those that share the model, which is this one's part of it
+        valid_vocab: int,  # ids of the tokenizer; logits beyond are never sampled
+        draft: DraftModel | None = None,  # of speculative decoding
+        tp_rank: TensorParallelRank | None = None,  # with tensor parallelism: `model` is this rank's shard
     ) -> None:
         self.device = torch.device(device)
         self.spec = resolve_spec(spec, model.spec, self.device)
-        self.synchronous = self.device.type == "cpu"  # a launch is done when it returns
+        self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
         self.model, self.valid_vocab = model, valid_vocab
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
@@ -67,16 +67,14 @@ class ModelRunner:
         ).slopes
         self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
         vocab, seqs = model.spec.vocab, self.spec.max_seqs
-        # Every id stands for itself, and vocab + slot for the token that was picked last for that slot.
+        # Index id gives id itself; index vocab + slot gives the last token sampled for that slot.
         self.token_lookup = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
         self.last_token_ids = self.token_lookup[vocab:]
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
         self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
         self.graphs: CUDAGraphs[Tensor | SamplerOutput] | None = None
-        self.max_decode_tokens = (
-            1 if self.spec.speculate == "none" else 1 + self.spec.guesses
-        )  # tokens of a sequence that decodes
-        self.grammars: Grammars | None = None  # the engine's, where it has a tokenizer
+        self.max_decode_tokens = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # of one sequence
+        self.grammars: Grammars | None = None  # set by the engine, where it has a tokenizer
         shape = KVCacheShape.of(model.spec, self.spec, dtype, kv_heads)
         self.adapters: Adapters | None = None
         self.draft = draft
@@ -88,8 +86,7 @@ class ModelRunner:
             self.spec = self.spec.replace(blocks=blocks if tp_rank is None else tp_rank.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
         self.cache = KVCache(shape, self.blocks, self.device)
-        # Experts are run one by one, by counts that the host has to know: no graph can hold that. Nor is there one of
-        # steps that several ranks take.
+        # No CUDA graphs for experts, whose token counts the host must read, nor with tensor parallelism.
         if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and not moe_layers(model):
             largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
             self.graphs = CUDAGraphs(
@@ -106,17 +103,17 @@ class ModelRunner:
             if self.draft is not None:
                 self.draft.allocate_cache(1, graphs=False)
             room = profile_cache_memory(self)
-        if self.draft is not None:  # whose cache has as many blocks
+        if self.draft is not None:  # its cache has as many blocks
             room = room * shape.block_bytes // (shape.block_bytes + self.draft.shape.block_bytes)
         return blocks_that_fit(shape, room, self.spec)
 
     def admit(self, sequence: Sequence) -> None:
-        """Before the first step of a sequence that was given a slot."""
+        """Write the tables of a sequence that was given a slot, before its first step."""
         self.packer.admit(sequence)
         self.sampler.admit(sequence.slot, sequence)
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Hold a LoRA adapter, for sequences that ask for it by name; all ranks do, or none."""
+        """Load a LoRA adapter on all ranks, or on none."""
         self.load_adapter(name, folder)
         if self.tp_rank is not None:
             try:
@@ -135,12 +132,12 @@ class ModelRunner:
             self.graphs.reset()  # captured without the adapter
 
     def unload_adapter(self, name: str) -> None:
-        """On this rank, one that another could not hold."""
+        """On this rank, after another could not load it."""
         assert self.adapters is not None
         self.adapters.remove(name)
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
-        """From now on, of a network that was read from the quantized `folder`."""
+        """Attach a drift monitor to a network loaded from the quantized `folder`."""
         if self.tp_rank is not None:
             raise SpecError(
                 f"drift is watched where a layer sees its whole input: use engine.tp = 1, not {self.tp_rank.tp}"
@@ -152,7 +149,7 @@ class ModelRunner:
         return monitor
 
     def failed_worker(self) -> str:
-        """Which of the other ranks has ended, and why."""
+        """Which worker has exited, and why."""
         return "" if self.tp_rank is None else self.tp_rank.failed_worker()
 
     def close(self) -> None:
@@ -165,8 +162,7 @@ class ModelRunner:
         try:
             return self.execute(step)
         except torch.OutOfMemoryError:
-            # Graphs of prompts hold memory that a step can do without. It can be taken once more: whatever it has
-            # written already is written again.
+            # Free the graphs of mixed steps and retry: what the step has written already is overwritten.
             if self.graphs is None or not self.graphs.drop_prefill_graphs():
                 raise
         except (RuntimeError, OSError) as error:
@@ -208,15 +204,15 @@ class ModelRunner:
         )
 
     def set_adapter_indices(self, adapters: np.ndarray | None) -> None:
-        """The adapter of each token of a step, where there are any."""
+        """Set the adapter of each token of a step, if there are adapters."""
         if self.adapters is not None and adapters is not None:
             self.adapters.set_adapter_indices(adapters)
 
     def bucket(self, graphs: CUDAGraphs[Tensor | SamplerOutput], step: Step) -> Layout | None:
-        """That of the graph which holds such steps, if there is one."""
+        """The bucket of a step; None if it runs without a graph."""
         if is_decode_only(step):
             return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.max_decode_tokens)
-        # Drafts and adapters go by the order of tokens, which a frame for mixed steps tears apart.
+        # Draft models and adapters need contiguous tokens; a mixed bucket has padding between them.
         plain = self.draft is None and self.adapters is None
         return graphs.mixed(step) if plain else None
 
@@ -228,7 +224,7 @@ class ModelRunner:
         sampling_metadata: SamplingMetadata,
         mask: Tensor | None,
     ) -> tuple[SamplerOutput, Batch]:
-        """The graph holds the sampler too where that makes passes over the logits alone."""
+        """Replay a graph. It includes the sampler where that only makes passes over the logits."""
         rows = sum(chunk.num_logits for chunk in step.chunks)
         buffer, layout = self.packer.pack(step, bucket)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
@@ -242,7 +238,7 @@ class ModelRunner:
         return self.verify(sampled, result[:rows], batch, drafted, sampling_metadata), batch
 
     def forward_and_sample(self, batch: Batch, sampling_metadata: SamplingMetadata | None) -> Tensor | SamplerOutput:
-        """What a graph holds: up to the logits, or with `sampling_metadata` up to the tokens."""
+        """The captured part of a step: up to the logits, or with `sampling_metadata` up to the tokens."""
         logits = self.logits(self.states(batch), batch)
         return (
             logits
@@ -251,11 +247,11 @@ class ModelRunner:
         )
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
-        """Of the tokens that ask for them, (rows, vocab)."""
+        """Of the tokens that need them: (rows, vocab)."""
         return self.model.logits(states if batch.logits_indices is None else states[batch.logits_indices])
 
     def states(self, batch: Batch) -> Tensor:
-        """What the last block gives for every token, (tokens, hidden)."""
+        """Hidden states of the last block: (tokens, hidden)."""
         spec = self.model.spec
         attend = PagedAttention(
             self.cache.layers,
@@ -310,7 +306,7 @@ class ModelRunner:
         return sampled
 
     def grammar_masks(self, chunks: list[Chunk]) -> Tensor | None:
-        """What grammars allow, row by row; only the first row of a chunk can have one, for they take no guesses."""
+        """Grammar masks of all rows; only the first row of a chunk has one, as grammars exclude speculation."""
         if self.grammars is None or all(chunk.sequence.matcher is None for chunk in chunks):
             return None
         rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.num_logits - 1))]
@@ -324,7 +320,7 @@ class ModelRunner:
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
         draft_tokens: Tensor | None,
     ) -> AsyncStepOutput:
-        """Send the results home. Copies to page-locked memory do not wait, and come before all later steps."""
+        """Copy the results to pinned host memory, asynchronously and before all later steps."""
         if self.synchronous:
             return AsyncStepOutput(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens, None)
         arrived = torch.cuda.Event()
@@ -336,7 +332,7 @@ class ModelRunner:
 
 
 def to_host(results: Any) -> Any:
-    """A tuple of tensors and Nones, or None."""
+    """Asynchronous copy of a tensor, or of a tuple of tensors and Nones."""
     if isinstance(results, Tensor):
         return results.to("cpu", non_blocking=True)
     if results is None:
@@ -346,7 +342,7 @@ def to_host(results: Any) -> Any:
 
 
 def draft_tokens_of(batch: Batch, sampling_chunks: list[Chunk]) -> Tensor | None:
-    """(rows): the token behind each row's own, which is the guess that the row speaks of (or nobody's)."""
+    """(rows): the token after each row's own: the draft token that the row verifies, if any."""
     if batch.logits_indices is None or all(chunk.num_logits == 1 for chunk in sampling_chunks):
         return None
     return batch.tokens[(batch.logits_indices + 1).clamp(max=len(batch.tokens) - 1)]
@@ -360,7 +356,7 @@ def sample_row_by_row(
     mask: Tensor | None,
     sampling_metadata: SamplingMetadata,
 ) -> SamplerOutput:
-    """On a CPU the order of sums over a row of logits may depend on how many rows there are."""
+    """For batch invariance on a CPU, where the order of a reduction may depend on the number of rows."""
     masks = [None] * len(rows) if mask is None else mask.split(1)
     parts = [
         sampler(*each, sampling_metadata)
@@ -371,12 +367,12 @@ def sample_row_by_row(
 
 
 def is_decode_only(step: Step) -> bool:
-    """Whether every token of the step asks for the next one: those of answers, and guesses."""
+    """Whether the step has no prefill: every token needs logits."""
     return all(chunk.count == chunk.num_logits for chunk in step.chunks)
 
 
 def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
-    """The spec with its zeros filled in, but for the blocks."""
+    """The spec with zeros and "auto" replaced by actual values, except `blocks`."""
     gpu = device.type == "cuda"
     if spec.context > model.context:
         raise SpecError(f"engine.context = {spec.context} is more than the model's context of {model.context}")
@@ -389,7 +385,7 @@ def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> En
 
 @torch.no_grad()
 def move(model: GPT, device: torch.device, dtype: torch.dtype) -> None:
-    """Weights one by one; buffers keep their precision: a choice of experts is fp32, quantised weights are integers."""
+    """Move and cast weights one by one; buffers keep their dtype (router bias: fp32, quantized weights: integers)."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(device, dtype)

@@ -1,4 +1,4 @@
-"""How an answer grows and ends, token by token, and what a request comes to when all its answers have ended."""
+"""Output processing: stop conditions token by token, and the result of a request when all its answers have finished."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_TOKEN_ALLOWED = (
 
 @dataclass(frozen=True)
 class FinishReason:
-    """Why an answer is over: length, stop (`stop`: the token or string), cancelled, or error (`error`: what it was)."""
+    """Why a sequence finished: length, stop (`stop`: token or string), cancelled, or error (`error`: the message)."""
 
     reason: str
     stop: str | int | None = None
@@ -27,7 +27,7 @@ class FinishReason:
 
 
 def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | None, grammars: Grammars | None) -> None:
-    """Text is made token by token only where someone looks at it before the end."""
+    """Attach what the request needs: a detokenizer for streaming or stop strings, a matcher for structured output."""
     params = sequence.params
     if tokenizer is not None and (params.stop or sequence.request.stream):
         sequence.detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
@@ -36,17 +36,17 @@ def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | No
 
 
 def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
-    """The latest known token of an answer: the text that may be shown now, and whether it was the last."""
+    """Process a sampled token: the text that may be emitted now, and the finish reason if it was the last."""
     shown, ending = read(sequence, token)
     text = sequence.detokenizer
     if text is None or ending is None or ending.error is not None:
         return shown, ending
-    shown += text.flush()  # the last half character is U+FFFD, and that may have been looked for
+    shown += text.flush()  # an incomplete character becomes U+FFFD, which may complete a stop string
     return shown, ending if text.stopped is None else FinishReason("stop", text.stopped)
 
 
 def read(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
-    """The same, as far as the token itself says: text may still wait."""
+    """As `push`, without flushing held text."""
     long_enough = sequence.num_known_tokens - sequence.num_prompt_tokens >= sequence.params.min_tokens
     if long_enough and token in sequence.request.end_token_ids and not within(sequence, token):
         return "", FinishReason("stop", token)
@@ -61,32 +61,32 @@ def read(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
 
 
 def within(sequence: Sequence, token: int) -> bool:
-    """A model's end of text may also be an ordinary token: in the middle of the answer's shape it is one."""
+    """An end-of-text token inside an incomplete grammar is an ordinary token."""
     matcher = sequence.matcher
     return matcher is not None and not matcher.complete and token not in sequence.params.stop_token_ids
 
 
 def matched(matcher: Matcher, token: int) -> FinishReason | None:
-    """Whether the answer's shape is complete with this token, or cannot be followed any further."""
+    """Advance the grammar: finished if it is complete, or in error."""
     matcher.accept(token)
     return grammar_error(matcher) or (FinishReason("stop") if matcher.done else None)
 
 
 def grammar_error(matcher: Matcher) -> FinishReason | None:
-    """Too much work for the parser, most likely."""
+    """Usually the parser's work limit."""
     error = matcher.error
     return None if error is None else FinishReason("error", error=f"the answer's shape cannot be followed: {error}")
 
 
 def no_token_error(matcher: Matcher | None) -> FinishReason:
-    """The device found no token to pick."""
+    """No token could be sampled."""
     if matcher is None:
         return FinishReason("error", error=NOT_FINITE)
     return grammar_error(matcher) or FinishReason("error", error=NO_TOKEN_ALLOWED)
 
 
 def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None) -> str:
-    """The answer is written down; text that was held back until now is returned."""
+    """Store the final answer; returns text that was held back."""
     del sequence.tokens[sequence.num_known_tokens :]
     ids = sequence.output_token_ids
     rest = ""
@@ -105,11 +105,11 @@ def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None)
 
 
 def result(request: Request) -> Result:
-    """What the request came to: its answers, or of best_of the n likeliest, the likeliest first."""
+    """The result of a request: its answers, or the n likeliest of best_of, likeliest first."""
     params = request.params
     answers = [each.final_answer for each in request.sequences if each.final_answer is not None]
     if params.answers > params.n:
-        # One that went wrong has no likelihood; it is shown only where there are not enough others.
+        # Failed answers come last.
         answers.sort(key=lambda answer: (answer.error is not None, -(answer.cumulative_logprob or 0.0)))
     now = time.monotonic()
     times = {"total": now - request.arrival_time}
@@ -122,6 +122,6 @@ def result(request: Request) -> Result:
 
 
 def refusal(request: Request, error: str) -> OutputDelta:
-    """The answer to a request that is not taken in."""
+    """The delta of a rejected request."""
     answers = [Answer([], "", "error", error=error) for _ in range(request.params.n)]
     return OutputDelta(request, 0, [], finish_reason="error", result=Result(list(request.prompt), answers))

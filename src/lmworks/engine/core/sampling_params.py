@@ -1,4 +1,4 @@
-"""What a request may ask for: how tokens are picked, when to stop, what to report."""
+"""Sampling parameters: how tokens are sampled, when to stop, what to report."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ LARGEST = 3e38  # of numbers that fp32 holds
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's wishes; valid by construction. temperature = 0 is greedy; top_k = 0, top_p = 1, min_p = 0: off."""
+    """Sampling parameters of a request, validated. temperature = 0 is greedy; top_k = 0, top_p = 1, min_p = 0: off."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0  # tokens less likely than this part of the likeliest are left out
+    min_p: float = 0.0  # minimum probability, relative to the likeliest token
     repetition_penalty: float = 1.0  # divides positive logits of tokens seen (prompt too), multiplies negative ones
-    presence_penalty: float = 0.0  # taken off the logit of every token that the answer holds
-    frequency_penalty: float = 0.0  # the same, once for each time
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output
+    frequency_penalty: float = 0.0  # the same, once for each occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: drawn by the engine, another one for each request
+    seed: int | None = None  # None: drawn by the engine
     max_tokens: int = 16
-    min_tokens: int = 0  # no stop token or string before the answer has as many
+    min_tokens: int = 0  # no stop token or string before
     stop: Sequence[str] | str = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop: bool = False  # leave the stop string in the text
-    n: int = 1  # answers to give
-    best_of: int | None = None  # answers to make, of which the n likeliest are given
+    n: int = 1  # answers
+    best_of: int | None = None  # sequences to generate, of which the n likeliest are returned
     logprobs: int | None = None  # log-probability of each token, and of so many of the likeliest (0: of it alone)
     prompt_logprobs: int | None = None
-    json_schema: Mapping[str, Any] | str | None = None  # the answer is JSON that fits it
-    regex: str | None = None  # the answer matches it as a whole
+    json_schema: Mapping[str, Any] | str | None = None  # structured output
+    regex: str | None = None  # the whole answer matches
     choice: Sequence[str] | None = None  # the answer is one of these
-    adapter: str | None = None  # name of a LoRA adapter that the engine holds
+    adapter: str | None = None  # name of a loaded LoRA adapter
 
     def __post_init__(self) -> None:
         self.gather("stop", str, "texts")
@@ -80,7 +80,7 @@ class SamplingParams:
         if len(shapes) > 1:
             raise SpecError(f"{' and '.join(shapes)} cannot be asked for together: an answer has one shape")
 
-    # --- what was given, checked and brought into one form ---
+    # --- validation ---
 
     def gather(self, name: str, kind: type, what: str) -> None:
         """Several of a kind, as a tuple; a lone stop is one of them."""
@@ -120,7 +120,7 @@ class SamplingParams:
             raise SpecError(f"{name} = {shown} is out of range: it must be {least}{most}")
         object.__setattr__(self, name, value)
 
-    # --- what follows from it ---
+    # --- derived ---
 
     @property
     def greedy(self) -> bool:
@@ -128,17 +128,17 @@ class SamplingParams:
 
     @property
     def answers(self) -> int:
-        """How many are made."""
+        """Number of sequences."""
         return self.best_of or self.n
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether each token's log-probability is needed: it was asked for, or it chooses the best answers."""
+        """Whether each token's log-probability is needed: for `logprobs`, or to rank best_of."""
         return self.logprobs is not None or self.answers > self.n
 
     @property
     def structured(self) -> bool:
-        """Whether a grammar says which tokens may come."""
+        """Whether a grammar constrains the output."""
         return self.json_schema is not None or self.regex is not None or self.choice is not None
 
 

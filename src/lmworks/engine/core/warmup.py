@@ -1,4 +1,4 @@
-"""Before the first request: what the largest step takes, measured by taking it, and graphs made ahead of use."""
+"""Before the first request: profiling the memory of the largest step, and capturing CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def run_largest_step(runner: ModelRunner) -> None:
-    """As many tokens as a step may have, of as many sequences."""
+    """A dummy step with the most tokens and sequences."""
     spec = runner.spec
     seqs = min(spec.max_seqs, spec.max_batch_tokens)
     run_dummy_step(runner, seqs, max(1, min(spec.max_batch_tokens // seqs, spec.context - 1)))
 
 
 def run_dummy_step(runner: ModelRunner, seqs: int, count: int) -> None:
-    """So many sequences, each with a prompt of so many tokens; all of their keys go to block 0."""
+    """A dummy prefill of `seqs` prompts of `count` tokens; all write to block 0."""
     request = Request([0] * count, SamplingParams(max_tokens=1))
     chunks = []
     for slot in range(seqs):
@@ -38,7 +38,7 @@ def run_dummy_step(runner: ModelRunner, seqs: int, count: int) -> None:
 
 
 def profile_cache_memory(runner: ModelRunner) -> int:
-    """Bytes that are left for the cache when the largest step runs; it also loads the kernels that it needs."""
+    """Bytes left for the KV cache beside the peak of the largest step, which also loads its kernels."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
     run_largest_step(runner)
@@ -49,13 +49,13 @@ def profile_cache_memory(runner: ModelRunner) -> int:
 
 @torch.no_grad()
 def capture_graphs(runner: ModelRunner) -> None:
-    """Graphs of the usual decoding step, for all numbers of sequences: less than a second for all of them together.
+    """Capture plain decode steps of all bucket sizes: less than a second in all.
 
-    Rarer kinds (wider tables, log-probabilities) are recorded when they are first needed, steps with prompts when their
-    kind comes again; that step takes longer.
+    Rarer variants (wider tables, log-probabilities) are captured when first needed, mixed steps when their bucket is
+    used again; that step takes longer.
     """
     assert runner.graphs is not None
-    for size in reversed(runner.graphs.sizes):  # the largest first: the others then find room in its memory
+    for size in reversed(runner.graphs.sizes):  # the largest first: the others reuse its memory
         runner.graphs.run(
             *runner.packer.dummy_decode(runner.graphs.padded(size)), captured_metadata(SamplingMetadata())
         )

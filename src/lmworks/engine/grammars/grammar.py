@@ -1,9 +1,9 @@
-"""Answers of a given shape: before each token, the set of those that can still lead to one.
+"""Structured output: before each token, a mask of those that the grammar allows.
 
-llguidance keeps a parser for each sequence and computes that set as a row of bits. What a stranger sends is compiled
-within limits, of its text before, of the work that compiling it takes (`engine.grammars.grammar_sandbox`) and of the
-parser's work after, so that no schema can hold up the others: one that is too large or too complex, or that no answer
-can fit, is refused with the request; one that grows too complex on the way ends its own answer (`Matcher.error`).
+llguidance keeps a parser for each sequence and computes the mask as a bitmask. Untrusted grammars are compiled within
+limits on their text, on the work of compiling (`engine.grammars.grammar_sandbox`) and on the parser's work, so that no
+schema can block other requests: one that is too large, too complex or unsatisfiable is rejected with its request; one
+that exceeds the parser's limits while decoding ends its own answer (`Matcher.error`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from .token_bytes import import_llguidance, to_llguidance
 if TYPE_CHECKING:
     import llguidance
 
-KEPT, KEPT_BYTES = 64, 2**29  # compiled grammars that are kept for the next request with the same, and their memory
-KEPT_REFUSED = 1024  # of those that were refused, why
-TRIALS = 3  # processes that try grammars, at most
+CACHE_SIZE, CACHE_BYTES = (
+    64,
+    2**29,
+)  # compiled grammars that are kept for the next request with the same, and their memory
+REJECTED_CACHE_SIZE = 1024  # of those that were refused, why
+MAX_SANDBOXES = 3  # most sandbox processes
 SMALL = 4096  # characters of choices that are compiled in a few milliseconds, whatever they are
-MOST_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
-MOST_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
-MOST_OPTIONAL = 256  # optional properties of one object: work grows with their square
+MAX_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
+MAX_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
+MAX_OPTIONAL = 256  # optional properties of one object: work grows with their square
 # Between two parts of a JSON text. With more, a model that likes blanks fills its answer with them.
 WHITESPACE = r"[\x20\x0A]"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -52,7 +55,7 @@ LIMITS = {
 
 
 class Matcher:
-    """How far one answer has come."""
+    """The grammar state of one sequence."""
 
     def __init__(self, inner: llguidance.LLMatcher) -> None:
         self.inner = inner
@@ -73,22 +76,22 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        return explained(self.inner.get_error()) if self.inner.is_error() else None
+        return error_message(self.inner.get_error()) if self.inner.is_error() else None
 
 
 class Grammars:
-    """Compiles what requests ask for, against one tokenizer. Safe to call from several threads."""
+    """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, valid: int, ends: Sequence[int] = ()) -> None:
         """The mask is for `valid` tokens; `ends` are tokens that end a text, besides the tokenizer's own."""
         self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
         self.ends = sorted({tokenizer.eot, *ends})
         self.lock, self.reading = threading.Lock(), threading.Lock()
-        self.compiled: LRUCache[llguidance.LLMatcher] = LRUCache(KEPT, KEPT_BYTES)  # by the grammar's text
-        self.refused: LRUCache[str] = LRUCache(KEPT_REFUSED)  # why, by the digest of the text
-        self.trials: LifoQueue[GrammarSandbox] = LifoQueue()
-        for _ in range(TRIALS):
-            self.trials.put(GrammarSandbox(LIMITS))
+        self.compiled: LRUCache[llguidance.LLMatcher] = LRUCache(CACHE_SIZE, CACHE_BYTES)  # by the grammar's text
+        self.refused: LRUCache[str] = LRUCache(REJECTED_CACHE_SIZE)  # why, by the digest of the text
+        self.sandboxes: LifoQueue[GrammarSandbox] = LifoQueue()
+        for _ in range(MAX_SANDBOXES):
+            self.sandboxes.put(GrammarSandbox(LIMITS))
         self.inner: llguidance.LLTokenizer | None = None
         self.executor: llguidance.LLExecutor | None = None
 
@@ -132,11 +135,11 @@ class Grammars:
             self.refused.put(digest(text), str(error))
 
     def tried(self, text: str, budget: Budget) -> int:
-        trial = self.trials.get()
+        sandbox = self.sandboxes.get()
         try:
-            return trial.check(text, budget)
+            return sandbox.check(text, budget)
         finally:
-            self.trials.put(trial)
+            self.sandboxes.put(sandbox)
 
     def tokens(self) -> llguidance.LLTokenizer:
         with self.reading:
@@ -168,11 +171,11 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
     library = import_llguidance()
     matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=library.LLParserLimits(**LIMITS))
     if matcher.is_error():
-        raise SpecError(f"the answer's shape cannot be used: {explained(matcher.get_error())}")
-    trial = matcher.deep_copy()
-    trial.compute_bitmask()
-    if trial.is_error():
-        raise SpecError(f"no answer can have the shape that was asked for: {explained(trial.get_error())}")
+        raise SpecError(f"the answer's shape cannot be used: {error_message(matcher.get_error())}")
+    sandbox = matcher.deep_copy()
+    sandbox.compute_bitmask()
+    if sandbox.is_error():
+        raise SpecError(f"no answer can have the shape that was asked for: {error_message(sandbox.get_error())}")
     return matcher
 
 
@@ -189,7 +192,7 @@ def grammar(params: SamplingParams) -> str:
         try:
             return str(library.grammar_from_json_schema(schema, overrides=options))
         except ValueError as error:
-            raise SpecError(f"json_schema cannot be read: {explained(str(error))}") from None
+            raise SpecError(f"json_schema cannot be read: {error_message(str(error))}") from None
     if params.regex is not None:
         check_text("regex", params.regex)
         if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would leave it out in silence
@@ -221,8 +224,8 @@ def literal(text: str) -> str:
 def check_text(name: str, text: Any) -> None:
     if not isinstance(text, str):
         raise SpecError(f"{name} must be text, not {type(text).__name__}")
-    if len(text) > MOST_TEXT:
-        raise SpecError(f"{name} has {len(text):,} characters: at most {MOST_TEXT:,} are compiled")
+    if len(text) > MAX_TEXT:
+        raise SpecError(f"{name} has {len(text):,} characters: at most {MAX_TEXT:,} are compiled")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise SpecError(f"{name} holds half of a surrogate pair: it is not Unicode text")
 
@@ -231,8 +234,8 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
     """The schema as text, once it is known to be small and flat enough to be looked at."""
     if isinstance(schema, str):
         check_text("json_schema", schema)
-        if text_depth(schema) > MOST_NESTING:
-            raise SpecError(f"json_schema is nested more than {MOST_NESTING} levels deep")
+        if text_depth(schema) > MAX_NESTING:
+            raise SpecError(f"json_schema is nested more than {MAX_NESTING} levels deep")
         try:
             schema = json.loads(schema)
         except ValueError as error:
@@ -246,8 +249,8 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
         if isinstance(properties, Mapping):
             needed = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else ()
             optional = len(properties.keys() - needed)
-            if optional > MOST_OPTIONAL:
-                raise SpecError(f"json_schema has an object of {optional} optional properties: {MOST_OPTIONAL} at most")
+            if optional > MAX_OPTIONAL:
+                raise SpecError(f"json_schema has an object of {optional} optional properties: {MAX_OPTIONAL} at most")
     try:
         text = json.dumps(schema, default=dict)
     except (TypeError, ValueError) as error:
@@ -277,20 +280,20 @@ def text_depth(text: str) -> int:
 def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
     """All objects inside, without recursion; refuses what is nested too deep (or in itself) or has too many."""
     layer, seen = [schema], 0
-    for _ in range(MOST_NESTING + 1):
+    for _ in range(MAX_NESTING + 1):
         layer = [each for each in layer if isinstance(each, Mapping | list | tuple)]
         seen += len(layer)
-        if seen > MOST_TEXT:
-            raise SpecError(f"json_schema has more than {MOST_TEXT:,} parts")
+        if seen > MAX_TEXT:
+            raise SpecError(f"json_schema has more than {MAX_TEXT:,} parts")
         yield from (each for each in layer if isinstance(each, Mapping))
         layer = [inner for each in layer for inner in (each.values() if isinstance(each, Mapping) else each)]
         if not layer:
             return
     if any(isinstance(each, Mapping | list | tuple) for each in layer):
-        raise SpecError(f"json_schema is nested more than {MOST_NESTING} levels deep")
+        raise SpecError(f"json_schema is nested more than {MAX_NESTING} levels deep")
 
 
-def explained(error: str) -> str:
+def error_message(error: str) -> str:
     """The library's message in one line; its own names for limits mean nothing to a user."""
     line = " ".join(error.replace("<non-verbose/>", "").split())
     if line.startswith("NoExtension"):

@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled with little work: tried in a process of its own, which may die of it.
+"""Grammar sandbox: untrusted grammars are compiled in a separate process first, within limits of time and memory.
 
 llguidance bounds the work of its parser, but not that of making a lexer: `{"multipleOf": 9999991}` takes minutes, and
 regexes of a few thousand characters gigabytes. Nobody can interrupt it, and without memory it ends the process. So what
@@ -46,7 +46,7 @@ class TooComplex(SpecError):
 
 
 class GrammarSandbox:
-    """One grammar at a time; safe to call from several threads. The process stays for the next."""
+    """One grammar at a time; thread-safe. The process is reused."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:
         self.limits, self.lock = limits, threading.Lock()
@@ -62,7 +62,7 @@ class GrammarSandbox:
                 f"{budget.seconds:g} s or {budget.bytes / 2**30:g} GiB)"
             )
         if not said.isdecimal():
-            raise LMWorksError("the process that tries grammars was lost: send the request again")
+            raise LMWorksError("the grammar sandbox process was lost: send the request again")
         return int(said)
 
     def running(self) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ class GrammarSandbox:
             )
             weakref.finalize(self, end, self.process)
             if answer(self.process) != READY:
-                raise LMWorksError(f"the process that tries grammars ended at once: {' '.join(command[:3])}")
+                raise LMWorksError(f"the grammar sandbox process exited at start: {' '.join(command[:3])}")
         return self.process
 
 

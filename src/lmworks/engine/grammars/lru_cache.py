@@ -1,4 +1,4 @@
-"""What is kept for the next who asks for the same: so many, and so much of it, the least used leave first."""
+"""An LRU cache bounded by entries and bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Value = TypeVar("Value")
 
 
 class LRUCache(Generic[Value]):
-    """Not safe for several threads."""
+    """Not thread-safe."""
 
     def __init__(self, most: int, most_bytes: int | None = None) -> None:
         self.most, self.most_bytes = most, most_bytes
-        self.values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()  # the least used first
+        self.values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()  # least recently used first
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class LRUCache(Generic[Value]):
         return self.values[key][0]
 
     def put(self, key: Hashable, value: Value, size: int = 0) -> None:
-        """One that is larger than all may be is not kept."""
+        """Insert, evicting the least recently used; an entry above `most_bytes` is not cached."""
         self.drop(key)
         self.values[key] = (value, size)
         self.bytes += size

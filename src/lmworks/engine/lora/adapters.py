@@ -1,15 +1,15 @@
 """LoRA adapters beside the weights: several at once in one batch.
 
-All adapters of a layer are stacked to one pair of matrices, as wide as their ranks together. A row of the batch goes
-through all of them, and the columns that are not its own are set to 0:
+All adapters of a layer are stacked into one pair of matrices, as wide as the sum of their ranks. A row of the batch
+goes through all of them, and the columns of other adapters are masked:
 
-    y = W·x + B·own(A·x)        A (Σ rank, in), B (out, Σ rank)
+    y = W·x + B·mask(A·x)        A (Σ rank, in), B (out, Σ rank)
 
-Set, and not multiplied by 0: what overflows in one adapter stays with its own sequences. These are two products whoever
-is in the batch, so the shapes are fixed and a CUDA graph can hold them; the ranks are small, and so is the waste. Where
-layers were merged (q, k and v; gate and up), B is zero but for each one's own block.
+Masked by assignment, not by multiplication with 0: an overflow in one adapter does not reach other sequences. These are
+two GEMMs of fixed shape for any batch, so a CUDA graph can capture them; ranks are small, and so is the overhead. Where
+layers were merged (q, k and v; gate and up), B is block diagonal.
 
-Where ranks share a layer, each has its outputs of B, or its inputs of A; the latter is part of the sum over ranks.
+With tensor parallelism a rank has its rows of B, or its columns of A, whose product is part of the all-reduce.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdapterMask:
-    """Which columns each row of the batch uses: one tensor for all layers, always the same memory."""
+    """Which columns each row of the batch masks: one tensor for all layers, at a fixed address."""
 
-    masked_columns: Tensor  # (tokens of the largest step, Σ rank) bool: columns that are not the row's own
+    masked_columns: Tensor  # (tokens of the largest step, Σ rank) bool: columns of other adapters
 
 
 class LoRALinear(nn.Module):
-    """A linear layer, and what the adapters add to it."""
+    """A linear layer with stacked adapters."""
 
     def __init__(self, base: nn.Module, apply: LinearMethod, mask: AdapterMask, down: Tensor, up: Tensor) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class LoRALinear(nn.Module):
         masked = self.mask.masked_columns[: x.shape[0]].unsqueeze(1)  # (tokens, 1, Σ rank)
         product = self.apply_linear.product
         narrow = product(x, self.down, None)
-        narrow.unflatten(1, (-1, masked.shape[-1])).masked_fill_(masked, 0)  # in target: elsewhere is a pass more
+        narrow.unflatten(1, (-1, masked.shape[-1])).masked_fill_(masked, 0)  # in place saves a pass
         return self.apply_linear(self.base, x) + product(narrow, self.up, None)
 
 
 @dataclass(frozen=True)
 class LoRATarget:
-    """A layer of the fused network, how it is computed, and the weights that it was merged from, with their rows."""
+    """A layer of the fused network that adapters apply to; `parts`: the weights it was merged from, and their rows."""
 
     owner: nn.Module
     attribute: str
@@ -75,7 +75,7 @@ class LoRATarget:
 
 
 class Adapters:
-    """The adapters that an engine holds. Adding one stacks all of them anew."""
+    """The adapters of an engine. Adding one restacks all of them."""
 
     def __init__(self, model: GPT, tokens: int, shards: Mapping[str, LinearShard]) -> None:
         """`model` is fused; `tokens` are those of the largest step; `shards`: of layers that ranks share, by name."""
@@ -93,7 +93,7 @@ class Adapters:
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
         try:
             self.stack({**self.adapters, name: local_shard(adapter, self.shards)})
-        except RuntimeError as error:  # no room; PyTorch says it in many ways
+        except RuntimeError as error:  # out of memory, of several types
             raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
 
     def remove(self, name: str) -> None:
@@ -101,7 +101,7 @@ class Adapters:
 
     @torch.no_grad()
     def stack(self, adapters: dict[str, Adapter]) -> None:
-        """Hold these from now on; where they do not fit, all stays as it is."""
+        """Replace the stacked adapters; on failure nothing changes."""
         weight = next(self.model.parameters())  # whose device and precision those of all layers are
         width = sum(adapter.rank for adapter in adapters.values())
         columns = torch.ones(1 + len(adapters), width, dtype=torch.bool)
@@ -124,12 +124,12 @@ class Adapters:
             setattr(target.owner, target.attribute, layer)
 
     def adapter_indices(self, chunks: list[Chunk]) -> np.ndarray:
-        """The index of the adapter that each token of a step goes by: that of its sequence."""
+        """The adapter index of each token of a step."""
         indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
         return np.repeat(indices, [chunk.count for chunk in chunks])
 
     def set_adapter_indices(self, indices: np.ndarray) -> None:
-        """For the forward pass of a step. Does not wait."""
+        """Set the mask for the next forward pass, asynchronously."""
         index = torch.from_numpy(indices)
         if self.columns.is_cuda:
             index = index.pin_memory()
@@ -138,7 +138,7 @@ class Adapters:
 
 
 def local_shard(adapter: Adapter, shards: Mapping[str, LinearShard]) -> Adapter:
-    """Of every layer that ranks share, what this one adds."""
+    """This rank's shard of an adapter."""
     deltas = {
         name: shards[layer].delta(delta) if (layer := name.removesuffix(".weight")) in shards else delta
         for name, delta in adapter.deltas.items()
@@ -147,7 +147,7 @@ def local_shard(adapter: Adapter, shards: Mapping[str, LinearShard]) -> Adapter:
 
 
 def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarget]:
-    """Every layer that adapters can stand beside."""
+    """Every layer that adapters can apply to."""
     spec, targets = model.spec, []
     rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
     rows |= {"gate": spec.ffn, "up": spec.ffn, "down": spec.hidden}
@@ -168,7 +168,7 @@ def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarg
                     whole = f"blocks.{layer}.{part}.{name}"
                     parts[f"{whole}.weight"] = shards[whole].outputs(rows[name]) if whole in shards else rows[name]
                 linear: nn.Module = getattr(owner, attribute)
-                summed = isinstance(linear, RowParallelLinear)  # over ranks, with what adapters add
+                summed = isinstance(linear, RowParallelLinear)  # row-parallel: adapters apply before the all-reduce
                 targets.append(
                     LoRATarget(linear if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
                 )

@@ -1,4 +1,4 @@
-"""Rounding that knows what comes in: int4 weights that keep a layer's output, not each weight for itself.
+"""Calibrated rounding (GPTQ): int4 weights that minimise the error of a layer's output.
 
 Plain rounding treats every weight alike. But a layer is used on inputs x whose features differ in size and move
 together; what matters is ‖(W − Ŵ)·x‖² = Σ over rows δ·H·δᵀ with H = Σ x·xᵀ from calibration text. GPTQ (Frantar et al.
@@ -37,7 +37,7 @@ SAMPLE_ROWS = 1024  # inputs of a layer that are kept to measure its error on
 
 @dataclass
 class InputStats:
-    """What came into a layer: of some batches the second moments, of others rows, to measure its error on."""
+    """Input statistics of a layer: second moments of fit batches, and sample rows of the others."""
 
     sample: list[Tensor] = field(default_factory=list)  # (rows, in)
     second_moment: Tensor | None = None  # Σ x·xᵀ (in, in) fp32
@@ -45,7 +45,7 @@ class InputStats:
     squares: float = 0.0
     count: int = 0
 
-    def take(self, x: Tensor, fitted: bool, moments: bool) -> None:
+    def update(self, x: Tensor, fitted: bool, moments: bool) -> None:
         rows = x.detach().flatten(0, -2).float()
         self.amax = max(self.amax, float(rows.abs().max()))
         self.squares += float(rows.square().sum(dtype=torch.float64))
@@ -86,25 +86,25 @@ def quantize_layers(
 ) -> Iterator[LayerReport]:
     """Quantize a network in place, block after block, on token batches (rows, seq), two at least.
 
-    `make` stands in for what makes a layer: tests plant damage with it.
+    `make` replaces the quantizer of a layer, for tests.
     """
     chosen = make or (lambda name, layer, seen: calibrated(scheme_of(scheme, name), layer, seen, group))
     states = [embedded(model, tokens) for tokens in batches]
     for number, block in model.blocks.items():
         assert isinstance(block, Block)
-        walk = BlockRunner(model, block)
+        runner = BlockRunner(model, block)
         linears = {name: layer for name, layer in block.named_modules() if isinstance(layer, Linear)}
-        seen = walk.watch(states, linears, moments=scheme.name == "int4")
+        seen = runner.collect_stats(states, linears, moments=scheme.name == "int4")
         for name, layer in linears.items():
             full = f"blocks.{number}.{name}"
             new = chosen(full, layer, seen[name])
             yield report(full, scheme, layer, new, seen.pop(name), group)
             replace(model, full, new)
-        states = [walk.through(x) for x in states]
+        states = [runner.run(x) for x in states]
     if model.head is not None and model.norm is not None:
         normed = InputStats()
         for i, x in enumerate(states):
-            normed.take(model.norm(x), i < num_fit_batches(states), moments=False)
+            normed.update(model.norm(x), i < num_fit_batches(states), moments=False)
         new = chosen(HEAD, model.head, normed)
         yield report(HEAD, scheme_of(scheme, HEAD), model.head, new, normed, group)
         replace(model, HEAD, new)
@@ -128,24 +128,24 @@ class BlockRunner:
     model: GPT
     block: Block
 
-    def through(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         spec = self.model.spec
         turn = self.model.rotary_tables(spec, default_positions(x, None)) if spec.positions == "rope" else None
         result: Tensor = self.block(x, turn, dense(spec, x.device))
         return result
 
-    def watch(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, InputStats]:
-        """What comes into each of the block's linears."""
+    def collect_stats(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, InputStats]:
+        """Input statistics of each linear layer of the block."""
         seen = {name: InputStats() for name in linears}
         fitted = num_fit_batches(states)
 
         def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            return lambda _module, inputs: seen[name].take(inputs[0], number < fitted, moments)
+            return lambda _module, inputs: seen[name].update(inputs[0], number < fitted, moments)
 
         hooks = [layer.register_forward_pre_hook(hook(name)) for name, layer in linears.items()]
         try:
             for number, x in enumerate(states):  # noqa: B007 (the hooks read it)
-                self.through(x)
+                self.run(x)
         finally:
             for one in hooks:
                 one.remove()

@@ -1,9 +1,9 @@
-"""Is what the served model sees still what it was calibrated on?
+"""Drift monitor: compares the inputs of quantized layers with those of the calibration data.
 
 A monitor keeps, for every quantized layer, the largest input and the inputs' mean square, and compares them with those
 of the calibration text. It is off until `attach` is called (before an engine captures its graphs: the bookkeeping is a
 few small operations on the device that a graph holds like any other). Nothing waits for the device until `report`.
-Rows that only fill up a graph's batch are counted like the others.
+Padding rows of a CUDA graph are counted too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Guesses of a smaller model (a draft) that reads the same text.
+"""Draft tokens from a smaller model that reads the same text.
 
-Its keys and values lie in a pool of its own under the same block tables: a block that is shared, copied, found by its
-prefix or given up is so for both models, and nothing has to be kept in step. The draft computes every token that the
-model computes; where a chunk speculates it goes ahead token by token, and writes its guesses into the step's batch on
-the device, so the host waits for nothing. A block that holds something else than the draft expects can only spoil a
-guess: what comes out is judged by the model alone (`engine.speculative.verification`).
+Its KV cache has a pool of its own under the same block tables: a block that is shared, copied, cached or freed is so
+for both models. The draft model computes every token that the target model computes; where a chunk speculates it
+decodes ahead, and writes its draft tokens into the step's batch on the device, without host synchronisation. A block
+with unexpected content can only lower the acceptance rate: the target model verifies every token
+(`engine.speculative.verification`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class DraftModelProposer:
-    """Asks for guesses that the device will make."""
+    """Reserves draft tokens that the draft model will fill in on the device."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         return [PLACEHOLDER_TOKEN] * count
@@ -43,11 +43,11 @@ class DraftModelProposer:
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """The guesses of a step."""
+    """The draft tokens of a step."""
 
-    rows: Tensor  # (guesses) int64: the row of the step's logits that judges each
-    tokens: Tensor  # (guesses) int64
-    q: Tensor | None  # (guesses, vocab): what each was drawn from; None: they are accepted if they are what is picked
+    rows: Tensor  # (draft tokens) int64: the row of logits that verifies each
+    tokens: Tensor  # (draft tokens) int64
+    q: Tensor | None  # (draft tokens, vocab): draft distributions; None: exact match with the sampled token
 
 
 class DraftModel:
@@ -58,7 +58,7 @@ class DraftModel:
         self.graphs: CUDAGraphs[Tensor] | None = None
 
     def join(self, runner: ModelRunner, dtype: torch.dtype) -> None:
-        """`runner.model` may still be without a cache."""
+        """Attach to the runner of the target model, before caches are allocated."""
         spec, shape = runner.spec, self.model.spec
         if shape.vocab < runner.valid_vocab:
             raise SpecError(
@@ -78,7 +78,7 @@ class DraftModel:
         self.shape = KVCacheShape.of(shape, spec, dtype, kv_heads)
 
     def allocate_cache(self, blocks: int, graphs: bool) -> None:
-        """Give it as many blocks as the model has, and record its steps where the model's are."""
+        """Allocate as many blocks as the target model has; capture graphs if it does."""
         runner = self.runner
         self.cache = KVCache(self.shape, blocks, runner.device)
         if graphs and not moe_layers(self.model):
@@ -103,7 +103,7 @@ class DraftModel:
         return self.model.logits(self.states(batch))
 
     def compute_same_tokens(self, step: Step) -> None:
-        """Compute the same tokens, so that the text is known when guesses are asked for."""
+        """Compute the same tokens as the target model, to fill the draft model's KV cache."""
         if self.graphs and all(chunk.count == chunk.num_logits == 1 for chunk in step.chunks):
             self.graphs.run(*self.runner.packer.pack(step, self.graphs.padded(len(step.chunks))), None)
             return
@@ -111,24 +111,23 @@ class DraftModel:
         self.states(unpack(buffer.to(self.runner.device, non_blocking=True), layout))
 
     def propose(self, step: Step, batch: Batch, sampling_metadata: SamplingMetadata) -> DraftedTokens | None:
-        """Fill in the guesses of a step's batch; None where it has none."""
+        """Fill in the draft tokens of a step's batch; None if it has none."""
         drafting = [chunk for chunk in step.chunks if chunk.num_logits > 1]
         if others := [chunk for chunk in step.chunks if chunk.num_logits <= 1]:
             self.compute_same_tokens(Step(others))
         if not drafting:
             return None
         tokens, q = self.generate_drafts(drafting, sampling_metadata)
-        assert batch.logits_indices is not None, "a step with guesses has more tokens than sequences"
+        assert batch.logits_indices is not None, "a step with draft tokens has more tokens than sequences"
         rows, source = self.to_device(verification_rows(step.chunks))
         found = tokens.flatten()[source]
         batch.tokens[batch.logits_indices[rows] + 1] = found
         return DraftedTokens(rows, found, None if q is None else q.flatten(0, 1)[source])
 
     def generate_drafts(self, chunks: list[Chunk], sampling_metadata: SamplingMetadata) -> tuple[Tensor, Tensor | None]:
-        """Guesses (seqs, most) and, where they are to be judged by it, what they were drawn from (seqs, most, vocab).
+        """Draft tokens (seqs, most) and, for rejection sampling, their distributions (seqs, most, vocab).
 
-        A chunk that has room for fewer of them takes the first. The last guess is computed too, for what it leaves in
-        the cache: if it is accepted, the text goes on behind it.
+        A chunk with fewer draft tokens takes the first. The last one is computed too, for its entry in the KV cache.
         """
         runner, count = self.runner, len(chunks)
         sampler = runner.sampler
@@ -163,7 +162,7 @@ class DraftModel:
         return torch.stack(tokens, dim=1), torch.stack(drawn_from, dim=1) if drawn_from else None
 
     def advance_batch(self, batch: Batch, tokens: Tensor, room: Tensor) -> None:
-        """Make the batch that of the next token, in place; a sequence without room for it stays, and writes nothing."""
+        """Advance the batch by one token, in place; a sequence without room stays and writes nothing."""
         (metadata,) = batch.attention_metadata
         size, count = self.runner.spec.block, len(tokens)
         batch.tokens[:count] = tokens
@@ -182,9 +181,9 @@ class DraftModel:
         drafted: DraftedTokens,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """What the sampler picked, with the rows that judge a guess settled by it."""
+        """The sampler output, with rows that verify a draft token replaced by rejection sampling."""
         if drafted.q is None:
-            return sampled  # a guess agrees or does not
+            return sampled  # exact match
         sampler, rows = self.runner.sampler, drafted.rows
         slots, output_positions = batch.rows[rows], batch.output_positions[rows]
         p = sampler.distribution(logits[rows], slots, output_positions, None, sampling_metadata)
@@ -197,14 +196,14 @@ class DraftModel:
         return sampled._replace(tokens=tokens, logprob=logprob)
 
     def to_device(self, numbers: list[list[int]]) -> Tensor:
-        """Without waiting for it."""
+        """Copy to the device without synchronising."""
         host = torch.from_numpy(np.array(numbers, np.int64))
         on_gpu = self.runner.device.type == "cuda"
         return (host.pin_memory() if on_gpu else host).to(self.runner.device, non_blocking=True)
 
 
 def verification_rows(chunks: list[Chunk]) -> list[list[int]]:
-    """For every guess of a step, the row of logits that judges it, and its place among (seqs, most) guesses."""
+    """For every draft token of a step, the row of logits that verifies it, and its index in (seqs, most)."""
     most = max(chunk.num_logits for chunk in chunks) - 1
     rows, source = [], []
     row = drafting = 0

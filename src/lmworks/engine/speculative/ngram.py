@@ -1,8 +1,8 @@
-"""Guess by looking back: what followed the last time that the text read as it does now (prompt lookup).
+"""N-gram proposer (prompt lookup): propose what followed the last time that the text read as it does now.
 
-Code, quotations and lists repeat themselves, so the longest earlier match of the newest tokens is often a good guess,
-and it costs no model. As in LZ77, all places where a pair of tokens ended are chained, newest first: a token costs one
-entry, and a guess walks at most `CHAIN` links and compares at most `LONGEST` tokens at each, however long the text is.
+Code, quotations and lists repeat themselves, so the longest earlier match of the newest tokens is often a good draft,
+and it needs no model. As in LZ77, all positions where a pair of tokens ended are chained, newest first: a token costs
+one entry, and a proposal follows at most `CHAIN` links and compares at most `LONGEST` tokens at each.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 
 from ..core.request import Sequence
 
-PAIR = 2  # tokens that must match: shorter matches are chance
-CHAIN = 16  # earlier places that are compared
-LONGEST = 32  # a match of so many tokens is not bettered
+PAIR = 2  # tokens that must match
+CHAIN = 16  # earlier positions that are compared
+LONGEST = 32  # longest match that is looked for
 NOWHERE = -1
-KEY = "ngram"  # where a sequence keeps its index
+KEY = "ngram"  # key of a sequence's index in `extra`
 
 
 @dataclass
 class NgramIndex:
-    """Where pairs of tokens ended in one growing text."""
+    """Positions where pairs of tokens ended, in one growing text."""
 
     seen: int = 0  # tokens whose pairs are entered
     newest: dict[tuple[int, int], int] = field(default_factory=dict)  # pair → index of the token after it
-    earlier: list[int] = field(default_factory=list)  # the same for the place before: one link for each token
+    earlier: list[int] = field(default_factory=list)  # the previous such index: one link for each token
 
     def enter(self, tokens: list[int], known: int) -> None:
-        """Pairs that another token follows; the last one of the text is what is looked for."""
+        """Index pairs that another token follows; the last pair is the query."""
         for after in range(self.seen, known):
             link = NOWHERE
             if after >= PAIR:
@@ -40,7 +40,7 @@ class NgramIndex:
     def propose(self, tokens: list[int], known: int, count: int) -> list[int]:
         """The tokens that followed the longest match, the newest of equals.
 
-        The text is tokens[:known]: it is never taken back, only grows. What lies behind it is not looked at.
+        The text is tokens[:known], which only grows.
         """
         self.enter(tokens, known)
         if known < PAIR or count < 1:
@@ -57,13 +57,13 @@ class NgramIndex:
         if best == NOWHERE:
             return []
         found: list[int] = []
-        for index in range(best, best + count):  # a match at the end runs on into the guess itself: a repetition
+        for index in range(best, best + count):  # a match at the end continues into the draft itself
             found.append(tokens[index] if index < known else found[index - known])
         return found
 
 
 def common_suffix(tokens: list[int], end: int, known: int) -> int:
-    """How many tokens before `end` are as those before `known`, up to LONGEST."""
+    """Length of the common suffix of tokens[:end] and tokens[:known], up to LONGEST."""
     most = min(end, LONGEST)
     for length in range(PAIR, most):
         if tokens[end - 1 - length] != tokens[known - 1 - length]:
@@ -72,7 +72,7 @@ def common_suffix(tokens: list[int], end: int, known: int) -> int:
 
 
 class NgramProposer:
-    """Every sequence is the source of its own guesses."""
+    """Proposes draft tokens from the sequence's own text."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
         lookup: NgramIndex = sequence.extra.setdefault(KEY, NgramIndex())

@@ -38,7 +38,7 @@ from ..core.sampler import has_penalties
 
 # Rows of a step: products of an 8B model take 3.7 ms with one in bf16, and 6.2 with so many (quant_gpu.json).
 LARGEST = 256
-# Random numbers of other streams than those that tokens are drawn with: a guess, and whether it is accepted.
+# RNG streams apart from that of the sampler: drawing a draft token, and accepting it.
 DRAFT_STREAM, ACCEPT_STREAM = 0x3C6EF372FE94F82A, 0x5851F42D4C957F2D
 
 
@@ -57,8 +57,8 @@ class Speculator:
         self.draft_tokens, self.source = spec.guesses, source
 
     def active(self, running: list[Sequence]) -> bool:
-        """Whether tokens that are under way are worth waiting for: there is a draft already for one of them."""
-        return self.small(running) and any(under_way(each) and self.drafts_for(each) for each in running)
+        """Whether to wait for tokens in flight: one of their sequences has a draft already."""
+        return self.small(running) and any(in_flight(each) and self.drafts_for(each) for each in running)
 
     def propose(self, running: list[Sequence]) -> None:
         small = self.small(running)
@@ -86,33 +86,33 @@ def decoding(sequence: Sequence) -> bool:
     )
 
 
-def under_way(sequence: Sequence) -> bool:
-    """Its latest token is being picked."""
+def in_flight(sequence: Sequence) -> bool:
+    """Its latest token is in flight."""
     return sequence.num_known_tokens < len(sequence.tokens)
 
 
 def sample_draft_token(q: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
-    """A token from each row of q (rows, vocab), with numbers that nothing else uses."""
+    """A draft token from each row of q (rows, vocab), from an RNG stream of its own."""
     return pick(q, seeds ^ DRAFT_STREAM, output_positions)
 
 
 def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
-    """For each row the guess, where it is accepted, or another token: p, q (rows, vocab); the others (rows).
+    """Rejection sampling: the draft token of each row if accepted, else another. p, q (rows, vocab); others (rows).
 
     The guess was drawn from q by `sample_draft_token`. A token that stands in for a refused one is never the same:
     there p < q, and nothing is left of it.
     """
-    of_guess = draft_tokens.unsqueeze(1)
+    draft_column = draft_tokens.unsqueeze(1)
     zero = torch.zeros(1, dtype=torch.int64, device=p.device)
     chance = counter_rng.uniform(counter_rng.bits(seeds ^ ACCEPT_STREAM, output_positions, zero))  # (rows, 1)
-    accepted = chance * q.gather(1, of_guess) < p.gather(1, of_guess)
+    accepted = chance * q.gather(1, draft_column) < p.gather(1, draft_column)
     rest = (p - q).clamp_(min=0)
-    # p = q has no rest: every guess is accepted but for rounding, and what stands in for that one is drawn from p.
+    # p = q has no residual: rejections are due to rounding, and the replacement is drawn from p.
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, p)
     return torch.where(accepted.squeeze(1), draft_tokens, pick(rest, seeds, output_positions))
 
 
 def pick(weights: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
-    """A token of each row, with probabilities in proportion to `weights` (rows, vocab)."""
+    """Sample a token of each row, with probabilities proportional to `weights` (rows, vocab)."""
     ids = torch.arange(weights.shape[1], device=weights.device)
     return (weights.log() + counter_rng.gumbel(counter_rng.bits(seeds, output_positions, ids))).argmax(dim=1)

@@ -1,14 +1,14 @@
-"""Tensor-parallel serving: the ranks of one machine share every layer.
+"""Tensor-parallel serving: an executor (rank 0) and worker processes on one machine.
 
-Rank 0 is the engine itself: it schedules, packs batches and picks tokens. The others are processes that it starts
-(`python -m lmworks.engine`), each with its part of the weights and the keys and values of its heads, and they follow:
+Rank 0 is the engine itself: it schedules, packs batches and samples. It starts a worker process for every other rank
+(`python -m lmworks.engine`), each with its shard of the weights and the KV cache of its heads:
 
-    rank 0   pack ── pipe: the packed batch ──▶ layers ◀─ sums (parallel.tensor) ─▶ logits, gathered ─▶ sampler ─ tokens
-    others   wait ◀────────────────────────────  layers ◀────────────────────────▶ logits             recent ◀────┘
+    rank 0    pack ── pipe: packed batch ──▶ layers ◀─ all-reduce ─▶ logits (all-gather) ─▶ sampler ─ broadcast tokens
+    workers   wait ◀───────────────────────  layers ◀─ all-reduce ─▶ logits                 last_token_ids ◀──────┘
 
-Adapters are read by every rank, worker_spec of in the same pipe; a follower answers through a second one whether it
-could. A follower ends when its pipe does: rank 0 has closed it, or is gone, however that happened. An error on a
-follower comes back through the second pipe too, and is raised on rank 0.
+Every rank loads adapters; the request goes through the same pipe, and a worker replies through a second one. A worker
+exits when its pipe closes: rank 0 has closed it or is gone. An error on a worker comes back through the second pipe and
+is raised on rank 0.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from .tp_shards import LinearShard, attach_quantized_shards, check_tp_divides, d
 
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
-WORKER_ERROR_TIMEOUT_S = 5.0  # how long rank 0 waits for a follower's error, once something is wrong
-SHUTDOWN_TIMEOUT_S = 5.0  # how long a follower may take to end
+WORKER_ERROR_TIMEOUT_S = 5.0  # how long rank 0 waits for a worker's error after a failure
+SHUTDOWN_TIMEOUT_S = 5.0  # before a worker is killed
 
 
 class WorkerConfig(NamedTuple):
-    """All that a follower is worker_spec before the first step."""
+    """What a worker needs before the first step."""
 
     rank: int
     parent_pid: int  # process of rank 0
@@ -73,37 +73,37 @@ class WorkerConfig(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """A step, as followers are worker_spec of it."""
+    """A step, as it is sent to workers."""
 
     copies: list[tuple[int, int]]
     buffer: np.ndarray
     layout: Layout
     prompt_queries: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
-    drafted: bool  # the tokens of the batch are not final: guesses of a draft follow
+    drafted: bool  # draft tokens are broadcast after this
     adapters: np.ndarray | None  # (tokens): the index of the adapter of each
 
 
 class AddAdapter(NamedTuple):
-    """To be held from now on; followers say whether they can."""
+    """Load an adapter; workers reply."""
 
     name: str
     folder: Path
 
 
 class RemoveAdapter(NamedTuple):
-    """To be let go: another rank could not hold it."""
+    """Unload an adapter that another rank could not load."""
 
     name: str
 
 
 class TensorParallelRank:
-    """This process as one of `tp`, once it has met the others."""
+    """This process as one of `tp` ranks, after init_process_group."""
 
-    workers_ready = False  # followers wait for steps; until then all ranks do the same by themselves
+    workers_ready = False  # workers wait for steps; until then all ranks run the same code
 
     def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
         self.rank, self.tp, self.device, self.deterministic = rank, spec.tp, device, spec.batch_invariant
-        self.shards: dict[str, LinearShard] = {}  # by layer, once a network is laid out
+        self.shards: dict[str, LinearShard] = {}  # by layer, once the model is sharded
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
@@ -117,9 +117,9 @@ class TensorParallelRank:
         outline: MetaModel,
         dtype: torch.dtype,
         weights: Source,
-        quantized: Callable[[str], QuantLinear] | None = None,  # where layers are: whole ones, by name
+        quantized: Callable[[str], QuantLinear] | None = None,  # unsharded quantized layers, by name
     ) -> GPT:
-        """This rank's part of a network; of each weight only its share is ever kept."""
+        """This rank's shard of a network; of each weight only the shard is kept."""
         check_tp_divides(outline, self.tp)
         sharding_plan = ShardingPlan()
         with torch.device("meta"):
@@ -135,10 +135,10 @@ class TensorParallelRank:
         return model.eval()
 
     def all_reduce(self, product: Tensor) -> Tensor:
-        """The sum of all ranks' products.
+        """Sum of all ranks' partial products.
 
-        A library adds up in an order that it may choose by the size of the batch. Where results must not depend on
-        that, products are gathered, which changes no bit, and each rank adds them up itself, in the order of ranks.
+        The order of a library's all-reduce may depend on the batch size. Where results must not depend on it, partial
+        products are all-gathered and added in rank order on every rank.
         """
         if not self.deterministic:
             return reduce_over_group(product, self.group)
@@ -148,17 +148,17 @@ class TensorParallelRank:
         return heads_of_rank(spec, self.mesh)
 
     def gather_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Each rank has the logits of its range of the vocabulary: give every rank all of them."""
+        """All-gather the logits, of which each rank computes a range of the vocabulary."""
         return lambda states, weight: all_gather(project(states, weight), -1, self.group)
 
     def min_over_ranks(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """All-reduce (min)."""
         least = torch.tensor(number, device=self.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
     def broadcast(self, numbers: Tensor) -> Tensor:
-        """Rank 0's, in place, on every rank."""
+        """Broadcast from rank 0, in place."""
         if self.workers_ready:
             dist.broadcast(numbers, src=0)
         return numbers
@@ -172,32 +172,32 @@ class TensorParallelRank:
         drafted: bool,
         adapters: np.ndarray | None,
     ) -> None:
-        """Followers, of a step that is about to be taken."""
+        """Send a step to the workers before it is run."""
         if self.workers_ready:
             places = [place for each in prompt_queries for place in range(each.at, each.at + each.count)]
             drafted = drafted and any(chunk.num_logits > 1 for chunk in step.chunks)
             self.send_to_workers(StepMessage(step.copies, buffer.numpy(), layout, places, drafted, adapters))
 
     def send_to_workers(self, message: Any) -> None:
-        """Nobody follows a follower."""
+        """Nothing to do on a worker."""
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Nor has to be prompt_queries whether it holds one."""
+        """Nothing to do on a worker."""
 
     def root_cause(self, error: Exception) -> Exception:
-        """Nor anybody to ask."""
+        """A worker has no other cause."""
         return error
 
     def failed_worker(self) -> str:
-        """Nor anybody to lose."""
+        """Workers monitor no others."""
         return ""
 
     def close(self) -> None:
-        """Nor anybody to end."""
+        """Nothing to do on a worker."""
 
 
 class Executor(TensorParallelRank):
-    """Rank 0, and the processes of the others."""
+    """Rank 0, and the worker processes of the other ranks."""
 
     def __init__(self, source: str | Path, spec: EngineSpec, step: int | None, seed: int, device: torch.device) -> None:
         if dist.is_initialized():
@@ -222,7 +222,7 @@ class Executor(TensorParallelRank):
             for rank in range(1, spec.tp):
                 self.workers.append(start_worker())
                 self.replies[rank] = WorkerReplies(rank, self.workers[-1], self.exits)
-                with suppress(OSError):  # it has ended: its replies say more
+                with suppress(OSError):  # it has exited: its reply has the error
                     config = WorkerConfig(rank, os.getpid(), port, str(source), worker_spec, step, seed, threads)
                     self.send(rank, config)
             for rank, replies in self.replies.items():
@@ -244,7 +244,7 @@ class Executor(TensorParallelRank):
             self.send(rank, message)
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """On all followers, or on none."""
+        """On all workers, or on none."""
         try:
             self.send_to_workers(AddAdapter(name, folder.absolute()))
         except OSError as error:
@@ -254,7 +254,7 @@ class Executor(TensorParallelRank):
         if wrong:
             for rank, answer in answers.items():
                 if answer is None:
-                    with suppress(OSError):  # it has ended meanwhile: the next step says so
+                    with suppress(OSError):  # it has exited: the next step reports it
                         self.send(rank, RemoveAdapter(name))
             raise LMWorksError(wrong[0])
 
@@ -265,12 +265,12 @@ class Executor(TensorParallelRank):
         self.shutdown()
 
     def root_cause(self, error: Exception) -> Exception:
-        """What is behind an error of rank 0: where followers are gone, what the first of them reply."""
+        """The error of the first worker that exited, if one did; else `error`."""
         return LMWorksError(self.exits.first) if self.exits.any.wait(WORKER_ERROR_TIMEOUT_S) else error
 
 
 class WorkerExits:
-    """Followers that have ended. The first is the cause: what others say after it is that a peer is gone."""
+    """Workers that have exited. The first is the cause; later errors are of the lost connection."""
 
     def __init__(self) -> None:
         self.first, self.any = "", threading.Event()
@@ -281,11 +281,11 @@ class WorkerExits:
 
 
 class WorkerReplies:
-    """What a follower says: that it is there, whether it holds an adapter, and at the end what went wrong."""
+    """Reads the replies of a worker: ready, adapter loaded or not, and its final error."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exits: WorkerExits) -> None:
         self.rank, self.exits = rank, exits
-        self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: yes; else why not
+        self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: success; else the error
         threading.Thread(target=self.listen, args=(process,), daemon=True).start()
 
     def listen(self, process: subprocess.Popen[bytes]) -> None:
@@ -312,14 +312,14 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 
 
 def start_worker() -> subprocess.Popen[bytes]:
-    """In a session of its own: Ctrl-C is for rank 0, which then closes it."""
+    """In a session of its own: Ctrl-C goes to rank 0, which then shuts it down."""
     command = [sys.executable, "-m", "lmworks.engine"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ.copy(), start_new_session=True)
 
 
 def shutdown_workers(workers: list[subprocess.Popen[bytes]]) -> None:
-    """Close the pipes, on which followers end; whoever does not is killed."""
+    """Close the pipes, upon which workers exit; kill those that do not."""
     for process in workers:
         with suppress(OSError):
             assert process.stdin is not None
@@ -335,7 +335,7 @@ def shutdown_workers(workers: list[subprocess.Popen[bytes]]) -> None:
 
 
 def join_group(config: WorkerConfig, replies: IO[str]) -> TensorParallelRank:
-    """A follower finds the others."""
+    """Join the process group, on a worker."""
     torch.set_num_threads(config.threads)
     spec = EngineSpec.from_dict(config.spec)
     store = TCPStore(HOST, config.port, is_master=False)
@@ -344,7 +344,7 @@ def join_group(config: WorkerConfig, replies: IO[str]) -> TensorParallelRank:
 
 
 def reply(replies: IO[str], error: str | None) -> None:
-    """To rank 0: that it is done, or what is wrong. This rank goes on."""
+    """Reply to rank 0: done, or the error. The worker continues."""
     send_reply(replies, error, last=False)
 
 

@@ -1,4 +1,4 @@
-"""A layer whose inputs several ranks share: each multiplies its own, and the products are summed."""
+"""A linear layer sharded by input: each rank multiplies its shard, and the partial products are summed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RowParallelLinear(nn.Module):
-    """`part` is all that this rank adds to the sum, adapters too; the bias comes after it."""
+    """`part` computes this rank's partial product, adapters included; the bias is added after the all-reduce."""
 
     def __init__(self, part: nn.Module, bias: Tensor | None, reduce: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

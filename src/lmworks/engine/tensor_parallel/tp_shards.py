@@ -1,11 +1,11 @@
-"""What a rank holds of the linear layers that several share, as inference wants it.
+"""The shard of each linear layer that a rank holds for inference.
 
-    q, k, v, gate, up, head   some outputs: rows of the weight, with their scales and biases
-    out, down                 some inputs: columns of the weight; products are summed over ranks
+    q, k, v, gate, up, head   column-parallel: some outputs (rows of the weight), with their scales and biases
+    out, down                 row-parallel: some inputs (columns of the weight); products are all-reduced
     (`engine.tensor_parallel.row_parallel_linear`)
 
-`parallel.tensor_parallel` cuts a network for training. Here no gradient is wanted: where ranks outnumber key heads, one
-keeps the rows of its head alone. Quantized weights are cut as they are stored, so that no rank holds them wider.
+`parallel.tensor_parallel` shards a network for training. Inference needs no gradients: where ranks outnumber key heads,
+a rank keeps the rows of its head alone. Quantized weights are sharded as they are stored.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ OUTPUTS, INPUTS = 0, 1
 PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of groups: at least so many together
 
 
-# --- what can be shared -------------------------------------------------------------------------------------
+# --- validation  -------------------------------------------------------------------------------------
 
 
 def check_tp_divides(outline: MetaModel, tp: int) -> None:
-    """Before anything is read."""
+    """Validate the layout before anything is read."""
     if (width := indivisible_width(outline.spec, tp)) is not None:
         raise SpecError(f"engine.tp = {tp} does not divide the model's {width[0]} = {width[1]}")
     heads = outline.spec.kv_heads
@@ -56,7 +56,7 @@ def indivisible_width(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
 
 
 def indivisible_int4_layer(outline: MetaModel, tp: int) -> tuple[str, int] | None:
-    """An int4 layer whose inputs cannot be cut into so many shares."""
+    """An int4 layer whose inputs cannot be split over so many ranks."""
     inputs = {"attention.out": outline.spec.q_dim, "mlp.down": outline.spec.ffn}
     for layer in outline.groups:
         count = inputs.get(".".join(layer.split(".")[-2:]), 0)
@@ -66,7 +66,7 @@ def indivisible_int4_layer(outline: MetaModel, tp: int) -> tuple[str, int] | Non
 
 
 def largest_valid_tp(outline: MetaModel, tp: int) -> int:
-    """The most that could share it; one always can."""
+    """The largest tp below this that works; 1 always does."""
     heads = outline.spec.kv_heads
     return next(
         fewer
@@ -77,18 +77,18 @@ def largest_valid_tp(outline: MetaModel, tp: int) -> int:
     )
 
 
-# --- a rank's part --------------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LinearShard:
-    """Which outputs, or which inputs, of a layer are this rank's."""
+    """The outputs or inputs of a layer that this rank holds."""
 
     dim: int
     indices: slice
 
     def quantized(self, whole: QuantLinear) -> QuantLinear:
-        """That part of a layer; of one that is cut by input with the whole bias."""
+        """The shard of a quantized layer; a row-parallel one keeps the whole bias."""
         weight, scale = whole.weight, whole.scale
         bias: Tensor | None = whole.bias
         if self.dim == OUTPUTS:
@@ -103,21 +103,21 @@ class LinearShard:
         return QuantLinear(whole.scheme, weight, scale, None if bias is None else bias.clone())
 
     def outputs(self, whole: int) -> int:
-        """How many, of so many of the whole layer."""
+        """Number of outputs of this shard, of `whole`."""
         return self.indices.stop - self.indices.start if self.dim == OUTPUTS else whole
 
     def delta(self, whole: Delta) -> Delta:
-        """What this rank adds of an adapter: some outputs of the product, or what some inputs bring to all of them."""
+        """The shard of an adapter: rows of B for column-parallel layers, columns of A for row-parallel ones."""
         if self.dim == OUTPUTS:
             return Delta(whole.down, whole.up[self.indices])
         return Delta(whole.down[:, self.indices], whole.up)
 
 
 def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Tensor]:
-    """Words and scales of some inputs; where a pair of groups is cut apart, in smaller groups of the same scales."""
+    """Words and scales of some inputs; where a pair of groups is split, repacked in smaller groups."""
     group = quantized.int4_group_of(words, scale)
     smaller = quantized.int4_group(inputs.stop - inputs.start, group)
-    assert smaller is not None, "check_shares has refused it"
+    assert smaller is not None, "check_tp_divides has rejected it"
     if smaller == group:  # whole pairs
         return words[:, inputs.start // 8 : inputs.stop // 8], scale[:, inputs.start // group : inputs.stop // group]
     q = quantized.int4_unpack(words, group)[:, inputs]
@@ -126,7 +126,7 @@ def int4_inputs(words: Tensor, scale: Tensor, inputs: slice) -> tuple[Tensor, Te
 
 
 def linear_shards(model: GPT, sharding_plan: ShardingPlan, rank: int) -> dict[str, LinearShard]:
-    """By layer, of a network that is cut."""
+    """By layer name, of a sharded network."""
     shards = {}
     for name, layer in linears(model):
         if isinstance(layer, OneHeadLinear):

@@ -1,4 +1,4 @@
-"""A tensor-parallel worker: it computes its shard of every step that rank 0 tells it of (`executor.py`)."""
+"""A tensor-parallel worker: it runs its shard of every step that the executor sends (`executor.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .executor import AddAdapter, RemoveAdapter, StepMessage, describe_error, re
 
 @torch.no_grad()
 def run_worker(runner: ModelRunner, pipe: IO[bytes], replies: IO[str]) -> None:
-    """Until the pipe ends."""
+    """Execute messages until the pipe closes."""
     assert runner.tp_rank is not None
     runner.tp_rank.workers_ready = True
     while True:
@@ -32,7 +32,7 @@ def run_worker(runner: ModelRunner, pipe: IO[bytes], replies: IO[str]) -> None:
 
 
 def add_adapter(runner: ModelRunner, message: AddAdapter) -> str | None:
-    """What is wrong with an adapter; this rank goes on without it."""
+    """Load an adapter; the error, if it fails."""
     try:
         runner.load_adapter(message.name, message.folder)
     except Exception as error:
@@ -41,7 +41,7 @@ def add_adapter(runner: ModelRunner, message: AddAdapter) -> str | None:
 
 
 def run_step(runner: ModelRunner, message: StepMessage) -> None:
-    """One step: all that rank 0 does up to the logits, and the tokens that it picks."""
+    """Forward pass up to the logits, then receive the sampled tokens."""
     assert runner.tp_rank is not None
     runner.cache.copy(message.copies)
     runner.set_adapter_indices(message.adapters)
