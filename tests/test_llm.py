@@ -419,14 +419,14 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(mo
         held.append(held)  # a cycle
         del held
         pool = llm.native.scheduler.pool
-        take, asked = pool.allocate, iter(range(1000))
+        allocate, asked = pool.allocate, iter(range(1000))
 
         def collecting(count: int) -> list[int]:
             if next(asked) == 2:
                 gc.collect()
-            return take(count)
+            return allocate(count)
 
-        monkeypatch.setattr(pool, "take", collecting)
+        monkeypatch.setattr(pool, "allocate", collecting)
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
         assert len(llm.generate([[5, 6]], params)[0].token_ids) == 20
         assert not llm.native.requests and pool.num_used_blocks == 0
