@@ -1,4 +1,4 @@
-"""How likely counts are by chance: Pearson's chi-square test."""
+"""Pearson's chi-square test of counts."""
 
 from __future__ import annotations
 

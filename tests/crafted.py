@@ -1,4 +1,4 @@
-"""Checkpoints that were changed by somebody who can hash: every digest is right, and what it vouches for is not."""
+"""Tampered checkpoints with valid digests: the hashes match, the contents are malicious or wrong."""
 
 from __future__ import annotations
 

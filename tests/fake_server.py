@@ -1,4 +1,4 @@
-"""A server that speaks as OpenAI's do, as slowly and as badly as it is told. For tests of those who measure servers."""
+"""A fake OpenAI-compatible server with configurable latency and errors, for tests of the load generator."""
 
 from __future__ import annotations
 

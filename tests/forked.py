@@ -1,6 +1,6 @@
-"""The command in a process that is forked from this one: it gets signals and limits as any other, and starts at once.
+"""Run an `lmworks` command in a forked process, which can get signals and resource limits.
 
-What a process of its own would first do is import PyTorch, for seconds; here it is there already.
+A fork starts at once: PyTorch is already imported.
 """
 
 from __future__ import annotations

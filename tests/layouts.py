@@ -1,4 +1,4 @@
-"""The real trainer on several forked ranks: one fork for many small runs, since starting ranks is what takes time."""
+"""The trainer on several forked ranks: many small runs per fork, because starting ranks takes most of the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs small enough to take in a test, and ways to compare two of them to the last bit."""
+"""Small runs for tests, and bitwise comparison of two runs."""
 
 from __future__ import annotations
 

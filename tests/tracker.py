@@ -1,4 +1,4 @@
-"""Bytes that tensors really hold: every storage that an op makes is followed until it is freed."""
+"""A tracker of live tensor storages, from allocation to release."""
 
 from __future__ import annotations
 

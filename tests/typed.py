@@ -1,4 +1,4 @@
-"""The command in this process, as it is typed."""
+"""Run an `lmworks` command line in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things that go wrong in the numbers of a run, planted where a test wants them."""
+"""Numeric faults (NaN, spikes, bit flips) injected into runs by tests."""
 
 from __future__ import annotations
 

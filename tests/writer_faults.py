@@ -1,4 +1,4 @@
-"""What goes wrong in a writer process, as functions that it can import without anything heavy."""
+"""Faults injected into checkpoint writer processes, importable without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lmworks bench precision` writes: report.md, report.html and, where matplotlib is there, report.png."""
+"""The report of `lmworks bench precision`: report.md, report.html and, with matplotlib, report.png."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cell(value: float | None, show: Callable[[float], str] | str) -> str:
 
 
 def share(value: float | None) -> str:
-    """A part of a whole, with a digit left where it is small."""
+    """A percentage, with one more digit if it is small."""
     return "–" if value is None else "0" if value == 0 else f"{value:.2g}" if value < 1e-4 else f"{value:.2%}"
 
 
@@ -76,7 +76,7 @@ def speed(outcome: Outcome) -> str:
 
 
 def held(outcome: Outcome) -> float | None:
-    """Bytes a parameter just before an update, read from live tensors."""
+    """Bytes per parameter just before an update, from live tensors."""
     training = outcome.training
     found = next((line["held"] for line in training.looked if "held" in line), None)
     return sum(found.values()) / training.spec.model.params if found else None
@@ -92,7 +92,7 @@ def overview(study: Study) -> Section:
 
 
 def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
-    """What the command prints; its last column is the longest."""
+    """Also printed by the command; the last column is the longest."""
     columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
     rows = []
     for one in study.outcomes:
@@ -196,7 +196,7 @@ def formats(study: Study) -> Section:
 
 
 def blocks_of(study: Study, role: str, form: str) -> dict[str, list[float]]:
-    """Sums over the steps that were looked at, by block."""
+    """Sums over the inspected steps, by block."""
     found: dict[str, list[float]] = {}
     for line in study[BASE.name].training.looked:
         for block, sums in line.get("formats", {}).get(role, {}).get(form, {}).items():
@@ -280,7 +280,7 @@ def variants(study: Study) -> Section:
 
 
 def keys(outcome: Outcome) -> str:
-    """What differs from the defaults."""
+    """Settings that differ from the defaults."""
     usual = PrecisionSpec().to_dict()
     given = {key: value for key, value in outcome.training.spec.precision.to_dict().items() if value != usual[key]}
     return ", ".join(f"{key} = {str(value).lower()}" for key, value in given.items()) or "–"
