@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from . import complete
-from .job import Force, OnDevice, on_device
 from .output import Json, Overrides, print_json, print_table
+from .run_options import Force, OnDevice, on_device
 
 # Rows of its embedding do not divide, so that padding is seen.
 SMALL = ("tiny", ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=259", "data.micro_batch=4"])

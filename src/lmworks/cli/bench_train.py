@@ -8,9 +8,9 @@ import typer
 
 from ..data.progress import activity
 from ..record.figures import binary_bytes, duration, short
-from .job import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
+from .run_options import Force, OnDevice, device_options, on_device
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed, after three to warm up.")]
 Kernels = Annotated[bool, typer.Option("--profile", help="Also record one step: its kernels by time.")]

@@ -13,13 +13,13 @@ import typer
 from .. import __version__
 from ..record.oom import as_oom
 from ..spec.errors import LMWorksError, last_line
-from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train, use
+from . import bench, chat, checkpoint, data, demo, evaluate, generate, launch, plan, prove, quantize, runs, serve, train
 from .groups import RootGroup
 from .override_hints import refuse_key_as_option
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
-# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (evaluate and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app},
     "Data and training": {
@@ -34,7 +34,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "serve": serve.serve,
-        "eval": use.evaluate,
+        "eval": evaluate.evaluate,
         "quantize": quantize.quantize,
     },
     "Learn": {"demo": demo.demo},

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import complete
-from .job import Force
 from .output import Json, Overrides, print_json, print_table
+from .run_options import Force
 
 if TYPE_CHECKING:
     from ..prove.parity import Result

@@ -8,7 +8,6 @@ import typer
 
 from .groups import DefaultCommandGroup
 from .hardware import hardware, print_busy
-from .job import print_host_memory
 from .mesh import mesh
 from .models import models
 from .output import Json, Overrides, Spec, print_json, print_table
@@ -20,6 +19,7 @@ from .plan_search import search
 from .plan_serve import serve
 from .plan_validate import predict as predict_table
 from .plan_validate import validate
+from .run_options import print_host_memory
 
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine

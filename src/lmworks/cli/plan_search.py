@@ -13,8 +13,8 @@ from ..spec.errors import SpecError
 from ..spec.files import refuse_unwritable
 from . import complete
 from .handoff import print_written, refuse_vocabulary
-from .job import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
+from .run_options import Dtype, GlobalBatch, Seq
 
 if TYPE_CHECKING:
     from ..plan.search.candidates import SearchProblem

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .job import Force
 from .loading_text import loading
 from .output import Json, print_json, print_table
+from .run_options import Force
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

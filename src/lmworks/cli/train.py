@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .job import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json
 from .ranks import needs_ranks
+from .run_options import Force, OnDevice, device_options, on_device
 from .supervise import supervise
 
 if TYPE_CHECKING:
