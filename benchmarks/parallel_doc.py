@@ -22,7 +22,7 @@ from common import write_result
 from parallel_cases import CASES, DENSE, MOE, Case, symbols, value
 
 from lmworks.data import resolve
-from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.pipelines.bubble import ideal_idle, in_flight
 from lmworks.plan.pipelines.orders import actions
@@ -46,7 +46,7 @@ def count(rank: int, spec: RunSpec, folder: str) -> list[tuple[str, str, int]]:
     trainer.build()
     for step in range(STEP):
         trainer.train_step(trainer.batches.at(step))
-    with Traffic(trainer.mesh) as seen:
+    with CommCounter(trainer.mesh) as seen:
         trainer.train_step(trainer.batches.at(STEP))
     return [(call.kind, call.group, call.bytes) for call in seen.calls]
 

@@ -41,7 +41,9 @@ def stepper(model: str, strategy: str) -> Any:
     spec = load_run(model, [*MODELS[model], *CASE, f"parallel.strategy={name}"])
     device = torch.device("cuda", 0)
     mesh = None if strategy == "plain" else init_distributed(spec.parallel, device)
-    with mock.patch.object(parallelize, "lonely", (lambda *_: False) if hooks else parallelize.lonely):
+    with mock.patch.object(
+        parallelize, "has_no_replicas", (lambda *_: False) if hooks else parallelize.has_no_replicas
+    ):
         parallel_model = parallelize.parallelize(spec, mesh, device, on_device(device))
     optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)

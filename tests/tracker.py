@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmworks.model import GPT
-from lmworks.parallel.precision import keep_in
+from lmworks.parallel.precision import cast_weights
 from lmworks.spec import RunSpec
 
 
@@ -48,7 +48,7 @@ class Steps:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.model = GPT(spec.model)
-        keep_in(spec.precision, self.model)
+        cast_weights(spec.precision, self.model)
         self.model.recompute = spec.parallel.recompute
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         shape = (spec.data.micro_batch, spec.data.seq)

@@ -16,19 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lmworks.parallel import collectives, comm_counter
-from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.spec import Grid
 
 
-def rows(seen: Traffic) -> set[tuple[Any, ...]]:
+def rows(seen: CommCounter) -> set[tuple[Any, ...]]:
     return {(row.kind, row.group, row.ranks, row.count, row.bytes) for row in seen.table()}
 
 
 def plain(rank: int) -> set[tuple[Any, ...]]:
     part, whole = torch.ones(6), torch.ones(12)
-    with Traffic() as seen:
+    with CommCounter() as seen:
         dist.all_reduce(torch.ones(5, dtype=torch.float64))
         dist.all_reduce(torch.ones(3, dtype=torch.bfloat16))
         dist.all_gather_into_tensor(whole, part)
@@ -67,7 +67,7 @@ def traceable(rank: int) -> tuple[set[tuple[Any, ...]], Any]:
     group = dist.group.WORLD
     assert group is not None
     x = torch.ones(4, 6, requires_grad=True)
-    with Traffic() as seen:
+    with CommCounter() as seen:
         whole = collectives.gather(x, 1, group)  # backward: reduce-scatter
         collectives.total(whole, group).sum().backward()  # backward: nothing
         functional.all_gather_tensor_autograd(x, 0, group).sum().backward()  # backward: reduce-scatter
@@ -95,9 +95,9 @@ def ddp(rank: int) -> list[int]:
     model = DistributedDataParallel(layers(), bucket_cap_mb=16 / 1024)
     for _ in range(2):  # the first pass finds the order of gradients, the second agrees on buckets
         model(torch.ones(2, 64)).sum().backward()
-    with Traffic() as seen:
+    with CommCounter() as seen:
         model(torch.ones(2, 64)).sum().backward()
-    with Traffic() as quiet, model.no_sync():
+    with CommCounter() as quiet, model.no_sync():
         model(torch.ones(2, 64)).sum().backward()
     assert quiet.calls == []
     assert all(call.kind == "all-reduce" for call in seen.calls)
@@ -115,7 +115,7 @@ def fsdp2(rank: int) -> set[tuple[Any, ...]]:
     for layer in model:
         fully_shard(layer, mesh=mesh.device_mesh("shard"))
     fully_shard(model, mesh=mesh.device_mesh("shard"))
-    with Traffic(mesh) as seen:
+    with CommCounter(mesh) as seen:
         model(torch.ones(2, 64)).sum().backward()
     return {(row.kind, row.ranks, row.count, row.bytes) for row in seen.table()}
 
@@ -130,7 +130,7 @@ def axes(rank: int) -> list[tuple[str, int]]:
     mesh = Mesh(grid, "cpu")
     pair = dist.new_group([1, 2])
     column = dist.new_group([0, 2])
-    with Traffic(mesh) as seen:
+    with CommCounter(mesh) as seen:
         for axis in ("tp", "shard", "dp_cp", "world"):
             dist.all_reduce(torch.ones(1), group=mesh.group(axis))
         if rank in (0, 2):
@@ -148,7 +148,7 @@ def test_groups_are_named_by_their_axis() -> None:
 
 def shards_of_sequences(rank: int) -> list[str]:
     mesh = Mesh(Grid(dp_shard=2, cp=2), "cpu")
-    with Traffic(mesh) as seen:
+    with CommCounter(mesh) as seen:
         for axis in ("cp", "shard"):
             dist.all_reduce(torch.ones(1), group=mesh.group(axis))
     return [call.group for call in seen.calls]
@@ -161,7 +161,7 @@ def test_without_experts_no_group_is_called_theirs() -> None:
 def unknown_operator(rank: int) -> set[tuple[Any, ...]]:
     known = comm_counter.OPERATORS.pop("allreduce_")
     try:
-        with Traffic() as seen:
+        with CommCounter() as seen:
             dist.all_reduce(torch.ones(6))
     finally:
         comm_counter.OPERATORS["allreduce_"] = known
@@ -192,11 +192,11 @@ class Nested(torch.autograd.Function):
 def threads() -> tuple[int, int]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     x = torch.ones(1, requires_grad=True)
-    with Traffic() as seen:
+    with CommCounter() as seen:
         Nested.apply(x, 70).sum().backward()
     group = dist.group.WORLD
     assert group is not None
-    with Traffic() as again:  # a recomputed forward pass communicates again
+    with CommCounter() as again:  # a recomputed forward pass communicates again
         checkpoint(lambda t: collectives.Total.apply(t, group) ** 2, x, use_reentrant=False).sum().backward()
     return len(seen.calls), len(again.calls)
 
@@ -217,7 +217,7 @@ def simulated(inside: bool) -> set[tuple[Any, ...]]:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
         fully_shard(model, mesh=mesh.device_mesh("shard"))
-        fake, seen = FakeTensorMode(allow_non_fake_inputs=True), Traffic(mesh)
+        fake, seen = FakeTensorMode(allow_non_fake_inputs=True), CommCounter(mesh)
         outer, inner = (fake, seen) if inside else (seen, fake)
         with outer, inner:
             model.to_empty(device="cpu")

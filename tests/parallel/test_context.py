@@ -17,7 +17,7 @@ from lmworks.model import GPT
 from lmworks.model.attention import Pattern, make_pattern, reference
 from lmworks.model.gpt import default_positions
 from lmworks.parallel import context_parallel, ring_attention
-from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.ring_attention import Ring
@@ -214,9 +214,9 @@ def traffic(rank: int, cp: int, method: str, recompute: str) -> tuple[int, int, 
     network = GPT(spec, seed=3)
     network.recompute = recompute
     attend = context_parallel.make_attend(spec, parallel, mesh, local)
-    with Traffic(mesh) as forward:
+    with CommCounter(mesh) as forward:
         _, loss = network(local.tokens, local.targets, positions=local.positions, attend=attend, reduction="sum")
-    with Traffic(mesh) as backward:
+    with CommCounter(mesh) as backward:
         loss.backward()
     kinds = {call.kind for call in forward.calls + backward.calls}
     assert kinds == ({"send", "recv"} if method == "ring" else {"all-to-all"})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lmworks.model import GPT
 from lmworks.parallel import deepspeed
-from lmworks.parallel.comm_counter import Traffic
+from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import RunSpec, SpecError
 
@@ -132,7 +132,7 @@ def together(rank: int, run: RunSpec) -> dict[str, Any]:
     engine = deepspeed.DeepSpeedEngine(model, optimizer, run)
     begun, begun_norms = take(engine, rank, range(2))
     saved = engine.state()
-    with Traffic() as seen:
+    with CommCounter() as seen:
         losses, norms = take(engine, rank, range(2, STEPS))
     state = engine.state()
     engine.load(saved)  # and again from the middle: the same steps must follow

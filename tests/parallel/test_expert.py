@@ -17,7 +17,7 @@ from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.gpt import initial_weight
 from lmworks.model.moe import MoE, moe_layers, set_balance_scale, update_balance
-from lmworks.parallel.expert_parallel import apply_expert_parallel, expert_names, join_sequences, visit_elsewhere
+from lmworks.parallel.expert_parallel import apply_expert_parallel, dispatch_tokens, expert_names, join_sequences
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.sharding_plan import ShardingPlan
@@ -59,7 +59,7 @@ def set_bias(model: GPT, bias: list[float] | None) -> None:
 
 def drop_a_token(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
     """The bug that must be seen: one row's result is lost on its way back."""
-    result = visit_elsewhere(moe, rows, counts, group)
+    result = dispatch_tokens(moe, rows, counts, group)
     return result * (torch.arange(len(result)) > 0).unsqueeze(-1)
 
 

@@ -17,7 +17,7 @@ from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
-from lmworks.parallel.precision import run_in
+from lmworks.parallel.precision import autocast_forward
 from lmworks.plan.pipelines.orders import stages_of
 from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
@@ -58,7 +58,7 @@ def make_inputs(spec: RunSpec, count: int) -> list[dict[str, Any]]:
 
 def on_one_rank(spec: RunSpec, inputs: list[dict[str, Any]], evaluated: int) -> Figures:
     model = GPT(spec.model, spec.seed)
-    run_in(spec.precision, model, CPU)
+    autocast_forward(spec.precision, model, CPU)
     with torch.no_grad():
         evaluation = sum(model(**micro_batch)[1] for micro_batch in inputs[:evaluated])
     total = torch.zeros(())
@@ -77,7 +77,7 @@ def make_pipeline(spec: RunSpec, mesh: Mesh) -> Pipeline:
         stage = every[index]
         part = GPT(spec.model, spec.seed, layers=stage.layers, first=stage.first, last=stage.last)
         part.recompute = layout.recompute
-        run_in(spec.precision, part, CPU)
+        autocast_forward(spec.precision, part, CPU)
         if layout.dp_shard > 1:
             for module in (*part.layers(), part):
                 fully_shard(module, mesh=mesh.device_mesh("shard"), reshard_after_forward=module is not part)
@@ -178,7 +178,7 @@ def test_the_residual_stream_stays_fp32() -> None:
     """What travels between stages has the shape and type that their buffers are made for."""
     spec = make_spec("1f1b", 2, 2, precision={"dtype": "bf16"})
     part = GPT(spec.model, layers=range(2), last=False)
-    run_in(spec.precision, part, CPU)
+    autocast_forward(spec.precision, part, CPU)
     with torch.no_grad():
         assert part(make_inputs(spec, 1)[0]["tokens"]).dtype == torch.float32
 

@@ -65,7 +65,7 @@ def shift_mask(patch: pytest.MonkeyPatch) -> None:
 
 def drop_routed_token(patch: pytest.MonkeyPatch) -> None:
     """The last token that a rank sends to an expert comes back as nothing."""
-    visit = expert_parallel.visit_elsewhere
+    visit = expert_parallel.dispatch_tokens
 
     def lossy(moe: Any, rows: Tensor, counts: Tensor, group: Any) -> Tensor:
         result = visit(moe, rows, counts, group)
@@ -73,7 +73,7 @@ def drop_routed_token(patch: pytest.MonkeyPatch) -> None:
         kept[-1] = 0
         return result * kept
 
-    patch.setattr(expert_parallel, "visit_elsewhere", lossy)
+    patch.setattr(expert_parallel, "dispatch_tokens", lossy)
 
 
 def leave_partial_gradients(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.memory_ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, Ledger
+from lmworks.parallel.memory_ledger import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryLedger
 from lmworks.parallel.mesh import Mesh
 from lmworks.plan.pipelines.stages import stages_of_rank
 from lmworks.prove.fake_rank import FakeTrainer, Simulation, measure_step
@@ -55,7 +55,7 @@ def real(_rank: int, specs: list[RunSpec]) -> list[Simulation]:
 def one_real(spec: RunSpec) -> Simulation:
     torch.set_num_threads(1)
     mesh = Mesh(Grid.of(spec.parallel), "cpu")
-    with Ledger() as ledger:
+    with MemoryLedger() as ledger:
         rank = Real(spec, mesh, stages_of_rank(spec, mesh.rank("pp")), source_of(spec))
         return measure_step(rank, mesh, ledger, nullcontext())
 

@@ -28,7 +28,7 @@ from .cache import resolve
 from .mixture import Mixture
 from .permute import key_of, permute
 from .progress import Progress, silent
-from .store import AGAIN, TokenData
+from .store import PREPARE_AGAIN, TokenData
 from .tokenizer import Tokenizer, load_tokenizer
 
 PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
@@ -223,7 +223,7 @@ def refuse_token(source: TokenData, start: int, tokens: NDArray[np.int64]) -> No
     first = int((tokens >= source.index.vocab_size).argmax())
     raise DataError(
         f"{source.place(start + first)}: token id {int(tokens[first]):,} is not below the vocabulary's size of "
-        f"{source.index.vocab_size:,}; {AGAIN}"
+        f"{source.index.vocab_size:,}; {PREPARE_AGAIN}"
     )
 
 

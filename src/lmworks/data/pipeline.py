@@ -27,7 +27,7 @@ from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
 from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
-from .workers import available_cores, each_done, pool_of
+from .workers import available_cores, map_as_completed, pool_of
 
 SHARD_TOKENS = 2**27
 BPE_SAMPLE_BYTES = 64 * 2**20
@@ -97,7 +97,7 @@ def prepare(
                 return Prepared(out, index, up_to_date=True)
             work = begin_work(out, f"{fingerprint[:16]}-{reading.part_bytes}")
             with pool_of(min(workers or available_cores(), max(1, len(parts)))) as pool:
-                token_file, end = settle_tokenizer(pool, request, parts, work, progress)
+                token_file, end = resolve_tokenizer(pool, request, parts, work, progress)
                 jobs = [Job(number, part, reading, token_file, end, work) for number, part in enumerate(parts)]
                 encode(pool, jobs, progress)
             return finish(request, fingerprint, jobs, out, progress)
@@ -106,7 +106,7 @@ def prepare(
         raise DataError(f"cannot prepare {out}: {where}: {error.strerror or error}; run again to continue") from None
 
 
-def settle_tokenizer(
+def resolve_tokenizer(
     pool: Executor, request: Request, parts: list[Part], work: Path, progress: Progress
 ) -> tuple[str, int]:
     """('bytes' or a tokenizer.json in the work folder, end-of-text): the given one copied, or one trained now."""
@@ -145,7 +145,7 @@ def encode(pool: Executor, jobs: list[Job], progress: Progress) -> None:
     waiting = [job for job in jobs if not job.done.exists()]
     done = len(jobs) - len(waiting)
     progress("tokenize", done, len(jobs))
-    for _ in each_done(pool, encode_part, waiting):
+    for _ in map_as_completed(pool, encode_part, waiting):
         done += 1
         progress("tokenize", done, len(jobs))
 

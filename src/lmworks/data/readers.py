@@ -73,10 +73,10 @@ def field_text(record: Mapping[str, Any], field: str, where: Where) -> str:
         raise DataError(f"{where()}: no field {field!r}; it has {', '.join(record)}; choose one with --text-field")
     if not isinstance(record[field], str):
         raise DataError(f"{where()}: field {field!r} is not a string; choose another with --text-field")
-    return sound(record[field])
+    return without_surrogates(record[field])
 
 
-def sound(text: str) -> str:
+def without_surrogates(text: str) -> str:
     """JSON can spell half a surrogate pair, which no UTF-8 text can hold; it becomes '?'."""
     try:
         text.encode("utf-8")

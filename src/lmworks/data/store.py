@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..spec.errors import DataError
 from .index import OFFSET_DTYPE, TOKENIZER_FILE, Index, Shard, read_index
 
-AGAIN = "prepare the folder again (the same `lmworks data prepare` mends it) or copy it anew"
+PREPARE_AGAIN = "prepare the folder again (the same `lmworks data prepare` mends it) or copy it anew"
 
 
 class TokenData:
@@ -66,7 +66,7 @@ class TokenData:
             found = pool.map(sha256_of, [self.folder / name for name, _ in mine])
             for (name, expected), actual in zip(mine, found, strict=True):
                 if actual != expected:
-                    raise DataError(f"{self.folder / name} is damaged: its SHA-256 is not the index's; {AGAIN}")
+                    raise DataError(f"{self.folder / name} is damaged: its SHA-256 is not the index's; {PREPARE_AGAIN}")
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens [start, stop), over shard boundaries; a view of the file where they lie in one shard."""
@@ -84,7 +84,8 @@ class TokenData:
         found = mapped._mmap.size()  # type: ignore[attr-defined]  # of the file that is mapped, whatever has its name now
         if found < mapped.nbytes:
             raise DataError(
-                f"{self.folder / name} was truncated while it is in use: {found:,} bytes of {mapped.nbytes:,}; {AGAIN}"
+                f"{self.folder / name} was truncated while it is in use: {found:,} bytes of {mapped.nbytes:,}; "
+                f"{PREPARE_AGAIN}"
             )
 
     def place(self, position: int) -> str:
@@ -96,7 +97,7 @@ class TokenData:
         """That ids still mean what they meant when the text was encoded."""
         path = self.folder / TOKENIZER_FILE
         if self.index.tokenizer != "bytes" and sha256_of(path) != self.index.tokenizer_sha256:
-            raise DataError(f"{path} is not the tokenizer that the tokens were made with; {AGAIN}")
+            raise DataError(f"{path} is not the tokenizer that the tokens were made with; {PREPARE_AGAIN}")
 
     def document_starts(self, start: int, stop: int) -> NDArray[np.int64]:
         """Positions in [start, stop) at which a document begins."""
@@ -135,12 +136,12 @@ def check_sizes(folder: Path, shard: Shard, index: Index) -> None:
         try:
             found = path.stat().st_size
         except FileNotFoundError:
-            raise DataError(f"{path} is missing; {AGAIN}") from None
+            raise DataError(f"{path} is missing; {PREPARE_AGAIN}") from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from None
         if found != expected:
             word = "truncated" if found < expected else "too long"
-            raise DataError(f"{path} is {word}: {found:,} bytes, the index says {expected:,}; {AGAIN}")
+            raise DataError(f"{path} is {word}: {found:,} bytes, the index says {expected:,}; {PREPARE_AGAIN}")
 
 
 def sha256_of(path: Path) -> str:

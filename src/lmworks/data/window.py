@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from .loader import Batches
 
 GRAM = 8  # tokens of a passage that counts as repeated
-TOLD = 3  # sequences that an event tells of
+MAX_OUTLIERS = 3  # sequences that an event tells of
 NEAR, EACH = 8, 8  # what is usual: batches before this one, sequences of each
-LEAST_BITS = 0.1  # a spread of entropies that is taken as the smallest there is
+MIN_SPREAD_BITS = 0.1  # a spread of entropies that is taken as the smallest there is
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def describe(batches: Batches, cursor: int) -> dict[str, Any]:
         "sources": sources,
         "entropy_bits": round(sum(row.entropy_bits for row in rows) / len(rows), 3),
         "usual_bits": round(usual, 3),
-        "odd": sorted(told, key=lambda row: -abs(row["z"]))[:TOLD],
+        "odd": sorted(told, key=lambda row: -abs(row["z"]))[:MAX_OUTLIERS],
     }
 
 
@@ -103,4 +103,4 @@ def usual_bits(batches: Batches, cursor: int) -> tuple[float, float]:
     near = range(max(0, cursor - NEAR), cursor) if cursor else range(1, 1 + NEAR)
     bits = np.array([row.entropy_bits for one in near for row in rows_at(batches, one, EACH)])
     middle = float(np.median(bits))
-    return middle, max(LEAST_BITS, 1.4826 * float(np.median(np.abs(bits - middle))))
+    return middle, max(MIN_SPREAD_BITS, 1.4826 * float(np.median(np.abs(bits - middle))))

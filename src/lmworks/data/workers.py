@@ -18,7 +18,7 @@ from ..spec.errors import DataError
 T = TypeVar("T")
 
 
-class Inline(Executor):
+class InlineExecutor(Executor):
     """One worker: do it here and now, without a process."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -30,7 +30,7 @@ class Inline(Executor):
 @contextmanager
 def pool_of(workers: int) -> Iterator[Executor]:
     if workers == 1:
-        yield Inline()
+        yield InlineExecutor()
         return
     # Forking starts in milliseconds and asks nothing of the caller's __main__; elsewhere it is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -45,9 +45,9 @@ def pool_of(workers: int) -> Iterator[Executor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def each_done(pool: Executor, work: Callable[..., T], jobs: list[Any]) -> Iterator[T]:
+def map_as_completed(pool: Executor, work: Callable[..., T], jobs: list[Any]) -> Iterator[T]:
     """Results as they come. Inline, a job runs only when its result is asked for, so progress is true there too."""
-    if isinstance(pool, Inline):
+    if isinstance(pool, InlineExecutor):
         yield from map(work, jobs)
         return
     for future in as_completed([pool.submit(work, job) for job in jobs]):

@@ -16,7 +16,7 @@ from ..spec import RunSpec
 
 def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
     blocks = part.layers()
-    chosen = policies(placed(spec, device), [block.attention.layer for block in blocks])
+    chosen = policies(with_device(spec, device), [block.attention.layer for block in blocks])
     for block, policy in zip(blocks, chosen, strict=True):
         block.recompute = policy
 
@@ -27,6 +27,6 @@ def offload_activations(part: GPT, spec: RunSpec) -> None:
         part.offload = Offload(block_budgets(spec, len(blocks)), blocks[0].parameters())
 
 
-def placed(spec: RunSpec, device: torch.device) -> RunSpec:
+def with_device(spec: RunSpec, device: torch.device) -> RunSpec:
     """Where it runs, which a spec may leave open: what blocks keep depends on whose kernels run."""
     return spec.replace(cluster=spec.cluster.replace(device=device.type)) if spec.cluster.device == "auto" else spec

@@ -96,7 +96,7 @@ class Row:
     bytes: int
 
 
-class Traffic(TorchDispatchMode):
+class CommCounter(TorchDispatchMode):
     """Counts while it is entered, a step that FakeTensorMode only simulates too."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:

@@ -33,7 +33,7 @@ class DDP(SingleRank):
         super().__init__(part)
         self.loss_factor = float(mesh.size("dp_cp"))  # DDP averages over its group
         group = mesh.group("dp_cp")
-        self.ddp = InOrder(
+        self.ddp = OrderedDDP(
             part,
             process_group=group,
             bucket_cap_mb=spec.parallel.bucket_mb,
@@ -43,8 +43,8 @@ class DDP(SingleRank):
         )
         if spec.precision.reduce != spec.precision.weights:  # gradients have the format of their weights
             reduce = DTYPES[spec.precision.reduce]
-            self.ddp.register_comm_hook(None, lambda _, bucket: mean_in(reduce, bucket.buffer(), group))
-        fill_in_order(self.ddp)
+            self.ddp.register_comm_hook(None, lambda _, bucket: all_reduce_mean(reduce, bucket.buffer(), group))
+        rebuild_buckets(self.ddp)
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
@@ -57,7 +57,7 @@ class DDP(SingleRank):
         return nullcontext() if meet else self.ddp.no_sync()
 
 
-class InOrder(DistributedDataParallel):
+class OrderedDDP(DistributedDataParallel):
     """Fills its buckets in the order of the backward pass from the first step on.
 
     DDP learns that order in the first backward pass of a process and fills its buckets anew for the second. Where three
@@ -70,13 +70,13 @@ class InOrder(DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
 
-def fill_in_order(model: DistributedDataParallel) -> None:
+def rebuild_buckets(model: DistributedDataParallel) -> None:
     """What DDP does before its second step, with what it would have learnt in the first; ranks agree on it."""
     model.reducer._push_all_rebuilt_params()
     model.reducer._rebuild_buckets()
 
 
-def mean_in(dtype: torch.dtype, buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
+def all_reduce_mean(dtype: torch.dtype, buffer: Tensor, group: ProcessGroup) -> Future[Tensor]:
     """The mean over ranks, sent in another format. PyTorch's own hook does this for bf16, but refuses to on a CPU."""
     work = dist.all_reduce(buffer.to(dtype).div_(group.size()), group=group, async_op=True)
     return work.get_future().then(lambda sent: buffer.copy_(sent.value()[0]))

@@ -30,7 +30,7 @@ def apply_expert_parallel(part: GPT, mesh: Mesh, sharding: ShardingPlan) -> None
         if isinstance(layer, MoE):
             for weight in WEIGHTS:
                 sharding.cut(layer, f"{name}.", weight, "ep", 0, mesh)
-            layer.visit = partial(visit_elsewhere, group=mesh.group("ep"))
+            layer.visit = partial(dispatch_tokens, group=mesh.group("ep"))
 
 
 def expert_names(part: GPT) -> set[str]:
@@ -53,25 +53,25 @@ def join_sequences(part: GPT, group: ProcessGroup) -> None:
         layer.sequence_total = partial(collectives.total, group=group)
 
 
-def visit_elsewhere(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
+def dispatch_tokens(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
     """Rows (pairs, hidden), grouped by expert, through experts on other ranks: `moe.visit` under expert parallelism.
 
     Every rank takes part in every exchange, with no rows if it has none; so do experts that nobody chose.
     """
     ranks, local = group.size(), moe.experts // group.size()
     given = counts.view(ranks, local)
-    got = exchanged(counts, group)
+    got = exchange_counts(counts, group)
     sizes = split(torch.cat((given.sum(dim=1), got.sum(dim=1), got.sum(dim=0))).tolist(), ranks)
-    return there_and_back(moe, rows, got, sizes, group)
+    return dispatch_and_combine(moe, rows, got, sizes, group)
 
 
-def exchanged(counts: Tensor, group: ProcessGroup) -> Tensor:
+def exchange_counts(counts: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks, local experts): how many rows come from each rank for each expert here."""
     each = [counts.shape[0] // group.size()] * group.size()
     return collectives.all_to_all(counts, each, each, group).view(group.size(), -1)
 
 
-def there_and_back(
+def dispatch_and_combine(
     moe: MoE, rows: Tensor, got: Tensor, sizes: tuple[list[int], list[int], list[int]], group: ProcessGroup
 ) -> Tensor:
     """`sizes`: rows to each rank, rows from each rank, rows of each expert here."""

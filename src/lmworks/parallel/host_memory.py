@@ -12,13 +12,13 @@ from ..plan.memory.host import available_bytes, ranks_on_host
 from ..plan.memory.host_fit import refusal
 from ..plan.memory.host_need import machine_need
 from ..spec import RunSpec, SpecError
-from .activation_checkpointing import placed
+from .activation_checkpointing import with_device
 
 
 def refuse_full_host(spec: RunSpec, device: torch.device) -> None:
     """Every rank asks for all of its machine, while none has taken anything."""
     ranks = ranks_here(spec)
-    if why := refusal(spec, machine_need(placed(spec, device), ranks, device.type), len(ranks), available_bytes()):
+    if why := refusal(spec, machine_need(with_device(spec, device), ranks, device.type), len(ranks), available_bytes()):
         raise SpecError(why)
 
 

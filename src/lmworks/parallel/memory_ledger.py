@@ -29,7 +29,7 @@ COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")  # namespaces of operators
 Bytes = dict[str, int]  # by category
 
 
-class Ledger(TorchDispatchMode):
+class MemoryLedger(TorchDispatchMode):
     """Enter it before the model is made; `begin` where the step to be accounted for begins."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Ledger(TorchDispatchMode):
         self.start: dict[int, int] = {}  # what lived when the step began
         self.phase = ""
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> MemoryLedger:
         self.resize = torch.UntypedStorage.resize_
         ledger = self
 

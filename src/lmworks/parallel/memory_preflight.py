@@ -13,7 +13,7 @@ from ..plan.memory.fit import Limits, OtherMemory, no_other_memory, refusal
 from ..plan.memory.host import available_bytes, process_bytes
 from ..plan.memory.peak_memory import Row
 from ..spec import Cluster, RunSpec, SpecError
-from .activation_checkpointing import placed
+from .activation_checkpointing import with_device
 from .host_memory import ranks_here, refuse_full_host
 
 RUNTIME = 300 * 2**20  # bytes of a rank before it holds anything: Python, PyTorch and its libraries, which are shared
@@ -56,7 +56,7 @@ def refuse_oversized(
     def rows(changed: RunSpec, rank: int) -> list[Row]:
         return [*beside(changed, rank), *([Row("runtime", RUNTIME, "Python, PyTorch, libraries")] if starting else [])]
 
-    if why := refusal(placed(spec, device), ranks, device.type, limits, rows, own_layout):
+    if why := refusal(with_device(spec, device), ranks, device.type, limits, rows, own_layout):
         raise SpecError(why)
 
 

@@ -17,7 +17,7 @@ from .data_parallel import DataParallel, Shard
 
 
 class HostOptimizer:
-    """Any strategy, with leaves on the host. Whoever writes into them calls `after_step`, as after an update."""
+    """Any strategy, with leaves on the host. After writing to them, call `after_step`, as after an update."""
 
     def __init__(self, inner: DataParallel) -> None:
         self.inner = inner
@@ -60,7 +60,7 @@ class HostOptimizer:
         self.inner.after_step()
 
     def settle(self) -> None:
-        """Wait for copies under way."""
+        """Wait for pending copies."""
         if any(shard.leaf.is_cuda for shard in self.inner.shards()[:1]):
             torch.cuda.current_stream().synchronize()
 

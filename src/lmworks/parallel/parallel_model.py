@@ -25,7 +25,7 @@ from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
 from .data_parallel import DataParallel, Shard, unwrapped
 from .mesh import Mesh
-from .precision import run_in
+from .precision import autocast_forward
 from .sharding_plan import ShardingPlan
 from .single_rank import SingleRank
 from .tensor_parallel import local_heads
@@ -53,7 +53,7 @@ class ParallelModel:
     @classmethod
     def whole(cls, model: GPT, spec: RunSpec) -> ParallelModel:
         """A model that exists already, in one process."""
-        run_in(spec.precision, model, model.device)
+        autocast_forward(spec.precision, model, model.device)
         return cls(spec, None, model.device, ShardingPlan(), {0: model}, {0: SingleRank(model)})
 
     def size(self, axis: str) -> int:

@@ -30,7 +30,7 @@ from .initial_weights import Source
 from .mesh import Mesh
 from .optimizer_offload import HostOptimizer
 from .parallel_model import ParallelModel
-from .precision import keep_in, run_in
+from .precision import autocast_forward, cast_weights
 from .sharding_plan import ShardingPlan
 from .single_rank import SingleRank
 from .tensor_parallel import apply_tensor_parallel, enable_async_tp
@@ -47,7 +47,7 @@ def parallelize(
     for stage in stages or stages_of_rank(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
-        keep_in(spec.precision, part)
+        cast_weights(spec.precision, part)
         experts: set[str] = set()
         if mesh is not None:
             if mesh.size("tp") > 1:
@@ -67,7 +67,7 @@ def parallelize(
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":
-            run_in(spec.precision, part, device)
+            autocast_forward(spec.precision, part, device)
         strategies[stage.index] = with_weights(part, spec, mesh, experts, sharding, device, weights)
         parts[stage.index] = part
     pipeline = None
@@ -118,7 +118,7 @@ def with_weights(
     fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
     master = spec.precision.weights == "bf16" and spec.precision.master
     strategy: DataParallel
-    if mesh is not None and fsdp2 and layout.engine == "native" and not lonely(spec, mesh):
+    if mesh is not None and fsdp2 and layout.engine == "native" and not has_no_replicas(spec, mesh):
         from .fsdp2 import FSDP2
 
         strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
@@ -132,7 +132,9 @@ def with_weights(
 
 def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
     layout = spec.parallel
-    if mesh is None or lonely(spec, mesh) or layout.engine == "deepspeed":  # which wraps the part itself, later
+    if (
+        mesh is None or has_no_replicas(spec, mesh) or layout.engine == "deepspeed"
+    ):  # which wraps the part itself, later
         return SingleRank(part)
     if layout.strategy == "fsdp1":
         from .fsdp1 import FSDP1
@@ -146,8 +148,8 @@ def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -
     return DDP(part, spec, mesh, experts)
 
 
-def lonely(spec: RunSpec, mesh: Mesh) -> bool:
-    """No other rank has other data: there is nothing to shard or to reduce, whatever the strategy.
+def has_no_replicas(spec: RunSpec, mesh: Mesh) -> bool:
+    """A data-parallel group of one rank: there is nothing to shard or to reduce, whatever the strategy.
 
     On one GPU the hooks of FSDP2 would cost their host more than a small model takes (docs/parallelism.md).
     """

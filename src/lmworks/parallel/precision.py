@@ -14,7 +14,7 @@ from ..spec.precision import LARGEST_SCALE
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def keep_in(precision: PrecisionSpec, model: nn.Module) -> None:
+def cast_weights(precision: PrecisionSpec, model: nn.Module) -> None:
     """Weights in the format that the run keeps them in; on the meta device, before anything cuts or shards them.
 
     All of them, norms and biases too: FSDP2 gathers tensors of one format, and with a master nothing is lost. Buffers
@@ -27,7 +27,7 @@ def keep_in(precision: PrecisionSpec, model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(weight.to(DTYPES[precision.weights]), weight.requires_grad))
 
 
-def run_in(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> None:
+def autocast_forward(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> None:
     """Matrix products of the forward pass in `dtype`, sums and norms in fp32; what weights are kept in stays.
 
     Autocast is put around the model's own forward function, so that it holds wherever that is called from: a loop, a

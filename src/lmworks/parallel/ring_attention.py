@@ -168,7 +168,7 @@ class Ring:
             bias = bias - torch.tensor(self.pattern.slopes, device=device).view(1, -1, 1, 1) * (q - k)
         return bias.masked_fill(hidden, attention_tile.HIDDEN)
 
-    def pass_on(self, block: Tensor, tag: int) -> tuple[Tensor, list[Any]]:
+    def send_recv(self, block: Tensor, tag: int) -> tuple[Tensor, list[Any]]:
         """Begin to send a block to the next rank and to receive one from the rank before: (what comes, the work)."""
         following, before = (dist.get_global_rank(self.group, (self.rank + i) % self.cp) for i in (1, -1))
         coming = torch.empty_like(block)
@@ -186,7 +186,7 @@ class RingAttention(torch.autograd.Function):
         if place:
             out, lse = place.pop("ring")
         else:
-            out, lse = go_around(ring, q, kv)
+            out, lse = ring_forward(ring, q, kv)
             if place is not None:
                 place["ring"] = out, lse
         ctx.ring = ring
@@ -196,19 +196,19 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         with torch.autocast(grad.device.type, enabled=False):
-            return *go_around_again(ctx.ring, heads_first(grad), *ctx.saved_tensors), None
+            return *ring_backward(ctx.ring, heads_first(grad), *ctx.saved_tensors), None
 
 
 KEYS, GRADIENTS = 0, 1  # tags of the two kinds of message
 
 
-def go_around(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys; `block` holds its own keys and values."""
     out = torch.zeros(q.shape, dtype=accumulator(q), device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
     for step in range(ring.cp):
         if step + 1 < ring.cp:
-            coming, works = ring.pass_on(block, KEYS)
+            coming, works = ring.send_recv(block, KEYS)
         for tile in ring.tiles((ring.rank - step) % ring.cp):
             rows, (tk, tv) = tile.queries, block[:, :, :, tile.keys]
             bias = ring.bias(tile, q.device)
@@ -220,7 +220,7 @@ def go_around(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
     return out.to(q.dtype), lse
 
 
-def go_around_again(
+def ring_backward(
     ring: Ring, grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each (batch, seq, heads, head_dim)."""
@@ -230,7 +230,7 @@ def go_around_again(
     returning: list[Any] = []
     for step in range(ring.cp):
         if step + 1 < ring.cp:
-            coming, works = ring.pass_on(block, KEYS)
+            coming, works = ring.send_recv(block, KEYS)
         dkv = own if step == 0 else torch.zeros_like(own)
         for tile in ring.tiles((ring.rank - step) % ring.cp):
             rows, keys = tile.queries, tile.keys
@@ -244,7 +244,7 @@ def go_around_again(
         wait(returning)
         if step > 0:  # what others found for this block has come meanwhile; a rank's own part waits at home
             leaving = travelling + dkv  # has a name until it has left
-            travelling, returning = ring.pass_on(leaving, GRADIENTS)
+            travelling, returning = ring.send_recv(leaving, GRADIENTS)
         if step + 1 < ring.cp:
             wait(works)
             block = coming

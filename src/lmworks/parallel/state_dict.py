@@ -22,13 +22,13 @@ from .sharding_plan import ShardingPlan
 ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel sharding outermost
 
 
-def whole(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None) -> Tensor:
+def as_dtensor(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None) -> Tensor:
     """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
     if mesh is None:
         return local
     rows = shard.rows
     if rows == "flat":
-        local, rows = join_runs(local, shard.shape, mesh), None
+        local, rows = all_gather_flat(local, shard.shape, mesh), None
     cuts = {**({rows: 0} if rows else {}), **sharding.axes(shard.name)}
     if not cuts:
         return local
@@ -51,12 +51,12 @@ def whole(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None
     return DTensor.from_local(local, where.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
 
 
-def join_runs(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
+def all_gather_flat(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
     """FSDP1 cuts a weight into runs of elements, one a rank, that no DTensor describes: here it is made whole, a copy.
 
     Then every rank holds all of it: for the size of model that FSDP1 is still used for.
     """
-    sizes = run_sizes(local, mesh)
+    sizes = flat_sizes(local, mesh)
     room = local.new_zeros(max(sizes))
     room[: local.numel()] = local.flatten()
     runs = local.new_empty(len(sizes) * max(sizes))
@@ -65,14 +65,14 @@ def join_runs(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
     return torch.cat(parts).view(shape)
 
 
-def run_sizes(local: Tensor, mesh: Mesh) -> list[int]:
+def flat_sizes(local: Tensor, mesh: Mesh) -> list[int]:
     sizes = torch.zeros(mesh.size("shard"), dtype=torch.long, device=local.device)
     dist.all_gather_into_tensor(sizes, torch.tensor([local.numel()], device=local.device), group=mesh.group("shard"))
     return [int(size) for size in sizes]
 
 
 @torch.no_grad()
-def take(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh: Mesh | None) -> None:
+def load_into(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh: Mesh | None) -> None:
     """Bring what was loaded into `state` to where it is not already: most of it is loaded in place.
 
     Not FSDP1's runs, of which `state` holds whole copies, and not the second copy of a tied embedding, where a rank
@@ -81,30 +81,30 @@ def take(shards: list[Shard], optimizer: Optimizer, state: dict[str, Any], mesh:
     for shard in shards:
         run = slice(None)
         if shard.rows == "flat" and mesh is not None:
-            sizes, rank = run_sizes(shard.leaf, mesh), mesh.rank("shard")
+            sizes, rank = flat_sizes(shard.leaf, mesh), mesh.rank("shard")
             run = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        put(shard.leaf, state["model"][shard.name], run)
+        copy_loaded(shard.leaf, state["model"][shard.name], run)
         if "optim" not in state and "low" in optimizer.state.get(shard.leaf, {}):
             optimizer.state[shard.leaf]["low"].zero_()  # weights of another run: those below them are not its own
         for key, value in optimizer.state.get(shard.leaf, {}).items() if "optim" in state else ():
-            put(value, state["optim"][f"{shard.name}.{key}"], run if value.dim() else slice(None))
+            copy_loaded(value, state["optim"][f"{shard.name}.{key}"], run if value.dim() else slice(None))
 
 
-def put(here: Tensor, loaded: Tensor, run: slice) -> None:
+def copy_loaded(here: Tensor, loaded: Tensor, run: slice) -> None:
     local: Tensor = loaded.to_local() if hasattr(loaded, "to_local") else loaded  # of a DTensor
     if local.data_ptr() != here.data_ptr() or local.shape != here.shape:
         here.copy_(local.flatten()[run].view_as(here))
 
 
 def model_state(shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None) -> dict[str, Tensor]:
-    return {shard.name: whole(shard, shard.leaf.detach(), sharding, mesh) for shard in shards}
+    return {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in shards}
 
 
 def optimizer_state(
     optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
 ) -> dict[str, Tensor]:
     """{"weight.name.exp_avg": …}; before the first step, the zeros that it starts from."""
-    start_states(optimizer)
+    init_optimizer_state(optimizer)
     state: dict[str, Tensor] = {}
     moments = next(({k: v for k, v in known.items() if v.dim()} for known in optimizer.state.values()), {})
     for shard in shards:
@@ -113,11 +113,11 @@ def optimizer_state(
             own = {key: shard.leaf.detach().new_empty(0) for key in moments}
         for key, value in own.items():
             cut = value.shape == shard.leaf.shape and value.dim() > 0
-            state[f"{shard.name}.{key}"] = whole(shard, value, sharding, mesh) if cut else value
+            state[f"{shard.name}.{key}"] = as_dtensor(shard, value, sharding, mesh) if cut else value
     return state
 
 
-def start_states(optimizer: Optimizer) -> None:
+def init_optimizer_state(optimizer: Optimizer) -> None:
     """Moments of zero and a count of zero, as the first step would make them, for every weight without a state.
 
     The optimizer makes them itself when it steps: with zero gradients and a rate of zero, which changes nothing.

@@ -45,7 +45,7 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, shardin
     """
     if mesh.size("tp") == 1:
         return
-    cutter = Cutter(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
+    cutter = TensorParallelizer(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
     for layer, block in zip(part.blocks, part.layers(), strict=True):
         prefix = f"blocks.{layer}."
         cutter.cut_attention(block.attention, f"{prefix}attention.", part.spec)
@@ -141,7 +141,7 @@ class SequencePositions(Embedding):
 
 
 @dataclass(frozen=True)
-class Cutter:
+class TensorParallelizer:
     """Cuts the modules of one network, each with what it does to gradients."""
 
     mesh: Mesh

@@ -45,13 +45,13 @@ class Ulysses:
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(batch, seq/cp, cp, heads/cp, head_dim) → (batch, seq, heads/cp, head_dim)."""
-        return self.trade(x.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
+        return self.all_to_all(x.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
 
     def to_sequence(self, x: Tensor) -> Tensor:
         """(batch, seq, heads/cp, head_dim) → (batch, seq/cp, heads, head_dim)."""
-        return self.trade(x.unflatten(1, (self.group.size(), -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+        return self.all_to_all(x.unflatten(1, (self.group.size(), -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
-    def trade(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """The i-th part along dim 0 goes to rank i; parts come back in the order of the ranks they are from."""
         rows = [1] * self.group.size()
         return exchange(x, rows, rows, self.group)

@@ -106,7 +106,7 @@ class Zero:
 
     def reduce(self, bucket: Bucket) -> None:
         self.started += 1
-        self.land(IN_FLIGHT - 1)
+        self.wait_for_buckets(IN_FLIGHT - 1)
         alone = bucket.group.size() == 1
         flat = bucket.pack([weight.grad for weight in bucket.parameters], torch.float32 if alone else self.dtype)
         if self.stage == 2:
@@ -134,8 +134,8 @@ class Zero:
         for leaf, row in zip(leaves, rows, strict=True):
             leaf.grad = row.to(leaf.dtype, copy=True) if leaf.grad is None else leaf.grad.add_(row)
 
-    def land(self, still_flying: int = 0) -> None:
-        while len(self.flying) > still_flying:
+    def wait_for_buckets(self, in_flight: int = 0) -> None:
+        while len(self.flying) > in_flight:
             work, _, then = self.flying.popleft()
             if work is not None:
                 work.wait()
@@ -144,7 +144,7 @@ class Zero:
     def finish(self) -> None:
         if not self.met:
             self.reduce_rest()
-        self.land()
+        self.wait_for_buckets()
         self.met = False
 
     def shards(self) -> list[Shard]:
@@ -155,9 +155,9 @@ class Zero:
         """Bring the rows that other ranks have updated."""
         for bucket in self.buckets:
             if bucket.ranks > 1:
-                self.land(IN_FLIGHT - 1)
+                self.wait_for_buckets(IN_FLIGHT - 1)
                 self.gather(bucket)
-        self.land()
+        self.wait_for_buckets()
 
     def gather(self, bucket: Bucket) -> None:
         part = bucket.pack_own(self.leaves[bucket])

@@ -37,10 +37,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..data import Batch
 from ..model.moe import MoE, moe_layers, run_experts
 from ..parallel import ddp
-from ..parallel.comm_counter import Row, Traffic
-from ..parallel.expert_parallel import exchanged, there_and_back
+from ..parallel.comm_counter import CommCounter, Row
+from ..parallel.expert_parallel import dispatch_and_combine, exchange_counts
 from ..parallel.initial_weights import Source
-from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger, tensors_in
+from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, MemoryLedger, tensors_in
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
@@ -90,8 +90,8 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             warnings.catch_warnings(),
             fake_loss_for("cuda" if gpu else "cpu"),
             patched(nn.Module, "to_empty", to_empty),
-            patched(ddp, "mean_in", all_reduce_done_in),
-            patched(ddp, "fill_in_order", partial(in_warmup_mode, ddp.fill_in_order)),
+            patched(ddp, "all_reduce_mean", all_reduce_done_in),
+            patched(ddp, "rebuild_buckets", partial(in_warmup_mode, ddp.rebuild_buckets)),
             patched(training_step, "expert_load", lambda _part: 1.0),
             patched(adamw_module, "adamw", lambda *_slots, **_options: None),  # in place, as the GPU's kernel
             patched(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
@@ -177,7 +177,7 @@ def run_experts_evenly(moe: MoE, rows: Tensor, counts: Tensor, group: dist.Proce
         return run_experts(moe, rows, even_split(rows.shape[0], moe.experts))
     shares = even_split(rows.shape[0], group.size())
     sizes = shares, shares, even_split(rows.shape[0], moe.experts // group.size())
-    return there_and_back(moe, rows, exchanged(counts, group), sizes, group)
+    return dispatch_and_combine(moe, rows, exchange_counts(counts, group), sizes, group)
 
 
 def even_split(total: int, parts: int) -> list[int]:
@@ -211,7 +211,7 @@ def in_warmup_mode(work: Callable[[Any], None], model: Any) -> None:
 
 def simulate_step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
     """Build these stages with fake tensors, and measure a step."""
-    with FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryLedger() as ledger:
         run = FakeTrainer(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
         group = mesh.group("ep") if mesh.size("ep") > 1 else None
         for layer in (layer for part in run.parallel_model.parts.values() for layer in moe_layers(part)):
@@ -227,7 +227,7 @@ def simulate_step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
             raise SpecError(f"this layout cannot be simulated: it depends on values of tensors ({error})") from error
 
 
-def measure_step(run: FakeTrainer, mesh: Mesh, ledger: Ledger, warmup: AbstractContextManager[Any]) -> Simulation:
+def measure_step(run: FakeTrainer, mesh: Mesh, ledger: MemoryLedger, warmup: AbstractContextManager[Any]) -> Simulation:
     """Take a step inside `warmup`, then measure the next one."""
     parts, shards, resident = list(run.parallel_model.parts.values()), run.parallel_model.shards, dict[str, int]()
     for part in parts:
@@ -247,7 +247,7 @@ def measure_step(run: FakeTrainer, mesh: Mesh, ledger: Ledger, warmup: AbstractC
     run.optimizer.register_step_pre_hook(before_update)
     gc.collect()
     ledger.begin("forward")
-    with Traffic(mesh) as seen:
+    with CommCounter(mesh) as seen:
         run.take_step()
     peak, moment = ledger.peak()
     count = sum(shard.leaf.numel() for shard in shards)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model.moe import MoE
-from ..parallel.comm_counter import Row, Traffic
+from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.data_parallel import Shard
 from ..parallel.parallel_model import ParallelModel
 from ..plan.exact.residency import Resident
@@ -84,7 +84,7 @@ def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool) -> Rank
             for _ in range(STEPS_BEFORE):
                 record_step(trainer, record)
             reader = ResidencyReader(trainer)
-            with Traffic(trainer.mesh) as traffic:
+            with CommCounter(trainer.mesh) as traffic:
                 record_step(trainer, record)
     for _ in range(STEPS_BEFORE + 1, STEPS):
         record_step(trainer, record)

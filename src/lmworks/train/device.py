@@ -1,4 +1,4 @@
-"""The device of a run: which one, what it is called, and how much of its memory the run takes."""
+"""The device of a run, and its peak memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def on_device(spec: RunSpec, device: str) -> RunSpec:
 
 
 def use_expandable_segments() -> None:
-    """Let the allocator's segments grow, where the user has not set it up otherwise; before CUDA starts.
+    """Use expandable segments, unless the user has configured the allocator; before CUDA starts.
 
-    Else each is as long as what was asked for first, and what does not fit into the rest of one is left unused: the
-    memory that is reserved and never allocated. PyTorch reads the older name before the newer.
+    They avoid fragmentation: memory that is reserved but never allocated. PyTorch reads the older variable first.
     """
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -57,7 +56,7 @@ def find_gpu(cluster: Cluster, device: torch.device) -> Gpu | None:
 
 
 def with_gpu_name(spec: RunSpec, device: torch.device) -> RunSpec:
-    """With the GPU that is here by its name, where activations are to fill its memory."""
+    """With the name of the local GPU, if recompute = "budget" needs its memory size."""
     gpu = find_gpu(spec.cluster, device)
     if gpu is None or spec.parallel.recompute != "budget" or spec.parallel.recompute_budget:
         return spec

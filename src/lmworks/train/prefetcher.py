@@ -1,4 +1,4 @@
-"""The batches of a run one after another, from wherever its cursor stands, and on the device when they are needed."""
+"""Prefetches the batches of a run from its cursor on, and copies them to the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..data import Batch, Batches
 
 
 class Prefetcher:
-    """Reads ahead as long as the cursor moves by one; where it jumps, the stream is opened anew.
+    """Reads ahead while the cursor advances by one; after a jump the stream is reopened.
 
     On a GPU a batch goes through pinned memory on a stream of its own: `prefetch` the next one while the device
     computes, and neither the host nor the device waits for it in `take`.
@@ -19,12 +19,12 @@ class Prefetcher:
     def __init__(self, batches: Batches, workers: int, device: torch.device) -> None:
         self.batches, self.workers, self.device = batches, workers, device
         self.stream: Iterator[list[Batch]] = iter(())
-        self.next = self.stop = 0  # the cursor that the stream gives next, and the one it ends before
-        self.ready: dict[int, list[Batch] | Exception] = {}  # read ahead: by cursor, what came of it
+        self.next = self.stop = 0  # next cursor of the stream, and its end (exclusive)
+        self.ready: dict[int, list[Batch] | Exception] = {}  # prefetched, by cursor
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
-        """The batch of `cursor`. `ahead`: how many the caller expects to take from there on."""
+        """The batch of `cursor`. `ahead`: how many the caller expects to take from there."""
         if cursor not in self.ready:
             self.ready[cursor] = self.read(cursor, ahead)
         batches = self.ready[cursor]
@@ -34,13 +34,13 @@ class Prefetcher:
         return self.sync_stream(batches)
 
     def peek(self, cursor: int) -> list[Batch] | None:
-        """The same batch that `take` will give; None where the stream does not go on to it, or it cannot be read."""
+        """The batch that `take` will return; None if it is not next in the stream, or cannot be read."""
         self.prefetch(cursor)
         batches = self.ready.get(cursor)
         return None if batches is None or isinstance(batches, Exception) else self.sync_stream(batches)
 
     def sync_stream(self, batches: list[Batch]) -> list[Batch]:
-        """Whatever is launched from here on finds them on the device."""
+        """Make the current stream wait for their copy to the device."""
         if self.copy_stream is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_stream(self.copy_stream)
@@ -49,9 +49,9 @@ class Prefetcher:
         return batches
 
     def prefetch(self, cursor: int) -> None:
-        """Read the batch of `cursor` before it is asked for, where the stream goes on to it.
+        """Read the batch of `cursor` early, if it is next in the stream.
 
-        What cannot be read is told by `take`: the step under way is none the worse for it.
+        An error is raised by `take`, not in the current step.
         """
         if cursor == self.next < self.stop:
             try:
@@ -73,11 +73,11 @@ class Prefetcher:
             return [batch.pin_memory().to(self.device) for batch in batches]  # of pinned memory a view
 
     def close(self) -> None:
-        """End the processes that read ahead: they hold what this one held when they began, the run's lock too."""
+        """End the worker processes: they have inherited open files, the lock of the run too."""
         self.stream, self.ready = iter(()), {}
 
 
 def record(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Its memory was allocated for the side stream, and must not be given away while this one reads it."""
+    """Its memory was allocated on the copy stream, and must not be reused while this stream reads it."""
     tensor.record_stream(stream)
     return tensor

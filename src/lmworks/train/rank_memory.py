@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..parallel.comm_counter import Row, Traffic
-from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Ledger
+from ..parallel.comm_counter import CommCounter, Row
+from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, MemoryLedger
 from ..parallel.optimizer_offload import HostOptimizer
 from ..plan.exact.residency import Resident
 from ..spec import RunSpec
@@ -42,7 +42,7 @@ class RankMemory:
 def measure_rank_memory(rank: int, spec: RunSpec, folder: Path) -> RankMemory:
     """For `on_ranks`: train three steps, and tell of the third."""
     trainer = Trainer(spec, folder, quiet=True, force=True)  # the study has counted all that it builds
-    ledger, seen = Ledger(), Traffic(trainer.mesh)
+    ledger, seen = MemoryLedger(), CommCounter(trainer.mesh)
     read: list[tuple[Resident, dict[str, str]]] = []
     with ExitStack() as modes:
         modes.enter_context(ledger)

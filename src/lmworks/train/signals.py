@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM end a run between two steps, with a checkpoint; whoever repeats it does not want to wait.
+"""Preemption: SIGTERM and Ctrl-C end a run between two steps, with a checkpoint; a second signal ends it at once.
 
-SIGTERM is what a scheduler sends to take the machine away. The run finishes its step, saves, and ends with exit code
-75 (EX_TEMPFAIL: start it again). It has `fault.deadline_s` seconds for that; then, or at a second SIGTERM, it ends at
-once with the same code. Nothing is harmed by that: a checkpoint counts only once it is committed.
+A scheduler sends SIGTERM to preempt a job. The run finishes its step, saves, and ends with exit code 75 (EX_TEMPFAIL:
+start it again). It has `fault.deadline_s` seconds for that; then, or at a second SIGTERM, it ends at once with the same
+code. That is safe: a checkpoint counts only once it is committed.
 
-Python runs a handler between two of its own instructions, so never while a rank waits in a collective for another one
-that is gone. What must happen there too is done by a thread, which is woken by the kernel's handler through a pipe.
+Python runs signal handlers between two bytecode instructions, so never while a rank hangs in a collective. For that
+case there is a thread, woken through a pipe (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STOP_WATCHER = 0  # no signal has this number
 
 
 class Interrupted(LMWorksError):
-    """The run was asked to stop, and did so where it can be resumed."""
+    """The run was asked to stop, and can be resumed."""
 
     def __init__(self, number: int, step: int, folder: Path) -> None:
         name = signal.Signals(number).name
-        # Of an agent that was killed the kernel sends the ranks a signal.
+        # The kernel signals the ranks when their agent is killed.
         why = f"{elastic_agent.AGENT_KILLED}: stopped" if elastic_agent.agent_died() else f"stopped by {name}"
         super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
@@ -40,7 +40,7 @@ class Interrupted(LMWorksError):
 class StopSignals:
     """While active, the first SIGINT or SIGTERM only sets `signal`; what comes after it ends the process at once.
 
-    Before `defer_to_step_end` there is nothing to finish, and the first one does that already.
+    Before `defer_to_step_end` there is no step to finish, and the first one ends it at once.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -61,7 +61,7 @@ class StopSignals:
         return self
 
     def defer_to_step_end(self) -> None:
-        """From now on a signal waits for the end of a step."""
+        """From now on a signal takes effect at the end of a step."""
         self.deferred = True
 
     def note(self, number: int, _frame: FrameType | None) -> None:
@@ -71,10 +71,10 @@ class StopSignals:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process wherever Python is
 
     def watch(self) -> None:
-        """End the process when the time is up, or a SIGTERM is repeated.
+        """End the process after the deadline, or at a second SIGTERM.
 
         A scheduler signals every process of a job, torchrun's agent hands its own SIGTERM on, and so does `timeout`: a
-        rank gets two or three for one request. They come within moments of each other; nobody repeats himself so soon.
+        rank gets two or three for one request. They come within moments of each other, sooner than any second request.
         """
         first, terminated = 0.0, False
         while True:
@@ -98,7 +98,7 @@ class StopSignals:
             signal.signal(number, handler)
         if self.before:
             signal.set_wakeup_fd(self.waker_before)
-            os.write(self.waker, bytes([STOP_WATCHER]))  # closing it would not do: a forked process has it open too
+            os.write(self.waker, bytes([STOP_WATCHER]))  # closing is not enough: a forked process has it open, too
             self.watcher.join()
             os.close(self.waker)
             os.close(self.woken)
@@ -114,7 +114,7 @@ def end(reason: str) -> NoReturn:
 
 
 def disable_wakeup_in_child() -> None:
-    """A process forked from this one (a data worker) has signals of its own, and must not wake the watcher here."""
+    """A forked process (a data worker) must not wake the watcher thread of its parent."""
     signal.set_wakeup_fd(-1)
 
 

@@ -26,7 +26,7 @@ from ..parallel.memory_preflight import refuse_missing_gpu
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.preflight import refuse_impossible
-from ..parallel.state_dict import take, training_state
+from ..parallel.state_dict import load_into, training_state
 from ..parallel.world import (
     collective_error,
     init_distributed,
@@ -361,7 +361,7 @@ class Trainer(Stepper):
         if self.engine is not None:
             self.engine.load(state)
             return
-        take(self.parallel_model.shards, self.optimizer, state, self.mesh)
+        load_into(self.parallel_model.shards, self.optimizer, state, self.mesh)
         self.parallel_model.after_load()
 
     def save(self, wait: bool = True) -> float:

@@ -1,7 +1,7 @@
-"""What ranks do about a hang: all report, one judges, all end.
+"""Hang handling: all ranks report, one finds the cause, all end.
 
-Nothing here exchanges anything over the process groups or their store, which a rank that is stopped may itself hold.
-Ranks meet in the run folder:
+Nothing here uses the process groups or their store, which a stopped rank may itself host. Ranks communicate through the
+run folder:
 
     watch/rank-2.life             where each of them is, at every phase; removed when the run ends in order
     hangs/attempt-0/alarm.json    the first rank that has waited too long calls all others
@@ -32,9 +32,9 @@ from ...spec.files import write_whole
 from .flight import FlightRecorder
 
 POLL_S = 0.05
-REPORT_TIMEOUT_S = 10.0  # that ranks have to report, or the judge to judge
-SIGNAL_AFTER_S = 2.0  # then a rank of this host that has not reported is asked by a signal
-STACKS_SIGNAL = signal.SIGUSR2  # answered by faulthandler in C, where Python itself is stuck
+REPORT_TIMEOUT_S = 10.0  # for reports, and for the verdict
+SIGNAL_AFTER_S = 2.0  # then a local rank without a report is asked for its stacks by a signal
+STACKS_SIGNAL = signal.SIGUSR2  # handled by faulthandler in C, even if Python hangs
 
 
 class Alarm:
@@ -52,12 +52,12 @@ class Alarm:
 
     @property
     def hangs(self) -> bool:
-        """Else a rank has lost another, and only asks: every rank's main thread finds out by itself."""
+        """Otherwise a rank has lost a peer, and only needs a diagnosis: main threads notice by themselves."""
         return bool(json.loads(self.path.read_text(encoding="utf-8"))["reason"] == "timeout")
 
     def respond(self, is_waiting: bool) -> None:
-        """Report; judge, if that is this rank's to do, or wait for the judge; where it was a hang, end."""
-        if self.verdict_path.exists():  # this rank was stopped, and the others have ended meanwhile
+        """Report; find the cause if this is the lowest rank that reported, or wait for it; after a hang, end."""
+        if self.verdict_path.exists():  # this rank was stopped, and the others have ended
             exit_now()
         self.report(is_waiting)
         reports, states = self.gather()
@@ -91,7 +91,7 @@ class Alarm:
         write_whole(self.folder / f"rank-{self.rank}.json", report.to_json())
 
     def gather(self) -> tuple[dict[int, Report], dict[int, str]]:
-        """Wait for the reports of all who can report; with the states of the processes of those who did not."""
+        """Wait for reports; returns them, and the process states of ranks without one."""
         began, asked = time.monotonic(), False
         while True:
             reports = read_reports(self.folder)
@@ -124,14 +124,14 @@ class Alarm:
         return Verdict.from_dict(json.loads(self.verdict_path.read_text(encoding="utf-8")))
 
     def copy_stacks(self, states: dict[int, str]) -> None:
-        """Those that ranks without a report have left at the signal."""
+        """Of ranks without a report, written by their signal handler."""
         for rank in states:
             source = self.run.path / "watch" / f"rank-{rank}.stacks"
             if source.exists() and source.stat().st_size:
                 shutil.copyfile(source, self.folder / source.name)
 
     def record_hang(self, verdict: Verdict) -> None:
-        """In the run's events and on the terminal; the main thread of the lead may never come to it."""
+        """In the events and on the terminal; the main thread of rank 0 may hang."""
         text = f"a collective took more than {self.spec.timeout_s:g} s: {verdict.text}"
         where = str(self.folder.relative_to(self.run.path))
         self.run.event("hang", phase.step, ranks=list(verdict.ranks), cause=verdict.kind, reports=where)
@@ -139,7 +139,7 @@ class Alarm:
         print(f"lmworks: error: {text} (lmworks runs diagnose {self.run.path})", file=sys.stderr, flush=True)
 
     def terminate_stuck_ranks(self, states: dict[int, str]) -> None:
-        """End ranks of this host that could not report: one that is stopped goes on, and finds the verdict itself."""
+        """End local ranks that could not report; a stopped one is continued, and finds the verdict itself."""
         heartbeats = read_heartbeats(self.run.path, self.attempt)
         for rank, state in states.items():
             if state in ("stopped", "running"):
@@ -147,7 +147,7 @@ class Alarm:
 
 
 def exit_now() -> NoReturn:
-    """At once, from this thread: the main thread waits in a place that nothing can call it back from."""
+    """At once, from this thread: the main thread cannot be interrupted."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -162,7 +162,7 @@ def dump_stacks() -> str:
 
 
 def report_from_heartbeat(heartbeat: Heartbeat, states: dict[int, str]) -> Report:
-    """A rank that is well, as far as its sign of life tells."""
+    """Of a healthy rank."""
     return Report(
         heartbeat.rank, heartbeat.host, heartbeat.pid, heartbeat.phase, heartbeat.step, False, (), {}, states, ""
     )

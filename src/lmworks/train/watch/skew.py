@@ -1,4 +1,4 @@
-"""Slow ranks: who is busy while the others wait for him.
+"""Stragglers: ranks that are busy while the others wait for them.
 
 With collectives in every step all ranks take the same time for one, so a slow rank does not show in the step's time.
 It shows in what that time is made of: it is busy where the others wait.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from ...spec import WatchSpec
 
-MIN_BUSY_SHARE = 0.5  # who holds others up hardly waits himself: small shares differ by chance
+MIN_BUSY_SHARE = 0.5  # a straggler hardly waits itself; small shares differ by chance
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank became slow, or is slow no more."""
+    """A rank became slow, or has recovered."""
 
     rank: int
     ratio: float  # its busy time over that of the median rank
@@ -25,7 +25,7 @@ class Straggler:
 
 
 class Skew:
-    """Compares ranks that have the same work: those of one pipeline stage. A stage of one rank has nobody beside it."""
+    """Compares ranks that have the same work: those of one pipeline stage. Stages of one rank are skipped."""
 
     def __init__(self, spec: WatchSpec, stages: Sequence[Sequence[int]]) -> None:
         self.spec = spec
@@ -47,7 +47,7 @@ class Skew:
         return found
 
     def judge(self, rank: int, ratio: float, slow: bool) -> list[Straggler]:
-        """A name is given, and taken back, after the same number of steps in a row."""
+        """Reported, and recovered, after straggler_steps consecutive steps."""
         if rank in self.fine_for:
             self.fine_for[rank] = 0 if slow else self.fine_for[rank] + 1
             if self.fine_for[rank] < self.spec.straggler_steps:

@@ -1,8 +1,7 @@
-"""A thread in every rank that sees what its main thread does: whether it waits for others, and for how long.
+"""The watchdog: a thread in every rank that samples whether the main thread waits for other ranks, and how long.
 
-The main thread may sit in C++ and never come back, so the thread needs nothing of it. Many times a second it looks
-where the main thread stands; that tells how busy this rank is among the others (`skew`), and when it has waited too
-long. What happens then is in `alarm`.
+The main thread may hang in C++, so the watchdog needs no cooperation of it. It samples the position of the main thread
+many times a second: that gives the busy share of this rank (`skew`), and detects timeouts, which `alarm` handles.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ COMMUNICATION_CODE = tuple(str(Path(module.__file__ or "").parent) for module in
 
 @contextmanager
 def run_watchdog(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | None) -> Iterator[Watchdog | None]:
-    """Watch over this rank while it trains; a process alone waits for nobody."""
+    """Run the watchdog of this rank; none for a single process."""
     if mesh is None or mesh.size("world") == 1:
         yield None
         return
     watchdog = Watchdog(spec, folder, attempt, mesh)
     try:
-        run_on_all_ranks(watchdog.start)  # a full disk ends all ranks, with one line
+        run_on_all_ranks(watchdog.start)  # an error of one rank is raised by all
     except BaseException:
         if watchdog.thread.is_alive():
             watchdog.stop()
@@ -54,7 +53,7 @@ def run_watchdog(spec: WatchSpec, folder: RunFolder, attempt: int, mesh: Mesh | 
         yield watchdog
     except BaseException:
         watchdog.stop()
-        raise  # the sign of life stays: the others see there when and where this rank was last
+        raise  # the heartbeat file stays, for the reports of other ranks
     watchdog.stop()
     watchdog.remove_heartbeat()
 
@@ -110,18 +109,18 @@ class Watchdog:
             self.heartbeat_path.parent.rmdir()
 
     def on_phase(self, name: str, step: int) -> None:
-        """Called at every phase: about a microsecond. Ranks of this host can read it at once."""
+        """Called at every phase: about a microsecond. Visible to other processes of this host at once."""
         self.entered += 1
         self.heartbeat[self.at :] = Heartbeat.second(time.time(), name, step)
 
     @property
     def busy(self) -> float:
-        """The share of its time that this rank did not wait for others, of the last seconds."""
+        """The share of the last seconds in which this rank did not wait for others."""
         samples = list(self.samples)
         return sum(samples) / WINDOW if len(samples) == WINDOW else 1.0  # too few to tell
 
     def compare(self, busy: Sequence[float], step: int) -> None:
-        """Every rank's share, in this step: a rank that is slow for long is named, by the lead."""
+        """With the busy share of every rank: rank 0 reports stragglers."""
         for slow in self.skew.update(busy):
             if self.rank:
                 continue
@@ -129,8 +128,8 @@ class Watchdog:
             host = heartbeat.host if heartbeat else ""
             self.folder.event("straggler", step, **vars(slow), host=host)
             where = f"rank {slow.rank}" + (f" on {host}" if host else "")
-            told = "keeps up again" if slow.recovered else f"is slow: busy {slow.ratio:g} × as long as the others"
-            print(f"step {step}: {where} {told}", file=sys.stderr, flush=True)
+            change = "keeps up again" if slow.recovered else f"is slow: busy {slow.ratio:g} × as long as the others"
+            print(f"step {step}: {where} {change}", file=sys.stderr, flush=True)
 
     # --- the thread -------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Watchdog:
                 exit_now()
 
     def sample(self, now: float) -> float:
-        """See what the main thread does; returns the seconds that it has waited for the same thing."""
+        """Sample the main thread; returns the seconds that it has waited in the same call."""
         asleep = self.main.is_sleeping()
         place = self.communication_frame() if asleep else None
         status = self.flight.status()
@@ -161,7 +160,7 @@ class Watchdog:
         return now - min(self.since.values(), default=now)
 
     def communication_frame(self) -> tuple[object, int] | None:
-        """Where the main thread stands, if that is in code that talks to other ranks."""
+        """The position of the main thread, if it is in communication code."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if frame is None or not frame.f_code.co_filename.startswith(COMMUNICATION_CODE):
             return None
@@ -177,10 +176,10 @@ class Watchdog:
             self.answered = True
             self.alarm.respond(is_waiting=self.main.is_sleeping() and self.communication_frame() is not None)
 
-    # --- another rank is lost (parallel.world asks) -----------------------------------------------------
+    # --- RankMonitor of parallel.world ------------------------------------------------------------------
 
     def dead_ranks(self) -> str | None:
-        """Ranks of this host whose processes have ended; after a hang, its cause: the others have ended by then."""
+        """Ranks of this host whose processes have ended; after a hang, its cause."""
         verdict = self.alarm.read_verdict()
         if verdict is not None:
             return verdict.text
@@ -196,7 +195,7 @@ class Watchdog:
         return find_cause(self.world, here, heartbeats, states).text
 
     def diagnose(self) -> str | None:
-        """Where nobody is gone and a collective failed all the same: what all ranks together make of it."""
+        """If a collective failed and no process has ended: the cause from the reports of all ranks."""
         with suppress(OSError, LMWorksError):
             self.alarm.trigger("loss")
             verdict = self.alarm.verdict(patience_s=20.0)
@@ -206,7 +205,7 @@ class Watchdog:
 
 
 def stages(grid: Grid) -> list[list[int]]:
-    """Ranks with the same work: those at the same place of the pipeline."""
+    """Ranks with the same work, by pipeline stage."""
     places: dict[int, list[int]] = {}
     for rank in range(grid.world):
         places.setdefault(grid.coordinates(rank)["pp"], []).append(rank)
@@ -214,7 +213,7 @@ def stages(grid: Grid) -> list[list[int]]:
 
 
 class MainThread:
-    """Whether the main thread of this process sleeps: in a collective of the CPU's it does nothing else."""
+    """Whether the main thread of this process sleeps, as it does in a gloo collective."""
 
     def __init__(self) -> None:
         self.path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
