@@ -18,7 +18,7 @@ DRIVER = """
 import json, threading
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
-from lmworks.kernels.triton_support import newly_met
+from lmworks.kernels.triton_support import compiled_kernels
 
 built, launched = [], []
 
@@ -45,7 +45,7 @@ triton.runtime.driver.set_active(Driver())
 """
 
 APART = """
-from lmworks.kernels.compiling import compiled_apart
+from lmworks.kernels.compiling import compile_only
 
 @triton.jit
 def twice(n, TILE: tl.constexpr):
@@ -58,7 +58,7 @@ def wrong(n, TILE: tl.constexpr):
 def other():
     twice[(1,)](7, TILE=64)
 
-with compiled_apart():
+with compile_only():
     for _ in range(3):
         twice[(1,)](7, TILE=16)
         twice[(1,)](7, TILE=32)
@@ -71,7 +71,7 @@ made = list(built)
 twice[(1,)](7, TILE=16)
 twice[(1,)](7, TILE=32)
 try:
-    with compiled_apart():
+    with compile_only():
         wrong[(1,)](7, TILE=16)
     failed = ""
 except Exception as error:
@@ -81,12 +81,12 @@ entered, left = threading.Event(), threading.Event()
 before = len(launched)
 
 def first():
-    with compiled_apart():
+    with compile_only():
         entered.set()
         left.wait()
 
 def second():
-    with compiled_apart():
+    with compile_only():
         left.set()
         one.join()
 
@@ -96,7 +96,7 @@ threads = [threading.Thread(target=other) for _ in range(3)]
 for thread in threads:
     thread.start(); thread.join()
 later = len(launched) - before
-with newly_met() as met:
+with compiled_kernels() as met:
     twice[(1,)](7, TILE=64)
     twice[(1,)](7, TILE=128)
 twice[(1,)](7, TILE=256)
@@ -123,7 +123,7 @@ def draw(rows):
 told, works = {}, {"norm": lambda rows: norm(rows, False), "added": lambda rows: norm(rows, True), "draw": draw}
 for name, work in works.items():
     work(64)
-    with newly_met() as met:
+    with compiled_kernels() as met:
         for rows in (1, 2, 3, 24, 77):
             work(rows)
     told[name] = met

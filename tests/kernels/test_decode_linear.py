@@ -123,7 +123,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(module, name, lambda *shape, plain=plain, other=other: replace(plain(*shape), **other))
     yield
     if GPU or INTERPRETED:
-        assert not decode_linear_triton.tickets_of(torch.device(DEVICE)).any()  # left as the next call expects them
+        assert not decode_linear_triton.split_counters(torch.device(DEVICE)).any()  # left as the next call expects them
 
 
 @with_triton
@@ -308,9 +308,9 @@ def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_row_is_the_same_among_any_others_in_the_kernel(dtype: torch.dtype) -> None:
     """1,100 inputs are cut into stretches; up to 64 rows programs share them, 70 rows are one program's a tile."""
-    from lmworks.kernels.inference.batch_invariant_linear_triton import CUTS, fixed_rows, stretches_of
+    from lmworks.kernels.inference.batch_invariant_linear_triton import CUTS, fixed_rows, num_k_splits
 
-    assert stretches_of(90, 1100, CUTS[dtype.itemsize]) > 1
+    assert num_k_splits(90, 1100, CUTS[dtype.itemsize]) > 1
     x, weight, bias = (draw(*s, seed=i).to(DEVICE, dtype) for i, s in enumerate(((70, 1100), (90, 1100), (90,))))
     whole = fixed_rows(x, weight, bias)
     assert off(whole, F.linear(x.double(), weight.double(), bias.double())) < (1e-6 if dtype == torch.float32 else 4e-3)

@@ -174,11 +174,11 @@ class EngineBench:
         if self.runner.device.type == "cpu":
             yield found
             return
-        from ..kernels.triton_support import newly_met
+        from ..kernels.triton_support import compiled_kernels
 
         graphs = self.runner.graphs
         before = 0 if graphs is None else len(graphs.captured)
-        with newly_met() as found["kernels"]:
+        with compiled_kernels() as found["kernels"]:
             yield found
         found["graphs"] = 0 if graphs is None else len(graphs.captured) - before
 

@@ -26,13 +26,13 @@ def run(kernel: Any, *given: Any, warmup: bool, **named: Any) -> Any:
 launch, triton.runtime.jit.JITFunction.run = triton.runtime.jit.JITFunction.run, run
 
 
-def know_version() -> None:
+def hash_triton_version() -> None:
     """Triton's, a hash of all its files that is made once in a process."""
     triton.runtime.cache.triton_key()
 
 
 @contextmanager
-def compiled_apart() -> Iterator[None]:
+def compile_only() -> Iterator[None]:
     """What this thread launches is only compiled: where its results would be, memory holds anything.
 
     When the block is left, all of it can be launched. Other threads launch as ever.

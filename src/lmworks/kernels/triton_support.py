@@ -33,7 +33,15 @@ except ImportError as error:
     raise LMWorksError("kernels on a GPU need Triton, which is not installed here: pip install triton") from error
 
 __all__ = [
-    "MANY", "early", "multiprocessors", "newly_met", "power_of_two", "shared_bytes", "tickets_of", "tl", "triton",
+    "MANY",
+    "compiled_kernels",
+    "early",
+    "multiprocessors",
+    "power_of_two",
+    "shared_bytes",
+    "split_counters",
+    "tl",
+    "triton",
     "wait",
 ]  # fmt: skip
 
@@ -60,7 +68,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @contextmanager
-def newly_met() -> Iterator[list[str]]:
+def compiled_kernels() -> Iterator[list[str]]:
     """The kernels that are compiled meanwhile, or read from Triton's cache: their first launch waits for that."""
     names: list[str] = []
 
@@ -73,7 +81,7 @@ def newly_met() -> Iterator[list[str]]:
 
 
 @functools.cache
-def tickets_of(device: torch.device) -> Tensor:
+def split_counters(device: torch.device) -> Tensor:
     """Zeros that programs with one result count themselves with; each launch leaves zeros. One stream at a time."""
     return torch.zeros(2**16, dtype=torch.int32, device=device)
 

@@ -67,9 +67,9 @@ def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) 
         loading = beside.submit(load_compiler)
         runner = one_layer_runner(outline, spec, device)
         loading.result()
-    from ...kernels.compiling import compiled_apart
+    from ...kernels.compiling import compile_only
 
-    with compiled_apart():
+    with compile_only():
         run_steps(runner)
     run_steps(runner)
     torch.cuda.synchronize(device)
@@ -77,9 +77,9 @@ def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) 
 
 def load_compiler() -> None:
     """Import Triton (half a second) and hash its version, the key of its cache (nearly as long again)."""
-    from ...kernels.compiling import know_version
+    from ...kernels.compiling import hash_triton_version
 
-    know_version()
+    hash_triton_version()
 
 
 def run_steps(runner: ModelRunner) -> None:

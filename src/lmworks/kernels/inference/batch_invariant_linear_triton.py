@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..triton_support import early, tickets_of, tl, triton, wait
+from ..triton_support import early, split_counters, tl, triton, wait
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ FEW = 64  # rows up to which stretches are shared out among programs: changes wh
 
 
 @triton.jit
-def stretch_sum(x, w, row, column, K, first, last, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def split_k_partial_sum(x, w, row, column, K, first, last, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Σ over steps first … last − 1 of x · wᵀ: (BM, BN) fp32."""
     k = tl.arange(0, BK)
     sums = tl.zeros((BM, BN), tl.float32)
@@ -65,7 +65,7 @@ def fixed(x, w, bias, out, parts, tickets, M, N, K, stretches, BM: tl.constexpr,
         mine = tl.program_id(2)
         size = M.to(tl.int64) * N
         last = tl.minimum(mine * each + each, steps)
-        part = stretch_sum(x, w, row, column, K, mine * each, last, BM, BN, BK)
+        part = split_k_partial_sum(x, w, row, column, K, mine * each, last, BM, BN, BK)
         tl.store(parts + mine * size + place, part, mask=inside)
         ticket = tickets + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         tl.debug_barrier()  # all threads have written before one of them says so
@@ -77,7 +77,7 @@ def fixed(x, w, bias, out, parts, tickets, M, N, K, stretches, BM: tl.constexpr,
     else:
         for mine in range(stretches):
             last = tl.minimum(mine * each + each, steps)
-            total += stretch_sum(x, w, row, column, K, mine * each, last, BM, BN, BK)
+            total += split_k_partial_sum(x, w, row, column, K, mine * each, last, BM, BN, BK)
         finish(total, bias, out, place, n, inside, N, HAS_BIAS)
 
 
@@ -88,11 +88,11 @@ def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool = Fals
     if not rows:
         return out
     cut = CUTS[weight.element_size()]
-    stretches = stretches_of(channels, inputs, cut)
+    stretches = num_k_splits(channels, inputs, cut)
     shared = stretches > 1 and rows <= FEW
     grid = (triton.cdiv(rows, cut.rows), triton.cdiv(channels, cut.channels), stretches if shared else 1)
     parts = torch.empty(stretches, rows, channels, device=x.device) if shared else out
-    tickets = tickets_of(x.device) if shared else out
+    tickets = split_counters(x.device) if shared else out
     fixed[grid](
         x.contiguous(), weight, out if bias is None else bias, out, parts, tickets, rows, channels, inputs, stretches,
         cut.rows, cut.channels, cut.inputs, shared, bias is not None, num_warps=4, num_stages=cut.stages,
@@ -101,7 +101,7 @@ def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool = Fals
     return out
 
 
-def stretches_of(channels: int, inputs: int, cut: Cut) -> int:
+def num_k_splits(channels: int, inputs: int, cut: Cut) -> int:
     """A power of two that fills the GPU with one tile of rows, each stretch at least eight steps long."""
     stretches = 1
     while triton.cdiv(channels, cut.channels) * stretches < PROGRAMS and inputs >= stretches * 16 * cut.inputs:

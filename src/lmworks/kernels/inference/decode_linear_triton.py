@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..swiglu_triton import gated
-from ..triton_support import early, power_of_two, tickets_of, tl, triton, wait
+from ..triton_support import early, power_of_two, split_counters, tl, triton, wait
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def few_rows(x, w, scale, row_scale, out, parts, tickets, M, N, K, split, KIND: 
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     k = tl.arange(0, BK)
-    first, end = stretch_of(tl.cdiv(K, BK), split)
+    first, end = split_k_range(tl.cdiv(K, BK), split)
     wait(EARLY)
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(first, end):
@@ -84,7 +84,7 @@ def channels_of(tile, N, BN: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def stretch_of(steps, split):
+def split_k_range(steps, split):
     """The steps of this program among `split` that share a tile: the first, and the one behind the last."""
     each = tl.cdiv(steps, split)
     first = tl.program_id(2) * each
@@ -218,4 +218,4 @@ def shared_out(
     grid = (triton.cdiv(rows, tile.rows), tiles_of(channels, tile.channels, gate), tile.split)
     if tile.split == 1:
         return grid, out, out
-    return grid, torch.empty(tile.split, rows, channels, device=out.device), tickets_of(out.device)
+    return grid, torch.empty(tile.split, rows, channels, device=out.device), split_counters(out.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..triton_support import power_of_two, tl, triton
-from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store, stretch_of
+from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_k_range, split_of, store
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LEAST_GROUP = 64  # of which a stretch is 16 inputs: what a tensor core takes at once
@@ -95,7 +95,7 @@ def few_rows_int4(x, w, scale, out, parts, tickets, M, N, K, split, GROUP: tl.co
     inside = (m < M)[None, :]
     W: tl.constexpr = GROUP // 4
     i = tl.arange(0, W)
-    start, end = stretch_of(K // (2 * GROUP), split)
+    start, end = split_k_range(K // (2 * GROUP), split)
     scales = scale + row * (K // GROUP)
     sums = tl.zeros((BN, BM), tl.float32)
     s0, s1 = scales_of(scales, start, end)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..triton_support import early, power_of_two, tl, triton, wait
-from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_of, store, stretch_of
+from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_k_range, split_of, store
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 WORD = 4  # bytes, of as many inputs
@@ -78,7 +78,7 @@ def few_rows_int8(x, w, scale, out, parts, tickets, M, N, K, split, BM: tl.const
     row = tl.where(n < N, n, 0).to(tl.int64)
     column = tl.where(m < M, m, 0).to(tl.int64)
     word, k = tl.arange(0, BK // 4), tl.arange(0, BK)
-    first, end = stretch_of(tl.cdiv(K, BK), split)
+    first, end = split_k_range(tl.cdiv(K, BK), split)
     wait(EARLY)
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(first, end):

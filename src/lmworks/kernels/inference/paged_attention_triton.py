@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..triton_support import early, multiprocessors, power_of_two, tickets_of, tl, triton, wait
+from ..triton_support import early, multiprocessors, power_of_two, split_counters, tl, triton, wait
 from .packed_8bit_triton import between_one_another, evens_and_odds, widened, words_at
 from .paged_attention import LARGEST, SHORT, AttentionMetadata, LayerCache
 
@@ -114,7 +114,7 @@ def launch(
         out,
         parts,
         lse,
-        tickets_of(q.device) if split else out,
+        split_counters(q.device) if split else out,
         metadata.block_tables,
         metadata.seq_lens,
         metadata.query_start_loc,
