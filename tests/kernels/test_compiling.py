@@ -109,7 +109,7 @@ print(json.dumps({**told, "later": later, "met": met}))
 ANY_NUMBER = """
 from lmworks.kernels import rms_norm_triton
 from lmworks.kernels.inference import gumbel_sample_triton
-from lmworks.kernels.inference.gumbel_sample import Rows
+from lmworks.kernels.inference.gumbel_sample import RowParams
 
 def norm(rows, delta):
     x = torch.zeros(rows, 256, dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def norm(rows, delta):
 
 def draw(rows):
     logits, slots = torch.zeros(rows, 9000), torch.zeros(rows, dtype=torch.int64)  # three spans
-    table = Rows(torch.zeros(4), torch.zeros(4, dtype=torch.int64), slots, slots)
+    table = RowParams(torch.zeros(4), torch.zeros(4, dtype=torch.int64), slots, slots)
     gumbel_sample_triton.launch(logits, logits, table, True)
 
 told, works = {}, {"norm": lambda rows: norm(rows, False), "added": lambda rows: norm(rows, True), "draw": draw}
