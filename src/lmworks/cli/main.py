@@ -19,7 +19,7 @@ from .override_hints import refuse_key_as_option
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
-# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (evaluate and serve); `learn`, `ui` (learn).
+# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app},
     "Data and training": {
