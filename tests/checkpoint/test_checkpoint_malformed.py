@@ -65,7 +65,9 @@ def load(reader: Trainer, run: Path) -> list[str]:
     with torch.no_grad():
         for shard in reader.parallel_model.shards:
             shard.leaf.fill_(-1e30)
-    assert reader.checkpoints.load_checkpoint(None)
+    position = reader.checkpoints.load_checkpoint(None)
+    assert position is not None
+    reader.step, reader.cursor = position
     return refused
 
 
