@@ -16,6 +16,7 @@ from torch import Tensor
 from lmworks.bench.precision import study as module
 from lmworks.bench.precision.instrumented_run import (
     INSPECTION_FILE,
+    InstrumentedTrainer,
     expected_update,
     full_precision_weight,
     gradient_loss,
@@ -291,7 +292,7 @@ def test_a_training_that_was_stopped_goes_on_and_stops_the_study(
     write_spec(variant_spec(make_spec(dataset, "optim.steps=8"), BASE), tmp_path / "fp32.toml")
     looks = iter([0, 0, 0, 15])  # a signal arrives in the fourth step
     with monkeypatch.context() as patch:
-        patch.setattr("lmworks.bench.precision.instrumented_run.InstrumentedTrainer.asked", lambda self: next(looks))
+        patch.setattr(InstrumentedTrainer, "local_stop_signal", lambda self: next(looks))
         with pytest.raises(Interrupted):
             train_one(tmp_path, "bf16")
     assert not (tmp_path / "bf16.json").exists()

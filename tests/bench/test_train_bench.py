@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from lmworks.bench import roofline, train
 from lmworks.bench.roofline import PeakRates, datasheet_peak_rates, measured_peak_rates, step_roofline
 from lmworks.bench.train import bench_train
-from lmworks.cli.bench_train import foreseen
+from lmworks.cli.bench_train import prediction_rows
 from lmworks.cli.main import app
 from lmworks.parallel import host_memory
 from lmworks.plan.step_flops import step_flops
@@ -93,7 +93,7 @@ def test_a_step_in_memory_that_was_there_already(dataset: Path, quick: Path, mon
     monkeypatch.setattr(PeakMemory, "read", lambda _: 0)
     facts = bench_train(make_spec(dataset), 1)
     assert facts is not None and facts["predicted"]["allocated_error"] is None
-    assert foreseen(facts["predicted"])[-1] == ["allocated, planned", ANY, ""]
+    assert prediction_rows(facts["predicted"])[-1] == ["allocated, planned", ANY, ""]
 
 
 def test_nothing_is_saved_and_no_memory_wanted_for_it(

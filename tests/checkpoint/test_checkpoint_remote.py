@@ -188,7 +188,7 @@ def test_copies_are_made_by_a_process_and_the_newest_waits(tmp_path: Path) -> No
     while first is None:
         first = copies.poll(0.01)
     assert (first.folder.name, first.error) == ("step-000001", "")
-    (last,) = copies.settle()
+    (last,) = copies.drain()
     assert (last.folder.name, last.error) == ("step-000003", "")
     copies.close()
     assert remote.remote_steps(f"file://{tmp_path}/there") == [3, 1]

@@ -97,7 +97,7 @@ def test_answers_that_are_done_are_not_lost(
 
 
 def while_they_are_put_into_words() -> None:
-    told, calls = generate.of_answer, []
+    told, calls = generate.answer_fields, []
 
     def interrupted(answer: Answer) -> dict[str, Any]:
         if not calls:
@@ -105,7 +105,7 @@ def while_they_are_put_into_words() -> None:
         calls.append(answer)
         return told(answer)
 
-    generate.of_answer = interrupted
+    generate.answer_fields = interrupted
 
 
 def while_the_model_is_closed() -> None:

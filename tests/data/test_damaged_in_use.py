@@ -80,7 +80,7 @@ def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, mo
     run, other = RunFolder(tmp_path), RunFolder(tmp_path)
     with run.locked():
         assert other.is_locked()
-        with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.hold():
+        with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.locked():
             pass
     assert not other.is_locked()
     child = os.fork()

@@ -13,7 +13,7 @@ import pytest
 from corpora import stored_documents
 
 from lmworks.data import TokenData, bigram_loss, prepare
-from lmworks.data.survey import SPAN, list_checkpoints
+from lmworks.data.survey import SPAN, survey
 
 
 def flat(folder: Path, split: str) -> list[int]:
@@ -55,7 +55,7 @@ def test_bigram_probabilities_sum_to_one(tmp_path: Path) -> None:
 
 
 def test_survey_counts_what_is_there(prepared: Path) -> None:
-    result = list_checkpoints(prepared, samples=2, top=3)
+    result = survey(prepared, samples=2, top=3)
     for split, figures in result.splits.items():
         tokens, documents = flat(prepared, split), stored_documents(prepared, split)
         counts = Counter(tokens)
@@ -82,7 +82,7 @@ def test_survey_finds_what_leaks_into_validation(tmp_path: Path) -> None:
     for number in range(40):
         (source / f"{number}.txt").write_text(f"{number} {passage} {number * 7919}")
     prepare([str(source)], tmp_path / "out", val_fraction=0.3, workers=1)
-    result = list_checkpoints(tmp_path / "out")
+    result = survey(tmp_path / "out")
     assert result.val_spans_in_train is not None
     assert result.val_spans_in_train > 0.6
 
@@ -90,7 +90,7 @@ def test_survey_finds_what_leaks_into_validation(tmp_path: Path) -> None:
 def test_survey_of_very_little(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("ab")
     prepare([str(tmp_path / "t.txt")], tmp_path / "out", val_fraction=0, workers=1)
-    result = list_checkpoints(tmp_path / "out", samples=5)
+    result = survey(tmp_path / "out", samples=5)
     assert result.samples == ("ab",)
     assert result.splits["train"].repeated_spans == 0
     assert result.val_spans_in_train is None

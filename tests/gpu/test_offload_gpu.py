@@ -32,7 +32,7 @@ def run(folder: Path, *changes: str) -> tuple[list[float], int, int]:
     trainer = Trainer(spec, folder, quiet=True)
     trainer.weights = weights_on_device(trainer.device, 0)
     trainer.build()
-    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
+    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.prefetcher:
         losses = [one_step(trainer, 6 - step) for step in range(3)]
         torch.cuda.reset_peak_memory_stats()
         losses += [one_step(trainer, 3 - step) for step in range(3)]

@@ -15,7 +15,6 @@ from lmworks.bench.train import bench_train, one_step
 from lmworks.model.gpt import LayerNorm
 from lmworks.spec import RunSpec
 from lmworks.train import Trainer
-from lmworks.train.async_step import launch_next, take_launched
 from lmworks.train.health.bad_step import Health
 from lmworks.train.prefetcher import Prefetcher
 
@@ -65,20 +64,20 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
     spec = make_run(model=FAMILIES[family], precision=precision)
     spec = spec.replace(data=spec.data.replace(document_mask=documents))
     trainer = built(spec, tmp_path / "run")
-    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
+    with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.prefetcher:
         for _ in range(2):  # states, workspaces and compiled kernels come with the first steps
-            trainer.train_step(trainer.feed.take(trainer.cursor, 9))
+            trainer.train_step(trainer.prefetcher.take(trainer.cursor, 9))
             trainer.step += 1
             trainer.cursor += 1
-        assert trainer.ahead is not None
+        assert trainer.launcher.pending is not None
         with no_waiting():
-            now = take_launched(trainer, trainer.feed.take(trainer.cursor, 9))
+            now = trainer.launcher.take(trainer.prefetcher.take(trainer.cursor, 9))
             gate = trainer.gate(now.sums, now.tokens)
-            trainer.optimize(gate.divisor, gate.held)
-            batches = trainer.following()
+            trainer.optimize(gate.grad_divisor, gate.skip)
+            batches = trainer.next_batches()
             assert batches is not None
-            launch_next(trainer, batches)
-            trainer.meanwhile()
+            trainer.launcher.launch_next(batches)
+            trainer.prefetch_next()
         assert math.isfinite(trainer.read(gate).loss)
 
 
@@ -88,9 +87,9 @@ def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeyp
         monkeypatch.setattr(Trainer, "is_async", name == "ahead")
         before = torch.cuda.memory_allocated()
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
-        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.prefetcher:
             losses = [one_step(trainer, left) for left in (9, 8, 7)]
-            assert (trainer.ahead is not None) == (name == "ahead")
+            assert (trainer.launcher.pending is not None) == (name == "ahead")
             torch.cuda.reset_peak_memory_stats()
             losses += [one_step(trainer, left) for left in (6, 5, 4, 3, 2, 1)]
         found[name] = losses, torch.cuda.max_memory_allocated() - before
@@ -106,7 +105,7 @@ def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
     with closing(Prefetcher(trainer.batches, 0, trainer.device)) as feed:
         for cursor in range(6):
             here = feed.take(cursor, 6)
-            feed.prepare(cursor + 1)
+            feed.prefetch(cursor + 1)
             for mine, theirs in zip(here, trainer.batches.at(cursor), strict=True):
                 assert mine.tokens.is_cuda
                 torch.testing.assert_close(mine.tokens.cpu(), theirs.tokens)
@@ -119,7 +118,7 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
     losses = []
     for name in ("launched", "held"):
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
-        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.prefetcher:
             losses.append([one_step(trainer, left) for left in (5, 4, 3, 2, 1)])
         monkeypatch.setattr(Health, "limits", lambda _: (-1.0, -1.0))
     torch.use_deterministic_algorithms(False)

@@ -108,7 +108,7 @@ def test_planted_bug_is_found(
     proof: Parity, monkeypatch: pytest.MonkeyPatch, name: str, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     layout = layouts()[name]
-    proof.alone(layout)
+    proof.single_rank(layout)
     plant(monkeypatch)
     result = proof.prove(layout)
     assert not result.ok
@@ -131,8 +131,8 @@ def test_planted_bug_is_found_in_low_precision(
 ) -> None:
     """Each is several times as large as the bound: the bound is wide enough for rounding, and not for this."""
     layout = layouts()[name]
-    proof.alone(layout)
-    proof.alone(layout, "fp32")
+    proof.single_rank(layout)
+    proof.single_rank(layout, "fp32")
     plant(monkeypatch)
     result = proof.prove(layout)
     assert re.search(

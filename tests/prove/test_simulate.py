@@ -42,7 +42,7 @@ class Real(FakeTrainer):
     """The same step with numbers: what the trainer reads, it reads."""
 
     count_tokens = Trainer.count_tokens
-    sum_over_ranks = Trainer.sum_over_ranks
+    reduce_scalars = Trainer.reduce_scalars
     read = Trainer.read
     memory: Any = SimpleNamespace(read=lambda: 0)
     watchdog = None

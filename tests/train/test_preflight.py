@@ -157,7 +157,7 @@ def test_parity_counts_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     layout = layouts()["ddp"]
     spec = layout.run()
     enough = sum(total(peak_rows(spec, rank, "cpu", parity.comparison_memory)) for rank in range(spec.parallel.world))
-    assert enough > need(spec) + 2 * parity.KEPT * spec.model.params
+    assert enough > need(spec) + 2 * parity.BYTES_PER_WEIGHT * spec.model.params
     give(monkeypatch, enough - 1)
     proof = Parity(tmp_path, quick=True)
     with (

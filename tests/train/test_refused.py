@@ -120,8 +120,8 @@ subprocess.run([sys.executable, "-c", sys.argv[1]])
 """
 RANK = """
 import time
-from lmworks.cli.ranks import stop_with_starter
-stop_with_starter()
+from lmworks.cli.ranks import die_with_parent
+die_with_parent()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -137,7 +137,7 @@ def test_a_rank_ends_with_the_command_that_started_it() -> None:
 
 @ON_LINUX
 def test_a_rank_whose_starter_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from lmworks.cli.ranks import stop_with_starter\nstop_with_starter()"
+    code = "from lmworks.cli.ranks import die_with_parent\ndie_with_parent()"
     monkeypatch.setenv("LMWORKS_STARTED_BY", "1")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == (
         143 if sys.platform == "linux" else 0

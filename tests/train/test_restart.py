@@ -39,7 +39,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch, count: int, cause: str = KILL
 
 def dies(trainer: Trainer, step: int) -> None:
     """As by kill -9: nothing is recorded of it."""
-    trainer.end_with = lambda error: None  # type: ignore[method-assign]
+    trainer.record_failure = lambda error: None  # type: ignore[method-assign]
     before_step(trainer, step, crash)
     with pytest.raises(Crash):
         trainer.run()
