@@ -83,7 +83,7 @@ def losses_of(spec: RunSpec, steps: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="lmworks-losses-") as folder:
         trainer = Trainer(spec, Path(folder) / "run", quiet=True)
         trainer.build()
-        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.feed:
+        with closing(Prefetcher(trainer.batches, 0, trainer.device)) as trainer.prefetcher:
             return [one_step(trainer, steps - step) for step in range(steps)]
 
 

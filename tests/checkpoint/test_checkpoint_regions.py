@@ -133,7 +133,7 @@ def test_no_damage_passes_verification(saved: Path, root: Path) -> None:
         with pytest.raises(CheckpointError) as caught:
             checkpoint.verify(new)
         said = str(caught.value)
-        blamed = MANIFEST if name == MARKER and "is not the one" in said else name
+        blamed = MANIFEST if name == MARKER and "does not match COMMITTED" in said else name
         assert str(new / blamed) in said and "\n" not in said, (name, what, said)
         if name in (*SHARDS, INDEX):
             assert f"(rank {SHARDS.index(name) if name in SHARDS else 0})" in said
