@@ -161,15 +161,20 @@ def walk_batch() -> Walk:
 
 
 def walk_prediction() -> Walk:
-    """A 70B on 64 GPUs, as `lmworks plan` prices it."""
+    """Memory and step time of a 70B on 64 GPUs, as `lmworks plan` predicts them."""
     from lmworks.plan.predict import predict
+    from lmworks.plan.step.uncalibrated import machine_of
     from lmworks.spec import load_run
 
-    predict(load_run("configs/reference/7b-8-h100.toml"))  # tables are read once
-    spec = load_run("configs/reference/70b-64-h100.toml")
+    def predicted(name: str) -> None:
+        spec = load_run(f"configs/reference/{name}.toml")
+        assert spec.cluster.accelerator is not None
+        assert predict(spec, machine_of(spec.cluster.accelerator, "")).time is not None
+
+    predicted("7b-8-h100")  # tables are read once
     walk = Walk()
     with walk:
-        predict(spec)
+        predicted("70b-64-h100")
     return walk
 
 
