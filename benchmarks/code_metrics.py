@@ -163,13 +163,13 @@ def walk_batch() -> Walk:
 def walk_prediction() -> Walk:
     """Memory and step time of a 70B on 64 GPUs, as `lmworks plan` predicts them."""
     from lmworks.plan.predict import predict
-    from lmworks.plan.step.uncalibrated import machine_of
+    from lmworks.plan.step.uncalibrated import sustained_machine
     from lmworks.spec import load_run
 
     def predicted(name: str) -> None:
         spec = load_run(f"configs/reference/{name}.toml")
         assert spec.cluster.accelerator is not None
-        assert predict(spec, machine_of(spec.cluster.accelerator, "")).time is not None
+        assert predict(spec, sustained_machine(spec.cluster.accelerator, "")).time is not None
 
     predicted("7b-8-h100")  # tables are read once
     walk = Walk()
