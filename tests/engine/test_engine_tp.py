@@ -118,7 +118,7 @@ SERVE = """
 import sys
 from lmworks import LLM, SamplingParams
 llm = LLM(sys.argv[1], tp=2, device="cpu", dtype="fp32", blocks=100)
-print(*[process.pid for process in llm.native.runner.tp_rank.followers], flush=True)
+print(*[process.pid for process in llm.native.runner.tp_rank.workers], flush=True)
 while True:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
 """
