@@ -237,7 +237,7 @@ def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.
     monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
     answers = iter(["", "", "rank 1: it ended"])
     loop = EngineLoop(cast(SocketChannel, None))
-    loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(lost=lambda: next(answers)), busy=False))
+    loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(failed_worker=lambda: next(answers)), busy=False))
     with pytest.raises(LMWorksError, match="rank 1: it ended"):
         loop.run()
 
