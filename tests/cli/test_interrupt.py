@@ -215,7 +215,7 @@ def test_nobody_is_left_to_read_it() -> None:
 
 def again_when_it_is_said() -> None:
     """Ctrl-C when the command has said how it ended, and tells those who wait for it."""
-    main.write_error_file = lambda error, said: os.kill(os.getpid(), signal.SIGINT)
+    main.write_error_file = lambda error, reported: os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_another_one_during_the_last_words_is_no_other_end() -> None:
