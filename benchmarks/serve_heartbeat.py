@@ -53,9 +53,9 @@ def main() -> None:
             prompt_tokenizer=PromptTokenizer(FileTokenizer(inner, 0), folder=house.backend.prompt_tokenizer.folder)
         )
         api.post("/tokenize", {"model": MODEL, "prompt": TEXT * 1000})
-        beating = asyncio.run_coroutine_threadsafe(beat.run(), house.loop)
         gc.collect()
         gc.freeze()  # as `lmworks serve` does
+        beating = asyncio.run_coroutine_threadsafe(beat.run(), house.loop)
         time.sleep(IDLE_S)
         gaps: dict[str, Any] = {"(idle)": round(1000 * beat.longest, 2)}
         for name, (path, made, _) in ATTACKS.items():

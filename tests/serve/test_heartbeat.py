@@ -130,7 +130,8 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "a text to tokenize": ("/tokenize", lambda: json.dumps({"prompt": TEXT * (MIB // 45)}).encode(), 200),
     "a body in chunks of a byte": (COMPLETIONS, lambda: b"1\r\n \r\n" * 600_000, 413),
     "many headers": (COMPLETIONS, lambda: b"{}", 400),
-    "tokens to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [40] * 1_000_000}).encode(), 200),
+    "tokens to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [40] * 2**18}).encode(), 200),
+    "too many tokens to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [40] * 1_000_000}).encode(), 400),
 }
 
 FRAMING = {

@@ -23,6 +23,7 @@ from .workers import PromptProcessor
 
 BODY_SECONDS = 60.0  # for a body to arrive
 LARGE_BODY_BYTES = 65_536  # bytes that take milliseconds to parse
+MAX_DETOKENIZED = 2**18  # tokens of /detokenize: they pass between processes, which holds the GIL
 MAX_GRAMMAR_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
 # A string, closed; or open (group 1) at the end of what came so far.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(")(?:[^"\\]++|\\.)*+\\?\Z', re.DOTALL)
@@ -155,6 +156,7 @@ def item_counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int
     yield "stop_token_ids", len(items(body.get("stop_token_ids"))), limits.stop, "tokens"
     yield "logit_bias", len(items(body.get("logit_bias"))), limits.logit_bias, "tokens"
     yield "metadata", len(items(body.get("metadata"))), limits.metadata, "entries"
+    yield "tokens", len(items(body.get("tokens"))), MAX_DETOKENIZED, "tokens"
     for param, found in grammar_fields(body):
         yield param, characters(found), MAX_GRAMMAR_CHARS, "characters"
 
