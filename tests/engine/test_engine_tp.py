@@ -127,13 +127,13 @@ while True:
 def test_workers_exit_when_rank_0_is_killed(llama: Path) -> None:
     """In the middle of its work, without a chance to say so."""
     command = [sys.executable, "-c", SERVE, str(llama)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as executor_of_rank_0:
-        assert executor_of_rank_0.stdout is not None
-        pids = [int(pid) for pid in executor_of_rank_0.stdout.readline().split()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pids = [int(pid) for pid in server.stdout.readline().split()]
         assert len(pids) == 1
         assert alive(pids[0])
         time.sleep(0.2)
-        executor_of_rank_0.send_signal(signal.SIGKILL)
+        server.send_signal(signal.SIGKILL)
     assert gone(pids)
 
 
@@ -151,10 +151,10 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> Non
         alone = greedy(llm)
     llm = LLM(tmp_path, tp=2, **SMALL)
     assert greedy(llm) == alone
-    executor_of_rank_0 = lead_of(llm)
-    (follower,) = executor_of_rank_0.workers
+    executor = lead_of(llm)
+    (follower,) = executor.workers
     if how == "raises":
-        executor_of_rank_0.send(1, "a step")
+        executor.send(1, "a step")
         says = "rank 1: AttributeError: 'str' object has no attribute"
     else:
         assert not llm.native.runner.failed_worker()
@@ -187,16 +187,16 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
     def follower(command: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 
-    executor_of_rank_0 = Executor.__new__(Executor)
-    executor_of_rank_0.exits = WorkerExits()
-    killed = WorkerReplies(2, follower("kill -9 $$"), executor_of_rank_0.exits)
+    executor = Executor.__new__(Executor)
+    executor.exits = WorkerExits()
+    killed = WorkerReplies(2, follower("kill -9 $$"), executor.exits)
     assert killed.answers.get() == "it ended with exit code -9"
     other = WorkerReplies(
-        1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), executor_of_rank_0.exits
+        1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), executor.exits
     )
     assert other.answers.get() == "connection closed by peer"
     for _ in range(2):
-        assert str(executor_of_rank_0.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
+        assert str(executor.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
 
 
 def test_layouts_that_tp_cannot_divide() -> None:

@@ -14,10 +14,10 @@ from lmworks.engine.quantization.drift import DriftMonitor, Inputs
 from lmworks.engine.quantization.quantize import Calibration, quantize
 from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, rounded, set_fixed
 from lmworks.kernels.inference import quantized
+from lmworks.kernels.inference.add_norm import add_rms_norm
 from lmworks.kernels.inference.batch_invariant_linear import fixed_linear
 from lmworks.kernels.inference.decode_linear import FEW, small_linear
 from lmworks.kernels.swiglu import swiglu_packed
-from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model.gpt import Linear
 
 pytestmark = [

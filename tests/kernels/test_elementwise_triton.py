@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels import dispatch
+from lmworks.kernels.inference.add_norm import add_rms_norm
 from lmworks.kernels.rms_norm import rms_norm
 from lmworks.kernels.rope import rotate, rotate_both
 from lmworks.kernels.swiglu import swiglu
-from lmworks.kernels.training.add_norm import add_rms_norm
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec, SpecError
 

@@ -15,15 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import rms_norm, rope, swiglu
-from ..kernels.training import (
-    adamw,
-    add_norm,
-    cross_entropy,
-    cublas,
-    flash_attention,
-    float8,
-    swiglu_fp8,
-)
+from ..kernels.inference import add_norm
+from ..kernels.training import adamw, cross_entropy, cublas, flash_attention, float8, swiglu_fp8
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
 from ..plan.flops import keys_per_query

@@ -16,16 +16,18 @@ SMALL = ("tiny", ["model.layers=4", "model.hidden=256", "model.heads=4", "model.
 # Large enough that formats differ, small enough that all of them train within minutes on a CPU.
 SMALLER = ("tiny", ["name=precision", "model.layers=4", "model.hidden=128", "optim.lr=1e-3", "log.eval_batches=8"])
 
+SmallSpec = Annotated[
+    str,
+    typer.Argument(
+        metavar="[SPEC]",
+        help="A TOML file, a run folder, or a preset (by default a small model).",
+        autocompletion=complete.sources,
+    ),
+]
+
 
 def ddp_fsdp(
-    spec: Annotated[
-        str,
-        typer.Argument(
-            metavar="[SPEC]",
-            help="A TOML file, a run folder, or a preset (by default a small model).",
-            autocompletion=complete.sources,
-        ),
-    ] = "",
+    spec: SmallSpec = "",
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option("--ranks", min=2, help="Data-parallel ranks, all on this machine.")] = 2,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of each strategy.")] = 10,
@@ -78,14 +80,7 @@ def ddp_fsdp(
 
 
 def precision(
-    spec: Annotated[
-        str,
-        typer.Argument(
-            metavar="[SPEC]",
-            help="A TOML file, a run folder, or a preset (by default a small model).",
-            autocompletion=complete.sources,
-        ),
-    ] = "",
+    spec: SmallSpec = "",
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each training.")] = 200,
     out: Annotated[

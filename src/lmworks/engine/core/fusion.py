@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.inference.add_norm import add_rms_norm
 from ...kernels.inference.batch_invariant_linear import fixed_linear
 from ...kernels.inference.decode_linear import gated_linear, small_linear
 from ...kernels.swiglu import swiglu_packed
-from ...kernels.training.add_norm import add_rms_norm
 from ...model import rope
 from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rotary
 from ...spec import LMWorksError, ModelSpec, SpecError
