@@ -47,18 +47,16 @@ def passes(tokens: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_d
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
     x, delta, weight = drawn(tokens, hidden), drawn(tokens, hidden), torch.ones(hidden, device="cuda")
-    total, normed, r = rms_norm_triton.forward(x, delta, weight, 1e-5)
-    one, types, tiles = 2 * x.numel(), (x.dtype, x.dtype), rms_norm_triton.TILES
+    one, tiles = 2 * x.numel(), rms_norm_triton.TILES
     forward, backward = rms_norm_triton.forward, rms_norm_triton.backward
     yield Pass("add_norm", 4 * one, tiles, NORM, lambda t: forward(x, delta, weight, 1e-5, t))
-    yield Pass("add_norm backward", 4 * one, tiles, NORM, lambda t: backward(normed, x, total, weight, r, types, t))
     q, k = drawn(tokens, heads, head_dim), drawn(tokens, kv_heads, head_dim)
     short = torch.ones(head_dim, device="cuda")
     _, turned, scale = forward(q, None, short, 1e-6)
     yield Pass("norm of heads", 4 * q.numel(), tiles, NORM, lambda t: forward(q, None, short, 1e-6, t))
     yield Pass(
         "norm of heads backward", 6 * q.numel(), tiles, NORM,
-        lambda t: backward(turned, None, q, short, scale, types, t),
+        lambda t: backward(turned, q, short, scale, t),
     )  # fmt: skip
     table = torch.randn(tokens, 1, head_dim, device="cuda")
     moved = 4 * (q.numel() + k.numel()) + 8 * table.numel() // 2

@@ -41,8 +41,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "1b-eager": (
         (*LLAMA, "parallel.compile=false"),
         {
-            "RMSNorm": ("rms_norm", "add_rms_norm"),
-            "add + RMSNorm": ("add_rms_norm",),
+            "RMSNorm": ("rms_norm",),
             "RoPE": ("rope",),
             "SwiGLU": ("swiglu",),
         },

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import rms_norm, rope, swiglu
-from ..kernels.inference import add_norm
 from ..kernels.training import adamw, cross_entropy, cublas, flash_attention, float8, swiglu_fp8
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
@@ -184,22 +183,6 @@ def rms_norm_cases(config: OpConfig) -> Iterator[Case]:
 
     shape = {"tokens": tokens, "hidden": hidden}
     yield from forward_backward_cases("rms_norm", shape, (2 * x, 3 * x), (0, 0), inputs, variants, choices)
-
-
-def add_norm_cases(config: OpConfig) -> Iterator[Case]:
-    """Reads two and writes two; backward reads two gradients and the sum, and writes one gradient for both."""
-    if config.model.norm != "rms":
-        return
-    tokens, hidden = config.tokens, config.model.hidden
-    x = config.dtype.itemsize * tokens * hidden
-    variants = implementations(config, partial(add_norm.add_rms_norm, eps=1e-5), add_norm.IMPLEMENTATIONS)
-    choices, variants = tuple(variants), with_compiled(config, variants)
-
-    def inputs() -> list[Tensor]:
-        return [config.randn(tokens, hidden), config.randn(tokens, hidden), config.randn(hidden)]
-
-    shape = {"tokens": tokens, "hidden": hidden}
-    yield from forward_backward_cases("add_rms_norm", shape, (4 * x, 4 * x), (0, 0), inputs, variants, choices)
 
 
 def rope_cases(config: OpConfig) -> Iterator[Case]:
@@ -396,7 +379,6 @@ OPS: dict[str, Callable[[OpConfig], Iterator[Case]]] = {
     "attention": attention,
     "sparse_attention": sparse_attention,
     "rms_norm": rms_norm_cases,
-    "add_rms_norm": add_norm_cases,
     "rope": rope_cases,
     "swiglu": swiglu_cases,
     "swiglu_fp8": swiglu_fp8_cases,

@@ -78,5 +78,4 @@ class TritonRMSNorm(torch.autograd.Function):
         from .rms_norm_triton import backward
 
         x, weight, r = ctx.saved_tensors
-        grad_x, _, grad_weight = backward(grad, None, x, weight, r, (x.dtype, x.dtype))
-        return grad_x, grad_weight, None
+        return *backward(grad, x, weight, r), None

@@ -1,10 +1,10 @@
-"""RMSNorm in one pass over memory, forward and backward, by itself or after an addition to the residual stream.
+"""RMSNorm in one pass over memory, forward and backward; forward optionally after an addition to the residual stream.
 
-A program holds whole rows, so that nothing is read twice. Rows that are short (the heads of queries and keys) are taken
+A program holds whole rows, so that nothing is read twice. Short rows (the heads of queries and keys) are processed
 several at a time.
 
-The gradient of the weight is a sum over all rows. A program of the backward pass takes every P-th tile of rows, adds
-them up in registers and writes its sum once; the P sums are added after it. Nothing is added atomically: the same
+The gradient of the weight is a sum over all rows. A program of the backward pass processes every P-th tile of rows,
+accumulates in registers and writes its partial sum once; the P partial sums are added afterwards. No atomics: the same
 gradients on the same GPU give the same bits.
 """
 
@@ -63,42 +63,30 @@ def forward(
     return total, normed, r
 
 
-def backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    r: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    tiles: Tiles = TILES,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of delta, which are one but for their precisions (`dtypes`), and of the weight."""
-    grad, total, hidden = grad.contiguous(), total.contiguous(), total.shape[-1]
-    grad_total = None if grad_total is None else grad_total.contiguous()
-    grad_x = torch.empty_like(total, dtype=dtypes[0])
-    grad_delta = grad_x if dtypes[1] == dtypes[0] else torch.empty_like(total, dtype=dtypes[1])
+def backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight."""
+    grad, x, hidden = grad.contiguous(), x.contiguous(), x.shape[-1]
+    grad_x = torch.empty_like(x)
     rows, block, warps = tile(hidden, tiles)
-    resident = max(1, tiles.resident // warps) * multiprocessors(total.device)
+    resident = max(1, tiles.resident // warps) * multiprocessors(x.device)
     programs = min(triton.cdiv(r.numel(), rows), resident)
-    read = sum(tensor.itemsize for tensor in (grad, grad_total, total) if tensor is not None)  # bytes of a number
-    sums = torch.empty(programs, hidden, dtype=torch.float32, device=total.device)
+    read = grad.itemsize + x.itemsize  # bytes per element
+    sums = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
     backward_kernel[(programs,)](
         grad,
-        grad_total,
-        total,
+        x,
         weight,
         r,
         grad_x,
-        None if grad_delta is grad_x else grad_delta,
         sums,
         r.numel(),
         hidden,
         ROWS=rows,
         BLOCK=block,
-        STAGES=max(1, min(tiles.stages, shared_bytes(total.device) // (rows * block * read + SPARE))),
+        STAGES=max(1, min(tiles.stages, shared_bytes(x.device) // (rows * block * read + SPARE))),
         num_warps=warps,
     )
-    return grad_x, grad_delta, sums.sum(dim=0).to(weight.dtype)
+    return grad_x, sums.sum(dim=0).to(weight.dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])  # a step of the engine may have any number of them
@@ -137,12 +125,10 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_ptr,
-    grad_total_ptr,
-    total_ptr,
+    x_ptr,
     weight_ptr,
     r_ptr,
     grad_x_ptr,
-    grad_delta_ptr,
     sums_ptr,
     rows,
     hidden,
@@ -160,14 +146,10 @@ def backward_kernel(
         at = row[:, None] * hidden + column[None, :]
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)[:, None]
-        n = tl.load(total_ptr + at, mask=inside, other=0.0).to(tl.float32) * r
+        n = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * r
         added += grad * n
         weighted = grad * weight
         mean = tl.sum(weighted * n, 1)[:, None] / hidden
         grad_x = (weighted - n * mean) * r
-        if grad_total_ptr is not None:
-            grad_x += tl.load(grad_total_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_x_ptr + at, grad_x, mask=inside)
-        if grad_delta_ptr is not None:
-            tl.store(grad_delta_ptr + at, grad_x, mask=inside)
     tl.store(sums_ptr + tl.program_id(0) * hidden + column, tl.sum(added, 0), mask=there)
