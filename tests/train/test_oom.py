@@ -215,6 +215,24 @@ def test_any_other_sigkill_is_none(counter: Path, dataset: Path, tmp_path: Path,
     assert capfd.readouterr().err == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed\n"
 
 
+def test_a_sigkill_of_ranks_that_do_not_fit_is_probably_one(dataset: Path, capfd: Any, tmp_path: Path) -> None:
+    """As with `--force`, where the counter of the OOM killer cannot be read."""
+    spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
+    killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1)
+    with (
+        mock.patch.object(supervise, "run_ranks", return_value=killed),
+        mock.patch("lmworks.parallel.memory_preflight.available_bytes", return_value=100 * MIB),
+        pytest.raises(typer.Exit),
+    ):
+        supervise.supervise(spec, RunFolder(tmp_path / "run"), ["x"], ["x"], 0, force=True)
+    said = capfd.readouterr().err
+    assert re.fullmatch(
+        r"lmworks: error: rank 1 was ended by SIGKILL; it probably ran out of memory: .* needs \S+ GiB of memory for the "
+        r"2 ranks on this machine, .*0\.0977 GiB.*; the run can be resumed\n",
+        said,
+    ), said
+
+
 def test_after_steps_the_ranks_are_started_again(dataset: Path, tmp_path: Path) -> None:
     """As often as allowed: another process may have taken the memory."""
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")

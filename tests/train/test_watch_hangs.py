@@ -23,6 +23,7 @@ from lmworks.parallel.local_ranks import RankFailed, init_gloo_group, on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.store_mailbox import StoreMailbox
 from lmworks.parallel.world import init_distributed, root_cause
+from lmworks.plan.memory import host
 from lmworks.record import RunFolder, phase
 from lmworks.record.hang import read_reports
 from lmworks.spec import ParallelSpec, WatchSpec
@@ -143,13 +144,16 @@ def die(rank: int, mesh: Mesh) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
-    """Its neighbour finds the connection closed, and looks at the processes; no alarm is raised, no hang recorded."""
-    said = tmp_path / "said"
+LOST = "rank 1 is gone: its process has ended, last seen in forward of step 3: rank 1 is the cause"
+
+
+def lose_rank_1(run: Path, fault: Fault) -> str:
+    """What rank 0 says of it."""
+    said = run / "said"
 
     def on_two(server: socket.socket, rank: int) -> None:
         init_gloo_group(server, 2, rank)
-        said.write_text(take_steps(rank, tmp_path, {"dp": 2}, die, NO_HANG_S))
+        said.write_text(take_steps(rank, run, {"dp": 2}, fault, NO_HANG_S))
 
     context = mp.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -159,11 +163,33 @@ def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
         for process in ranks:
             process.join(60)
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL]
-    assert said.read_text() == (
-        "rank 1 is gone: its process has ended, last seen in forward of step 3: rank 1 is the cause; "
+    return said.read_text()
+
+
+def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
+    """Its neighbour finds the connection closed, and looks at the processes; no alarm is raised, no hang recorded."""
+    assert lose_rank_1(tmp_path, die) == f"{LOST}; the run can be resumed"
+    assert not (tmp_path / "hangs").exists()
+
+
+def test_a_rank_that_the_oom_killer_ended_is_named_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter of the control group, here a file of ours, has grown since the watchdog was started."""
+    monkeypatch.setattr(host, "PROC", tmp_path)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path)
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom_kill 3\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/\n")
+
+    def die_of_oom(rank: int, mesh: Mesh) -> None:
+        if rank == 1:
+            counter.write_text("oom_kill 4\n")
+        die(rank, mesh)
+
+    assert lose_rank_1(tmp_path, die_of_oom) == (
+        f"{LOST}; it probably ran out of memory: the kernel's OOM killer ended a process here meanwhile; "
         "the run can be resumed"
     )
-    assert not (tmp_path / "hangs").exists()
 
 
 class Pausing:

@@ -14,6 +14,7 @@ from .. import __version__
 from ..record.oom import as_oom
 from ..spec.errors import LMWorksError, last_line
 from . import bench, chat, checkpoint, data, demo, evaluate, generate, launch, plan, prove, quantize, runs, serve, train
+from .address_space import check_address_space
 from .groups import RootGroup
 from .override_hints import refuse_key_as_option
 from .ranks import die_with_parent, write_error_file
@@ -106,6 +107,7 @@ def root(
 def main() -> None:
     """Exit codes: 0 done, 1 the job failed, 2 bad usage, 75 SIGTERM (start it again), 130 interrupted."""
     die_with_parent()
+    check_address_space()
     try:
         app(prog_name="lmworks")
     except LMWorksError as error:

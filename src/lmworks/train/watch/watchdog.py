@@ -22,8 +22,9 @@ import torch.distributed as dist
 from ... import parallel
 from ...parallel.mesh import Mesh
 from ...parallel.world import run_on_all_ranks
+from ...plan.memory.host import oom_kills
 from ...record import RunFolder, phase
-from ...record.hang import find_cause
+from ...record.hang import Verdict, find_cause
 from ...record.life import Heartbeat, own_heartbeat, process_state, read_heartbeats, read_stat
 from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
@@ -69,6 +70,7 @@ class Watchdog:
         self.check_s = min(5.0, spec.timeout_s / 10)
         self.flush_s = max(self.check_s, min(30.0, spec.timeout_s / 60))
         self.samples: deque[bool] = deque([True], WINDOW)
+        self.oom_kills = oom_kills()  # before the first step
         self.entered = 0  # phases
         self.since: dict[object, float] = {}  # what is being waited for → since when
         self.checked = self.flushed = 0.0
@@ -182,7 +184,7 @@ class Watchdog:
         """Ranks of this host whose processes have ended; after a hang, its cause."""
         verdict = self.alarm.read_verdict()
         if verdict is not None:
-            return verdict.text
+            return self.with_oom(verdict)
         heartbeats = read_heartbeats(self.folder.path, self.attempt)
         states = {rank: process_state(heartbeat) for rank, heartbeat in heartbeats.items()}
         if "gone" not in states.values():
@@ -192,7 +194,7 @@ class Watchdog:
             for rank, heartbeat in heartbeats.items()
             if states[rank] != "gone"
         }
-        return find_cause(self.world, here, heartbeats, states).text
+        return self.with_oom(find_cause(self.world, here, heartbeats, states))
 
     def diagnose(self) -> str | None:
         """If a collective failed and no process has ended: the cause from the reports of all ranks."""
@@ -200,8 +202,15 @@ class Watchdog:
             self.alarm.trigger("loss")
             verdict = self.alarm.verdict(patience_s=20.0)
             if verdict is not None and verdict.ranks:
-                return verdict.text
+                return self.with_oom(verdict)
         return None
+
+    def with_oom(self, verdict: Verdict) -> str:
+        """The text of a verdict; if a process is gone and the OOM killer was active meanwhile, with that cause."""
+        kills = oom_kills()
+        if verdict.kind != "gone" or self.oom_kills is None or kills is None or kills <= self.oom_kills:
+            return verdict.text
+        return f"{verdict.text}; it probably ran out of memory: the kernel's OOM killer ended a process here meanwhile"
 
 
 def stages(grid: Grid) -> list[list[int]]:
