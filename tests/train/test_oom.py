@@ -227,8 +227,8 @@ def test_a_sigkill_of_ranks_that_do_not_fit_is_probably_one(dataset: Path, capfd
         supervise.supervise(spec, RunFolder(tmp_path / "run"), ["x"], ["x"], 0, force=True)
     said = capfd.readouterr().err
     assert re.fullmatch(
-        r"lmworks: error: rank 1 was ended by SIGKILL; it probably ran out of memory: .* needs \S+ GiB of memory for the "
-        r"2 ranks on this machine, .*0\.0977 GiB.*; the run can be resumed\n",
+        r"lmworks: error: rank 1 was ended by SIGKILL; it probably ran out of memory: .* needs \S+ GiB of memory "
+        r"for the 2 ranks on this machine, .*0\.0977 GiB.*; the run can be resumed\n",
         said,
     ), said
 

@@ -152,13 +152,22 @@ def mark_oom_kill(
 
 
 def explain_oom(ranks_exit: RanksExit, spec: RunSpec, ranks: int) -> RanksExit:
-    """Adds the predicted and the last measured memory of a rank that the OOM killer ended."""
+    """Adds the predicted and the last measured memory of a rank that the OOM killer ended.
+
+    The counter may be out of sight (a container, a batch system). A SIGKILL without it is a likely OOM if the ranks do
+    not fit this machine.
+    """
     from ..plan.memory.fit import peak_rows, total
     from ..plan.memory.host_fit import gib
     from ..plan.memory.host_need import host_need
     from ..spec import SpecError
 
     if not ranks_exit.oom:
+        if ranks_exit.code == -signal.SIGKILL:
+            try:
+                preflight(spec, ranks, force=False)
+            except SpecError as oversized:
+                return replace(ranks_exit, cause=f"{ranks_exit.cause}; it probably ran out of memory: {oversized}")
         return ranks_exit
     predicted = "predicted for it: unknown"
     with suppress(SpecError):
