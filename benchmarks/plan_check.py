@@ -50,11 +50,13 @@ from lmworks.plan.software import as_measured, software_of
 from lmworks.plan.step.constants import REFERENCE_LAUNCH_S
 from lmworks.plan.step.one_device import step_time
 from lmworks.plan.step.price import price
-from lmworks.plan.tables.sources import PUBLISHED
 from lmworks.spec import RunSpec, load_run
 from lmworks.spec.hardware import recognise
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "validation"))
+from lmworks_validation.sources import PUBLISHED
 
 OWN_GPU = "H200-SXM-141GB"  # whose runs are a source
 OWN_RUNS = PUBLISHED / "lmworks_h200.csv"

@@ -307,8 +307,8 @@ def typed(*words: str) -> Callable[[Sample], object]:
 def validated(sample: Sample) -> None:
     """One source, and the parts that are printed beside all of them."""
     from lmworks.cli.plan_validate import print_parts, print_report
-    from lmworks.plan.tables.components import components
-    from lmworks.plan.tables.replay import replay
+    from lmworks_validation.components import components
+    from lmworks_validation.replay import replay
 
     print_report(replay(None, "torchtitan"))
     print_parts(components(None))

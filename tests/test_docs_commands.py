@@ -57,7 +57,8 @@ STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "--shared-prefix 512x4": "--shared-prefix 8x4",
     "--only linear_cross_entropy --model llama3-8b": "--only linear_cross_entropy",
     "data.path=YOUR-TOKENS": "data.path=data/code",
-    "--data DIR": "--data src/lmworks/plan/tables/published",
+    "--data DIR": "--data validation/published",
+    "--tables DIR": "--tables validation",
 }
 NEEDS = {  # what a line finds there
     r"^lmworks (?!train).*runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
@@ -133,7 +134,7 @@ def adapted(line: str) -> Iterator[str]:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a reader has: a clone, and files, runs and adapters of his own."""
     folder = tmp_path_factory.mktemp("stage")
-    for name in ("src", "benchmarks", "configs", "docs"):
+    for name in ("src", "benchmarks", "configs", "docs", "validation"):
         (folder / name).symlink_to(ROOT / name)
     shell(STAGE, folder)
     spec = load_run(folder / "runs/demo").model

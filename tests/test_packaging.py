@@ -77,6 +77,10 @@ def test_the_wheel_trains_an_example(built: Path, tmp_path: Path) -> None:
     ended = subprocess.run([built / "venv/bin/lmworks", *words], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "runs/tiny/report.html").is_file()
+    missing = subprocess.run([built / "venv/bin/lmworks", "plan", "validate"], capture_output=True, text=True)
+    assert missing.returncode == 2 and len(missing.stderr.splitlines()) == 1 and "--tables" in missing.stderr
+    words = ["plan", "validate", "--source", "torchtitan", "--tables", built / "clone/validation", "--json"]
+    assert subprocess.run([built / "venv/bin/lmworks", *words], capture_output=True).returncode == 0
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         described = email.message_from_bytes(archive.read(name)).get_payload()
@@ -91,6 +95,8 @@ def test_the_source_distribution_has_docs_and_tests(built: Path) -> None:
         names = {name.split("/", 1)[1] for name in file.getnames() if "/" in name}
     clone = built / "clone"
     wanted = {
-        str(path.relative_to(clone)) for name in ("docs", "tests", "configs") for path in (clone / name).rglob("*.*")
+        str(path.relative_to(clone))
+        for name in ("docs", "tests", "configs", "validation")
+        for path in (clone / name).rglob("*.*")
     }
     assert wanted and not sorted(wanted - names)

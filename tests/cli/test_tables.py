@@ -20,8 +20,7 @@ import typed
 from fitting_tables import seen
 from lmworks.cli import table
 from lmworks.cli.plan_validate import percent, print_report
-from lmworks.plan.tables.replay import replay
-from lmworks.plan.tables.validate import Line
+from lmworks_validation.replay import Line, replay
 from table_samples import SAMPLES, Sample, show
 
 ROOT = Path(package.__file__).parent

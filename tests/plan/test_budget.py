@@ -14,8 +14,8 @@ from lmworks.plan.memory.budget import Budget, activations, budget
 from lmworks.plan.memory.reserve import capacity, oom_probability, reserve, usable
 from lmworks.plan.memory.run_budget import budget_of, sheet
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import Grid, ModelSpec, RunSpec, SpecError, catalogue
+from lmworks_validation.sources import SOURCES
 
 H100 = catalogue()["H100-SXM-80GB"]
 LLAMA = ModelSpec.from_preset("llama3-8b")

@@ -11,8 +11,8 @@ import pytest
 
 from lmworks.plan.devices.curves import KINDS, Curve, curves, read_links
 from lmworks.plan.devices.links import Fabric
-from lmworks.plan.tables.kernels import between_machines
 from lmworks.spec import SpecError, catalogue, parse_cluster
+from lmworks_validation.components import between_machines
 
 MIB, GIB = 2**20, 2**30
 

@@ -22,9 +22,9 @@ from lmworks.plan.memory.run_budget import sheet
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.ops import Workload
 from lmworks.plan.software import EAGER
-from lmworks.plan.tables.sources import SOURCES
 from lmworks.prove.simulate import simulate
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
+from lmworks_validation.sources import SOURCES
 from tracker import Steps, make_run
 
 DTYPES = ("bf16", "fp16")

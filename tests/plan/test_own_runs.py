@@ -40,10 +40,9 @@ from lmworks.plan.step.constants import Constants, constants
 from lmworks.plan.step.price import price
 from lmworks.plan.step.uncalibrated import sustained_machine
 from lmworks.plan.step.work import recomputed_kernels
-from lmworks.plan.tables.replay import seconds
-from lmworks.plan.tables.sources import SOURCES, Measured, blocks_of
-from lmworks.plan.tables.validate import mean_of
 from lmworks.spec import ModelSpec, PrecisionSpec, catalogue, load_run
+from lmworks_validation.replay import mean_of, seconds
+from lmworks_validation.sources import SOURCES, Measured, blocks_of
 
 H200 = catalogue()["H200-SXM-141GB"]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

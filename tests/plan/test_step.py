@@ -18,9 +18,9 @@ from lmworks.plan.step.constants import Constants, chip_family, constants
 from lmworks.plan.step.pipeline import StageSplit, stages
 from lmworks.plan.step.price import price, price_uncalibrated, timeline
 from lmworks.plan.step.uncalibrated import Uncalibrated
-from lmworks.plan.tables.sources import SOURCES
 from lmworks.spec import Cluster, ModelSpec, SpecError, catalogue
 from lmworks.spec.run import SCHEDULES
+from lmworks_validation.sources import SOURCES
 
 LLAMA = ModelSpec.from_preset("llama3-8b")
 H100 = catalogue()["H100-SXM-80GB"]

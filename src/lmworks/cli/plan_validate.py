@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,8 @@ from ..spec.errors import SpecError
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..plan.tables.components import Part
-    from ..plan.tables.validate import Line, Report
+    from lmworks_validation.components import Part
+    from lmworks_validation.replay import Line, Report
 
 COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row")
 DROP = ("worst row", "MFU 40%", "p90", "bias", "same MFU", "rows")
@@ -20,17 +21,22 @@ PART_COLUMNS = ("what a step is priced from", "how", "rows", "median", "mean", "
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
 ]
+TABLES = Path(__file__).parents[3] / "validation"  # in a checkout
 
 
 def validate(
     data: Data = None,
+    tables: Annotated[
+        Path, typer.Option(metavar="DIR", show_default=False, help="The folder validation/ of a checkout of LMWorks.")
+    ] = TABLES,
     source: Annotated[str, typer.Option(help="One source alone, e.g. llm-foundry.")] = "",
     json: Json = False,
 ) -> None:
     """Compare the planner with published measurements.
 
     Mean absolute error per source, beside the guess that every run has the same MFU. `fitted`: the planner's constants
-    have seen the source; `blind`: they have not. Exit code 1 when an error has grown.
+    have seen the source; `blind`: they have not. Exit code 1 when an error has grown. The tables are part of a
+    checkout of LMWorks, not of an installed wheel: there, `--tables` names them.
 
     \b
     Examples:
@@ -38,8 +44,9 @@ def validate(
       lmworks plan validate --source torchtitan
       lmworks plan validate --data measured --json
     """
-    from ..plan.tables.components import components
-    from ..plan.tables.replay import regressions, replay
+    import_validation(tables)
+    from lmworks_validation.components import components
+    from lmworks_validation.replay import regressions, replay
 
     report = replay(data, source)
     worse = regressions(report)
@@ -54,6 +61,17 @@ def validate(
             typer.echo(f"grown: {sentence}")
     if worse:
         raise typer.Exit(1)
+
+
+def import_validation(folder: Path) -> None:
+    """Make the package beside the tables importable."""
+    if not (folder / "lmworks_validation").is_dir():
+        missing = "the wheel has no published tables" if folder == TABLES else f"{folder} has no published tables"
+        raise SpecError(
+            f"{missing}: clone https://github.com/lmworks/lmworks and name its folder validation/ with --tables"
+        )
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def print_report(report: Report) -> None:

@@ -2,7 +2,7 @@
 
 A curve is a few knots of time over message size, for each collective and each measured number of ranks, and is
 straight between them in log-log. One line (latency plus bytes over bandwidth) would miss by a fifth where NCCL
-changes protocol, at about 1 to 8 MiB. `benchmarks/fit_links.py` makes `links.toml`, which also holds the errors.
+changes protocol, at about 1 to 8 MiB. `validation/fit_links.py` makes `links.toml`, which also holds the errors.
 
 Message bytes are the whole buffer, gathered or not yet reduced, as nccl-tests counts them.
 """

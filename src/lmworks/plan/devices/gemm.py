@@ -3,7 +3,7 @@
 A GPU cuts the result into tiles and gives each streaming multiprocessor (SM) one at a time. The last round leaves some
 idle, a small product cannot fill them, and a short inner dimension hardly pays for starting a tile. Beside that, the
 operands must come from memory, and a long product at full power makes the clock drop. Seven constants say how much of
-each; `benchmarks/fit_gemm.py` fits them to measured products and writes `gemm.toml`.
+each; `validation/fit_gemm.py` fits them to measured products and writes `gemm.toml`.
 
 Every number may be a numpy array, one element a candidate.
 """

@@ -2,7 +2,7 @@
 
 Products follow `gemm`: with constants fitted to this very GPU where its products were measured, to its family where a
 sister's were, else to all. Attention and passes over memory take a share of the datasheet. `gemm.toml` is written by
-`benchmarks/fit_gemm.py`; `rates.toml` by hand.
+`validation/fit_gemm.py`; `rates.toml` by hand.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ CONSTANTS = Path(__file__).with_name("serving.toml")
 
 @dataclass(frozen=True)
 class Rates:
-    """What an engine reaches of the datasheet, and what it spends besides. Fitted by benchmarks/fit_serving.py."""
+    """What an engine reaches of the datasheet, and what it spends besides. Fitted by validation/fit_serving.py."""
 
     weight_bandwidth: float  # share of the memory bandwidth while weights are read
     dequantise: float  # of that share, what is left where weights are widened to 16 bits on the way

@@ -1,6 +1,6 @@
 """Fitted constants of the step time: what no datasheet and no benchmark of single kernels gives.
 
-Source: `benchmarks/fit_time.py` fits them to published and own runs (tables/sources.py) and writes `fitted.toml`: one
+Source: `validation/fit_time.py` fits them to published and own runs (validation/) and writes `fitted.toml`: one
 set fitted to all sources, and per source a set fitted without it, for blind predictions of that source.
 """
 

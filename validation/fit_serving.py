@@ -1,7 +1,7 @@
 """Fit what serving engines reach of a datasheet to measured steps, and say how far off that is.
 
-    python benchmarks/fit_serving.py --data DIR            errors with the constants that are committed
-    python benchmarks/fit_serving.py --data DIR --write    fit them anew into src/lmworks/plan/serving/serving.toml
+    python validation/fit_serving.py --data DIR            errors with the constants that are committed
+    python validation/fit_serving.py --data DIR --write    fit them anew into src/lmworks/plan/serving/serving.toml
 
 DIR holds aiconfigurator_silicon_inference_refs.csv (ai-dynamo/aiconfigurator, tools/accuracy_tracking): mean time to
 the first token and between tokens of served models. With them go steps of vLLM on one H200 and of gpt-fast on one A100,
@@ -22,8 +22,8 @@ import numpy as np
 from lmworks.plan.serving.batching import Lengths, queueing_seconds, steady
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
 from lmworks.plan.serving.served_model import Experts, Linear, ServedModel, mlp
-from lmworks.plan.tables.kernels import SYSTEMS
 from lmworks.spec import ModelSpec, catalogue
+from lmworks_validation.components import SYSTEMS
 
 TABLE = "aiconfigurator_silicon_inference_refs.csv"
 FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "": "bf16"}
@@ -292,7 +292,7 @@ def ratios(values: np.ndarray, rows: list[Row]) -> list[tuple[float, float]]:
 def write(values: np.ndarray, gpus: set[str], left: list[tuple[float, float]], notes: list[str]) -> None:
     """`left`: ratios of TPOT and TTFT (0: none) with a row's model left out, for the errors that plans quote."""
     named = dict(zip(NAMES, np.exp(values), strict=True))
-    lines = ["# What serving engines reach of a datasheet. Written by benchmarks/fit_serving.py."]
+    lines = ["# What serving engines reach of a datasheet. Written by validation/fit_serving.py."]
     lines += [
         "# Source: ai-dynamo/aiconfigurator@095f58a51c, tools/accuracy_tracking/silicon_refs.csv, rows that name their",
         "# concurrency; vLLM 0.22.1 on one H200 (six steps); gpt-fast on one A100 (its README). Predicted / measured:",

@@ -6,17 +6,26 @@ Errors are relative to the measurement: of tokens/s where a source's readers com
 
 from __future__ import annotations
 
+import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...spec import SpecError
-from ..case import Case
-from ..flops import attention_flops_per_token, model_flops_per_token
-from .sources import Measured, Source
+from lmworks.plan.case import Case
+from lmworks.plan.flops import attention_flops_per_token, model_flops_per_token
+from lmworks.plan.memory.budget import activations, budget
+from lmworks.plan.memory.reserve import reserved
+from lmworks.plan.step.constants import constants
+from lmworks.plan.step.price import price
+from lmworks.spec import LMWorksError, SpecError
 
+from .sources import SOURCES, Measured, Source, source_named
+
+THRESHOLDS = Path(__file__).parent.parent / "thresholds.toml"
 GUESS = 0.40  # the MFU that people assume when they know nothing
 
 Seconds = Callable[[Case], float]  # of a step
@@ -235,3 +244,77 @@ def memory_error(row: Measured, figure: str, memory: Bytes, without: str) -> flo
     if row.share_of is not None:
         predicted /= memory(row.share_of, without)[figure]
     return float(predicted / getattr(row, figure) - 1)
+
+
+# --- with the planner's own prices -------------------------------------------------------------------------
+
+
+def replay(data: Path | None = None, source: str = "") -> Report:
+    """`data`: a folder with the bulk sets; `source`: one of them alone."""
+    if data is not None and not data.is_dir():
+        raise SpecError(f"--data {data} is not a folder")
+    chosen = [source_named(source)] if source else list(SOURCES.values())
+    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory)
+
+
+def seconds(case: Case) -> float:
+    return float(price(case).seconds)
+
+
+def blind(source: str) -> Seconds:
+    """With constants that were fitted without this source."""
+    given = constants(source)
+    return lambda case: float(price(case, given).seconds)
+
+
+def memory(case: Case, without: str = "") -> Mapping[str, float]:
+    """A paper's closed form is of the first pipeline stage; a measurement is of the fullest rank."""
+    whole, first = budget(case), budget(case, 0)
+    return {
+        "allocated": float(whole.allocated),
+        "reserved": float(reserved(whole.allocated, without) + whole.left),
+        "activations": float(activations(case)),
+        "states": float(first.parameters + first.gradients + first.master + first.optimizer),
+    }
+
+
+# --- against what was reached before -----------------------------------------------------------------------
+
+
+def thresholds() -> dict[str, dict[str, float]]:
+    """What was reached when they were written, in per cent, by a line's key."""
+    try:
+        return tomllib.loads(THRESHOLDS.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LMWorksError(f"{THRESHOLDS} is missing; validation/write_tables.py writes it") from None
+
+
+def regressions(report: Report) -> list[str]:
+    """Errors above what was reached before, as sentences. An error may only get smaller."""
+    current_errors, found = thresholds(), []
+    for line in report.lines:
+        for name, value in errors(line).items():
+            limit = current_errors.get(line.key, {}).get(name)
+            if limit is None:
+                known = f"{THRESHOLDS.name} does not say what {name} error was reached for {line.key!r}"
+                raise LMWorksError(f"{known}; validation/write_tables.py writes it")
+            if value > limit:
+                found.append(f"{line.key}: {name} error {value:.2f}% was at most {limit:g}%")
+    return found
+
+
+def errors(line: Line) -> dict[str, float]:
+    scores = {"fitted": line.fitted, "blind": line.blind}
+    return {name: 100 * score.mape for name, score in scores.items() if score}
+
+
+def current_errors(report: Report) -> str:
+    """The thresholds of this report as TOML: each error, rounded up to a tenth of a per cent."""
+    text = [
+        "# Mean absolute errors that the planner reaches, in per cent, rounded up: a test fails when one grows.",
+        "# Written by validation/write_tables.py.",
+    ]
+    for line in report.lines:
+        figures = ", ".join(f"{name} = {math.ceil(10 * value + 0.01) / 10:g}" for name, value in errors(line).items())
+        text.append(f'"{line.key}" = {{ {figures} }}')
+    return "\n".join(text) + "\n"

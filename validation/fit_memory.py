@@ -1,6 +1,6 @@
 """Fit what PyTorch's allocator reserves beyond what tensors need, and write src/lmworks/plan/memory/memory.toml.
 
-    python benchmarks/fit_memory.py --data DIR
+    python validation/fit_memory.py --data DIR
 
 What tensors need (`allocated`) has no fitted constant: it follows from what each code base holds and keeps. Reserved
 bytes are that, times 1 + slack. One slack for all runs, the one with the least mean error when every source weighs the
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import CONSTANTS
-from lmworks.plan.tables.sources import SOURCES, Measured
+from lmworks_validation.sources import SOURCES, Measured
 
 Array = NDArray[np.float64]
 CONTEXT = 1.5e9  # bytes: a CUDA context with its kernels is about 0.5 GB, NCCL's channels about 1 GB
@@ -74,7 +74,7 @@ def main() -> None:
         )
         blind += ["", f"[reserve.without.{name}]  # fitted to the others", f"slack = {without:.3f}"]
     text = [
-        "# What a GPU needs beyond its tensors. Written by benchmarks/fit_memory.py from SimuMax's runs of Megatron on",
+        "# What a GPU needs beyond its tensors. Written by validation/fit_memory.py from SimuMax's runs of Megatron on",
         "# B200 (MooreThreads/SimuMax, docs/b200) and torchtitan's published figures.",
         *lines,
         "",

@@ -1,6 +1,6 @@
 """Replay every source, and write what is reached: `thresholds.toml`, and the tables of docs/validation.md.
 
-    python benchmarks/validation.py --data measured
+    python validation/write_tables.py --data measured
 
 Without --data the bulk sets keep the figures that are there.
 """
@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmworks.cli.plan_validate import COLUMNS, PART_COLUMNS, cells, part_cells
-from lmworks.plan.tables.components import components
-from lmworks.plan.tables.replay import THRESHOLDS, current_errors, memory, replay, seconds
-from lmworks.plan.tables.sources import SOURCES, Measured
-from lmworks.plan.tables.validate import mean_of
+from lmworks_validation.components import components
+from lmworks_validation.replay import THRESHOLDS, current_errors, mean_of, memory, replay, seconds
+from lmworks_validation.sources import SOURCES, Measured
 
 PAGE = Path(__file__).parent.parent / "docs" / "validation.md"
-BEGIN, END = "<!-- table: benchmarks/validation.py -->\n", "<!-- end of table -->"
-PARTS, PARTS_END = "<!-- parts: benchmarks/validation.py -->\n", "<!-- end of parts -->"
-OWN, OWN_END = "<!-- own: benchmarks/validation.py -->\n", "<!-- end of own -->"
+BEGIN, END = "<!-- table: validation/write_tables.py -->\n", "<!-- end of table -->"
+PARTS, PARTS_END = "<!-- parts: validation/write_tables.py -->\n", "<!-- end of parts -->"
+OWN, OWN_END = "<!-- own: validation/write_tables.py -->\n", "<!-- end of own -->"
 SECTIONS = ("data.", "parallel.", "precision.", "model.")
 OWN_COLUMNS = ("run", "allocated, GB", "error, %", "step, ms", "error, %")
 

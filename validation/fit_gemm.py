@@ -1,7 +1,7 @@
 """Fit the constants of matrix products to measured ones, and say how far off they are.
 
-    python benchmarks/fit_gemm.py --data DIR            errors of a fit, on rows and systems that it has not seen
-    python benchmarks/fit_gemm.py --data DIR --write    the same, and write src/lmworks/plan/devices/gemm.toml
+    python validation/fit_gemm.py --data DIR            errors of a fit, on rows and systems that it has not seen
+    python validation/fit_gemm.py --data DIR --write    the same, and write src/lmworks/plan/devices/gemm.toml
 
 DIR holds aiconfigurator_gemm_bf16_measured.csv.gz (ai-dynamo/aiconfigurator, systems/data: bf16 products as
 TensorRT-LLM runs them, 9 systems). A fifth of the rows, by a hash of system and shape, is kept out of every fit. A
@@ -21,8 +21,8 @@ import numpy as np
 
 from lmworks.plan.devices import rates
 from lmworks.plan.devices.gemm import gemm_seconds
-from lmworks.plan.tables.kernels import PRODUCTS, products
 from lmworks.spec import Gpu, catalogue
+from lmworks_validation.components import PRODUCTS, products
 
 SOURCE = "github:ai-dynamo/aiconfigurator@095f58a51c:aic-core/src/aiconfigurator_core/systems/data/*/gemm"
 RESULT = Path(rates.__file__).with_name("gemm.toml")
@@ -113,7 +113,7 @@ def errors(rows: Table, gpu: Gpu, fits: Mapping[str, Any]) -> dict[str, float]:
 
 def write(fits: Mapping[str, Any], scores: Mapping[str, Mapping[str, Any]]) -> None:
     lines = [
-        "# Constants of matrix products; what they mean is in gemm.py. Written by benchmarks/fit_gemm.py from bf16",
+        "# Constants of matrix products; what they mean is in gemm.py. Written by validation/fit_gemm.py from bf16",
         f"# products that others measured ({SOURCE}).",
         "# Errors in percent: on rows kept out of the fit, and with the whole system left out.",
     ]

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...spec import RunSpec, SpecError, catalogue, load_run
-from ...spec.errors import did_you_mean
-from ..case import Case
-from ..software import as_measured
-from ..step.constants import REFERENCE_LAUNCH_S
-from .columns import read
-from .rows import Job, job
+from lmworks.plan.case import Case
+from lmworks.plan.software import as_measured
+from lmworks.plan.step.constants import REFERENCE_LAUNCH_S
+from lmworks.plan.tables.columns import read
+from lmworks.plan.tables.rows import Job, job
+from lmworks.spec import RunSpec, SpecError, catalogue, load_run
+from lmworks.spec.errors import did_you_mean
 
-PUBLISHED = Path(__file__).with_name("published")
+PUBLISHED = Path(__file__).parent.parent / "published"
 GIB = 2**30
 
 

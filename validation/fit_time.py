@@ -1,6 +1,6 @@
 """Fit the constants of a step's time to what others measured, and write src/lmworks/plan/step/fitted.toml.
 
-    python benchmarks/fit_time.py --data DIR
+    python validation/fit_time.py --data DIR
 
 Least squares on log(predicted / measured), with a prior for every constant, every source weighing the same however
 many rows it has. Rows that are suspect, or whose layout is inferred, are left out; so are whole runs of our own trainer
@@ -27,8 +27,8 @@ from lmworks.plan.step.constants import FITTED, Constants
 from lmworks.plan.step.price import price_uncalibrated
 from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.rows import Job
-from lmworks.plan.tables.sources import SOURCES, Measured
 from lmworks.spec import ModelSpec, catalogue
+from lmworks_validation.sources import SOURCES, Measured
 
 Array = NDArray[np.float64]
 NUMBERS = {entry.name for entry in fields(Case) if "Number" in str(entry.type)}
@@ -269,7 +269,7 @@ def inline(figures: dict[str, float]) -> str:
 
 
 HEADER = """\
-# Constants of a step's time: what they mean is in constants.py. Written by benchmarks/fit_time.py from published runs
+# Constants of a step's time: what they mean is in constants.py. Written by validation/fit_time.py from published runs
 # (published/*.csv), the tables of vTrain (github:VIA-Research/vTrain@f8dda8473a) and SimuMax
 # (github:MooreThreads/SimuMax@4dcaae513b), and eight runs of nanoGPT, HF and torchtitan on one H200 (anchors).
 #

@@ -1,7 +1,7 @@
 """Fit the curves of `src/lmworks/plan/devices/links.toml` to measured collectives, and say how far off they are.
 
-    python benchmarks/fit_links.py --data DIR            print errors: held-out rows, whole systems left out
-    python benchmarks/fit_links.py --data DIR --save     also write links.toml
+    python validation/fit_links.py --data DIR            print errors: held-out rows, whole systems left out
+    python validation/fit_links.py --data DIR --save     also write links.toml
 
 DIR holds aiconfigurator_nccl_measured.csv.gz, vtrain_measured_allreduce_lut.csv and nccl_allreduce_8xh200.csv.
 A key of the tables (system, collective, ranks, size) was measured several times, by several NCCL versions: the median
@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from lmworks.plan.devices.curves import LINKS, Curve, wire_share
-from lmworks.plan.tables.kernels import SYSTEMS, between_machines
 from lmworks.spec import catalogue
+from lmworks_validation.components import SYSTEMS, between_machines
 
 KNOTS = np.arange(9, 29.1, 2)  # log2 of message bytes
 SMOOTH = 0.1  # weight of a bend between knots, beside a row's log error
@@ -211,7 +211,7 @@ def score_network() -> dict[str, dict[str, float]]:
 
 def write(curves: dict[str, Curve], result: dict[str, dict[str, float]], network: dict[str, dict[str, float]]) -> None:
     """links.toml: the part above the marker is written by hand, the rest by this script."""
-    marker = "# Below this line: written by benchmarks/fit_links.py\n"
+    marker = "# Below this line: written by validation/fit_links.py\n"
     hand = LINKS.read_text(encoding="utf-8").split(marker)[0]
     lines = [
         hand + marker,

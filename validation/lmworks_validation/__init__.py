@@ -1,0 +1,1 @@
+"""The planner against measurements of other people: their tables, read and replayed."""
