@@ -37,7 +37,7 @@ RETIRED = {
     "look_ahead": "launch_next",
     "stands_alone": "is_sync_point",
     "Passed": "PassResult",
-    "face": "recover_bad_step",
+    "face": "BadStepRecovery",
     "remedy": "skip_or_lower_lr",
     "Trouble": "HealthIssue",
     "NotTaken": "StepRejected",

@@ -126,7 +126,7 @@ def saved(run_dir: Path, step: int | None = None) -> dict[str, Tensor]:
 
 def live(trainer: Trainer) -> dict[str, Tensor]:
     """A copy of the weights and the optimizer's state as they are now."""
-    return {name: value.clone() for name, value in flat(trainer.state()).items()}
+    return {name: value.clone() for name, value in flat(trainer.train_state.state_dict()).items()}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:

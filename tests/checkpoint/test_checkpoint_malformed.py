@@ -67,7 +67,7 @@ def load(reader: Trainer, run: Path) -> list[str]:
             shard.leaf.fill_(-1e30)
     position = reader.checkpoints.load_checkpoint(None)
     assert position is not None
-    reader.step, reader.cursor = position
+    reader.step, reader.cursor = position.step, position.cursor
     return refused
 
 

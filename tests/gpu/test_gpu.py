@@ -128,7 +128,7 @@ def test_resume_is_bitwise_in_deterministic_mode(dataset: Path, tmp_path: Path, 
     rest = Trainer.resume(tmp_path / "parts", quiet=True)
     rest.run()
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    mine, theirs = rest.state(), whole.state()
+    mine, theirs = rest.train_state.state_dict(), whole.train_state.state_dict()
     for section in theirs:
         for name, value in theirs[section].items():
             assert torch.equal(mine[section][name], value), f"{section}: {name}"

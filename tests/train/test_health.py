@@ -159,8 +159,8 @@ def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, 
         raise Crash
 
     if place == "save":
-        skip_to = Trainer.skip_to
-        patch = mock.patch.object(Trainer, "skip_to", lambda *args: (skip_to(*args), die()))
+        skip_data = rewind.skip_data
+        patch = mock.patch.object(rewind, "skip_data", lambda *args: (skip_data(*args), die()))
     else:
         patch = mock.patch.object(rewind, "delete_after", die)
     with patch, pytest.raises(Crash):

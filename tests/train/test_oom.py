@@ -26,7 +26,6 @@ from lmworks.record import RunFolder
 from lmworks.record.oom import OutOfMemory, as_oom, is_oom, requested_bytes
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
-from lmworks.train.oom import describe_oom
 from tiny import before_step, built, events, make_spec, write_spec
 
 GIB, MIB = 2**30, 2**20
@@ -148,7 +147,7 @@ def test_after_a_step_it_is_worth_another_try(dataset: Path, tmp_path: Path) -> 
     trainer = built(make_spec(dataset), tmp_path / "run")
     for began, step, final in ((None, 0, True), (4, 4, True), (4, 5, False)):
         trainer.start_step, trainer.step = began, step
-        error = describe_oom(RuntimeError(CPU), trainer)
+        error = trainer.describe_oom(RuntimeError(CPU))
         assert isinstance(error, OutOfMemory) and error.final is final
         assert "4 GiB more could not be allocated" in str(error)
 

@@ -61,7 +61,7 @@ def bench_train(
         progress(f"measuring products and memory of {device_name(device)}", 0, 0)
         peak_rates = [measured_peak_rates(device, spec.precision.dtype)] if trainer.lead else []
         try:
-            measured = with_oom_report(trainer, lambda: time_steps(trainer, steps, kernels, progress))
+            measured = with_oom_report(trainer.describe_oom, lambda: time_steps(trainer, steps, kernels, progress))
         except OutOfMemory as error:
             error.args = (
                 f"{error}; {device_name(device)} has {gib(memory_bytes(device))}: lower data.micro_batch, or use "

@@ -1,11 +1,13 @@
-"""Checkpoints of a trainer: what is saved, asynchronous saves, resuming."""
+"""Checkpoints of a run: what is saved, asynchronous saves, resuming."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .. import checkpoint
 from ..checkpoint.async_save import AsyncSaver, SaveResult
@@ -15,59 +17,71 @@ from ..checkpoint.format.remote_copies import CopyResult, RemoteCopier
 from ..checkpoint.format.validation import DamagedError
 from ..checkpoint.rank_errors import first_failure
 from ..parallel.initial_weights import is_hf
+from ..parallel.precision import LossScale
 from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import RunFolder
-from ..spec import CheckpointError, DataError, LMWorksError, SpecError
+from ..spec import CheckpointError, DataError, LMWorksError, RunSpec, SpecError
 from ..spec.resumed import refused_changes
+from .health.bad_step import Health
 from .health.finite import first_nonfinite_tensor, named_tensors
+from .position import EventRecorder, Position
 from .resume_metadata import wrong_meta
 from .rng import rng_state, set_rng_state, wrong_rng
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .train_state import TrainState
 
 
 class CheckpointManager:
-    """Saves and loads the state of one trainer."""
+    """Saves and loads the state of a run."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.spec = trainer.spec.checkpoint
-        self.root = trainer.folder.checkpoints
+    def __init__(
+        self,
+        run_spec: RunSpec,
+        state: TrainState,
+        loss_scale: LossScale,
+        health: Health,
+        data_digest: str,
+        recorder: EventRecorder,
+        device: torch.device,
+    ) -> None:
+        self.run_spec, self.spec = run_spec, run_spec.checkpoint
+        self.state, self.loss_scale, self.health = state, loss_scale, health
+        self.data_digest = data_digest
+        self.recorder, self.folder = recorder, recorder.folder
+        self.device = device
+        self.root = self.folder.checkpoints
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
-        self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and trainer.lead else None
+        self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.lead else None
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
 
-    def save(self, wait: bool) -> float:
+    def save(self, at: Position, wait: bool) -> float:
         """Save; with `wait` (or without checkpoint.asynchronous) return only once it is committed.
 
         Returns the seconds that training was stalled.
         """
         began = time.perf_counter()
-        state, meta = {**self.trainer.state(), "rng": rng_state()}, self.meta()
-        if self.async_saver is None or not self.save_async(self.async_saver, state, meta, wait, began):
-            path = checkpoint.save(self.root, self.trainer.step, state, meta, self.keep, self.spec.hash)
-            self.record_committed(SaveResult(self.trainer.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
+        state, meta = {**self.state.state_dict(), "rng": rng_state()}, self.meta(at.cursor)
+        if self.async_saver is None or not self.save_async(self.async_saver, at.step, state, meta, wait, began):
+            path = checkpoint.save(self.root, at.step, state, meta, self.keep, self.spec.hash)
+            self.record_committed(SaveResult(at.step, path, 0.0, bytes_of(path)), time.perf_counter() - began)
         if wait and self.copies is not None:
             for copied in self.copies.drain():
                 self.record_copy(copied)
         return time.perf_counter() - began
 
-    def meta(self) -> dict[str, Any]:
+    def meta(self, cursor: int) -> dict[str, Any]:
         """State that is not tensors."""
-        trainer = self.trainer
-        meta = {"cursor": trainer.cursor, "data": trainer.batches.digest, "loss_scale": trainer.loss_scale.state_dict()}
-        return meta | {"health": trainer.health.state_dict(), "spec": trainer.spec.to_dict()}
+        meta = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
+        return meta | {"health": self.health.state_dict(), "spec": self.run_spec.to_dict()}
 
     def save_async(
-        self, async_saver: AsyncSaver, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
+        self, async_saver: AsyncSaver, step: int, state: dict[str, Any], meta: dict[str, Any], wait: bool, began: float
     ) -> bool:
         """False if it was waited for and failed: the state is still here to be saved again."""
         self.record_save(async_saver.wait())  # one at a time
         run_on_rank_zero(self.refuse_repeated_failure)
-        async_saver.save(self.trainer.step, state, meta)
+        async_saver.save(step, state, meta)
         self.stall_s = time.perf_counter() - began
         if not wait:
             return True
@@ -97,7 +111,7 @@ class CheckpointManager:
             self.record_committed(ended, self.stall_s)
             return
         self.failures.append(f"cannot save {ended.path}: {ended.error}")
-        self.trainer.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
+        self.recorder.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
         print(f"{self.failures[-1]}; older checkpoints are as they were", file=sys.stderr, flush=True)
 
     def refuse_repeated_failure(self) -> None:
@@ -108,7 +122,7 @@ class CheckpointManager:
     def record_committed(self, ended: SaveResult, stall_s: float) -> None:
         self.failures = []
         times = {"seconds": round(stall_s, 4), "write_s": round(ended.seconds, 4)}
-        self.trainer.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
+        self.recorder.event("save", ended.step, path=ended.path.name, bytes=ended.bytes, **times)
         if self.copies is not None:
             self.copies.add(ended.path)
 
@@ -117,9 +131,9 @@ class CheckpointManager:
             return
         fields = {"path": copied.folder.name, "remote": self.spec.remote, "seconds": round(copied.seconds, 4)}
         if not copied.error:
-            self.trainer.event("copy", checkpoint.step_of(copied.folder), **fields)
+            self.recorder.event("copy", checkpoint.step_of(copied.folder), **fields)
             return
-        self.trainer.event("copy_failed", checkpoint.step_of(copied.folder), **fields, error=copied.error)
+        self.recorder.event("copy_failed", checkpoint.step_of(copied.folder), **fields, error=copied.error)
         print(f"cannot copy {copied.folder} to {self.spec.remote}: {copied.error}", file=sys.stderr, flush=True)
 
     def close(self, error: Exception | None = None) -> None:
@@ -133,8 +147,8 @@ class CheckpointManager:
         if self.copies is not None:
             self.copies.close()
 
-    def load(self, step: int | None = None) -> tuple[int, int] | None:
-        """Load the newest intact checkpoint (or that of `step`); returns its step and data cursor, None without one.
+    def load(self, step: int | None = None) -> Position | None:
+        """Load the newest intact checkpoint (or that of `step`); returns its position, None without one.
 
         Damaged checkpoints are reported.
         """
@@ -142,20 +156,13 @@ class CheckpointManager:
         if position is None:
             self.load_initial_weights()
         if self.spec.asynchronous and self.async_saver is None:
-            state = {**self.trainer.state(), "rng": rng_state()}
-            self.async_saver = AsyncSaver(
-                self.root,
-                self.keep,
-                state,
-                self.trainer.device,
-                self.spec.hash,
-                self.trainer.spec.watch.timeout_s,
-            )
+            state = {**self.state.state_dict(), "rng": rng_state()}
+            timeout_s = self.run_spec.watch.timeout_s
+            self.async_saver = AsyncSaver(self.root, self.keep, state, self.device, self.spec.hash, timeout_s)
         return position
 
-    def load_checkpoint(self, step: int | None) -> tuple[int, int] | None:
-        trainer = self.trainer
-        state: dict[str, Any] = {**trainer.state(), "rng": None}
+    def load_checkpoint(self, step: int | None) -> Position | None:
+        state: dict[str, Any] = {**self.state.state_dict(), "rng": None}
         manifest = checkpoint.load(
             self.root,
             state,
@@ -168,31 +175,31 @@ class CheckpointManager:
         if manifest is None:
             run_on_rank_zero(self.refuse_missing)
             return None
-        trainer.load_state(state)
+        self.state.load_state_dict(state)
         set_rng_state(state["rng"])
-        trainer.loss_scale.load_state_dict(manifest.meta["loss_scale"])
-        trainer.health.load_state_dict(manifest.meta.get("health", {}))
-        return manifest.step, manifest.meta["cursor"]
+        self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
+        self.health.load_state_dict(manifest.meta.get("health", {}))
+        return Position(manifest.step, manifest.meta["cursor"])
 
     def check(self, manifest: Manifest) -> None:
         """Whether the run may resume from it: valid metadata, and the same spec and data."""
-        trainer, meta = self.trainer, manifest.meta
+        meta = manifest.meta
         if why := wrong_meta(manifest):
             raise DamagedError(why)
-        if changes := refused_changes(meta["spec"], trainer.spec):
+        if changes := refused_changes(meta["spec"], self.run_spec):
             raise SpecError(
-                f"{trainer.folder.spec_path} has {'; '.join(changes)} in step {manifest.step}: a resumed run cannot "
-                f"change that; put it back, or begin a new run with checkpoint.init = '{trainer.folder.path}'"
+                f"{self.folder.spec_path} has {'; '.join(changes)} in step {manifest.step}: a resumed run cannot "
+                f"change that; put it back, or begin a new run with checkpoint.init = '{self.folder.path}'"
             )
-        if meta["data"] != trainer.batches.digest:
+        if meta["data"] != self.data_digest:
             raise DataError(
-                f"{', '.join(trainer.spec.data.sources)} holds other tokens than those this run was trained on; "
+                f"{', '.join(self.run_spec.data.sources)} holds other tokens than those this run was trained on; "
                 "bring the old data back, or start a new run"
             )
 
     def refuse_missing(self) -> None:
         """A run that has saved does not restart at step 0 because its checkpoints are missing."""
-        steps = [event["step"] for event in self.trainer.folder.events() if event["kind"] == "save"]
+        steps = [event["step"] for event in self.folder.events() if event["kind"] == "save"]
         if steps:
             raise CheckpointError(
                 f"{self.root} has no checkpoint, though step {steps[-1]} was saved there; bring the folder back, "
@@ -201,32 +208,32 @@ class CheckpointManager:
 
     def load_initial_weights(self) -> None:
         """Weights of another run, if checkpoint.init names one; those of a Hugging Face folder are loaded already."""
-        source = self.trainer.spec.checkpoint.init
+        source = self.spec.init
         if not source or is_hf(Path(source)):
             return
-        state = {"model": self.trainer.state()["model"]}
+        state = {"model": self.state.state_dict()["model"]}
         folder = run_on_all_ranks(lambda: RunFolder.open(source))
         if checkpoint.load(folder.checkpoints, state, refused=self.record_refused) is None:
             raise collective_error(SpecError(f"checkpoint.init = {source!r} has no checkpoint to start from"))
-        self.trainer.load_state(state)
+        self.state.load_state_dict(state)
 
-    def set_aside_later(self) -> None:
+    def set_aside_later(self, step: int, attempt: int, quiet: bool) -> None:
         """After resuming at a chosen step: move later checkpoints away, so that no resume finds them.
 
         They are kept, since they may be good. Remote copies of them are deleted when this step has been copied again.
         """
-        step, place = self.trainer.step, self.root / f"set-aside-{self.trainer.attempt}"
+        place = self.root / f"set-aside-{attempt}"
         steps = run_on_rank_zero(lambda: set_aside(self.root, step, place))
-        if not steps or not self.trainer.lead:
+        if not steps or not self.recorder.lead:
             return
-        self.trainer.event("set_aside", step, attempt=self.trainer.attempt, steps=steps, path=place.name)
-        if not self.trainer.quiet:
+        self.recorder.event("set_aside", step, attempt=attempt, steps=steps, path=place.name)
+        if not quiet:
             print(f"checkpoints after step {step} are in {place} now: {', '.join(map(str, steps))}", flush=True)
         if self.copies is not None:
             self.copies.add(self.root / f"step-{step:06d}")
 
     def record_refused(self, path: Path, reason: str) -> None:
-        self.trainer.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
+        self.recorder.event("refused", checkpoint.step_of(path), path=path.name, reason=reason)
         print(refusal_text(path, reason), file=sys.stderr, flush=True)
 
 

@@ -1,50 +1,50 @@
-"""After a rejected step: skip its data, or rewind to an earlier checkpoint."""
+"""After a rejected step: rewind to an earlier checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .. import checkpoint
 from ..checkpoint.format.folders import discard
 from ..parallel.world import collective_error, run_on_rank_zero
 from ..spec import CheckpointError, TrainingError
-from .health.bad_step import HealthIssue
+from .checkpoint_manager import CheckpointManager
+from .health.bad_step import Health, HealthIssue
+from .position import EventRecorder, Position, skip_data
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
-
-def rewind(trainer: Trainer, issue: HealthIssue) -> None:
+def rewind(
+    issue: HealthIssue, at: Position, health: Health, checkpoints: CheckpointManager, recorder: EventRecorder
+) -> Position:
     """Load a checkpoint from `health.rewind_steps` ago, and skip the data since then if they may be the cause.
 
-    Checkpoints after it are deleted, but only after the state with its new cursor is saved: a run that is killed in
-    between rewinds to the same place again.
+    Returns the new position. Checkpoints after it are deleted, but only after the state with its new cursor is saved: a
+    run that is killed in between rewinds to the same place again.
     """
     corrupt = issue.kind == "corruption"  # every checkpoint was compared before it was saved, and the data are good
-    taken, bad, now = trainer.step, trainer.cursor, trainer.health.state
-    failed = taken if issue.taken else taken + 1
+    now = health.state
+    failed = at.step if issue.taken else at.step + 1
     # The last rewind target is sound: a new issue soon after lies in the data that followed, not further back.
-    at_most = failed - 1 if corrupt else max(failed - trainer.spec.health.rewind_steps, now.rewound_to)
-    root = trainer.folder.checkpoints
-    trainer.checkpoints.wait_for_pending()
-    target = run_on_rank_zero(lambda: newest_intact(root, at_most, trainer.checkpoints.record_refused))
-    if target is None:
+    at_most = failed - 1 if corrupt else max(failed - health.spec.rewind_steps, now.rewound_to)
+    checkpoints.wait_for_pending()
+    target = run_on_rank_zero(lambda: newest_intact(checkpoints.root, at_most, checkpoints.record_refused))
+    position = checkpoints.load(target) if target is not None else None
+    if position is None:
         raise collective_error(
             TrainingError(
                 f"step {failed}: {issue.what}{issue.where}; health.{issue.kind} = 'rewind' found no checkpoint "
                 f"of step {at_most} or before to go back to; use a smaller checkpoint.every or health.rewind_steps"
             )
         )
-    trainer.load(target)
-    trainer.health.carry_over(now)
-    trainer.health.state.rewound_to = target
-    trainer.event("rewind", failed, from_step=taken, to_step=target, reason=issue.kind)
-    if not corrupt:
-        trainer.skip_to(bad if issue.taken else bad + 1, issue.kind)  # after a taken step the cursor is past its data
-    trainer.save()
-    run_on_rank_zero(lambda: delete_after(root, target))
+    health.carry_over(now)
+    health.state.rewound_to = position.step
+    recorder.event("rewind", failed, from_step=at.step, to_step=position.step, reason=issue.kind)
+    if not corrupt:  # after a taken step the cursor is past its data
+        position = skip_data(position, at.cursor if issue.taken else at.cursor + 1, issue.kind, recorder)
+    checkpoints.save(position, wait=True)
+    run_on_rank_zero(lambda: delete_after(checkpoints.root, position.step))
+    return position
 
 
 def newest_intact(root: Path, at_most: int, refused: Callable[[Path, str], None]) -> int | None:

@@ -30,9 +30,10 @@ from ..spec import RunSpec
 from .async_step import LaunchedPasses, PassLauncher, recompute_gradients
 from .device import PeakMemory
 from .health.bad_step import Health
-from .health.bad_step_recovery import PassResult, record_issue, recover_bad_step
+from .health.bad_step_recovery import BadStepRecovery, PassResult
 from .health.stats import BlockStats
 from .optim import learning_rate
+from .position import EventRecorder, Position
 from .rng import rng_state
 from .signals import StopSignals
 from .step_scalars import ScalarReader, UpdateGate, make_gate
@@ -54,6 +55,8 @@ class Stepper:
     health: Health
     reader: ScalarReader
     launcher: PassLauncher
+    recovery: BadStepRecovery
+    recorder: EventRecorder
     batches: Batches
     memory: PeakMemory
     stop: StopSignals
@@ -69,9 +72,12 @@ class Stepper:
         (part,) = self.parallel_model.parts.values()
         return part
 
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.cursor)
+
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
-        if self.lead:
-            self.folder.event(kind, self.step if step is None else step, **fields)
+        self.recorder.event(kind, self.step if step is None else step, **fields)
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """One optimizer step over the micro-batches of a global batch; the passes of `next_batches` stay pending."""
@@ -161,7 +167,7 @@ class Stepper:
             self.launcher.discard()
             result = recompute_gradients(launched, result, rerun)
         issues = self.health.check_step(result.loss, result.norm, self.loss_scale.scale > 1)
-        return recover_bad_step(self, issues, result, rerun, launched.rng_before) if issues else result
+        return self.recovery.recover(self.position, issues, result, rerun, launched.rng_before) if issues else result
 
     def learning_rate(self) -> float:
         """Of the current step."""
@@ -219,12 +225,12 @@ class Stepper:
         loss_mean, memory = total / max(1, tokens), self.read_rank_scalars(rank_scalars)
         if not math.isfinite(loss_mean):
             result = PassResult(loss_mean, math.nan, engine.loss_scale, memory)
-            recover_bad_step(self, self.health.check_step(loss_mean, math.nan, scaled=False), result)
+            self.recovery.recover(self.position, self.health.check_step(loss_mean, math.nan, scaled=False), result)
         computed = time.perf_counter()
         lr, scale = learning_rate(self.spec.optim, self.step), engine.loss_scale
         norm = engine.step(lr)
         for issue in self.health.check_step(loss_mean, norm, scaled=True):  # DeepSpeed's update cannot be undone
-            record_issue(self, issue)
+            self.recovery.record_issue(self.position, issue)
         self.health.record_step(loss_mean, norm)
         if not math.isfinite(norm):
             self.event("overflow", self.step + 1, loss_scale=scale, next_scale=engine.loss_scale)

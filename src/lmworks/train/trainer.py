@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -26,7 +25,6 @@ from ..parallel.memory_preflight import refuse_missing_gpu
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.preflight import refuse_impossible
-from ..parallel.state_dict import load_into, training_state
 from ..parallel.world import (
     collective_error,
     init_distributed,
@@ -47,10 +45,12 @@ from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, with_gpu_name
 from .evaluate import Evaluation, evaluate, held_out
 from .health.bad_step import Health, StepRejected
+from .health.bad_step_recovery import BadStepRecovery
 from .health.corruption import check_replicas
 from .health.finite import check_state
 from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
+from .position import EventRecorder, skip_data
 from .prefetcher import Prefetcher
 from .profile import Profiler
 from .progress import Progress
@@ -70,6 +70,7 @@ from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
 from .step import Stepper
 from .step_scalars import ScalarReader
+from .train_state import TrainState
 from .watch import run_watchdog
 
 
@@ -152,8 +153,11 @@ class Trainer(Stepper):
         phase.enter("init")
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
-        with_oom = partial(with_oom_report, self, lambda: parallelize(self.spec, self.mesh, self.device, self.weights))
-        self.parallel_model = run_on_all_ranks(with_oom)
+        self.parallel_model = run_on_all_ranks(
+            lambda: with_oom_report(
+                self.describe_oom, lambda: parallelize(self.spec, self.mesh, self.device, self.weights)
+            )
+        )
         self.optimizer = make_optimizer(
             self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
         )
@@ -166,7 +170,12 @@ class Trainer(Stepper):
         self.reader = ScalarReader(self.device)
         self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
         self.stop_signal = 0
-        self.checkpoints = CheckpointManager(self)
+        self.recorder = EventRecorder(self.folder, self.lead)
+        self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
+        self.train_state = TrainState(self.parallel_model, self.optimizer, self.engine)
+        self.checkpoints = CheckpointManager(
+            self.spec, self.train_state, self.loss_scale, self.health, self.batches.digest, self.recorder, self.device
+        )
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
 
     def run(self) -> Evaluation:
@@ -184,9 +193,9 @@ class Trainer(Stepper):
                     stack.callback(self.checkpoints.close)
                     self.load(self.resume_from)
                 if self.resume_from is not None:
-                    self.checkpoints.set_aside_later()
+                    self.checkpoints.set_aside_later(self.step, attempt, self.quiet)
             except Exception as error:
-                cause = root_cause(describe_oom(error, self), self.watchdog)
+                cause = root_cause(self.describe_oom(error), self.watchdog)
                 if cause is not error:
                     raise cause from error
                 raise
@@ -226,9 +235,13 @@ class Trainer(Stepper):
         attempt = self.folder.next_attempt()
         return attempt, record_restart(self.folder, attempt, self.spec.fault.crash_loop)
 
+    def describe_oom(self, error: Exception) -> Exception:
+        final = self.start_step is None or self.step == self.start_step  # no step since this attempt began
+        return describe_oom(error, self.spec, self.mesh, self.device, getattr(self, "memory", None), final)
+
     def record_failure(self, error: Exception) -> None:
         """Record why the run ends. If another rank failed first, raise its error instead of this one."""
-        cause = root_cause(describe_oom(error, self), self.watchdog)
+        cause = root_cause(self.describe_oom(error), self.watchdog)
         facts = cause.facts if isinstance(cause, LMWorksError) else {}
         self.event("interrupt" if isinstance(cause, Interrupted) else "fail", error=str(cause), **facts)
         if cause is not error:
@@ -253,12 +266,14 @@ class Trainer(Stepper):
                 if self.stop_signal:
                     self.launcher.discard()
                 if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
-                    check_replicas(self)
+                    check_replicas(self.parallel_model, self.optimizer, self.health, self.position, self.recorder)
                 if saved:
-                    check_state(self)
+                    tensors = self.train_state.local_tensors()
+                    check_state(tensors, self.mesh, self.health, self.position, self.recorder)
             except StepRejected as rejected:
                 if rejected.issue.action == "rewind":
-                    rewind(self, rejected.issue)
+                    now = rewind(rejected.issue, self.position, self.health, self.checkpoints, self.recorder)
+                    self.step, self.cursor = now.step, now.cursor
                 else:
                     self.skip_to(self.cursor + 1, rejected.issue.kind, seconds=round(time.perf_counter() - began, 4))
                 continue
@@ -318,9 +333,7 @@ class Trainer(Stepper):
             self.skip_to(self.cursor + 1, reason)
 
     def skip_to(self, cursor: int, reason: str, **fields: float) -> None:
-        """Do not train on the batches from the current cursor up to `cursor`."""
-        self.event("skip", self.step + 1, from_cursor=self.cursor, to_cursor=cursor, reason=reason, **fields)
-        self.cursor = cursor
+        self.cursor = skip_data(self.position, cursor, reason, self.recorder, **fields).cursor
 
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")
@@ -348,27 +361,11 @@ class Trainer(Stepper):
         for sink in self.sinks:
             sink.log(self.step, values)
 
-    def state(self) -> dict[str, Any]:
-        """Model and optimizer by name: the live tensors, to save, or to load into and then pass to `load_state`."""
-        if self.engine is not None:
-            return self.engine.state()
-        state = training_state(self.optimizer, self.parallel_model.shards, self.parallel_model.sharding, self.mesh)
-        state["model"] |= self.parallel_model.buffers()
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from what was loaded into `state`."""
-        if self.engine is not None:
-            self.engine.load(state)
-            return
-        load_into(self.parallel_model.shards, self.optimizer, state, self.mesh)
-        self.parallel_model.after_load()
-
     def save(self, wait: bool = True) -> float:
         """Save a checkpoint; an asynchronous one is waited for only with `wait`. Returns the stall in seconds."""
-        return self.checkpoints.save(wait)
+        return self.checkpoints.save(self.position, wait)
 
     def load(self, step: int | None = None) -> None:
         """Resume from the newest intact checkpoint (or that of `step`), if there is one."""
         if position := self.checkpoints.load(step):
-            self.step, self.cursor = position
+            self.step, self.cursor = position.step, position.cursor

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...data import Batches
 from ...data.window import describe
+from ...parallel.parallel_model import ParallelModel
+from ...parallel.precision import LossScale
 from ...parallel.world import collective_error
 from ...spec import TrainingError
+from ..position import EventRecorder, Position
 from ..rng import set_rng_state
-from .bad_step import HealthIssue, StepRejected
+from .bad_step import Health, HealthIssue, StepRejected
 from .nonfinite import FROM_WEIGHT, FirstNonfiniteModule, first_nonfinite
-
-if TYPE_CHECKING:
-    from ..step import Stepper
 
 
 @dataclass(frozen=True)
@@ -37,55 +37,103 @@ class PassResult:
     grad_divisor: Tensor | None = None  # on the device of the gradients
 
 
-def recover_bad_step(
-    run: Stepper,
-    issues: list[HealthIssue],
-    result: PassResult,
-    rerun: Callable[[], PassResult] | None = None,  # reruns the passes of the step
-    rng_before: dict[str, Tensor] | None = None,  # random states before the passes
-) -> PassResult:
-    """The result to update the weights with; raises StepRejected, or the error that ends the run."""
-    nonfinite = issues[0].kind == "nonfinite"
-    if nonfinite:
-        parameter, rank, where = first_nonfinite(run.parallel_model.shards, run.mesh)
-        facts = {**issues[0].facts, "parameter": parameter, "rank": rank}
-        issues = [replace(issues[0], where=where, facts=facts)]
-    if rerun is not None and (nonfinite or run.spec.health.rerun):
-        result, issues = rerun_step(run, issues, result, rerun, rng_before)
-    for issue in issues:
-        record_issue(run, issue)
-    return apply_action(run, issues[0], result) if issues else result
+@dataclass(frozen=True)
+class BadStepRecovery:
+    parallel_model: ParallelModel
+    health: Health
+    loss_scale: LossScale
+    batches: Batches
+    recorder: EventRecorder
 
+    def recover(
+        self,
+        at: Position,
+        issues: list[HealthIssue],
+        result: PassResult,
+        rerun: Callable[[], PassResult] | None = None,  # reruns the passes of the step
+        rng_before: dict[str, Tensor] | None = None,  # random states before the passes
+    ) -> PassResult:
+        """The result to update the weights with; raises StepRejected, or the error that ends the run."""
+        nonfinite = issues[0].kind == "nonfinite"
+        if nonfinite:
+            parameter, rank, where = first_nonfinite(self.parallel_model.shards, self.parallel_model.mesh)
+            facts = {**issues[0].facts, "parameter": parameter, "rank": rank}
+            issues = [replace(issues[0], where=where, facts=facts)]
+        if rerun is not None and (nonfinite or self.health.spec.rerun):
+            result, issues = self.rerun_step(at, issues, result, rerun, rng_before)
+        for issue in issues:
+            self.record_issue(at, issue)
+        return self.apply_action(at, issues[0], result) if issues else result
 
-def rerun_step(
-    run: Stepper,
-    issues: list[HealthIssue],
-    result: PassResult,
-    rerun: Callable[[], PassResult],
-    rng_before: dict[str, Tensor] | None,
-) -> tuple[PassResult, list[HealthIssue]]:
-    """Rerun the step from the same random states. If the second result is good, the fault was transient."""
-    nonfinite = issues[0].kind == "nonfinite"
-    if rng_before is not None:
-        set_rng_state(rng_before)
-    run.parallel_model.clear()
-    with FirstNonfiniteModule(run.parallel_model.parts) if nonfinite else nullcontext() as first:
-        second = rerun()
-    left = run.health.check_step(second.loss, second.norm, run.loss_scale.scale > 1)
-    transient = not left
-    if run.spec.health.rerun:
-        same = repr((second.loss, second.norm)) == repr((result.loss, result.norm))
-        figures = {"loss": result.loss, "grad_norm": result.norm, "again": [second.loss, second.norm]}
-        reason = issues[0].kind
-        run.event(
-            "rerun", run.step + 1, reason=reason, transient=transient, same_bits=same, cursor=run.cursor, **figures
+    def rerun_step(
+        self,
+        at: Position,
+        issues: list[HealthIssue],
+        result: PassResult,
+        rerun: Callable[[], PassResult],
+        rng_before: dict[str, Tensor] | None,
+    ) -> tuple[PassResult, list[HealthIssue]]:
+        """Rerun the step from the same random states. If the second result is good, the fault was transient."""
+        reason, mesh = issues[0].kind, self.parallel_model.mesh
+        if rng_before is not None:
+            set_rng_state(rng_before)
+        self.parallel_model.clear()
+        with FirstNonfiniteModule(self.parallel_model.parts) if reason == "nonfinite" else nullcontext() as first:
+            second = rerun()
+        left = self.health.check_step(second.loss, second.norm, self.loss_scale.scale > 1)
+        transient = not left
+        if self.health.spec.rerun:
+            same = repr((second.loss, second.norm)) == repr((result.loss, result.norm))
+            fields = {"reason": reason, "transient": transient, "same_bits": same, "cursor": at.cursor}
+            fields |= {"loss": result.loss, "grad_norm": result.norm, "again": [second.loss, second.norm]}
+            self.recorder.event("rerun", at.step + 1, **fields)
+            if transient:
+                return second, []
+        if first is None:
+            return second, left
+        module, rank = first.name(mesh)
+        return result, [with_module(issues[0], module, rank if mesh else None, transient)]
+
+    def record_issue(self, at: Position, issue: HealthIssue) -> None:
+        """Write an event, with a description of the batch."""
+        if self.recorder.lead:
+            kind = "fault" if issue.kind == "nonfinite" else "spike"
+            data = describe(self.batches, at.cursor)
+            facts = {"reason": issue.kind, "action": issue.action, "cursor": at.cursor, **issue.facts}
+            facts["what"] = issue.what + issue.where
+            self.recorder.event(kind, at.step + 1, **facts, data=data)
+
+    def apply_action(self, at: Position, issue: HealthIssue, result: PassResult) -> PassResult:
+        if issue.action == "log":
+            return result
+        tried = ""
+        if issue.action != "stop":
+            if not self.health.actions_exhausted(at.cursor):
+                return self.skip_or_lower_lr(at, issue, result)
+            spec = self.health.spec
+            tried = f" ({issue.action} did not help {spec.max_actions} times within {spec.window} steps)"
+        self.parallel_model.clear()
+        folder = self.recorder.folder
+        raise collective_error(
+            TrainingError(
+                f"step {at.step + 1}: {issue.what}{issue.where}{tried}; the step was not taken and the weights are as "
+                f"they were; lower optim.lr in {folder.spec_path} and resume, or look at its data: "
+                f"lmworks data window {folder.path} --cursor {at.cursor}"
+            )
         )
-        if transient:
-            return second, []
-    if first is None:
-        return second, left
-    module, rank = first.name(run.mesh)
-    return result, [with_module(issues[0], module, rank if run.mesh else None, transient)]
+
+    def skip_or_lower_lr(self, at: Position, issue: HealthIssue, result: PassResult) -> PassResult:
+        self.health.record_action(at.cursor)
+        if issue.action == "lower_lr":
+            self.health.lower_lr(at.step)
+            state = self.health.state
+            self.recorder.event(
+                "lower_lr", at.step + 1, factor=state.lr_factor, until=state.lr_until, reason=issue.kind
+            )
+            if issue.kind != "nonfinite":
+                return result  # the step is taken, at the lower rate
+        self.parallel_model.clear()
+        raise StepRejected(issue)
 
 
 def with_module(issue: HealthIssue, module: str | None, rank: int | None, transient: bool) -> HealthIssue:
@@ -97,44 +145,3 @@ def with_module(issue: HealthIssue, module: str | None, rank: int | None, transi
     if transient:
         where += "; computed again it is finite, so the machine failed, not the data"
     return replace(issue, where=where, facts=facts)
-
-
-def record_issue(run: Stepper, issue: HealthIssue) -> None:
-    """Write an event, with a description of the batch."""
-    if run.lead:
-        kind = "fault" if issue.kind == "nonfinite" else "spike"
-        data = describe(run.batches, run.cursor)
-        facts = {"reason": issue.kind, "action": issue.action, "cursor": run.cursor, **issue.facts}
-        facts["what"] = issue.what + issue.where
-        run.event(kind, run.step + 1, **facts, data=data)
-
-
-def apply_action(run: Stepper, issue: HealthIssue, result: PassResult) -> PassResult:
-    if issue.action == "log":
-        return result
-    tried = ""
-    if issue.action != "stop":
-        if not run.health.actions_exhausted(run.cursor):
-            return skip_or_lower_lr(run, issue, result)
-        health = run.spec.health
-        tried = f" ({issue.action} did not help {health.max_actions} times within {health.window} steps)"
-    run.parallel_model.clear()
-    raise collective_error(
-        TrainingError(
-            f"step {run.step + 1}: {issue.what}{issue.where}{tried}; the step was not taken and the weights are as "
-            f"they were; lower optim.lr in {run.folder.spec_path} and resume, or look at its data: "
-            f"lmworks data window {run.folder.path} --cursor {run.cursor}"
-        )
-    )
-
-
-def skip_or_lower_lr(run: Stepper, issue: HealthIssue, result: PassResult) -> PassResult:
-    run.health.record_action(run.cursor)
-    if issue.action == "lower_lr":
-        run.health.lower_lr(run.step)
-        memory = run.health.state
-        run.event("lower_lr", run.step + 1, factor=memory.lr_factor, until=memory.lr_until, reason=issue.kind)
-        if issue.kind != "nonfinite":
-            return result  # the step is taken, at the lower rate
-    run.parallel_model.clear()
-    raise StepRejected(issue)

@@ -8,56 +8,44 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...parallel.mesh import Mesh
 from ...parallel.world import collective_error
 from ...spec import TrainingError
-from .bad_step import HealthIssue, StepRejected
+from ..position import EventRecorder, Position
+from .bad_step import Health, HealthIssue, StepRejected
 from .nonfinite import all_gather_object
-
-if TYPE_CHECKING:
-    from ..step import Stepper
 
 Named = Iterable[tuple[str, Tensor]]
 
 
-def check_state(run: Stepper) -> None:
+def check_state(state: Named, mesh: Mesh | None, health: Health, at: Position, recorder: EventRecorder) -> None:
     """On every rank, between a step and its save. The run rewinds if health.nonfinite says so, or ends."""
-    per_rank = all_gather_object(first_nonfinite_tensor(local_state(run)), run.mesh)
+    per_rank = all_gather_object(first_nonfinite_tensor(state), mesh)
     found = [(rank, bad) for rank, bad in enumerate(per_rank) if bad]
     if not found:
         return
     rank, (name, count) = found[0]
     what = f"{name} has {count:,} value{'' if count == 1 else 's'} of NaN or Inf"
-    where = "" if run.mesh is None else f" on rank {rank}"
-    action = run.spec.health.nonfinite
-    facts = {"parameter": name, "rank": None if run.mesh is None else rank, "values": count}
-    run.event("fault", reason="nonfinite", action=action, cursor=run.cursor - 1, what=what + where, **facts)
-    if action == "rewind" and not run.health.actions_exhausted(run.cursor):
-        run.health.record_action(run.cursor)
+    where = "" if mesh is None else f" on rank {rank}"
+    action = health.spec.nonfinite
+    facts = {"reason": "nonfinite", "action": action, "cursor": at.cursor - 1, "what": what + where}
+    facts |= {"parameter": name, "rank": None if mesh is None else rank, "values": count}
+    recorder.event("fault", at.step, **facts)
+    if action == "rewind" and not health.actions_exhausted(at.cursor):
+        health.record_action(at.cursor)
         raise StepRejected(HealthIssue("nonfinite", "rewind", what, where, taken=True))
     raise collective_error(
         TrainingError(
-            f"step {run.step}: after the update {what}{where}; nothing of it was saved, and the newest checkpoint "
-            f"is from before: resume from it with lmworks resume {run.folder.path}; if it happens again, lower "
-            f"optim.lr in {run.folder.spec_path}"
+            f"step {at.step}: after the update {what}{where}; nothing of it was saved, and the newest checkpoint "
+            f"is from before: resume from it with lmworks resume {recorder.folder.path}; if it happens again, lower "
+            f"optim.lr in {recorder.folder.spec_path}"
         )
     )
-
-
-def local_state(run: Stepper) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of the state that a checkpoint holds, on its device."""
-    if run.engine is not None:
-        yield from run.engine.pieces()
-        return
-    for shard in run.parallel_model.shards:
-        yield shard.name, shard.leaf.detach()
-        for key, value in run.optimizer.state.get(shard.leaf, {}).items():
-            yield f"{shard.name}.{key}", value
-    yield from run.parallel_model.buffers().items()
 
 
 def named_tensors(tree: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

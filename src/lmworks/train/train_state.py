@@ -1,0 +1,49 @@
+"""Model and optimizer as one state: what a checkpoint saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel.deepspeed import DeepSpeedEngine
+from ..parallel.parallel_model import ParallelModel
+from ..parallel.state_dict import load_into, training_state
+
+
+@dataclass(frozen=True)
+class TrainState:
+    parallel_model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    engine: DeepSpeedEngine | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name: the live tensors, to save, or to load into and then pass to `load_state_dict`."""
+        if self.engine is not None:
+            return self.engine.state()
+        model = self.parallel_model
+        state = training_state(self.optimizer, model.shards, model.sharding, model.mesh)
+        state["model"] |= model.buffers()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what was loaded into `state`."""
+        if self.engine is not None:
+            self.engine.load(state)
+            return
+        load_into(self.parallel_model.shards, self.optimizer, state, self.parallel_model.mesh)
+        self.parallel_model.after_load()
+
+    def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of the state that a checkpoint holds, on its device."""
+        if self.engine is not None:
+            yield from self.engine.pieces()
+            return
+        for shard in self.parallel_model.shards:
+            yield shard.name, shard.leaf.detach()
+            for key, value in self.optimizer.state.get(shard.leaf, {}).items():
+                yield f"{shard.name}.{key}", value
+        yield from self.parallel_model.buffers().items()
