@@ -10,6 +10,8 @@
 
 results/mutation_ROOM.json is written after every mutant; the next call continues where the last one stopped. A survivor
 that no test can detect gets a reason in its field "equivalent" by hand; later runs keep it and do not count the mutant.
+After tests were improved, --retry runs the survivors of that file again. It keeps the sample, although the new tests
+may cover more lines. "first_result" of a row is the result before.
 Processes that a test starts as new programs are not traced, but they do run the mutant.
 """
 
@@ -86,10 +88,10 @@ class Coverage:
     seconds: dict[str, float]  # by test
 
     def covering(self, file: str, line: int) -> list[str]:
-        """Tests of a line, the quickest first; of a line that runs at import, the tests of the whole file."""
+        """Tests of a line, the quickest first; of a line that runs at import (a constant, a field), all of the room."""
         tests = self.tests_of[file].get(line, set()) - {COLLECTION}
         if not tests:
-            tests = set().union(*self.tests_of[file].values()) - {COLLECTION}
+            tests = set().union(*(of for lines in self.tests_of.values() for of in lines.values())) - {COLLECTION}
         return sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test])
 
 
@@ -286,7 +288,10 @@ def run_mutant(mutant: Mutant, coverage: Coverage, tree: Path) -> dict[str, Any]
     )
     fields = {key: value for key, value in asdict(mutant).items() if key not in ("start", "end")}
     seconds = round(time.monotonic() - began, 1)
-    return {**fields, "result": result, "how": how, "tests": len(tests), "seconds": seconds, "equivalent": ""}
+    return {
+        **fields, "result": result, "first_result": result, "how": how, "tests": len(tests), "seconds": seconds,
+        "equivalent": "",
+    }  # fmt: skip
 
 
 def write_module(path: Path, text: bytes) -> None:
@@ -328,10 +333,11 @@ def first_failure(output: str) -> str:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     counted = [row for row in rows if not row["equivalent"]]
     killed = sum(row["result"] == "killed" for row in counted)
+    at_first = sum(row["first_result"] == "killed" for row in counted)
     share = round(killed / len(counted), 3) if counted else None
     return {
         "mutants": len(rows), "equivalent": len(rows) - len(counted), "killed": killed,
-        "survived": len(counted) - killed, "killed_share": share,
+        "survived": len(counted) - killed, "killed_share": share, "killed_at_first": at_first,
     }  # fmt: skip
 
 
@@ -354,17 +360,22 @@ def main() -> None:
     coverage = measure_coverage(room, tests, work)
     candidates = [m for file in sorted(coverage.tests_of) for m in mutants_of(file, set(coverage.tests_of[file]))]
     candidates = [mutant for mutant in candidates if coverage.covering(mutant.file, mutant.line)]
-    chosen = random.Random(options.seed).sample(candidates, min(options.mutants, len(candidates)))
     path = RESULTS / f"mutation_{name}.json"
-    known = {row["key"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    results = json.loads(path.read_text()) if path.exists() else {"rows": [], "possible": 0}
+    before = {row["key"]: row for row in results["rows"]}
+    possible = results["possible"] if options.retry else len(candidates)
     if options.retry:
-        known = {key: row for key, row in known.items() if row["result"] == "killed" or row["equivalent"]}
+        chosen = [mutant for mutant in candidates if mutant.key in before]
+        known = {key: row for key, row in before.items() if row["result"] == "killed" or row["equivalent"]}
+    else:
+        chosen = random.Random(options.seed).sample(candidates, min(options.mutants, len(candidates)))
+        known = before
     rows = {mutant.key: known[mutant.key] for mutant in chosen if mutant.key in known}
     print(f"{len(candidates)} possible mutants on covered lines, {len(chosen)} sampled, {len(rows)} known")
 
     def record() -> None:
         listed = [rows[mutant.key] for mutant in chosen if mutant.key in rows]
-        head = {"room": options.room, "tests": tests, "seed": options.seed, "possible": len(candidates)}
+        head = {"room": options.room, "tests": tests, "seed": options.seed, "possible": possible}
         path.write_text(json.dumps({**head, **summary(listed), "rows": listed}, indent=1, ensure_ascii=False) + "\n")
 
     trees: queue.Queue[Path] = queue.Queue()
@@ -384,6 +395,7 @@ def main() -> None:
             trees.put(copy_tree(Path(folder) / str(number)))
         for done in as_completed([pool.submit(work_on, mutant) for mutant in chosen if mutant.key not in rows]):
             row = done.result()
+            row["first_result"] = before.get(row["key"], row)["first_result"]
             rows[row["key"]] = row
             record()
             print(f"{row['result']:8} {row['seconds']:6.1f} s  {row['key']}", flush=True)

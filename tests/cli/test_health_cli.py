@@ -11,54 +11,18 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import app
 from lmworks.record import MetricsWriter, RunFolder
-from lmworks.record.triage import findings
 from lmworks.spec import RunSpec
 
-
-def data(z: float) -> dict[str, Any]:
-    return {"usual_bits": 4.5, "odd": [{"sample": 99, "entropy_bits": 0.5, "z": z}]}
-
-
-def step(kind: str, **fields: Any) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "step": 13,
-        "cursor": 12,
-        "action": "log",
-        "what": "loss 9 is high",
-        "data": data(1.0),
-        **fields,
-    }
-
-
-RERUN = {"kind": "rerun", "step": 13, "cursor": 12, "reason": "spike_loss", "loss": 9.0, "grad_norm": None}
-RERUN |= {"nonfinite": {"grad_norm": "inf"}, "again": [3.0, 1.0]}
-CORRUPT = {"kind": "corrupt", "step": 6, "rank": 2, "copies": [0, 1, 2], "parameters": ["w"], "action": "stop"}
-
-
-@pytest.mark.parametrize(
-    ("events", "cause", "why"),
-    [
-        ([step("spike", data=data(-8.0))], "data", "sample 99 has 0.50 bits a token, usual is 4.50"),
-        ([step("spike", data=data(8.0))], "data", "sample 99"),
-        ([step("spike")], "unclear", "health.rerun = true"),
-        ([{**RERUN, "transient": False}, step("spike")], "numbers", "the same when computed again"),
-        ([{**RERUN, "transient": True}], "machine", "computed again: loss 3, gradient norm 1"),
-        ([step("fault", transient=False)], "numbers", "the same when computed again"),
-        ([step("fault", transient=True, data=data(-8.0))], "machine", "it was finite"),
-        ([CORRUPT], "machine", "rank 2 is the odd one"),
-        ([{**CORRUPT, "rank": None}], "machine", "no side has the majority"),
-    ],
-)
-def test_a_cause_follows_from_the_events(events: list[dict[str, Any]], cause: str, why: str) -> None:
-    (found,) = findings([{"kind": "start", "step": 0}, *events])
-    assert found.cause == cause and why in found.why
+SPIKE: dict[str, Any] = {
+    "kind": "spike", "step": 13, "cursor": 12, "action": "log", "what": "loss 9 is high",
+    "data": {"usual_bits": 4.5, "odd": [{"sample": 99, "entropy_bits": 0.5, "z": -8.0}]},
+}  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     folder = RunFolder.create(tmp_path / "run", RunSpec.from_dict({"model": {"preset": "tiny"}}))
-    folder.event(**{"kind": "spike", **step("spike", data=data(-8.0))})
+    folder.event(**SPIKE)
     folder.event("skip", 13, from_cursor=12, to_cursor=13, reason="spike_loss")
     folder.event("lower_lr", 14, factor=0.5, until=0, reason="spike_grad")
     folder.event("overflow", 15, loss_scale=65536.0, next_scale=32768.0)

@@ -77,6 +77,17 @@ def test_of_two_ranks_that_differ_neither_is_called_the_cause() -> None:
         assert found.text == f"{text} (#4 of group world, in backward of step 17): either may be the cause"
 
 
+def test_of_two_mismatches_the_earlier_is_reported() -> None:
+    """What follows a mismatch is often its consequence."""
+    found = verdict(
+        report(0, call(9), call(4, "gloo:3")),
+        report(1, call(9, elements=9), call(4, "gloo:3", op="all_gather")),
+        report(2, call(9)),
+    )
+    assert (found.kind, found.ranks) == ("mismatch", (0, 1))
+    assert "(#4 of group pp (ranks 0, 1)," in found.text
+
+
 def test_uneven_messages_of_an_all_to_all_are_no_mismatch() -> None:
     found = verdict(*(report(rank, call(4, op="all_to_all", elements=rank)) for rank in range(4)))
     assert found.kind == "stuck" and "look at the network" in found.text

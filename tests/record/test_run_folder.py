@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -115,6 +116,18 @@ def test_only_one_process_holds_a_run(tmp_path):
         other = subprocess.run([sys.executable, "-c", holder, folder.path], capture_output=True, text=True)
         assert "run is in use: another process is training this run" in other.stderr
     assert not folder.is_locked()
+
+
+def test_others_can_read_a_run_but_not_change_it(tmp_path):
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    mask = os.umask(0o002)
+    try:
+        with folder.locked(), MetricsWriter(folder.metrics_path, 0) as metrics:
+            metrics.write(1, {"loss": 1.0})
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(folder.events_path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(folder.metrics_path.stat().st_mode) == 0o644
 
 
 def test_a_kill_lets_go_of_the_run(tmp_path):

@@ -55,6 +55,17 @@ def test_dp_is_resolved_by_strategy(fields: dict[str, Any], replicate: int, shar
     assert ParallelSpec.from_dict(spec.to_dict()) == spec
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_without_a_pipeline_there_is_one_stage_whatever_the_schedule(schedule: str) -> None:
+    assert ParallelSpec(schedule=schedule).virtual_stages == 1
+
+
+def test_the_last_step_can_be_profiled() -> None:
+    assert run(optim={"steps": 5}, log={"profile": [5, 5]}).log.profile == [5, 5]
+    with pytest.raises(SpecError, match=r"log.profile = \[6, 6\] begins after the last step: optim.steps = 5"):
+        run(optim={"steps": 5}, log={"profile": [6, 6]})
+
+
 def test_world() -> None:
     assert ParallelSpec(dp=2, tp=4, pp=3, cp=5, ep=2).world == 120  # ep is folded into dp
 
