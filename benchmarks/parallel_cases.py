@@ -163,7 +163,7 @@ CASES = [
 
 def symbols(spec: RunSpec) -> dict[str, float]:
     model, layout = spec.model, spec.parallel
-    experts = model.layers * model.experts * model.mlp_matrix(model.expert_ffn) if model.experts else 0
+    experts = model.layers * model.routed_params
     inner, outer = (
         2 * model.layers * model.norm_params,
         model.norm_params,

@@ -21,7 +21,7 @@ import numpy as np
 
 from lmworks.plan.serving.batching import Lengths, queueing_seconds, steady
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
-from lmworks.plan.serving.served_model import Experts, Linear, ServedModel, mlp
+from lmworks.plan.serving.served_model import Experts, Linear, ServedModel
 from lmworks.spec import ModelSpec, catalogue
 from lmworks_validation.components import SYSTEMS
 
@@ -30,6 +30,11 @@ FORMATS = {"fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "": "bf16"}
 
 
 # --- models, from their published configurations ---------------------------------------------------------
+
+
+def mlp(hidden: int, width: int, layers: int) -> list[Linear]:
+    """SwiGLU: gate and up are one product."""
+    return [Linear(hidden, 2 * width, layers), Linear(width, hidden, layers, split="rows")]
 
 
 def latent(name: str, *, heads: int, experts: int, dense: int, vocab: int) -> ServedModel:

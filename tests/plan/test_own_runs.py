@@ -22,7 +22,8 @@ from lmworks.parallel.activation_checkpointing import choose_recompute
 from lmworks.parallel.parallelize import gelu_blocks
 from lmworks.plan import fused, software
 from lmworks.plan.case import Case
-from lmworks.plan.network import LOGITS_IN_REGISTERS, MIN_LONG_ROW, loss, network
+from lmworks.plan.eager import LOGITS_IN_REGISTERS, MIN_LONG_ROW, loss
+from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
 from lmworks.plan.policies import policies
 from lmworks.plan.saved_activations import total

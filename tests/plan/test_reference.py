@@ -46,7 +46,7 @@ def test_size_and_weights_by_hand(path: Path) -> None:
         assert resident(spec, 0).parameters == 0
         return
     m = spec.model
-    experts = m.layers * m.experts * m.mlp_matrix(m.expert_ffn) if m.experts else 0
+    experts = m.layers * m.experts * 3 * m.hidden * m.expert_ffn if m.experts else 0
     if layout.strategy == "fsdp2":
         # Experts are sharded over all data-parallel ranks, but by their first dimension: one expert at least.
         shards = min(m.experts, layout.dp_replicate * layout.dp_shard * layout.cp) if m.experts else 1

@@ -23,7 +23,7 @@ from ..kernels.rope import rotate_both
 from ..kernels.swiglu import swiglu
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.gelu import gelu
-from ..spec import ModelSpec
+from ..spec import ModelSpec, components
 from . import rope
 from .activation_checkpointing import recomputed
 from .attention import Attend, dense
@@ -80,9 +80,9 @@ class Attention(nn.Module):
         self.q = Linear(spec.hidden, spec.q_dim, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
-        self.out = Linear(spec.q_dim, spec.hidden, bias=spec.bias)
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.out = Linear(spec.q_dim, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
@@ -258,12 +258,10 @@ class GPT(nn.Module):
 
 def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> Tensor:
     """A whole weight, drawn from a generator keyed by (seed, its name): equal under every layout and device."""
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "norm" in name:
-        return torch.ones(shape)
-    writes_residual = name.endswith(("attention.out.weight", "down.weight", "mlp.down"))
-    std = spec.init_std / math.sqrt(2 * spec.layers) if writes_residual else spec.init_std
+    init = components.find(spec, name).init
+    if init in ("zeros", "ones"):
+        return torch.full(shape, float(init == "ones"))
+    std = spec.init_std / math.sqrt(2 * spec.layers) if init == "residual" else spec.init_std
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     return torch.empty(shape).normal_(0.0, std, generator=generator)

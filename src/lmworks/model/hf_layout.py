@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..spec import ModelSpec
+from ..spec import ModelSpec, components
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,7 @@ def output_dim(parameter: Tensor) -> int:
 
 def layout(spec: ModelSpec, family: str, names: Container[str] = ()) -> Iterator[Stored]:
     """Every tensor of a checkpoint of this family; `names` are those of the one at hand, which may pack its experts."""
-    yield from gpt2(spec) if family == "gpt2" else decoder(spec, family, names)
-    if not spec.tie_embeddings:
-        yield Stored("lm_head.weight", ("head.weight",))
+    return gpt2(spec) if family == "gpt2" else decoder(spec, family, names)
 
 
 def linear(theirs: str, *ours: str, bias: bool, transposed: bool = False) -> Iterator[Stored]:
@@ -78,26 +76,21 @@ def gpt2(spec: ModelSpec) -> Iterator[Stored]:
         yield from linear(f"{h}.mlp.c_fc", f"{block}.mlp.up", bias=True, transposed=True)
         yield from linear(f"{h}.mlp.c_proj", f"{block}.mlp.down", bias=True, transposed=True)
     yield from linear("transformer.ln_f", "norm", bias=True)
+    if not spec.tie_embeddings:
+        yield Stored("lm_head.weight", ("head.weight",))
 
 
 def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Stored]:
-    """Llama, Mistral, Qwen, Mixtral: one layout, with or without biases, qk-norm and experts."""
-    yield Stored("model.embed_tokens.weight", ("embed.weight",))
+    """Llama, Mistral, Qwen, Mixtral: one layout, whose names are those of the components."""
+    for weight in (*components.embedding_weights(spec), *components.head_weights(spec)):
+        yield Stored(weight.hf, (weight.name,))
     for layer in range(spec.layers):
-        theirs, block = f"model.layers.{layer}", f"blocks.{layer}"
-        yield from linear(f"{theirs}.input_layernorm", f"{block}.attention_norm", bias=False)
-        for name in "qkv":
-            yield from linear(f"{theirs}.self_attn.{name}_proj", f"{block}.attention.{name}", bias=spec.qkv_bias)
-        yield from linear(f"{theirs}.self_attn.o_proj", f"{block}.attention.out", bias=spec.bias)
-        for name in ("q_norm", "k_norm") if spec.qk_norm else ():
-            yield from linear(f"{theirs}.self_attn.{name}", f"{block}.attention.{name}", bias=False)
-        yield from linear(f"{theirs}.post_attention_layernorm", f"{block}.mlp_norm", bias=False)
+        theirs = f"model.layers.{layer}"
+        for weight in components.layer_weights(spec, layer):
+            if weight.hf:
+                yield Stored(f"{theirs}.{weight.hf}", (weight.name,))
         if spec.experts:
-            yield from moe(spec, family, theirs, f"{block}.mlp", names)
-        else:
-            for name in ("gate", "up", "down"):
-                yield from linear(f"{theirs}.mlp.{name}_proj", f"{block}.mlp.{name}", bias=spec.bias)
-    yield from linear("model.norm", "norm", bias=False)
+            yield from moe(spec, family, theirs, f"blocks.{layer}.mlp", names)
 
 
 def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:

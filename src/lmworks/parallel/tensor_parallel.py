@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..kernels.training.cross_entropy import linear_cross_entropy
-from ..model.gpt import GPT, MLP, Attention, Embedding, Linear
+from ..model.gpt import GPT, Block, Embedding, Linear
 from ..model.moe import MoE
-from ..spec import ModelSpec, ParallelSpec, SpecError
+from ..spec import ModelSpec, ParallelSpec, SpecError, components
 from . import collectives
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
@@ -47,14 +47,7 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, shardin
         return
     cutter = TensorParallelizer(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
     for layer, block in zip(part.blocks, part.layers(), strict=True):
-        prefix = f"blocks.{layer}."
-        cutter.cut_attention(block.attention, f"{prefix}attention.", part.spec)
-        if isinstance(block.mlp, MLP):
-            cutter.cut_mlp(block.mlp, f"{prefix}mlp.")
-        else:
-            cutter.cut_experts(block.mlp, f"{prefix}mlp.")
-        for name in ("attention_norm", "mlp_norm"):
-            cutter.partial_if_sequence(getattr(block, name), f"{prefix}{name}.")
+        cutter.cut_block(block, f"blocks.{layer}.", part.spec)
     cutter.cut_ends(part)
 
 
@@ -148,79 +141,62 @@ class TensorParallelizer:
     sharding: ShardingPlan
     region: Region
 
-    def cut(self, module: nn.Module, prefix: str, name: str, dim: int) -> None:
-        self.sharding.cut(module, prefix, name, "tp", dim, self.mesh)
+    def cut_block(self, block: Block, prefix: str, spec: ModelSpec) -> None:
+        """Every weight as its component says, then the regions: attention, and the MLP or the experts."""
+        for weight in components.block_weights(spec):
+            self.cut(block, prefix, weight)
+        mixture = isinstance(block.mlp, MoE)
+        for linear in components.linears(spec):
+            if not (mixture and linear.name.startswith("mlp.")):  # experts leave their region as a whole
+                self.wrap(block, linear, spec)
+        block.attention.register_forward_pre_hook(on_input(self.region.enter_narrow))
+        if isinstance(block.mlp, MoE):
+            self.enter_experts(block.mlp)
+        else:
+            block.mlp.register_forward_pre_hook(on_input(self.region.enter_narrow))
 
-    def partial(self, module: nn.Module, prefix: str) -> None:
-        """Gradients of these whole weights are sums over `tp` of what each rank computes."""
-        self.sharding.partial.update({f"{prefix}{name}": "tp" for name, _ in module.named_parameters(recurse=False)})
+    def cut(self, root: nn.Module, prefix: str, weight: components.Weight) -> None:
+        """Replace a weight by this rank's shard, or note that its gradient is a sum over `tp` of what ranks compute."""
+        path, _, name = weight.name.rpartition(".")
+        tp = self.mesh.size("tp")
+        if (dim := weight.sharded(tp)) is not None:
+            self.sharding.cut(root.get_submodule(path), f"{prefix}{path}.", name, "tp", dim, self.mesh)
+        elif weight.partial(tp, self.region.sequence):
+            self.sharding.partial[f"{prefix}{weight.name}"] = "tp"
 
-    def partial_if_sequence(self, module: nn.Module, prefix: str) -> None:
-        if self.region.sequence:
-            self.partial(module, prefix)
+    def wrap(self, block: Block, linear: components.Linear, spec: ModelSpec) -> None:
+        """What a sharded layer computes beside its product."""
+        path, _, name = linear.name.rpartition(".")
+        owner, tp = block.get_submodule(path), self.mesh.size("tp")
+        layer = getattr(owner, name)
+        if linear.shard == "row":
+            setattr(owner, name, RowLinear(layer, self.region.leave))
+        elif linear.kv_heads % tp:  # tp / kv_heads neighbours have queries of the same key/value head
+            head = self.mesh.rank("tp") * linear.kv_heads // tp
+            setattr(owner, name, OneHeadLinear(layer, head, linear.outputs // linear.kv_heads))
 
-    def columns(self, linear: Linear, prefix: str) -> None:
-        for name, _ in list(linear.named_parameters()):
-            self.cut(linear, prefix, name, dim=0)
-
-    def rows(self, linear: Linear, prefix: str) -> Linear:
-        self.cut(linear, prefix, "weight", dim=1)
-        if linear.bias is not None and self.region.sequence:
-            self.sharding.partial[f"{prefix}bias"] = "tp"
-        return RowLinear(linear, self.region.leave)
-
-    def cut_attention(self, attention: Attention, prefix: str, spec: ModelSpec) -> None:
-        tp, rank = self.mesh.size("tp"), self.mesh.rank("tp")
-        self.columns(attention.q, f"{prefix}q.")
-        for name in ("k", "v"):
-            linear = getattr(attention, name)
-            if spec.kv_heads % tp == 0:
-                self.columns(linear, f"{prefix}{name}.")
-            else:  # tp / kv_heads neighbours have queries of the same key/value head
-                setattr(attention, name, OneHeadLinear(linear, rank * spec.kv_heads // tp, spec.head_dim))
-                self.partial(linear, f"{prefix}{name}.")
-        for name in ("q_norm", "k_norm"):  # each rank's heads use them
-            if (norm := getattr(attention, name)) is not None:
-                self.partial(norm, f"{prefix}{name}.")
-        attention.out = self.rows(attention.out, f"{prefix}out.")
-        attention.register_forward_pre_hook(on_input(self.region.enter_narrow))
-
-    def cut_mlp(self, mlp: MLP, prefix: str) -> None:
-        for name in ("gate", "up"):
-            if (linear := getattr(mlp, name)) is not None:
-                self.columns(linear, f"{prefix}{name}.")
-        mlp.down = self.rows(mlp.down, f"{prefix}down.")
-        mlp.register_forward_pre_hook(on_input(self.region.enter_narrow))
-
-    def cut_experts(self, moe: MoE, prefix: str) -> None:
-        """Every expert by its ffn; the router is whole, and all ranks choose alike.
+    def enter_experts(self, moe: MoE) -> None:
+        """Every expert is sharded by its ffn; the router is whole, and all ranks choose alike.
 
         A rank has only a part of each expert's output, so what reaches the routing weights is a part of their gradient.
         The balance loss is whole on every rank: each brings in its share of it.
         """
-        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (experts, ffn, hidden), (experts, hidden, ffn)
-            self.cut(moe, prefix, name, dim)
-        self.partial(moe.router, f"{prefix}router.")
         moe.balance_share /= self.mesh.size("tp")
-        if moe.shared is not None:
-            for name, dim in (("gate", 0), ("up", 0), ("down", 1)):
-                self.cut(getattr(moe.shared, name), f"{prefix}shared.{name}.", "weight", dim)
         moe.register_forward_pre_hook(on_input(self.region.enter))
         moe.register_forward_hook(on_output(self.region.leave))
 
     def cut_ends(self, part: GPT) -> None:
         """Embedding, positions, last norm, head and loss, as far as this part has them."""
+        here = {name for name, _ in part.named_parameters()}
+        for weight in (*components.embedding_weights(part.spec), *components.head_weights(part.spec)):
+            if weight.name in here:
+                self.cut(part, "", weight)
         if part.embed is not None:
-            self.cut(part.embed, "embed.", "weight", dim=0)
             start = self.mesh.rank("tp") * part.embed.weight.shape[0]
             part.embed = VocabEmbedding(part.embed, start, self.region.leave)
         if part.positions is not None and self.region.sequence:
-            self.partial(part.positions, "positions.")
             part.positions = SequencePositions(part.positions, self.mesh)
-        if part.head is not None:
-            self.cut(part.head, "head.", "weight", dim=0)
         if part.norm is not None:
-            self.partial_if_sequence(part.norm, "norm.")
             part.norm.register_forward_hook(on_output(self.region.enter_narrow))
             part.register_forward_pre_hook(refuse_logits, with_kwargs=True)
             part.cross_entropy = partial(linear_cross_entropy, chunk=VocabLoss(self.mesh))

@@ -8,7 +8,7 @@ computed again. Norms, activations, softmax and the optimizer are bound by memor
 
 from __future__ import annotations
 
-from ..spec import ModelSpec
+from ..spec import ModelSpec, components
 
 
 def keys_per_query(seq: int, window: int = 0) -> float:
@@ -18,8 +18,9 @@ def keys_per_query(seq: int, window: int = 0) -> float:
 
 
 def attention_flops_per_token(model: ModelSpec, seq: int) -> float:
-    """Forward, all layers: q·kᵀ and p·v are two products of 2 × q_dim FLOPs a key."""
-    return model.layers * 4 * model.q_dim * keys_per_query(seq, model.sliding_window)
+    """Forward, all layers."""
+    core = components.attention_core(model)
+    return model.layers * core.flops_per_key * keys_per_query(seq, core.window)
 
 
 def forward_flops_per_token(model: ModelSpec, seq: int) -> float:
@@ -42,9 +43,8 @@ def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none"
     attention = attention_flops_per_token(model, seq)
     again = attention / 2
     if recompute == "full":
-        again += 2 * (model.matmul_params - model.vocab * model.hidden) + attention
+        again += 2 * model.layers * model.block_matmul_params + attention
     if recompute == "mlp":
-        last = model.hidden * (model.shared_experts * model.expert_ffn if model.experts else model.ffn)
-        once = model.vocab * model.hidden + model.layers * (model.attention_matrix + last)
-        again += 2 * (model.matmul_params - once)
+        inner = (w for w in components.block_weights(model) if w.name.startswith("mlp."))
+        again += 2 * model.layers * sum(w.matmul * w.size for w in inner if w.experts or w.init != "residual")
     return model_flops_per_token(model, seq) + again

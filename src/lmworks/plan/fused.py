@@ -1,17 +1,20 @@
 """The op list of code with fused kernels: Megatron with Transformer Engine, torchtitan, MPT, our own compiled blocks.
 
-The same lists as `network`, with what lies between two GEMMs in one kernel that reads its inputs and writes its output
-once. Saved for the backward pass (Korthikanti et al. 2022, with flash attention instead of scores where there is one):
-the residual stream before each norm, the input of every GEMM, q, k, v and attention's output, and dropout masks.
+The same components as in `eager`, with what lies between two GEMMs in one kernel that reads its inputs and writes its
+output once. Saved for the backward pass (Korthikanti et al. 2022, with flash attention instead of scores where there is
+one): the residual stream before each norm, the input of every GEMM, q, k, v and attention's output, and dropout masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..spec import components
+from ..spec.components import MLP, Attention, Experts, Linear, Norm, Residual, Rotary
 from .expert_load import fullest, padded
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, without_fp8
@@ -90,42 +93,55 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
     return Op(name, "residual", passes(moved * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask))
 
 
-def attention(load: Workload) -> list[Op]:
-    m, t, w = load.model, load.tokens, load.width
-    result, both = w * t * load.q_width, w * t * (load.q_width + load.kv_width)
-    wide = [load.q_width, load.kv_width, load.kv_width]
-    held = [w * t * width for width in wide]
-    saved_selective = wide[:-1] if load.software.saves_alternate_gemms else wide
-    ops = [product("query, key, value", load, m.hidden, sum(wide), saved_selective=saved_selective, bias=m.qkv_bias)]
-    if m.positions == "rope":
-        turns = 1 if load.software.fused else 3  # unfused: two halves, their product with fp32 tables, and back
-        ops.append(Op("rotary", "rotary", passes(2 * turns * both), passes(2 * turns * both)))
-    if m.qk_norm:
-        ops.append(Op("head norms", "norms", passes(2 * both), passes(3 * both), saved=tuple(held[:2])))
+def projections(layers: Sequence[Linear], load: Workload) -> Op:
+    """Layers that read the same input are one product; selective recompute saves their outputs."""
+    first = layers[0]
+    outputs = [layer.outputs if layer.shard == "row" else load.local(layer.outputs, layer.shard) for layer in layers]
+    inputs = first.inputs // load.tp if first.shard == "row" else first.inputs
+    kept = outputs[:-1] if load.software.saves_alternate_gemms else outputs
+    name = ", ".join(layer.label for layer in layers)
+    return product(name, load, inputs, sum(outputs), saved_selective=kept, bias=first.bias)
+
+
+def rotary(layers: Sequence[Rotary], load: Workload) -> Op:
+    moved = load.width * load.tokens * sum(load.local(layer.width, layer.shard) for layer in layers)
+    turns = 1 if load.software.fused else 3  # unfused: two halves, their product with fp32 tables, and back
+    return Op("rotary", "rotary", passes(2 * turns * moved), passes(2 * turns * moved))
+
+
+def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
+    saved = [load.width * load.tokens * load.local(layer.total, layer.shard) for layer in layers]
+    return Op("head norms", "norms", passes(2 * sum(saved)), passes(3 * sum(saved)), saved=tuple(saved))
+
+
+def attention(core: Attention, load: Workload) -> Op:
+    t, w = load.tokens, load.width
+    q, result = (w * t * width // load.tp for width in (core.q_width, core.out_width))
+    k, v = (w * t * load.local(width, "kv_heads") for width in (core.k_width, core.v_width))
     # Under context parallelism q and k are saved before and after the rotary embedding.
-    inputs = [*held, *(size * np.greater(load.cp, 1) for size in held[:2])]
+    inputs = [q, k, v, *(size * np.greater(load.cp, 1) for size in (q, k))]
     if load.software.attention == "scores":
-        return [*ops, scores(load, inputs, result)]
-    shape = (load.seq, m.head_dim)
-    flops = 4.0 * t * load.q_width * keys_per_query(load.seq, m.sliding_window)
+        return scores(core, load, inputs, result)
+    shape = (load.seq, core.qk_dim)
+    flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
     kernels = (
         Kernel("attention", flops=flops, shape=shape),
         Kernel("attention_backward", flops=2.5 * flops, shape=shape),
     )
-    statistics = 4 * t * load.heads
+    statistics = 4 * t * (core.heads // load.tp)
     saved = (*inputs, result, statistics)
-    return [*ops, Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))]
+    return Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))
 
 
-def scores(load: Workload, inputs: Sequence[Any], result: Any) -> Op:
+def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) -> Op:
     """Without flash attention: all scores q·kᵀ, one kernel for scale, mask and softmax, another for dropout."""
-    m, w, drop = load.model, load.width, load.software.dropout
-    each = load.batch * load.heads
-    count = load.tokens * load.seq * load.heads
+    w, drop, heads = load.width, load.software.dropout, core.heads // load.tp
+    each = load.batch * heads
+    count = load.tokens * load.seq * heads
     seen = w * (1 + drop) + drop  # softmax output, and under dropout its output and mask
     up, down = (
-        gemm(load.seq // load.cp, m.head_dim, load.seq, each),
-        gemm(load.seq // load.cp, load.seq, m.head_dim, each),
+        gemm(load.seq // load.cp, core.qk_dim, load.seq, each),
+        gemm(load.seq // load.cp, load.seq, core.v_dim, each),
     )
     forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 1))
     backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 3))
@@ -176,34 +192,55 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     ]
 
 
-def experts(load: Workload) -> list[Op]:
+def experts(layer: Experts, load: Workload) -> list[Op]:
     """Token dispatch sorted by expert, each rank's experts, combine.
 
     Rows are sorted before and after the all-to-all, in both directions. Time is that of the most loaded rank; saved
     bytes are counted as evenly spread.
     """
-    m, w, t = load.model, load.width, load.tokens
-    shared = mlp(load, m.shared_experts * m.expert_ffn // load.tp, t) if m.shared_experts else []
+    w, t = load.width, load.tokens
     load = load.routed
-    slots, mine = t * m.top_k, m.experts // load.ep
+    slots, mine = t * layer.top_k, layer.count // load.ep
     each = np.maximum(1, slots // mine)
-    moved = w * slots * m.hidden
-    route = product("router", load, m.hidden, m.experts)
-    scores = Op("routing", "experts", *(tuple(ROUTING * passes(8 * t * m.experts)),) * 2)
+    moved = w * slots * layer.hidden
+    route = product("router", load, layer.hidden, layer.count)
+    scores = Op("routing", "experts", *(tuple(ROUTING * passes(8 * t * layer.count)),) * 2)
     sorts = passes(*[2 * moved * np.where(load.ep > 1, 2, 1)] * 2)
     move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
     rows = padded(each * fullest(slots, load.ep))
-    ops = [route, scores, move, *mlp(load, m.expert_ffn // load.tp, each, mine, rows)]
-    return without_fp8(load, ops) + shared
+    return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows)])
 
 
 def block(load: Workload) -> list[Op]:
-    m = load.model
-    saved_selective = () if load.software.saves_alternate_gemms else None
-    out = product("attention out", load, load.q_width, m.hidden, saved_selective=saved_selective, bias=m.bias)
-    first = [norm("attention norm", load), *attention(load), out, residual("attention residual", load, inner=True)]
-    second = experts(load) if m.experts else mlp(load, m.ffn // load.tp, load.tokens)
-    return [*first, norm("mlp norm", load.routed), *second, residual("mlp residual", load)]
+    ops: list[Op] = []
+    for together in groups(components.block(load.model)):
+        match together[0]:
+            case Linear():
+                ops.append(projections(together, load))
+            case Norm(total=0) as layer:
+                ops.append(norm(layer.label, load.routed if components.feeds_router(load.model, layer) else load))
+            case Norm():
+                ops.append(head_norms(together, load))
+            case Rotary():
+                ops.append(rotary(together, load))
+            case Attention() as core:
+                ops.append(attention(core, load))
+            case MLP() as layer:
+                ops += mlp(load, layer.width // load.tp, load.tokens)
+            case Experts() as layer:
+                ops += experts(layer, load)
+            case Residual() as add:
+                ops.append(residual(add.label, load, add.inner))
+    return ops
+
+
+def groups(found: Iterable[components.Component]) -> list[list[Any]]:
+    """Neighbours of one kind that a fused kernel computes at once: projections of one input, head norms, rotary."""
+
+    def kernel(component: components.Component) -> tuple[Any, ...]:
+        return type(component), getattr(component, "reads", None), getattr(component, "total", 0) > 0
+
+    return [list(together) for _, together in itertools.groupby(found, kernel)]
 
 
 def loss(load: Workload) -> list[Op]:

@@ -1,8 +1,8 @@
 """The op list of one micro-batch: the kernels that the model's code runs and the tensors it saves, op by op.
 
 One list with three readers: `step/` prices its kernels, `memory/` sums the saved activations, and its GEMMs add up to
-`flops`. It follows `model/gpt.py` and `training/cross_entropy.py` line by line as PyTorch runs them eagerly; tests
-compare saved bytes, GEMMs and memory traffic with what PyTorch does.
+`flops`. `network` makes it from the components of the model (`spec/components.py`) with the cost rules of eager code
+(`eager`) or of fused code (`fused`); tests compare saved bytes, GEMMs and memory traffic with what PyTorch does.
 
 Widths are elements per token. Weights and the residual stream are fp32 (4 bytes), or bf16 with bf16 weights. Under
 autocast GEMMs, attention and activations are `width` = 2 bytes wide, and a linear layer casts inputs of 4 bytes.
@@ -21,10 +21,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..spec import ModelSpec, RunSpec
+from ..spec import ModelSpec, RunSpec, components
 from ..spec.layout import SPLIT_BACKWARD
 from .case import Case, Number
-from .flops import keys_per_query
 from .software import EAGER, Software, software_of
 
 # As in kernels/training/cross_entropy.py, which a test compares.
@@ -133,18 +132,14 @@ class Workload:
         """Positions of this rank between tensor-parallel regions, sharded under sequence parallelism."""
         return self.tokens // self.tp if self.sp else self.tokens
 
-    @property
-    def heads(self) -> Any:
-        return self.model.heads // self.tp
+    def local(self, width: int, shard: components.Shard) -> Any:
+        """Of `width` outputs per token, those of one tensor-parallel rank.
 
-    @property
-    def q_width(self) -> Any:
-        return self.model.q_dim // self.tp
-
-    @property
-    def kv_width(self) -> Any:
-        """At least one head: with more ranks than KV heads, heads are replicated."""
-        return np.maximum(self.model.kv_dim // self.tp, self.model.head_dim)
+        Of KV heads at least one: with more ranks than heads, heads are replicated.
+        """
+        if shard == "replicated":
+            return width
+        return np.maximum(width // self.tp, width // self.model.kv_heads) if shard == "kv_heads" else width // self.tp
 
     @property
     def vocab(self) -> Any:
@@ -182,7 +177,7 @@ class Workload:
         """Share of a block's weights that is cast to 16 bits."""
         if self.cast_weights or not self.routed.cast_weights:
             return float(self.cast_weights)
-        routed = self.model.experts * self.model.mlp_matrix(self.model.expert_ffn)
+        routed = self.model.routed_params
         return routed / self.ep / (self.model.block_params - routed + routed / self.ep)
 
     @functools.cached_property
@@ -277,136 +272,3 @@ def without_fp8(load: Workload, ops: Iterable[Op]) -> list[Op]:
 
 def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:
     return Kernel("gemm", flops=2.0 * m * k * n, shape=(m, k, n), count=count)
-
-
-def linear(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
-    """y = x·Wᵀ; backward: grad·W, gradᵀ·x, and a sum over tokens for the bias. Saved under selective recompute only."""
-    t, w = load.tokens, load.width
-    backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
-    if bias:
-        backward.append(Kernel("strided" if load.device == "cuda" else "stream", bytes=t * outputs * w))
-    forward = [gemm(t, inputs, outputs)]
-    if load.cast_weights:  # once a micro-batch, and its gradient back
-        forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
-        backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
-    return Op(name, "matmul", tuple(forward), tuple(backward), saved_selective=(t * outputs * w,))
-
-
-def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
-    """Kernels of a norm over x elements: one each way, but for RMSNorm on a CPU, made of small ops.
-
-    On a GPU the weight gradient is a kernel of its own, which reads both inputs again.
-    """
-    x = x * load.stream / 4
-    if load.device == "cuda":
-        return [stream(2 * x)], [stream(3 * x), stream(2 * x)]
-    if load.model.norm == "layer":
-        return [stream(2 * x)], [stream(3 * x)]
-    return [stream(2 * x, count=3), stream(x)], [stream(3 * x, count=2), stream(2 * x, count=4), stream(x, count=2)]
-
-
-def norm(name: str, load: Workload, readers: int) -> Op:
-    """Normalise the residual stream for `readers` linear layers.
-
-    Saved: the output once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is saved by the
-    op that made it.
-    """
-    t, x, whole = load.sp_tokens, load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
-    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
-    if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
-        entering = [load.width * whole, *[0] * len(results[1:])]
-        results = [np.where(load.tp > 1, one, many) for one, many in zip(entering, results, strict=False)]
-    figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
-    saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
-    if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
-        saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
-    forward, backward = normalise(load, x)
-    if load.cast:
-        forward.append(stream(1.5 * x, count=readers))
-        backward.append(stream(1.5 * x, kind="widen", count=readers))
-    added = 3 * x * load.stream / 4  # gradients of the readers
-    backward.append(stream(added, count=max(0, readers - 1)))
-    freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
-    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), transient=freed)
-
-
-def residual(name: str, load: Workload, inner: bool = False) -> Op:
-    """x + f(x): the sum is saved for the next norm; backward adds the two gradients."""
-    x = load.sp_tokens * load.model.hidden
-    passed = stream(3 * x * load.stream / 4)
-    back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    forward = stream(np.where(load.epilogue_fusion & (not inner), 1, 3)[()] * x * load.stream / 4)
-    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), transient=load.width * x)
-
-
-def head_norm(name: str, load: Workload, heads: Any) -> Op:
-    """RMSNorm over each head. Saved: its input, and 1/σ of every head."""
-    x = load.tokens * heads * load.model.head_dim
-    forward, backward = normalise(load, x)
-    return Op(name, "norms", tuple(forward), tuple(backward), saved=(load.width * x, 4 * load.tokens * heads))
-
-
-def rotary(name: str, load: Workload, width: Any) -> Op:
-    """x·cos + swap(x)·sin in fp32: two products with a table per position, a cat of swapped halves, a sum.
-
-    Only the tables are saved, which all layers share; backward is the same four kernels.
-    """
-    x = load.tokens * width
-    passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
-    if load.is_16_bit:  # 2 bytes in and out, fp32 within
-        passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
-    freed = (14 if load.is_16_bit else 12) * x + load.width * x * (not load.model.qk_norm)
-    return Op(name, "rotary", tuple(passes), tuple(passes), transient=freed)
-
-
-def attention(load: Workload) -> Op:
-    """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
-    m, t, w = load.model, load.tokens, load.width
-    result = t * load.q_width * w
-    inputs = [t * width * w for width in (load.q_width, load.kv_width, load.kv_width)]
-    flops = 4.0 * t * load.q_width * keys_per_query(load.seq, m.sliding_window)
-    shape = (load.seq, m.head_dim)
-    forward, backward = [], []
-    if load.attention == "scores":
-        scores = t * load.seq * load.heads
-        product = 4.0 * t * load.q_width * load.seq  # no causal skipping
-        forward = [gemm(t * load.heads, m.head_dim, load.seq), gemm(t * load.heads, load.seq, m.head_dim)]
-        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
-        backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
-        inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
-        saved = [4 * scores, *[t * load.q_width * inner] * 3, result]  # k and v repeated for every head
-        if load.is_16_bit and m.attention == "reference":
-            saved.append(2 * scores)
-        dear = scores * inner, t * load.q_width * inner
-        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
-    forward = [Kernel("attention", flops=flops, shape=shape)]
-    backward = [
-        Kernel("attention_backward", flops=2.5 * flops, shape=shape)
-    ]  # 5 GEMMs against 2: scores are recomputed
-    # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
-    sums = 4 * t * load.heads
-    saved = [*inputs, result, sums, result * np.greater(load.cp, 1)]
-    mask = load.seq**2 * (load.batch if load.documents else 1)
-    if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
-        saved.append(load.heads * mask * w)
-    elif load.device == "cpu" and m.positions != "alibi" and (m.sliding_window or load.documents):
-        # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
-        saved.append(mask * w)
-        forward.append(stream(1.25 * mask))
-    dear = result, sums
-    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
-
-
-def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
-    """SwiGLU saves gate, silu(gate) and up; GELU saves its input; the next GEMM saves their output."""
-    x = tokens * width * load.width / 4  # in units of 4 bytes
-    if load.model.mlp == "gelu":
-        there, back = (np.where(load.epilogue_fusion, 1, apart)[()] * x for apart in (2, 3))
-        forward, backward = [stream(there, kind="tanh", count=count)], [stream(back, kind="tanh", count=count)]
-        tensors = 1
-    else:
-        forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
-        backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
-        tensors = 3
-    saved = (4 * x,) * (tensors + 1)
-    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved, copies=count)

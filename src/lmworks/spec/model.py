@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from . import components
 from .errors import SpecError, did_you_mean
 from .presets import PRESETS
 from .schema import Section, merge, opt
@@ -169,51 +170,38 @@ class ModelSpec(Section):
         return self.hidden * (2 if self.norm == "layer" and self.bias else 1)
 
     @property
-    def attention_matrix(self) -> int:
-        """Weights of the four projections of one attention layer."""
-        return self.hidden * (self.q_dim + 2 * self.kv_dim) + self.q_dim * self.hidden
-
-    def mlp_matrix(self, width: int) -> int:
-        return self.hidden * width * (3 if self.mlp == "swiglu" else 2)
+    def block_params(self) -> int:
+        return sum(weight.size for weight in components.block_weights(self))
 
     @property
-    def block_params(self) -> int:
-        params = self.attention_matrix + 2 * self.norm_params
-        params += (self.q_dim + 2 * self.kv_dim) * self.qkv_bias + self.hidden * self.bias
-        params += 2 * self.head_dim * self.qk_norm
-        if self.experts:
-            params += self.hidden * self.experts  # router
-            params += (self.experts + self.shared_experts) * self.mlp_matrix(self.expert_ffn)
-        else:
-            up_biases = self.ffn * (2 if self.mlp == "swiglu" else 1)
-            params += self.mlp_matrix(self.ffn) + (up_biases + self.hidden) * self.bias
-        return params
+    def routed_params(self) -> int:
+        """Of one block: parameters of experts, of which a token visits top_k."""
+        return sum(weight.size for weight in components.block_weights(self) if weight.experts)
 
     @property
     def embedding_params(self) -> int:
         """Look-up tables: tokens, and positions where they are learned."""
-        return self.vocab * self.hidden + (self.context * self.hidden if self.positions == "learned" else 0)
+        return sum(weight.size for weight in components.embedding_weights(self))
 
     @property
     def params(self) -> int:
         """Every trainable number; a tied head is counted once."""
-        head = 0 if self.tie_embeddings else self.vocab * self.hidden
-        return self.embedding_params + self.layers * self.block_params + self.norm_params + head
+        head = sum(weight.size for weight in components.head_weights(self))
+        return self.embedding_params + self.layers * self.block_params + head
 
     @property
     def active_params(self) -> int:
         """Parameters that one token meets: all of them, less the experts it does not visit."""
         if not self.experts:
             return self.params
-        return self.params - self.layers * (self.experts - self.top_k) * self.mlp_matrix(self.expert_ffn)
+        return self.params - self.layers * self.routed_params * (self.experts - self.top_k) // self.experts
+
+    @property
+    def block_matmul_params(self) -> int:
+        """Weights of one block that a token is multiplied with."""
+        return round(sum(weight.matmul * weight.size for weight in components.block_weights(self)))
 
     @property
     def matmul_params(self) -> int:
         """Weights that one token is multiplied with: the head counts, the input embedding does not."""
-        block = self.attention_matrix
-        if self.experts:
-            visited = self.top_k + self.shared_experts
-            block += self.hidden * self.experts + visited * self.mlp_matrix(self.expert_ffn)
-        else:
-            block += self.mlp_matrix(self.ffn)
-        return self.layers * block + self.vocab * self.hidden
+        return self.layers * self.block_matmul_params + self.vocab * self.hidden

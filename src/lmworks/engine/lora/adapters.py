@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model import GPT
-from ...spec import LMWorksError, SpecError
+from ...spec import LMWorksError, SpecError, components
 from ..core.fusion import FusedAttention, FusedBlock, FusedMLP, LinearMethod
 from ..core.scheduler import Chunk
 from ..tensor_parallel.row_parallel_linear import RowParallelLinear
@@ -149,8 +149,7 @@ def local_shard(adapter: Adapter, shards: Mapping[str, LinearShard]) -> Adapter:
 def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarget]:
     """Every layer that adapters can apply to."""
     spec, targets = model.spec, []
-    rows = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim, "out": spec.hidden}
-    rows |= {"gate": spec.ffn, "up": spec.ffn, "down": spec.hidden}
+    rows = {linear.name: linear.outputs for linear in components.linears(spec)}
     for layer, block in model.blocks.items():
         assert isinstance(block, FusedBlock)
         into = ("gate", "up") if spec.mlp == "swiglu" else ("up",)
@@ -165,8 +164,8 @@ def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarg
             if isinstance(owner, FusedAttention | FusedMLP):
                 parts = {}
                 for name in names:
-                    whole = f"blocks.{layer}.{part}.{name}"
-                    parts[f"{whole}.weight"] = shards[whole].outputs(rows[name]) if whole in shards else rows[name]
+                    whole, outputs = f"blocks.{layer}.{part}.{name}", rows[f"{part}.{name}"]
+                    parts[f"{whole}.weight"] = shards[whole].outputs(outputs) if whole in shards else outputs
                 linear: nn.Module = getattr(owner, attribute)
                 summed = isinstance(linear, RowParallelLinear)  # row-parallel: adapters apply before the all-reduce
                 targets.append(

@@ -7,13 +7,13 @@ import torch
 from ...parallel.memory_preflight import free_for
 from ...plan.memory.fit import sentence, total
 from ...plan.memory.peak_memory import Row, row
-from ...spec import ModelSpec, SpecError
+from ...spec import ModelSpec, SpecError, components
 from .quantize import ROWS_TOKENS
 
 
 def peak_rows(model: ModelSpec, scheme: str, tokens: int, width: int) -> list[Row]:
     """Weights, the states between two blocks, one block's second moments (int4) and a batch of logits."""
-    inputs = [model.hidden] * 5 + [model.q_dim, model.ffn]  # q, k, v, gate and up; o; down
+    inputs = [linear.inputs for linear in components.linears(model)]
     moments = 4 * sum(size**2 for size in inputs) + 24 * max(inputs) ** 2 if scheme == "int4" else 0
     batch = min(tokens, ROWS_TOKENS)
     return [

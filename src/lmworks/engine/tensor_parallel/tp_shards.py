@@ -20,7 +20,7 @@ from ...kernels.inference import quantized
 from ...model.gpt import GPT, Linear
 from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
-from ...spec import ModelSpec, SpecError
+from ...spec import ModelSpec, SpecError, components
 from ..core.meta_model import MetaModel
 from ..lora.peft_files import Delta
 from ..quantization.quantized_model import QuantLinear, linears, put, replace
@@ -57,9 +57,9 @@ def indivisible_width(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
 
 def indivisible_int4_layer(outline: MetaModel, tp: int) -> tuple[str, int] | None:
     """An int4 layer whose inputs cannot be split over so many ranks."""
-    inputs = {"attention.out": outline.spec.q_dim, "mlp.down": outline.spec.ffn}
+    rows = {linear.name: linear.inputs for linear in components.linears(outline.spec) if linear.shard == "row"}
     for layer in outline.groups:
-        count = inputs.get(".".join(layer.split(".")[-2:]), 0)
+        count = rows.get(layer.split(".", 2)[-1], 0)
         if count % (PACKED * tp):
             return layer, count
     return None

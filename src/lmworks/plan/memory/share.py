@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...spec.components import block_weights
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
 from ..pipelines.bubble import in_flight
@@ -39,17 +40,14 @@ class RankShare:
 
 def block_params(case: Case) -> tuple[Number, Number]:
     """Weights of one block as tensor and expert parallelism leave them: without its experts, and these."""
-    m, tp = case.model, case.tp
-    keys = np.where(m.kv_heads % tp == 0, m.kv_dim // tp, m.kv_dim)  # whole where ranks outnumber the heads
-    dense = m.hidden * (2 * m.q_dim // tp + 2 * keys) + 2 * m.norm_params + 2 * m.head_dim * m.qk_norm
-    dense = dense + (m.q_dim // tp + 2 * keys) * m.qkv_bias + m.hidden * m.bias
+    dense: Number = 0.0
     experts: Number = 0.0
-    if m.experts:
-        dense = dense + m.hidden * m.experts + m.shared_experts * m.mlp_matrix(m.expert_ffn) // tp
-        experts = m.experts // case.ep * (m.mlp_matrix(m.expert_ffn) // tp)
-    else:
-        ups = 2 if m.mlp == "swiglu" else 1
-        dense = dense + m.mlp_matrix(m.ffn) // tp + (ups * m.ffn // tp + m.hidden) * m.bias
+    for weight in block_weights(case.model):
+        shared = np.where(weight.kv_heads % case.tp == 0, case.tp, 1) if weight.tp_dim is not None else 1
+        if weight.experts:
+            experts = experts + weight.size // case.ep // shared
+        else:
+            dense = dense + weight.size // shared
     return dense, experts
 
 

@@ -50,7 +50,7 @@ def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
 
 
 def layer_cost(model: ModelSpec, seq: int) -> float:
-    products = 2 * (model.matmul_params - model.vocab * model.hidden)
+    products = 2 * model.layers * model.block_matmul_params
     return (products + attention_flops_per_token(model, seq)) / model.layers
 
 

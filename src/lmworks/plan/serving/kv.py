@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...spec import ModelSpec, SpecError
+from ...spec.components import token_cache
 from ...spec.errors import did_you_mean
 
 BLOCK = 16  # tokens of a page, as vLLM, SGLang and TensorRT-LLM have it (or a multiple of it)
@@ -51,7 +52,9 @@ class Cache:
 
     @classmethod
     def of(cls, model: ModelSpec, dtype: str = "bf16", tp: int = 1) -> Cache:
-        return cls(model.layers, 2 * heads_per_rank(model.kv_heads, tp), model.head_dim, dtype, model.sliding_window)
+        kept = token_cache(model)
+        vectors = kept.vectors * heads_per_rank(kept.heads, tp)
+        return cls(model.layers, vectors, kept.width, dtype, model.sliding_window)
 
     @property
     def token_bytes(self) -> float:

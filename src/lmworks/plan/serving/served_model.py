@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Gpu, ModelSpec, SpecError
+from ...spec import Gpu, ModelSpec, SpecError, components
 from .kv import Cache, heads_per_rank
 
 
@@ -111,15 +111,9 @@ class ServedModel:
     @classmethod
     def of(cls, model: ModelSpec, name: str = "") -> ServedModel:
         m, layers = model, model.layers
-        linears = [
-            Linear(m.hidden, m.q_dim + 2 * m.kv_dim, layers),
-            Linear(m.q_dim, m.hidden, layers, split="rows"),
-        ]
-        dense = m.shared_experts * m.expert_ffn if m.experts else m.ffn
-        if dense:
-            linears += mlp(m.hidden, dense, layers, gated=m.mlp == "swiglu")
+        linears = merged_linears(m)
         big = sum(linear.weights() for linear in linears)
-        routed = m.experts * m.mlp_matrix(m.expert_ffn) * layers if m.experts else 0
+        core, kv, routed = components.attention_core(m), components.token_cache(m), components.experts(m)
         return cls(
             name=name or m.preset or "model",
             layers=layers,
@@ -127,15 +121,15 @@ class ServedModel:
             linears=tuple(linears),
             head=Linear(m.hidden, m.vocab),
             tables=m.embedding_params - (m.vocab * m.hidden if m.tie_embeddings else 0),
-            small=layers * m.block_params - big - routed + m.norm_params,
-            experts=Experts(m.experts, m.top_k, layers, m.mlp_matrix(m.expert_ffn)) if m.experts else None,
+            small=layers * (m.block_params - m.routed_params) - big + m.norm_params,
+            experts=Experts(routed.count, routed.top_k, layers, routed.size) if routed else None,
             kv_layers=layers,
-            kv_heads=m.kv_heads,
-            kv_width=m.head_dim,
-            kv_vectors=2,
-            window=m.sliding_window,
-            prefill_flops=4.0 * layers * m.q_dim,
-            decode_flops=4.0 * layers * m.q_dim,
+            kv_heads=kv.heads,
+            kv_width=kv.width,
+            kv_vectors=kv.vectors,
+            window=core.window,
+            prefill_flops=1.0 * layers * core.flops_per_key,
+            decode_flops=1.0 * layers * core.flops_per_key,
             context=m.context,
         )
 
@@ -160,6 +154,11 @@ class ServedModel:
         )
 
 
-def mlp(hidden: int, width: int, layers: int, gated: bool = True) -> list[Linear]:
-    """Gate and up are one product."""
-    return [Linear(hidden, (2 if gated else 1) * width, layers), Linear(width, hidden, layers, split="rows")]
+def merged_linears(model: ModelSpec) -> list[Linear]:
+    """Layers that read the same input are one product (q, k, v; gate, up)."""
+    split = {"column": "columns", "kv_heads": "columns", "row": "rows", "replicated": "whole"}
+    found: dict[tuple[str, int, str], int] = {}
+    for linear in components.linears(model):
+        key = (linear.name.rpartition(".")[0] + linear.reads, linear.inputs, split[linear.shard])
+        found[key] = found.get(key, 0) + linear.outputs
+    return [Linear(inputs, outputs, model.layers, how) for (_, inputs, how), outputs in found.items()]

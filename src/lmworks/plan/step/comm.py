@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 
+from ...spec.components import attention_core
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
@@ -122,10 +123,14 @@ class StepComm:
 
 def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, CommSeconds]:
     """One hop of ring attention (keys, values; backward their gradients too), or all all-to-alls of Ulysses."""
-    q = case.tokens * case.model.q_dim / case.tp * width
-    kv = 2 * case.tokens * np.maximum(case.model.kv_dim / case.tp, case.model.head_dim) * width
+    core = attention_core(case.model)
+    q, out = (case.tokens * each / case.tp * width for each in (core.q_width, core.out_width))
+    heads = np.maximum(core.kv_heads / case.tp, 1)
+    kv = case.tokens * heads * (core.qk_dim + core.v_dim) * width
     if case.cp_method == "ulysses":
-        there = links.seconds("all-to-all", q + kv, case.cp, case.tp) + links.seconds("all-to-all", q, case.cp, case.tp)
+        there = links.seconds("all-to-all", q + kv, case.cp, case.tp) + links.seconds(
+            "all-to-all", out, case.cp, case.tp
+        )
         return there, there
     return links.to_neighbour(kv, case.cp, case.tp), links.to_neighbour(2 * kv, case.cp, case.tp)
 

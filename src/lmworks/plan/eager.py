@@ -1,0 +1,323 @@
+"""Cost rules of eager code: the op list of `model/gpt.py` and the chunked loss as PyTorch runs them line by line.
+
+One rule for each kind of component (`spec/components.py`): the kernels it launches, and what autograd saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..spec import components
+from ..spec.components import MLP, Attention, Experts, Linear, Norm, Residual, Rotary
+from .case import Number
+from .flops import keys_per_query
+from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
+
+# As in kernels/training/cross_entropy_one_pass_triton.py: logits that a program holds in registers, and the shortest
+# row for which it does.
+LOGITS_IN_REGISTERS, MIN_LONG_ROW = 13 * 4096, 2**14
+
+
+def embedding(load: Workload) -> list[Op]:
+    m, t, h, vocab = load.model, load.sp_tokens, load.model.hidden, load.vocab
+    # Backward scatters into a dense gradient of the table; a tied head's gradient is added to it.
+    x, table = t * h * load.stream / 4, vocab * h * load.software.gradients / 4  # in units of 4 bytes
+    back = [stream(table), stream(3 * x)] + ([stream(3 * table)] if m.tie_embeddings else [])
+    ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=(4 * x,))]
+    if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
+        indices = 8 * load.seq * (load.batch if load.documents else 1)
+        ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
+    if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
+        table = load.seq * (load.batch if load.documents else 1) * m.head_dim
+        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=(4 * table,) * 2))
+    return ops + mask(load)
+
+
+def mask(load: Workload) -> list[Op]:
+    """The attention mask, made once per pass where attention is not plainly causal.
+
+    Autograd saves it only where the kernel takes this very tensor; under recompute the blocks save it.
+    """
+    m = load.model
+    size = load.seq**2 * (load.batch if load.documents else 1)
+    if m.attention == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
+        return []
+    if m.positions == "alibi":  # one fp32 bias a head
+        bias = 4 * m.heads * size
+        kept = bias if load.attention == "fused" and not load.is_16_bit else 0
+        return [Op("mask", "attention", (stream(bias),), saved=(kept,), saved_selective=(bias - kept,))]
+    if m.sliding_window or load.documents:
+        return [Op("mask", "attention", (stream(size),), saved_selective=(size,))]
+    return []
+
+
+# --- blocks -----------------------------------------------------------------------------------------------
+
+
+def block(load: Workload) -> list[Op]:
+    ops: list[Op] = []
+    for component in components.block(load.model):
+        match component:
+            case Linear():
+                ops.append(linear(component, load))
+            case Norm(total=0):
+                entered = load.routed if components.feeds_router(load.model, component) else load
+                ops.append(norm(component.label, entered, components.readers(load.model, component)))
+            case Norm():
+                ops.append(head_norm(component, load))
+            case Rotary():
+                ops.append(rotary(component, load))
+            case Attention():
+                ops.append(attention(component, load))
+            case MLP():
+                ops += mlp(component, load)
+            case Experts():
+                ops += experts(component, load)
+            case Residual():
+                ops.append(residual(component.label, load, component.inner))
+    return ops
+
+
+def linear(layer: Linear, load: Workload) -> Op:
+    """A layer of a tensor-parallel rank."""
+    if layer.shard == "row":
+        return product(layer.label, load, layer.inputs // load.tp, layer.outputs, layer.bias)
+    return product(layer.label, load, layer.inputs, load.local(layer.outputs, layer.shard), layer.bias)
+
+
+def product(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
+    """y = x·Wᵀ; backward: grad·W, gradᵀ·x, and a sum over tokens for the bias. Saved under selective recompute only."""
+    t, w = load.tokens, load.width
+    backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
+    if bias:
+        backward.append(Kernel("strided" if load.device == "cuda" else "stream", bytes=t * outputs * w))
+    forward = [gemm(t, inputs, outputs)]
+    if load.cast_weights:  # once a micro-batch, and its gradient back
+        forward.append(Kernel("stream", bytes=6.0 * inputs * outputs))
+        backward.append(Kernel("widen", bytes=6.0 * inputs * outputs))
+    return Op(name, "matmul", tuple(forward), tuple(backward), saved_selective=(t * outputs * w,))
+
+
+def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
+    """Kernels of a norm over x elements: one each way, but for RMSNorm on a CPU, made of small ops.
+
+    On a GPU the weight gradient is a kernel of its own, which reads both inputs again.
+    """
+    x = x * load.stream / 4
+    if load.device == "cuda":
+        return [stream(2 * x)], [stream(3 * x), stream(2 * x)]
+    if load.model.norm == "layer":
+        return [stream(2 * x)], [stream(3 * x)]
+    return [stream(2 * x, count=3), stream(x)], [stream(3 * x, count=2), stream(2 * x, count=4), stream(x, count=2)]
+
+
+def norm(name: str, load: Workload, readers: int) -> Op:
+    """Normalise the residual stream for `readers` linear layers.
+
+    Saved: the output once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is saved by the
+    op that made it.
+    """
+    t, x, whole = load.sp_tokens, load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
+    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
+    if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
+        entering = [load.width * whole, *[0] * len(results[1:])]
+        results = [np.where(load.tp > 1, one, many) for one, many in zip(entering, results, strict=False)]
+    figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
+    saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
+    if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
+        saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
+    forward, backward = normalise(load, x)
+    if load.cast:
+        forward.append(stream(1.5 * x, count=readers))
+        backward.append(stream(1.5 * x, kind="widen", count=readers))
+    added = 3 * x * load.stream / 4  # gradients of the readers
+    backward.append(stream(added, count=max(0, readers - 1)))
+    freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
+    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), transient=freed)
+
+
+def residual(name: str, load: Workload, inner: bool = False) -> Op:
+    """x + f(x): the sum is saved for the next norm; backward adds the two gradients."""
+    x = load.sp_tokens * load.model.hidden
+    passed = stream(3 * x * load.stream / 4)
+    back = [passed] + ([stream(1.5 * x)] if load.cast else [])
+    forward = stream(np.where(load.epilogue_fusion & (not inner), 1, 3)[()] * x * load.stream / 4)
+    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), transient=load.width * x)
+
+
+def head_norm(layer: Norm, load: Workload) -> Op:
+    """RMSNorm over each head. Saved: its input, and 1/σ of every head."""
+    x = load.tokens * load.local(layer.total, layer.shard)
+    forward, backward = normalise(load, x)
+    return Op(layer.label, "norms", tuple(forward), tuple(backward), saved=(load.width * x, 4 * (x // layer.width)))
+
+
+def rotary(layer: Rotary, load: Workload) -> Op:
+    """x·cos + swap(x)·sin in fp32: two products with a table per position, a cat of swapped halves, a sum.
+
+    Only the tables are saved, which all layers share; backward is the same four kernels.
+    """
+    x = load.tokens * load.local(layer.width, layer.shard)
+    passes = [stream(2 * x, kind="strided", count=3), stream(3 * x)]
+    if load.is_16_bit:  # 2 bytes in and out, fp32 within
+        passes = [stream(1.5 * x, kind="strided", count=2), stream(x, kind="strided"), stream(3 * x), stream(1.5 * x)]
+    freed = (14 if load.is_16_bit else 12) * x + load.width * x * (not layer.after_norm)
+    return Op(layer.label, "rotary", tuple(passes), tuple(passes), transient=freed)
+
+
+def attention(core: Attention, load: Workload) -> Op:
+    """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
+    m, t, w = load.model, load.tokens, load.width
+    heads, q, out = core.heads // load.tp, core.q_width // load.tp, core.out_width // load.tp
+    result = t * out * w
+    inputs = [t * width * w for width in (q, *(load.local(kv, "kv_heads") for kv in (core.k_width, core.v_width)))]
+    flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
+    shape = (load.seq, core.qk_dim)
+    forward, backward = [], []
+    if load.attention == "scores":
+        scores = t * load.seq * heads
+        product = 1.0 * t * (core.flops_per_key // load.tp) * load.seq  # no causal skipping
+        forward = [gemm(t * heads, core.qk_dim, load.seq), gemm(t * heads, load.seq, core.v_dim)]
+        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
+        backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
+        inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
+        saved = [4 * scores, *(t * width * inner for width in (q, q, out)), result]  # k, v repeated for every head
+        if load.is_16_bit and m.attention == "reference":
+            saved.append(2 * scores)
+        dear = scores * inner, t * out * inner
+        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
+    forward = [Kernel("attention", flops=flops, shape=shape)]
+    # Five GEMMs against two: scores are recomputed.
+    backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]
+    # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
+    sums = 4 * t * heads
+    saved = [*inputs, result, sums, result * np.greater(load.cp, 1)]
+    mask = load.seq**2 * (load.batch if load.documents else 1)
+    if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
+        saved.append(heads * mask * w)
+    elif load.device == "cpu" and m.positions != "alibi" and (core.window or load.documents):
+        # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
+        saved.append(mask * w)
+        forward.append(stream(1.25 * mask))
+    dear = result, sums
+    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
+
+
+def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
+    """SwiGLU saves gate, silu(gate) and up; GELU saves its input; the next GEMM saves their output."""
+    x = tokens * width * load.width / 4  # in units of 4 bytes
+    if load.model.mlp == "gelu":
+        there, back = (np.where(load.epilogue_fusion, 1, apart)[()] * x for apart in (2, 3))
+        forward, backward = [stream(there, kind="tanh", count=count)], [stream(back, kind="tanh", count=count)]
+        tensors = 1
+    else:
+        forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
+        backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
+        tensors = 3
+    saved = (4 * x,) * (tensors + 1)
+    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved, copies=count)
+
+
+def mlp(layer: MLP, load: Workload) -> list[Op]:
+    middle = activation(load, layer.width // load.tp, load.tokens)
+    return [*(linear(each, load) for each in layer.up), middle, linear(layer.down, load)]
+
+
+def experts(layer: Experts, load: Workload) -> list[Op]:
+    """Router, dispatch by expert, expert after expert, combine: tokens × top_k slots, counted as spread evenly."""
+    load = load.routed
+    m, t, w, h = load.model, load.tokens, load.width, layer.hidden
+    ffn, slots = layer.ffn // load.tp, load.tokens * layer.top_k
+    count = layer.count // load.ep  # of this rank, which receives as many slots as it sends
+    rows = np.maximum(1, slots // count)  # tokens of one expert
+    # softmax, top-k values, their sum (fp32), a weight per slot, each sequence's load
+    scores = [4 * t * layer.count, 4 * slots, 4 * t, load.stream * slots]
+    if m.balance_loss:
+        scores.append(4 * load.batch * layer.count)
+    route = Op(
+        "routing",
+        "experts",
+        (stream(2 * t * layer.count, kind="exp"),),
+        (stream(3 * t * layer.count),),
+        saved=tuple(scores),
+        indices=24 * slots + 8 * layer.count,  # of the chosen, two permutations; counts
+    )
+    x = slots * h * w / 4  # rows that move, in units of 4 bytes
+    # Saved: rows grouped by expert, and their outputs. Outputs are concatenated, moved, weighted and summed.
+    move = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + t * h)]
+    # Backward; the gate weights' gradient reads the outputs, input gradients of gate and up are added.
+    back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + t * h), stream(3 * x)]
+    join = [stream(2 * count * ffn * h, count=3)]  # gradients of single experts into one tensor
+    dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=(4 * x, 4 * x))
+    forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
+    backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
+    backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]
+    if load.cast_weights:
+        forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
+        backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
+    dear = [slots / count * w * width for width in (ffn, ffn, h)]
+    matrices = Op("experts", "matmul", tuple(forward), tuple(backward), saved_selective=tuple(dear), copies=count)
+    ops = [
+        product("router", load, h, layer.count),
+        route,
+        dispatch,
+        matrices,
+        activation(load, ffn, slots / count, count),
+    ]
+    return without_fp8(load, ops)
+
+
+# --- head and loss ----------------------------------------------------------------------------------------
+
+
+def loss(load: Workload) -> list[Op]:
+    """Final norm, head and chunked cross-entropy: all three GEMMs and both gradients within the forward pass."""
+    t, h, vocab = load.tokens, load.model.hidden, load.vocab
+    rows, seen = load.chunk_rows, load.logit_columns
+    chunks, head = t / rows, vocab * h
+    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
+    passes = [*softmax(load, rows * seen, chunks)]
+    if load.cast:  # the head, once
+        passes.append(stream(1.5 * head))
+    if load.is_16_bit:  # every chunk adds to its gradient
+        added = load.head_gradient / 2 if load.in_place else 3
+        passes.append(stream(added * head, count=chunks))
+    scaled = (load.head_gradient + load.software.gradients) / 4
+    return [
+        norm("final norm", load, readers=0),
+        Op("head", "loss", tuple(products)),
+        Op("cross-entropy", "loss", (*passes, stream(head)), (stream(scaled * head), stream(2 * t * h))),
+    ]
+
+
+def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
+    """From a chunk of logits to their gradient."""
+    if load.in_place:
+        return [Kernel("exp", bytes=passes_in_place(load) * load.width * logits, count=chunks)]
+    found = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
+    if not load.is_16_bit:
+        return [*found, stream(2 * logits, count=chunks)]  # which rows count
+    # Softmax on a GPU reads fp16 itself. Which rows count, and back to 2 bytes, is one pass that is not vectorised.
+    wide = [] if load.dtype == "fp16" else [stream(1.5 * logits, kind="widen", count=chunks)]
+    back = "strided" if load.device == "cuda" else "stream"
+    return [*found, *wide, stream(1.5 * logits, kind=back, count=chunks)]
+
+
+def passes_in_place(load: Workload) -> Any:
+    """Passes over the logits: two reads and a write; in bf16 the part of a long row held in registers is read once.
+
+    That kernel is further from copy bandwidth than one that reads twice: on an H200 it took what 2.63 passes would
+    where it holds all of a row (4.27 ms a step of GPT-2, docs/log.md), and 2.88 where it holds 0.42 of it (2.98 ms a
+    step of Llama 3 8B, benchmarks/results/train_gpu.json). Under vocabulary parallelism a collective lies between the
+    two reads.
+    """
+    if load.dtype == "fp16" or load.width != 2 or load.software.fp32_head:
+        return 3.0
+    held = (
+        np.minimum(1.0, LOGITS_IN_REGISTERS / load.logit_columns)
+        * np.greater_equal(load.logit_columns, MIN_LONG_ROW)
+        * np.equal(load.tp, 1)
+    )
+    return 3.0 - 0.37 * held

@@ -1,0 +1,383 @@
+"""The components of the network, each described once: weights, sharding, names in Hugging Face checkpoints, work.
+
+`block(model)` lists the components of one transformer block in the order in which data passes them. Readers:
+
+    spec/model.py                 parameter counts
+    model/gpt.py                  initial values; a test compares names and shapes with `GPT(spec).named_parameters()`
+    model/hf_layout.py            names in a checkpoint
+    parallel/tensor_parallel.py   the dimension along which each weight is sharded
+    plan/                         FLOPs, saved activations, bytes moved: one cost rule for each kind of component,
+                                  for eager code (plan/eager.py) and for fused code (plan/fused.py)
+    plan/serving/, engine/        weights read in a decode step, KV cache bytes
+
+A new architectural trait is a component or a field here, its computation in model/, and a key of its config.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+
+# Over tensor-parallel ranks: outputs, inputs, KV heads (outputs; whole where ranks outnumber the heads), or not at all.
+Shard = Literal["column", "row", "kv_heads", "replicated"]
+Init = Literal["normal", "residual", "ones", "zeros"]  # residual: normal, scaled down with the number of layers
+
+ROOT = -1  # the layer of weights outside blocks: embedding, last norm, head
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter, of the whole network."""
+
+    name: str  # within its block; in the lists of `weights`, within the network
+    shape: tuple[int, ...]
+    tp_dim: int | None = None  # dimension that tensor parallelism shards
+    kv_heads: int = 0  # sharded only where the ranks divide this number of heads (0: always)
+    in_region: bool = False  # used inside a tensor-parallel region: where whole, each rank finds a part of its gradient
+    experts: int = 0  # its first dimension counts experts, which expert parallelism shards
+    matmul: float = 0.0  # share of tokens that are multiplied with it
+    init: Init = "normal"
+    hf: str = ""  # in a Hugging Face checkpoint of the Llama layout, within its layer
+    layer: int = ROOT
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def inside(self) -> str:
+        """Its name within the block, or within the network."""
+        return self.name if self.layer == ROOT else self.name.split(".", 2)[2]
+
+    def sharded(self, tp: int) -> int | None:
+        """The dimension that `tp` ranks shard; None: the weight is whole on every rank."""
+        return self.tp_dim if tp > 1 and not (self.kv_heads and self.kv_heads % tp) else None
+
+    def partial(self, tp: int, sp: bool) -> bool:
+        """Whole on every tensor-parallel rank, each of which finds a part of its gradient.
+
+        With sequence parallelism every rank sees its own positions, so that goes for all whole weights.
+        """
+        return tp > 1 and self.sharded(tp) is None and (sp or self.in_region)
+
+
+# --- kinds of components ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x·Wᵀ + bias. Row-parallel layers end a tensor-parallel region: a sum over ranks, then the bias."""
+
+    name: str
+    label: str
+    reads: str  # the component whose output it reads: fused code merges the products that read the same
+    inputs: int
+    outputs: int
+    bias: bool = False
+    shard: Shard = "column"
+    kv_heads: int = 0
+    hf: str = ""
+
+    def weights(self) -> Iterator[Weight]:
+        row = self.shard == "row"
+        init: Init = "residual" if row else "normal"
+        tp_dim = None if self.shard == "replicated" else int(row)
+        weight = Weight(f"{self.name}.weight", (self.outputs, self.inputs), tp_dim, self.kv_heads, not row, matmul=1.0)
+        yield replace(weight, init=init, hf=f"{self.hf}.weight")
+        if self.bias:  # of a row-parallel layer: whole, and added after the sum over ranks
+            bias = Weight(f"{self.name}.bias", (self.outputs,), None if row else tp_dim, self.kv_heads, not row)
+            yield replace(bias, init="zeros", hf=f"{self.hf}.bias")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Over vectors of `width`; inside attention over each of several per token, `total` numbers in all."""
+
+    name: str
+    label: str
+    width: int
+    kind: str = "rms"
+    bias: bool = False
+    total: int = 0  # 0: the residual stream
+    shard: Shard = "replicated"  # of these vectors
+    hf: str = ""
+
+    def weights(self) -> Iterator[Weight]:
+        whole = Weight(f"{self.name}.weight", (self.width,), in_region=self.total > 0, init="ones")
+        yield replace(whole, hf=f"{self.hf}.weight")
+        if self.bias:
+            yield replace(whole, name=f"{self.name}.bias", init="zeros", hf=f"{self.hf}.bias")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding of `width` numbers per token."""
+
+    label: str
+    width: int
+    shard: Shard = "column"
+    after_norm: bool = False  # its input is the output of a norm
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(q·kᵀ)·v over the keys that a query may see."""
+
+    heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int = 0
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.qk_dim
+
+    @property
+    def k_width(self) -> int:
+        return self.kv_heads * self.qk_dim
+
+    @property
+    def v_width(self) -> int:
+        return self.kv_heads * self.v_dim
+
+    @property
+    def out_width(self) -> int:
+        return self.heads * self.v_dim
+
+    @property
+    def flops_per_key(self) -> int:
+        """Of one query: q·kᵀ and p·v."""
+        return 2 * (self.q_width + self.out_width)
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class MLP:
+    """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
+
+    name: str
+    label: str
+    reads: str
+    hidden: int
+    width: int
+    activation: str
+    bias: bool = False
+    hf: str = ""
+
+    @property
+    def up(self) -> tuple[Linear, ...]:
+        """gate and up, or up alone."""
+        return tuple(
+            Linear(
+                f"{self.name}.{part}",
+                f"{self.label}{part}",
+                self.reads,
+                self.hidden,
+                self.width,
+                self.bias,
+                hf=f"{self.hf}.{part}_proj",
+            )
+            for part in (("gate", "up") if self.activation == "swiglu" else ("up",))
+        )
+
+    @property
+    def down(self) -> Linear:
+        name, label, hf = (f"{prefix}down" for prefix in (f"{self.name}.", self.label, f"{self.hf}."))
+        return Linear(name, label, self.name, self.width, self.hidden, self.bias, "row", hf=f"{hf}_proj")
+
+    def weights(self) -> Iterator[Weight]:
+        for linear in (*self.up, self.down):
+            yield from linear.weights()
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Router, dispatch to `top_k` of `count` SwiGLU experts of width `ffn`, combine."""
+
+    name: str
+    reads: str
+    hidden: int
+    count: int
+    top_k: int
+    ffn: int
+
+    @property
+    def size(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden * self.ffn
+
+    def weights(self) -> Iterator[Weight]:
+        into, out = (self.count, self.ffn, self.hidden), (self.count, self.hidden, self.ffn)
+        share = self.top_k / self.count
+        yield Weight(f"{self.name}.gate", into, 1, experts=self.count, matmul=share)
+        yield Weight(f"{self.name}.up", into, 1, experts=self.count, matmul=share)
+        yield Weight(f"{self.name}.down", out, 2, experts=self.count, matmul=share, init="residual")
+        yield Weight(f"{self.name}.router.weight", (self.count, self.hidden), in_region=True, matmul=1.0)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """x + f(x)."""
+
+    label: str
+    inner: bool = False  # between attention and MLP
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+Component = Linear | Norm | Rotary | Attention | MLP | Experts | Residual
+
+
+# --- the network ------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def block(m: ModelSpec) -> tuple[Component, ...]:
+    """One transformer block."""
+    return (
+        stream_norm(m, "attention_norm", "input_layernorm"),
+        *attention(m),
+        Residual("attention residual", inner=True),
+        stream_norm(m, "mlp_norm", "post_attention_layernorm"),
+        *feed_forward(m),
+        Residual("mlp residual"),
+    )
+
+
+def stream_norm(m: ModelSpec, name: str, hf: str) -> Norm:
+    return Norm(name, name.replace("_", " "), m.hidden, m.norm, m.norm == "layer" and m.bias, hf=hf)
+
+
+def attention(m: ModelSpec) -> Iterator[Component]:
+    """Projections, head norms, rotary embedding, attention, output projection."""
+    norm, hf = "attention_norm", "self_attn"
+    yield Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
+    for name, label in (("k", "key"), ("v", "value")):
+        yield Linear(
+            f"attention.{name}",
+            label,
+            norm,
+            m.hidden,
+            m.kv_dim,
+            m.qkv_bias,
+            "kv_heads",
+            m.kv_heads,
+            hf=f"{hf}.{name}_proj",
+        )
+    if m.qk_norm:
+        yield Norm("attention.q_norm", "query norm", m.head_dim, total=m.q_dim, shard="column", hf=f"{hf}.q_norm")
+        yield Norm("attention.k_norm", "key norm", m.head_dim, total=m.kv_dim, shard="kv_heads", hf=f"{hf}.k_norm")
+    if m.positions == "rope":
+        yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
+        yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
+    yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, m.sliding_window)
+    yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
+
+
+def feed_forward(m: ModelSpec) -> Iterator[Component]:
+    if not m.experts:
+        yield MLP("mlp", "", "mlp_norm", m.hidden, m.ffn, m.mlp, m.bias, hf="mlp")
+        return
+    yield Experts("mlp", "mlp_norm", m.hidden, m.experts, m.top_k, m.expert_ffn)
+    if m.shared_experts:
+        width = m.shared_experts * m.expert_ffn
+        yield MLP("mlp.shared", "shared ", "mlp_norm", m.hidden, width, m.mlp, hf="mlp.shared_experts")
+
+
+def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
+    yield Weight("embed.weight", (m.vocab, m.hidden), 0, hf="model.embed_tokens.weight")
+    if m.positions == "learned":
+        yield Weight("positions.weight", (m.context, m.hidden))
+
+
+def head_weights(m: ModelSpec) -> Iterator[Weight]:
+    """Last norm and head; a tied head is no weight of its own."""
+    yield from stream_norm(m, "norm", "model.norm").weights()
+    if not m.tie_embeddings:
+        yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul=1.0, hf="lm_head.weight")
+
+
+@functools.lru_cache(maxsize=256)
+def block_weights(m: ModelSpec) -> tuple[Weight, ...]:
+    """Of one block, named within it, in the order of `GPT(m).named_parameters()`."""
+    return tuple(weight for component in block(m) for weight in component.weights())
+
+
+def layer_weights(m: ModelSpec, layer: int) -> Iterator[Weight]:
+    """Of one block, named within the network."""
+    return (replace(weight, name=f"blocks.{layer}.{weight.name}", layer=layer) for weight in block_weights(m))
+
+
+def weights(m: ModelSpec) -> list[Weight]:
+    """All parameters, as `GPT(m).named_parameters()` has them."""
+    inner = [weight for layer in range(m.layers) for weight in layer_weights(m, layer)]
+    return [*embedding_weights(m), *inner, *head_weights(m)]
+
+
+@functools.lru_cache(maxsize=256)
+def by_inside_name(m: ModelSpec) -> dict[str, Weight]:
+    """Weights by their name within a block, or within the network."""
+    return {weight.name: weight for weight in (*embedding_weights(m), *block_weights(m), *head_weights(m))}
+
+
+def find(m: ModelSpec, name: str) -> Weight:
+    """The weight of a name within the network."""
+    return by_inside_name(m)[name.split(".", 2)[2] if name.startswith("blocks.") else name]
+
+
+# --- what follows -----------------------------------------------------------------------------------------
+
+
+def linears(m: ModelSpec) -> list[Linear]:
+    """Of one block, routers and routed experts aside."""
+    found: list[Linear] = []
+    for component in block(m):
+        if isinstance(component, Linear):
+            found.append(component)
+        elif isinstance(component, MLP):
+            found += [*component.up, component.down]
+    return found
+
+
+def attention_core(m: ModelSpec) -> Attention:
+    return next(component for component in block(m) if isinstance(component, Attention))
+
+
+def experts(m: ModelSpec) -> Experts | None:
+    return next((component for component in block(m) if isinstance(component, Experts)), None)
+
+
+def readers(m: ModelSpec, norm: Norm) -> int:
+    """Products that read the output of a norm; routed experts read what the router has dispatched."""
+    return sum(linear.reads == norm.name for linear in linears(m)) + feeds_router(m, norm)
+
+
+def feeds_router(m: ModelSpec, norm: Norm) -> bool:
+    routed = experts(m)
+    return routed is not None and routed.reads == norm.name
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """What the KV cache keeps of a token in one layer: `vectors` of `width` numbers for each of `heads`."""
+
+    heads: int
+    width: int
+    vectors: int = 2  # a key and a value
+
+
+def token_cache(m: ModelSpec) -> TokenCache:
+    return TokenCache(m.kv_heads, m.head_dim)
