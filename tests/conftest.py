@@ -40,7 +40,7 @@ def pytest_collection_finish() -> None:
         # Else a tenth of a second at every call.
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
-        table = importlib.import_module("lmworks.cli.table")  # whatever a test prints fits every terminal
+        table = importlib.import_module("lmworks.cli.output")  # whatever a test prints fits every terminal
         vars(table).update(render_table=importlib.import_module("fitting_tables").checked(table.render_table))
     if {"lmworks.cli.main", "lmworks.report.run_report"} & sys.modules.keys():
         # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.

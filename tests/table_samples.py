@@ -116,7 +116,7 @@ def demo(sample: Sample) -> None:
 
 
 def diagnosed(sample: Sample) -> None:
-    from lmworks.cli.diagnose import print_diagnosis
+    from lmworks.cli.runs import print_diagnosis
     from lmworks.diagnose.hang import Diagnosis
 
     host, place = "gpu-node-0123.cluster.example.org", "backward of step 17,345"
@@ -174,7 +174,7 @@ def predicted(sample: Sample) -> None:
 def measured_links(sample: Sample) -> None:
     import numpy as np
 
-    from lmworks.cli.plan_calibrate import print_links
+    from lmworks.cli.plan_validate import print_links
     from lmworks.plan.devices.curves import Curve
 
     times = {"all-reduce": {2: np.array([1.25e-5, 0.0123])}, "reduce-scatter": {16: np.array([1e-6, 123.0])}}
@@ -182,7 +182,7 @@ def measured_links(sample: Sample) -> None:
 
 
 def machine(sample: Sample) -> None:
-    from lmworks.cli.hardware import print_machine
+    from lmworks.cli.plan_lookup import print_machine
 
     point = SimpleNamespace(shape=(16384, 4096, 14336), rate=9.87e14)
     rates = {"matmul.bf16": [point], "copy": [SimpleNamespace(shape=(2**30,), rate=4.2566e12)]}
@@ -192,13 +192,13 @@ def machine(sample: Sample) -> None:
 
 
 def bench_train(sample: Sample) -> None:
-    from lmworks.cli import bench_train
+    from lmworks.cli import bench
 
-    bench_train.show({"power": None, **next(row for row in result("train_gpu.json")["rows"] if "kernels" in row)})
+    bench.print_step({"power": None, **next(row for row in result("train_gpu.json")["rows"] if "kernels" in row)})
 
 
 def bench_offline(sample: Sample) -> None:
-    from lmworks.cli import bench_offline
+    from lmworks.cli import bench_engine
 
     facts = {
         "model": "qwen3-0.6b", "device": "NVIDIA H200", "dtype": "bf16", "output_tokens_per_s": 23456.7, "power": None,
@@ -209,14 +209,14 @@ def bench_offline(sample: Sample) -> None:
         "steps": 1024, "decode_ms": {"1": 1.234, "256": 12.345}, "floors_ms": {"1": 1.0, "256": 10.5},
         "weights": "1.11 GiB", "bandwidth_gbs": 4256.6,
     }  # fmt: skip
-    bench_offline.show(facts)
+    bench_engine.print_throughput(facts)
 
 
 def bench_kernels(sample: Sample) -> None:
-    from lmworks.cli import bench_kernels
+    from lmworks.cli import bench
 
     facts = result("kernels_train.json")
-    bench_kernels.show({**facts, "rows": facts["rows"][::16]})
+    bench.print_kernels({**facts, "rows": facts["rows"][::16]})
 
 
 def bench_serve(sample: Sample) -> None:
@@ -227,7 +227,7 @@ def bench_serve(sample: Sample) -> None:
 
 
 def profile(sample: Sample) -> None:
-    from lmworks.cli import bench_profile
+    from lmworks.cli import bench_engine
 
     row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
     facts = {
@@ -236,7 +236,7 @@ def profile(sample: Sample) -> None:
         "inter_token_ms": {"p50": 12.3, "p99": 45.6}}, "host": {"share": 0.1, "launch_ms": 0.123, "wait_ms": 1.234},
         "prefill": {"tokens_per_s": 53123.0}, "batching": [{**row, "slower": 1.3, "efficiency": 0.77}],
     }  # fmt: skip
-    bench_profile.show(facts)
+    bench_engine.print_profile(facts)
 
 
 def quantized(sample: Sample) -> None:
@@ -250,7 +250,7 @@ def quantized(sample: Sample) -> None:
 
 
 def simulated(sample: Sample) -> None:
-    from lmworks.cli.simulate import show
+    from lmworks.cli.prove import show
 
     row = SimpleNamespace(kind="reduce-scatter", group="dp_shard", ranks=128, count=252, bytes=12_884_901_888)
     held = {"parameters": 2**30, "gradients": 2**29, "activations": 3 * 2**30}
@@ -265,7 +265,7 @@ def parity(sample: Sample) -> None:
 
     calls = [{"count": 12, "kind": "all-gather", "group": "dp_shard", "bytes": 123456}] * 3
     row = Result("fsdp2-tp2-sp", 4, 1e-7, 2.5e-6, "blocks.0.attention.qkv.weight", 3e-7, tokens=1024, collectives=calls)
-    sample.patch.setattr("lmworks.cli.parity.prove", lambda *_, **__: [row])
+    sample.patch.setattr("lmworks.cli.prove.prove", lambda *_, **__: [row])
     sample.lmworks("parity", "--layouts", "fsdp2")
 
 
@@ -316,39 +316,39 @@ def validated(sample: Sample) -> None:
 
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
-    (bench_offline, "bench_offline.show"),
-    (bench_kernels, "bench_kernels.show"),
+    (bench_offline, "bench_engine.print_throughput"),
+    (bench_kernels, "bench.print_kernels"),
     (bench_serve, "bench_serve.show"),
-    (bench_train, "bench_train.show bench_train.parts_table bench_train.kernels_table"),
-    (chaos, "chaos.chaos"),
-    (typed("chaos", "--list"), "chaos.show_list"),
+    (bench_train, "bench.print_step bench.parts_table bench.kernels_table"),
+    (chaos, "prove.chaos"),
+    (typed("chaos", "--list"), "prove.show_list"),
     (checkpoints, "checkpoint.ls"),
     (contents, "checkpoint.print_contents"),
     (lambda sample: data(sample, "inspect"), "data.show"),
     (lambda sample: data(sample, "window"), "data.window"),
     (demo, "demo.compare"),
-    (diagnosed, "diagnose.print_diagnosis"),
-    (typed("hardware"), "hardware.print_catalogue"),
-    (machine, "hardware.print_machine"),
-    (health, "health.show_stats"),
-    (typed("mesh", "tiny", *LAYOUT), "mesh.mesh"),
-    (typed("models"), "models.models"),
-    (parity, "parity.parity"),
-    (typed("pipeline", "tiny", *LAYOUT), "pipeline.print_stages pipeline.print_timeline"),
+    (diagnosed, "runs.print_diagnosis"),
+    (typed("hardware"), "plan_lookup.print_catalogue"),
+    (machine, "plan_lookup.print_machine"),
+    (health, "runs.show_stats"),
+    (typed("mesh", "tiny", *LAYOUT), "plan_lookup.mesh"),
+    (typed("models"), "plan_lookup.models"),
+    (parity, "prove.parity"),
+    (typed("pipeline", "tiny", *LAYOUT), "plan_lookup.print_stages plan_lookup.print_timeline"),
     (typed("plan", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_memory plan.print_calls plan.print_time"),
-    (measured_links, "plan_calibrate.print_links"),
+    (measured_links, "plan_validate.print_links"),
     (typed("plan", "memory", "llama3-8b", GPU, *LAYOUT[1:]), "plan_memory.print_budget plan_memory.print_stages"),
     (typed("plan", "reliability", "--gpus", "1024", "--every", "50"), "plan_reliability.print_forecasts"),
     (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
-    (profile, "bench_profile.show"),
+    (profile, "bench_engine.print_profile"),
     (quantized, "quantize.show"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
     (show, " ".join(f"runs_show.print_{part}" for part in ("attempts", "time", "interval", "events", "layers"))),
-    (simulated, "simulate.show"),
+    (simulated, "prove.show"),
     (ddp_fsdp, "bench_compare.ddp_fsdp"),
     (precision, "bench_compare.precision"),
 ]

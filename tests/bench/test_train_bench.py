@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from lmworks.bench import roofline, train
 from lmworks.bench.roofline import PeakRates, datasheet_peak_rates, measured_peak_rates, step_roofline
 from lmworks.bench.train import bench_train
-from lmworks.cli.bench_train import prediction_rows
+from lmworks.cli.bench import prediction_rows
 from lmworks.cli.main import app
 from lmworks.parallel import host_memory
 from lmworks.plan.step_flops import step_flops

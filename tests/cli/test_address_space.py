@@ -40,6 +40,6 @@ def test_commands_without_pytorch_need_less(tmp_path: Path) -> None:
 
 
 def test_a_large_limit_does_not_matter() -> None:
-    load = "from lmworks.cli.address_space import check_address_space; check_address_space(); import torch"
+    load = "from lmworks.cli.main import check_address_space; check_address_space(); import torch"
     ended = subprocess.run([sys.executable, "-c", LIMIT + load, str(100_000 * MIB)], capture_output=True, text=True)
     assert ended.returncode == 0, ended

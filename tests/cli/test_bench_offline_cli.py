@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmworks.bench import engine
-from lmworks.cli.bench_offline import process_age
+from lmworks.cli.bench_engine import process_age
 from lmworks.cli.main import main
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lmworks.bench.train import with_default_data
-from lmworks.cli import handoff
+from lmworks.cli import launch
 from lmworks.data import prepare
 from lmworks.plan.cluster_request import ClusterRequest
 from lmworks.plan.devices.machine import Machine
@@ -217,7 +217,7 @@ def test_the_line_that_is_printed_works_as_printed(
     command = shlex.split(line.partition("   (")[0].replace("FOLDER", "data/mine"))[1:]
     assert lmworks(capsys, *command)[0] == 0
     assert "lmworks.train best.toml data.path=data/mine" in Path("best.sbatch").read_text()
-    monkeypatch.setattr(handoff, "is_here", lambda _: True)
+    monkeypatch.setattr(launch, "is_here", lambda _: True)
     _, out, _ = lmworks(capsys, *words, "--data", "data/mine")
     assert out.splitlines()[-1] == "train it here with: lmworks train best.toml"
 
@@ -227,11 +227,11 @@ def test_a_cluster_is_here_if_all_its_gpus_are(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert handoff.is_here(cluster)
-    assert not handoff.is_here(cluster.replace(nodes=2))
-    assert not handoff.is_here(cluster.replace(gpu="A100-SXM-80GB"))
+    assert launch.is_here(cluster)
+    assert not launch.is_here(cluster.replace(nodes=2))
+    assert not launch.is_here(cluster.replace(gpu="A100-SXM-80GB"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert not handoff.is_here(cluster)
+    assert not launch.is_here(cluster)
 
 
 def test_data_that_are_here_are_looked_at(

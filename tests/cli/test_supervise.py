@@ -14,7 +14,7 @@ import torch
 import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from lmworks.cli import ranks, supervise, train
+from lmworks.cli import ranks, train
 from lmworks.cli.ranks import RanksExit, find_root_cause, local_ranks, write_error_file
 from lmworks.record import RunFolder
 from lmworks.spec import DataError, LMWorksError, RunSpec, SpecError, TrainingError, load_run
@@ -54,9 +54,9 @@ class Agent:
 
 
 def run(agent: Agent, max_restarts: int, spec: RunSpec | None = None, wanted: int | None = None) -> int:
-    with mock.patch.object(supervise, "run_ranks", agent):
+    with mock.patch.object(ranks, "run_ranks", agent):
         try:
-            supervise.supervise(spec or load_run("tiny"), agent.folder, ["train"], ["resume"], max_restarts, wanted)
+            ranks.supervise(spec or load_run("tiny"), agent.folder, ["train"], ["resume"], max_restarts, wanted)
         except typer.Exit as ended:
             return ended.exit_code
     return 0
@@ -126,8 +126,8 @@ def test_a_signal_between_two_starts_ends_it_too(folder: RunFolder) -> None:
         signal.raise_signal(signal.SIGTERM)
         return KILLED
 
-    with mock.patch.object(supervise, "run_ranks", killed), pytest.raises(typer.Exit) as ended:
-        supervise.supervise(load_run("tiny"), folder, ["train"], ["resume"], 3)
+    with mock.patch.object(ranks, "run_ranks", killed), pytest.raises(typer.Exit) as ended:
+        ranks.supervise(load_run("tiny"), folder, ["train"], ["resume"], 3)
     assert ended.value.exit_code == 75
 
 
@@ -172,7 +172,7 @@ def test_what_the_first_rank_was_stopped_before_it_could_say_is_said(
     assert ended == RanksExit(1, "step 81: loss nan", reported=False)
     for end in (ended, RanksExit(1, "step 81: loss nan")):
         with pytest.raises(typer.Exit):
-            supervise.exit_as_ranks_did(end, folder)
+            ranks.exit_as_ranks_did(end, folder)
     assert capsys.readouterr().err == "lmworks: error: step 81: loss nan\n"  # once: the other was said
 
 
@@ -181,7 +181,7 @@ def test_a_rank_without_a_word_leaves_it_to_the_records(tmp_path: Path, folder: 
     RunFolder.create(folder.path, load_run("tiny"))
     folder.event("start", 0, attempt=0)
     folder.event("fail", 3, error="a collective took more than 5 s: rank 1 never came")
-    assert supervise.recorded_cause(folder) == "a collective took more than 5 s: rank 1 never came"
+    assert ranks.recorded_cause(folder) == "a collective took more than 5 s: rank 1 never came"
 
 
 # --- how many ranks ------------------------------------------------------------------------------------

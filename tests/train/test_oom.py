@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import typer
 
-from lmworks.cli import ranks, supervise
+from lmworks.cli import ranks
 from lmworks.parallel.local_ranks import RankFailed, on_ranks
 from lmworks.parallel.world import root_cause, run_on_all_ranks
 from lmworks.plan.memory import host
@@ -156,7 +156,7 @@ def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def supervised(spec: RunSpec, folder: RunFolder, words: list[str], restarts: int) -> int:
     with pytest.raises(typer.Exit) as ended:
-        supervise.supervise(spec, folder, words, words, restarts)
+        ranks.supervise(spec, folder, words, words, restarts)
     return ended.value.exit_code
 
 
@@ -192,11 +192,11 @@ def test_a_sigkill_of_ranks_that_do_not_fit_is_probably_one(dataset: Path, capfd
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
     killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1)
     with (
-        mock.patch.object(supervise, "run_ranks", return_value=killed),
+        mock.patch.object(ranks, "run_ranks", return_value=killed),
         mock.patch("lmworks.parallel.memory_preflight.available_bytes", return_value=100 * MIB),
         pytest.raises(typer.Exit),
     ):
-        supervise.supervise(spec, RunFolder(tmp_path / "run"), ["x"], ["x"], 0, force=True)
+        ranks.supervise(spec, RunFolder(tmp_path / "run"), ["x"], ["x"], 0, force=True)
     said = capfd.readouterr().err
     assert re.fullmatch(
         r"lmworks: error: rank 1 was ended by SIGKILL; it probably ran out of memory: .* needs \S+ GiB of memory "
@@ -212,6 +212,6 @@ def test_after_steps_the_ranks_are_started_again(dataset: Path, tmp_path: Path) 
     folder.event("start", 0, attempt=0)
     folder.metrics_path.write_text('{"step": 1, "attempt": 0, "loss": 1.0}\n')
     killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1, oom=True)
-    with mock.patch.object(supervise, "run_ranks", return_value=killed) as start:
+    with mock.patch.object(ranks, "run_ranks", return_value=killed) as start:
         supervised(spec, folder, ["x"], 2)
     assert start.call_count == 3

@@ -78,7 +78,7 @@ def test_all_ranks_are_counted_before_one_is_started(
     words = ("train", str(spec_file), "parallel.dp=2", "--run-dir", str(tmp_path / "run"))
     given = make_spec(Path("x"), "parallel.dp=2", "optim.steps=2")
     enough = need(given) + 2 * memory_preflight.RUNTIME
-    with mock.patch("lmworks.cli.supervise.run_ranks", return_value=agent.RanksExit()) as start:
+    with mock.patch("lmworks.cli.ranks.run_ranks", return_value=agent.RanksExit()) as start:
         give(monkeypatch, enough - 1)
         code, _, err = lmworks(capsys, *words)
         assert code == 2 and "for the 2 ranks on this machine" in err and "runtime 0.293 GiB" in err
@@ -225,7 +225,7 @@ def test_a_spec_that_names_a_gpu_needs_one(spec_file: Path, tmp_path: Path, caps
         code, _, err = lmworks(capsys, *command)
         assert code == 2 and NO_GPU in err and err.count("\n") == 1
     several = ("train", *words, "parallel.dp=2", "--run-dir", str(run))
-    with mock.patch("lmworks.cli.supervise.run_ranks") as start:
+    with mock.patch("lmworks.cli.ranks.run_ranks") as start:
         assert lmworks(capsys, *several)[0] == 2
         start.assert_not_called()
     assert not run.exists()
@@ -263,7 +263,7 @@ def test_the_reference_run_is_refused(
     """With what this machine really has: eight ranks of 78 GiB."""
     config = Path(__file__).parents[2] / "configs" / "reference" / "7b-8-h100.toml"
     monkeypatch.chdir(tmp_path)
-    with mock.patch("lmworks.cli.supervise.run_ranks") as start:
+    with mock.patch("lmworks.cli.ranks.run_ranks") as start:
         code, out, err = lmworks(capsys, "train", str(config))
         assert (code, out) == (2, "") and NO_GPU in err
         code, out, err = lmworks(capsys, "train", str(config), "--device", "cpu")

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from . import complete
+from . import options
+from .options import Force, OnDevice, on_device
 from .output import Json, Overrides, print_json, print_table
-from .run_options import Force, OnDevice, on_device
 
 # Rows of its embedding do not divide, so that padding is seen.
 SMALL = ("tiny", ["model.layers=4", "model.hidden=256", "model.heads=4", "model.vocab=259", "data.micro_batch=4"])
@@ -21,7 +21,7 @@ SmallSpec = Annotated[
     typer.Argument(
         metavar="[SPEC]",
         help="A TOML file, a run folder, or a preset (by default a small model).",
-        autocompletion=complete.sources,
+        autocompletion=options.sources,
     ),
 ]
 

@@ -13,9 +13,8 @@ import typer
 from ..data.progress import activity
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
 from ..weight_prefetch import prefetch_weights
-from . import complete
-from .loading_text import loading
-from .output import Json, as_json, uninterrupted_output, write
+from . import options
+from .output import Json, as_json, loading, uninterrupted_output, write
 
 if TYPE_CHECKING:
     from ..engine.core.request import Answer, Result
@@ -27,7 +26,7 @@ Source = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A folder (run, Hugging Face, quantized), or a preset.",
-        autocompletion=complete.sources,
+        autocompletion=options.sources,
     ),
 ]
 EngineOverrides = Annotated[
@@ -35,7 +34,7 @@ EngineOverrides = Annotated[
     typer.Argument(
         metavar="[engine.KEY=VALUE]...",
         help="Changes to the engine, e.g. engine.dtype=bf16.",
-        autocompletion=complete.engine_overrides,
+        autocompletion=options.engine_overrides,
     ),
 ]
 Engine = Annotated[str, typer.Option("--engine", help="native, or vllm where it is installed.")]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Annotated, Any, ClassVar, NoReturn
 
 import typer
 
 from .. import __version__
+from ..plan.memory.host import process_bytes
 from ..record.oom import as_oom
-from ..spec.errors import LMWorksError, last_line
-from . import bench, chat, checkpoint, data, demo, evaluate, generate, launch, plan, prove, quantize, runs, serve, train
-from .address_space import check_address_space
+from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
+from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train
 from .groups import RootGroup
-from .override_hints import refuse_key_as_option
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
@@ -35,7 +38,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "serve": serve.serve,
-        "eval": evaluate.evaluate,
+        "eval": train.evaluate,
         "quantize": quantize.quantize,
     },
     "Learn": {"demo": demo.demo},
@@ -133,3 +136,95 @@ def fail(error: LMWorksError) -> NoReturn:
         typer.echo(last_line(f"{who}{error}", error.exit_code), err=True)
     write_error_file(error, reported=mine or error.reported)
     sys.exit(error.exit_code)
+
+
+# --- limits of address space -----------------------------------------------------------------------------
+
+# `ulimit -v` or `-d` may be too small for PyTorch. Libraries that cannot map memory while they are loaded end the
+# process in many ways: an ImportError, an abort, a segmentation fault. Where there is a limit, a child process loads
+# the library first and reports what is left.
+
+
+MIB = 2**20
+RUNTIME = 384 * MIB  # that a run maps beside its threads: modules, libraries and buffers loaded later
+THREAD = 128 * MIB  # an arena of glibc's allocator and a stack
+# Library → a program that prints how much of the address space is left, less what the library takes later.
+PROBES = {
+    "numpy": "import numpy; print(0)",
+    "torch": "import torch; from lmworks.plan.memory.host import process_bytes as left; "
+    f"print(left() - {RUNTIME} - {THREAD} * torch.get_num_threads())",
+}
+
+
+class AddressSpaceCheck(MetaPathFinder):
+    """Runs a probe when its library is imported: commands that do without it need less."""
+
+    def __init__(self) -> None:
+        self.probes = {name: probe for name, probe in PROBES.items() if name not in sys.modules}
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if probe := self.probes.pop(fullname, None):
+            refuse_small_address_space(probe)
+        return None
+
+
+def check_address_space() -> None:
+    """Install the check, where this process has a limit. Ranks have the limits of the process that started them."""
+    if "RANK" not in os.environ and process_bytes() is not None:
+        sys.meta_path.insert(0, AddressSpaceCheck())
+
+
+def refuse_small_address_space(probe: str) -> None:
+    there = process_bytes()
+    if there is None:
+        return
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    left = None if ended.returncode else int(ended.stdout)
+    if left is not None and left >= 0:
+        return
+    missing = "more" if left is None else f"about {-left / MIB:,.0f} MiB more"
+    raise SpecError(
+        f"the limit of this process (ulimit -v or -d) leaves it {there / MIB:,.0f} MiB of address space, and PyTorch "
+        f"with its threads needs {missing}; `ulimit -v unlimited` lifts it, OMP_NUM_THREADS=1 needs less"
+    )
+
+
+# --- `--lr 1` where `optim.lr=1` is meant ----------------------------------------------------------------
+
+
+def refuse_key_as_option(error: Exception, words: Sequence[str]) -> None:
+    """Where `error` is an unknown option that a spec has a key for, say how that key is written. `words` were typed."""
+    option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "command", None)
+    unknown = hasattr(error, "possibilities") and option.startswith("--") and command is not None
+    if not unknown or misspelt(option, command):
+        return
+    keys, name = accepted_keys(command), option.lstrip("-").replace("-", "_")
+    near = [name] if name in keys else near_keys(name.rpartition(".")[2], keys)
+    if near:
+        typed = suggestion([f"{key}={value_of(option, words)}" for key in near])
+        raise SpecError(f"there is no option {option}{typed} (a spec's keys are given as SECTION.KEY=VALUE)") from None
+
+
+def misspelt(option: str, command: Any) -> bool:
+    """Whether the command has an option that is spelt almost like it; the parser's own message names that one."""
+    own = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+    return bool(difflib.get_close_matches(option, own, n=1, cutoff=0.8))
+
+
+def accepted_keys(command: Any) -> Iterable[str]:
+    """Keys of the spec that a command takes overrides of; none where it takes none."""
+    from ..spec import EngineSpec, RunSpec
+
+    taken = {parameter.metavar for parameter in command.params if parameter.metavar}
+    if "[SECTION.KEY=VALUE]..." in taken:
+        return RunSpec.dotted_keys()
+    return EngineSpec.dotted_keys() if any("engine.KEY=VALUE" in metavar for metavar in taken) else ()
+
+
+def value_of(option: str, words: Sequence[str]) -> str:
+    """What was typed after it, or after its equals sign."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else after if after and not after.startswith("-") else "VALUE"
+    return "VALUE"

@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .groups import DefaultCommandGroup
-from .hardware import hardware, print_busy
-from .mesh import mesh
-from .models import models
+from .options import print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table
-from .pipeline import pipeline
-from .plan_calibrate import calibrate
+from .plan_lookup import hardware, mesh, models, pipeline, print_busy
 from .plan_memory import memory
 from .plan_reliability import reliability
 from .plan_search import search
 from .plan_serve import serve
+from .plan_validate import calibrate, validate
 from .plan_validate import predict as predict_table
-from .plan_validate import validate
-from .run_options import print_host_memory
 
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine

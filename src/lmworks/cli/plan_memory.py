@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
-from .run_options import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 
 if TYPE_CHECKING:
     from ..spec import Gpu, RunSpec

@@ -11,10 +11,10 @@ import typer
 
 from ..spec.errors import SpecError
 from ..spec.files import refuse_unwritable
-from . import complete
-from .handoff import print_written, refuse_vocabulary
+from . import options
+from .launch import print_written, refuse_vocabulary
+from .options import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
-from .run_options import Dtype, GlobalBatch, Seq
 
 if TYPE_CHECKING:
     from ..plan.search.candidates import SearchProblem
@@ -33,7 +33,7 @@ def search(
         typer.Option(
             "--cluster",
             help="What it may run on, e.g. 256xh100; several to compare (by default the spec's).",
-            autocompletion=complete.clusters,
+            autocompletion=options.clusters,
         ),
     ] = None,
     seq: Seq = None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import complete
+from . import options
 from .output import Json, Overrides, Spec, print_json, print_table
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def serve(
     overrides: Overrides = None,
     gpu: Annotated[
         str,
-        typer.Option(help="Accelerator, e.g. h100 (lmworks plan hardware lists them).", autocompletion=complete.gpus),
+        typer.Option(help="Accelerator, e.g. h100 (lmworks plan hardware lists them).", autocompletion=options.gpus),
     ] = "h100",
     rate: Annotated[float, typer.Option(help="Requests a second (0: as many as one replica can take).")] = 0.0,
     slo: Annotated[str, typer.Option(help="Promised seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = "",

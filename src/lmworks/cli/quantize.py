@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .loading_text import loading
-from .output import Json, print_json, print_table
-from .run_options import Force
+from .options import Force
+from .output import Json, loading, print_json, print_table
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

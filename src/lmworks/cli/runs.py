@@ -1,17 +1,151 @@
-"""`lmworks runs` and `lmworks report`: list, compare and diagnose run folders."""
+"""`lmworks runs` and `lmworks report`: list and compare run folders; bad steps (`health`) and hangs (`diagnose`)."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .diagnose import diagnose
 from .groups import DefaultCommandGroup
-from .health import health
 from .output import Json, print_json, print_table
 from .runs_show import show
+
+if TYPE_CHECKING:
+    from ..diagnose.hang import Diagnosis
+    from ..record import RunFolder
+    from ..record.triage import Finding
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    attempt: Annotated[int | None, typer.Option(help="Which attempt's hang (by default the last).")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
+    json: Json = False,
+) -> None:
+    """Find the cause of a hang, or show where each rank is now.
+
+    \b
+    Examples:
+      lmworks runs diagnose runs/tiny
+      lmworks runs diagnose runs/tiny --stacks
+      lmworks runs diagnose runs/tiny --attempt 0 --json
+    """
+    from ..diagnose.hang import diagnose
+    from ..report.run_list import locate
+
+    found = diagnose(locate(run), attempt)
+    if json:
+        print_json(found.to_dict())
+    else:
+        print_diagnosis(found, stacks)
+
+
+def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
+    for number, text in found.earlier.items():
+        typer.echo(f"attempt {number} ended so: {text} (more with --attempt {number})")
+    if found.verdict is not None:
+        typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
+    for text in found.failed_saves:
+        typer.echo(text)
+    for writer in found.writers:
+        of = f"the writer process of rank {writer.rank} on {writer.host} (pid {writer.pid})"
+        typer.echo(f"{of} is {writer.state}, at {writer.checkpoint} for {writer.for_s:.1f} s")
+    if found.verdict is None and not found.ranks:
+        if not (found.writers or found.failed_saves):
+            typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
+        return
+    rows = [
+        [
+            one.rank,
+            one.host,
+            one.state,
+            one.place,
+            one.waits_in or "-",
+            "-" if one.for_s is None else f"{one.for_s:.1f}",
+        ]
+        for one in found.ranks
+    ]
+    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows, drop=("host",))
+    if found.folder:
+        typer.echo(f"reports, with stacks and the last collectives: {found.folder}")
+    for one in found.ranks if stacks else ():
+        typer.echo(f"\nrank {one.rank}\n{one.stacks or 'no stacks: it could not answer'}")
+
+
+# --- health ----------------------------------------------------------------------------------------------
+
+
+def health(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    stats: Annotated[bool, typer.Option("--stats", help="Also show the newest statistics of every block.")] = False,
+    json: Json = False,
+) -> None:
+    """Explain spikes, NaNs and corruption: data, numbers or machine.
+
+    \b
+    Examples:
+      lmworks runs health runs/tiny
+      lmworks runs health runs/tiny --stats
+      lmworks runs health runs/tiny --json
+    """
+    from ..record import RunFolder, read_metrics
+    from ..record.stats import read_stats
+    from ..record.triage import findings
+
+    folder = RunFolder.open(run)
+    events = folder.events()
+    found = findings(events)
+    done = [event for event in events if event["kind"] in ("skip", "rewind", "lower_lr")]
+    overflows = [event for event in events if event["kind"] == "overflow"]
+    lines = read_stats(folder.stats_path)
+    if json:
+        table = {"run": str(run), "findings": [dataclasses.asdict(one) for one in found], "actions": done}
+        print_json({**table, "overflows": len(overflows), "stats": lines[-1] if lines and stats else None})
+        return
+    steps = len(read_metrics(folder.metrics_path))
+    typer.echo(f"{run}: {counted(steps, 'step')} recorded, {counted(len(found), 'finding')}")
+    if overflows:
+        scales = f"{overflows[0]['loss_scale']:g} to {overflows[-1]['next_scale']:g}"
+        typer.echo(f"fp16's loss scale went from {scales}; {counted(len(overflows), 'step')} left out")
+    print_health(found, done, folder)
+    if stats:
+        show_stats(lines)
+
+
+def print_health(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
+    """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
+    from ..record.sentences import describe_event
+
+    for one in found:
+        where = "" if one.cursor is None else f" (cursor {one.cursor})"
+        typer.echo(f"step {one.step}{where}: {one.what}")
+        typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
+    for event in done:
+        typer.echo(f"step {event['step']}: {describe_event(event)}")
+    cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
+    for cursor in sorted(cursors)[:3]:
+        typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def show_stats(lines: list[dict[str, Any]]) -> None:
+    if not lines:
+        typer.echo("no statistics: health.stats_every = 100 writes them every 100 steps")
+        return
+    keys = ["act_mean_abs", "act_rms", "act_max", "grad_norm", "param_norm", "update_ratio"]
+    rows = [
+        [name, *(f"{part[key]:.3g}" if key in part else "-" for key in keys)]
+        for name, part in lines[-1]["parts"].items()
+    ]
+    print_table(f"Statistics of step {lines[-1]['step']}", ["part", *keys], rows)
+
+
+# --- the group: list, compare, report --------------------------------------------------------------------
 
 
 class FoldersOrCommand(DefaultCommandGroup):

@@ -12,9 +12,9 @@ import typer
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
 from ..weight_prefetch import prefetch_weights
-from . import complete
+from . import options
 from .generate import engine_options, parse_adapters
-from .loading_text import loading
+from .output import loading
 
 if TYPE_CHECKING:
     from ..serve.channel import LoadedEngine
@@ -30,7 +30,7 @@ def serve(
         typer.Argument(
             metavar="[MODEL|NAME=MODEL]... [engine.KEY=VALUE]...",
             help="Run folders, Hugging Face folders or presets, each with a name of its own; changes to the engine.",
-            autocompletion=complete.models_and_engine,
+            autocompletion=options.models_and_engine,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Where to listen. 0.0.0.0: everywhere (then with keys).")] = "127.0.0.1",

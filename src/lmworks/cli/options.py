@@ -1,4 +1,5 @@
-"""Shell completion: presets, accelerators and clusters, keys of a spec and their values.
+"""Options that describe a run on a cluster, beside a spec's own keys, and shell completion: presets, accelerators and
+clusters, keys of a spec and their values.
 
 `lmworks --install-completion` sets it up. Nothing here loads torch: a shell asks at every keystroke.
 """
@@ -10,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,9 @@ from ..spec.engine import EngineSpec
 from ..spec.hardware import catalogue, spelling
 from ..spec.presets import PRESETS
 from ..spec.run import RunSpec
+
+if TYPE_CHECKING:
+    from ..plan.memory.host_need import HostNeed
 
 Keys = Mapping[str, "dataclasses.Field[Any]"]
 Completions = list[tuple[str, str]]  # value, description
@@ -90,3 +94,47 @@ def describe(field: dataclasses.Field[Any]) -> str:
     """With the default. On one line of a terminal: what is longer is broken on its way to the shell."""
     default = "" if field.default in (dataclasses.MISSING, "") else f" ({field.default})"
     return textwrap.shorten(f"{field.metadata['doc']}{default}", 76, placeholder=" …")
+
+
+# --- options ---------------------------------------------------------------------------------------------
+
+
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="What it runs on, e.g. 256xh100 or 2x8xa100 (by default the spec's).",
+        autocompletion=clusters,
+    ),
+]
+OnDevice = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to run (by default as cluster.device says).")
+]
+Force = Annotated[bool, typer.Option("--force", help="Start even what does not fit into the memory of this machine.")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", min=1, help="Sequences of a step.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="Precision of products: bf16, fp16, fp32 or fp8.")]
+UNKNOWN = "what a machine has is not in the catalogue, and a run is refused where there is no room"
+
+
+def print_host_memory(each: float, whole: float, ranks: int, parts: HostNeed | None, there: int | None = None) -> None:
+    """Prints the host memory of a rank and of its machine, by use; nothing where there is none."""
+    if not whole:
+        return
+    known = f"{there / 2**30:.1f} GiB are free here" if there is not None else UNKNOWN
+    besides = f", {whole / 2**30:.1f} GiB for the {ranks} of a machine" if ranks > 1 else ""
+    typer.echo(f"host memory: {each / 2**30:.1f} GiB a rank{besides}; {known}")
+    if parts:
+        found = [f"{name} {size / 2**30:.1f} GiB" for name, size in parts.to_dict().items() if size]
+        typer.echo(f"of a machine: {', '.join(found)}")
+
+
+def device_options(device: str, force: bool) -> list[str]:
+    """--device and --force, for the ranks that are started."""
+    return [*(["--device", device] if device else []), *(["--force"] if force else [])]
+
+
+def on_device(device: str) -> list[str]:
+    """--device, as a change to the spec."""
+    return [f"cluster.device={device}"] if device else []
