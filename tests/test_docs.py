@@ -66,6 +66,22 @@ def test_what_cannot_be_typed_is_found(line: str, error: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_have_a_header(page: Path) -> None:
+    """An empty line within a table ends it: what follows is shown as text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert not [table for table in tables if not re.match(r"\|.*\n\|[-:| ]+\n", table)]
+
+
+def test_the_changelog_lists_every_command() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("- **Commands**: ")[1]
+    listed = {
+        name: set(re.findall(r"[\w-]+", words)) for name, words in re.findall(r"`([\w-]+)`(?:\s+\(([^)]*)\))?", text)
+    }
+    assert listed == {name: set(getattr(command, "commands", ())) for name, command in COMMAND.commands.items()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = {target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}

@@ -40,7 +40,9 @@ NOT_HERE = {
 REFUSED = {r"^lmworks train configs/reference/": "GPU"}  # where there is none; a word of the message
 SHORTER = {
     r"train configs/small.toml": SMALL_RUN,
-    r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_BATCH} data.global_batch=1",
+    # a CPU without bf16 takes minutes for what is seconds elsewhere
+    r"^lmworks train configs/tiny.toml precision.dtype=": SMALL_RUN,
+    r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_SHAPE} {SMALL_BATCH} data.global_batch=1",
     r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} {SMALL_BATCH} parallel.compile=false --steps 1",
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import lmworks
 from lmworks.spec import load_run
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,11 @@ def test_package_data_has_every_file() -> None:
     names = {str(path.relative_to(PACKAGE)) for path in files if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert "configs/tiny.toml" in names
     assert not sorted(name for name in names if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest and newest[1] == PROJECT["project"]["version"] == lmworks.__version__
 
 
 def test_examples_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
