@@ -33,7 +33,7 @@ def compare(data: Path, root: Path, name: str) -> None:
     eager = layout(data, *LAYOUTS[name], "optim.steps=2")
     do([Job(root / "eager", eager)])
     compiled = layout(data, *LAYOUTS[name], "optim.steps=2", "parallel.compile=true")
-    on_ranks(2, do_here, [Job(root / "compiled", compiled)], timeout=280)
+    on_ranks(2, do_here, [Job(root / "compiled", compiled)], timeout=1200)
     for one, other in zip(curve(root / "eager"), curve(root / "compiled"), strict=True):
         assert other[1] == pytest.approx(one[1], rel=1e-6) and other[3] == pytest.approx(one[3], rel=1e-5)
     one, other = saved(root / "eager"), saved(root / "compiled")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lmworks.model import GPT
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
-from lmworks.train import Trainer
+from lmworks.train import Trainer, device
 from lmworks.train.optim import learning_rate
 from tiny import before_step, built, curve, differences, events, live, make_spec, saved, steps_of, train
 
@@ -340,3 +341,27 @@ def test_a_bare_error_is_recorded_as_a_failure(dataset: Path, tmp_path: Path) ->
         trainer.run()
     (event,) = events(tmp_path / "run", "fail")
     assert event["step"] == 2 and event["error"] == "no kernel image is available"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "supported", "lines"), [("bf16", False, 1), ("fp8", False, 1), ("bf16", True, 0), ("fp32", False, 0)]
+)
+def test_a_cpu_that_emulates_bf16_is_named_in_one_line(
+    dtype: str,
+    supported: bool,
+    lines: int,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """PyTorch's own warning is a C++ stack of 25 lines."""
+    monkeypatch.setattr(device, "has_bf16", lambda: supported)
+    trainer = Trainer(make_spec(dataset, f"precision.dtype={dtype}", "cluster.device=cpu"), tmp_path / "run")
+    with warnings.catch_warnings(record=True) as seen:
+        trainer.build()
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:\nframe #0", stacklevel=1)
+    assert any("mkldnn_matmul" in str(each.message) for each in seen) == (not lines)
+    said = capfd.readouterr().err
+    assert said.count("\n") == lines, said
+    assert not lines or said.startswith("this CPU has no bf16 instructions: ")

@@ -7,6 +7,7 @@ import functools
 import os
 import resource
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -61,6 +62,26 @@ def with_gpu_name(spec: RunSpec, device: torch.device) -> RunSpec:
     if gpu is None or spec.parallel.recompute != "budget" or spec.parallel.recompute_budget:
         return spec
     return spec.replace(cluster=spec.cluster.replace(gpu=gpu.name))
+
+
+def warn_slow_bf16(spec: RunSpec, device: torch.device, quiet: bool) -> None:
+    """One line for a CPU that emulates bf16, in place of PyTorch's warning, which is a C++ stack."""
+    if device.type != "cpu" or spec.precision.dtype not in ("bf16", "fp8") or has_bf16():
+        return
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    if not quiet:
+        print(
+            f"this CPU has no bf16 instructions: precision.dtype = '{spec.precision.dtype}' is many times slower here "
+            "than 'fp32'",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def has_bf16() -> bool:
+    """Whether the CPU multiplies in bf16; True where PyTorch does not tell."""
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return is_supported is None or bool(is_supported())
 
 
 def make_deterministic() -> None:

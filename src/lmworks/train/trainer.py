@@ -42,7 +42,7 @@ from ..spec.paths import with_absolute_paths
 from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .banner import banner, name_device
 from .checkpoint_manager import CheckpointManager
-from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, with_gpu_name
+from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
 from .evaluate import Evaluation, evaluate, held_out
 from .health.bad_step import Health, StepRejected
 from .health.bad_step_recovery import BadStepRecovery
@@ -151,6 +151,7 @@ class Trainer(Stepper):
     def build(self) -> None:
         """Model, optimizer and loss scale."""
         phase.enter("init")
+        warn_slow_bf16(self.spec, self.device, self.quiet)
         self.memory = PeakMemory(self.device)
         seed_everything(self.spec.seed)
         self.parallel_model = run_on_all_ranks(
