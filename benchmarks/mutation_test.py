@@ -98,8 +98,9 @@ class Coverage:
 def measure_coverage(room: Path, tests: list[str], work: Path) -> Coverage:
     """Run the tests under the tracer, unless a trace of the same sources and tests is in `work`."""
     digest = hashlib.sha256()
-    for path in [*sorted(room.rglob("*.py")), *(p for name in tests for p in sorted((ROOT / name).rglob("*.py")))]:
-        digest.update(path.read_bytes())
+    for path in (room, *(ROOT / name for name in tests)):
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(file.read_bytes())
     trace = work / f"coverage-{digest.hexdigest()[:16]}.jsonl"
     if not trace.exists():
         partial = trace.with_suffix(".partial")

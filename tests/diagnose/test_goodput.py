@@ -112,6 +112,30 @@ def test_steps_that_were_lost_are_lost_before_they_are_taken_again(log: Log) -> 
     assert log.lost() == {"useful": 1, "replay": 5, "restart": 3}
 
 
+def test_a_step_is_lost_to_a_second_resume_that_goes_further_back(log: Log) -> None:
+    """The newest checkpoint can be damaged: step 2 survived the first resume, not the second."""
+    log.event(0, "start", 0, attempt=0)
+    for step in range(1, 4):
+        log.step(step, step, took=1)
+    log.event(4, "resume", 2, attempt=1)
+    log.step(5, 3, took=1)
+    log.event(6, "resume", 1, attempt=2)
+    log.step(7, 2, took=1)
+    assert log.lost() == {"useful": 2, "replay": 3, "restart": 2}  # 3, then 2 and 3 again
+    assert log.time_breakdown().tokens == 2000
+
+
+def test_a_save_before_the_first_step_of_an_attempt_counts(log: Log) -> None:
+    """Also where the last one of the attempt before was counted at its failure."""
+    log.event(0, "start", 0, attempt=0)
+    log.step(1, 1, took=1)
+    log.event(1.5, "save", 1, seconds=0.5)
+    log.event(2, "fail", 1, error="rank 1 was killed by signal 9")
+    log.event(3, "resume", 1, attempt=1)
+    log.step(6, 2, took=1, saved=0.5)
+    assert log.lost() == {"useful": 2, "save": 1, "restart": 3}
+
+
 def test_a_failure_that_is_told_and_an_agent_that_starts_again(log: Log) -> None:
     log.event(0, "start", 0, attempt=0)
     log.step(1, 1, took=1)
@@ -182,10 +206,10 @@ def test_skipped_steps(log: Log) -> None:
     log.step(1, 1, took=1)
     log.event(1.5, "save", 1, seconds=0.5)
     log.event(3, "skip", 2, from_cursor=1, to_cursor=2, reason="nonfinite", seconds=1.25)  # 0.25 s of logging
-    log.step(4, 2, took=1, saved=0.5)  # its line tells of the save again
-    log.event(4.75, "overflow", 3, loss_scale=2.0, next_scale=1.0)
-    log.step(5, 3, took=1)
-    assert log.lost() == {"useful": 2, "save": 0.5, "skip": 2.25, "other": 0.25}
+    log.step(5, 2, took=1, saved=0.5)  # its line has the save again, which counts once; 1 s of logging
+    log.event(5.75, "overflow", 3, loss_scale=2.0, next_scale=1.0)
+    log.step(6, 3, took=1)
+    assert log.lost() == {"useful": 2, "save": 0.5, "skip": 2.25, "other": 1.25}
     assert log.time_breakdown().tokens == 2000
 
 
@@ -249,6 +273,7 @@ def test_the_best_interval_from_what_was_measured(log: Log) -> None:
     assert found is not None and found.observed
     assert (found.recovery.mtbf_s, found.recovery.stall_s) == (50.0, 0.5)  # one stop; its restart does not count
     assert found.recovery.restart_s == 10.0
+    assert found.recovery.write_s == 0  # nothing is written in the background
     assert found.best_steps == 7  # √(2 · 0.5 · 50) = 7.1, by Daly 6.7
     assert found.steps == 2
     assert found.ettr is not None and found.ettr < found.best_ettr
@@ -257,6 +282,36 @@ def test_the_best_interval_from_what_was_measured(log: Log) -> None:
     assert given.best_steps == 60  # √(2 · 0.5 · 3600)
     with pytest.raises(SpecError, match="--mtbf 0: give hours between two failures"):
         interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=0.0)
+
+
+def test_the_restart_time_is_the_mean_of_all_restarts(log: Log) -> None:
+    log.event(0, "start", 0, attempt=0)
+    at = steady(log) + 0.5
+    for attempt, took in enumerate((10, 20, 60), 1):
+        log.event(at + took, "resume", 40, attempt=attempt)
+        at += took
+    log.event(at, "interrupt", 40)
+    found = interval(log.folder, summarize(log.folder), log.time_breakdown())
+    assert found is not None
+    assert found.recovery.restart_s == 30.0
+    assert found.recovery.mtbf_s == 50 / 3  # three attempts were killed
+
+
+def test_time_to_detect_a_failure_is_that_of_hangs(log: Log) -> None:
+    log.event(0, "start", 0, attempt=0)
+    at = steady(log) + 0.5
+    log.event(at + 30, "hang", 40, ranks=[1], cause="absent")
+    log.event(at + 40, "resume", 40, attempt=1)
+    log.event(at + 40, "finish", 40)
+    found = interval(log.folder, summarize(log.folder), log.time_breakdown())
+    assert found is not None and found.recovery.detect_s == 30
+
+
+def test_a_run_without_a_failure_has_nothing_to_detect(log: Log) -> None:
+    log.event(0, "start", 0, attempt=0)
+    log.event(steady(log) + 0.5, "finish", 40)
+    found = interval(log.folder, summarize(log.folder), log.time_breakdown(), mtbf_h=1.0)
+    assert found is not None and found.recovery.detect_s == 0
 
 
 def test_to_resume_what_has_finished_is_no_restart(log: Log) -> None:
