@@ -10,7 +10,7 @@ import pytest
 
 from lmworks.record import MetricsWriter
 from lmworks.report import run_report
-from lmworks.report.html_page import SCRIPT
+from lmworks.report.html_page import SCRIPT, StyledCell, table
 from lmworks.report.run_report import smooth, write_report
 from lmworks.report.svg import EventMarks, Line, average, downsample, line_chart, ticks
 
@@ -242,3 +242,13 @@ def test_a_flat_line_can_be_drawn():
 
 def test_no_string_of_the_script_is_broken_by_a_newline():
     assert all(line.count('"') % 2 == 0 and line.count("`") % 2 == 0 for line in SCRIPT.splitlines())
+
+
+def test_columns_of_figures_and_columns_that_do_not_wrap_are_the_ones_named():
+    rows = [["save", "2", "a < b"]]
+    header = "<tr><th>a</th><th>b</th><th>c</th></tr>"
+    assert f"{header}<tr><td>save</td><td>2</td><td>a &lt; b</td></tr>" in table(["a", "b", "c"], rows)
+    assert "<td class=whole>save</td><td>2</td><td class=number>a" in table(["a", "b", "c"], rows, numeric=1, whole=1)
+    assert '<td class=number>2</td><td class="number bad">x</td>' in table(
+        ["a", "b", "c"], [["save", "2", StyledCell("x", "bad")]], numeric=2
+    )
