@@ -283,10 +283,8 @@ def run_mutant(mutant: Mutant, coverage: Coverage, tree: Path) -> dict[str, Any]
         code, output = run_tests(tests, tree, limit_s)
     finally:
         write_module(path, original)
-    result = {0: "survived", 1: "killed", -1: "killed"}.get(code, "killed")
-    how = {0: "", 1: first_failure(output), -1: f"time limit of {limit_s:.0f} s"}.get(
-        code, f"pytest exited with {code}"
-    )
+    result = "killed" if code else "survived"
+    how = {0: "", -1: f"time limit of {limit_s:.0f} s"}.get(code, first_failure(output) or f"pytest exited with {code}")
     fields = {key: value for key, value in asdict(mutant).items() if key not in ("start", "end")}
     seconds = round(time.monotonic() - began, 1)
     return {
