@@ -1,8 +1,9 @@
 """Attention backends: the only part of the network that changes between training, generation and serving.
 
-A backend is called as `attend(q, k, v, layer)` with q (batch, seq, heads, head_dim) and k, v
-(batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `Dense` covers training and the
-KV cache; `engine.core.attention_backend` attends over pages. All of them see a `Pattern`: who may look at whom.
+A backend is called as `attend(q, k, v, layer, **per_head)` with q (batch, seq, heads, head_dim) and k, v
+(batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `per_head`: learned parameters of the
+softmax with one entry for each query head (`gpt.Attention.per_head`). `Dense` covers training and the KV cache;
+`engine.core.attention_backend` attends over pages. All of them see a `Pattern`: who may look at whom.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from ..kernels.dispatch import fastest
 from ..kernels.training.flash_attention import Bounds, flash_attention
-from ..spec import ModelSpec, SpecError
+from ..spec import ModelSpec, SpecError, components
 
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Attend = Callable[..., Tensor]  # (q, k, v, layer, **per_head)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -189,6 +190,21 @@ def make_pattern(
     return Pattern(spec.sliding_window, slopes, documents, offset)
 
 
+def cached_backend(spec: ModelSpec) -> ModelSpec:
+    """With the backend for a KV cache: prompts come in every length, and FlexAttention would be compiled for each;
+    flash attention has no cache."""
+    if spec.attention not in ("auto", "flash"):
+        return spec
+    return spec.replace(attention=components.attention_backend(spec.replace(attention="auto"), "cpu"))
+
+
+def paged_options(spec: ModelSpec, device: torch.device, heads: slice = slice(None)) -> dict[str, Any]:
+    """The pattern as keywords of `kernels.inference.paged_attention`."""
+    pattern = make_pattern(spec, heads=heads)
+    slopes = torch.tensor(pattern.slopes, device=device) if pattern.slopes else None
+    return {"window": pattern.window, "slopes": slopes}
+
+
 def dense(
     spec: ModelSpec,
     device: torch.device,
@@ -198,7 +214,7 @@ def dense(
     seq: int = 0,  # positions that are to come, where that is known: the mask is then made at once
 ) -> Dense:
     """The backend that the spec names; `auto` takes the fastest that handles the pattern on this device."""
-    backend = spec.attention
+    backend = components.attention_backend(spec, device.type)
     if backend == "auto":
         backend = fastest_backend(spec, device, sparse=documents is not None or spec.sliding_window > 0,
                                   offset=offset, seq=seq or spec.context)  # fmt: skip
@@ -211,7 +227,7 @@ def dense(
 def fastest_backend(spec: ModelSpec, device: torch.device, *, sparse: bool, offset: int, seq: int) -> str:
     """Ours where it was measured to be the fastest, else PyTorch's own: block-sparse where much is hidden."""
     if device.type != "cuda" or offset:
-        return "sdpa"
+        return components.attention_backend(spec, "cpu")
     if spec.positions != "alibi" and spec.head_dim <= 256:
         op = "sparse_attention" if sparse else "flash_attention"
         if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":

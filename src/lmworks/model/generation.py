@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..spec import ModelSpec, SpecError
-from .attention import dense
+from .attention import cached_backend, dense
 from .gpt import GPT
 
 
@@ -18,21 +18,20 @@ class KVCache:
     """Keys and values of every layer, as an attention backend: it appends, then attends over all it holds."""
 
     def __init__(self, spec: ModelSpec, capacity: int, device: torch.device) -> None:
-        # Prompts come in every length, and FlexAttention would be compiled for each; flash attention knows no cache.
-        self.spec = spec.replace(attention="sdpa") if spec.attention in ("auto", "flash") else spec
+        self.spec = cached_backend(spec)
         self.capacity, self.device = capacity, device
         self.store: Tensor | None = None  # made by the first layer, in the precision that attention runs in
         self.length = 0
         self.attend = dense(self.spec, device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         if self.store is None:
             shape = (self.spec.layers, 2, q.shape[0], self.capacity, *k.shape[2:])
             self.store = torch.empty(shape, device=self.device, dtype=v.dtype)
         end = self.length + q.shape[1]
         keys, values = self.store[layer]
         keys[:, self.length : end], values[:, self.length : end] = k, v
-        return self.attend(q, keys[:, :end], values[:, :end], layer)
+        return self.attend(q, keys[:, :end], values[:, :end], layer, **per_head)
 
     def advance(self, tokens: int) -> None:
         """Called once all layers have written."""

@@ -91,7 +91,11 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate_both(q, k, *rotary)
-        return self.out(attend(q, k, v, self.layer).flatten(-2))
+        return self.out(attend(q, k, v, self.layer, **self.per_head()).flatten(-2))
+
+    def per_head(self) -> dict[str, Tensor]:
+        """Learned parameters of the softmax, one entry for each query head: keywords of the backend."""
+        return {}
 
 
 class MLP(nn.Module):
@@ -149,6 +153,7 @@ class GPT(nn.Module):
         self.spec, self.first, self.last = spec, first, last
         # (hidden, head weight, targets) → sum of the loss
         self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
+        self.chunked_loss = True  # False: the loss is computed from all logits, as a quantized head gives them
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
         self.offload: Offload | None = None  # where what blocks keep waits in host memory
@@ -185,16 +190,15 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
-        if keep_logits:
+        if keep_logits or not self.chunked_loss:
             logits = self.project(x, self.head_weight)
             flat = logits.flatten(0, 1).float()
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
         else:
-            logits = None
             loss = self.cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
         if reduction == "mean":
             loss = loss / (targets != IGNORE).sum()
-        return logits, loss
+        return logits if keep_logits else None, loss
 
     def states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the last block gives, (batch, seq, hidden). An engine's batch is flat: (tokens) → (tokens, hidden)."""

@@ -6,7 +6,7 @@ of our network: its keys are ignored, and written as 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..spec import ModelSpec, SpecError
@@ -40,6 +40,13 @@ EXPERTS_WRITES = {
     "shared_experts": 0,
     "balance_bias": 0,
 }
+# Keys of which every family can express any value, and those that act in training alone; of other keys that a family
+# does not name it can express the default.
+WRITTEN = frozenset({
+    "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "rope_theta",
+    "rope_scaling", "qkv_bias", "sliding_window", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss",
+    "attention", "init_std",
+})  # fmt: skip
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
 
 # In the order in which a spec looks for a family to be saved as.
@@ -205,7 +212,10 @@ def obstacles(spec: ModelSpec, family: Family) -> list[str]:
     def fits(key: str, wanted: Any) -> bool:
         return bool(wanted(spec)) if callable(wanted) else getattr(spec, key) == wanted
 
-    return [key for key, wanted in family.writes.items() if not fits(key, wanted)]
+    usual = ModelSpec()
+    other = [field.name for field in fields(spec) if field.name not in {*family.writes, *WRITTEN}]
+    unknown = [key for key in other if getattr(spec, key) != getattr(usual, key)]
+    return [key for key, wanted in family.writes.items() if not fits(key, wanted)] + unknown
 
 
 def family_of_spec(spec: ModelSpec) -> str:

@@ -31,7 +31,7 @@ class Ulysses:
     group: ProcessGroup
     dense: Dense  # over the whole sequence, with the slopes of the heads that come here
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         device_type, cp = q.device.type, self.group.size()
         if torch.is_autocast_enabled(device_type):  # attention would take them in this dtype: so they travel in it
             dtype = torch.get_autocast_dtype(device_type)
@@ -41,7 +41,8 @@ class Ulysses:
         shares = [x.unflatten(2, (cp, -1)) for x in (q, k, v)]  # (batch, seq/cp, cp, heads/cp, head_dim)
         sizes = [share.shape[3] for share in shares]
         q, k, v = self.to_heads(torch.cat(shares, dim=3)).split(sizes, dim=2)
-        return self.to_sequence(self.dense(q, k, v, layer))
+        own = {name: x.chunk(cp)[self.group.rank()] for name, x in per_head.items()}
+        return self.to_sequence(self.dense(q, k, v, layer, **own))
 
     def to_heads(self, x: Tensor) -> Tensor:
         """(batch, seq/cp, cp, heads/cp, head_dim) → (batch, seq, heads/cp, head_dim)."""

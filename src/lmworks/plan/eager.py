@@ -42,7 +42,7 @@ def mask(load: Workload) -> list[Op]:
     """
     m = load.model
     size = load.seq**2 * (load.batch if load.documents else 1)
-    if m.attention == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
+    if load.backend == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
         return []
     if m.positions == "alibi":  # one fp32 bias a head
         bias = 4 * m.heads * size
@@ -180,11 +180,15 @@ def attention(core: Attention, load: Workload) -> Op:
         scores = t * load.seq * heads
         product = 1.0 * t * (core.flops_per_key // load.tp) * load.seq  # no causal skipping
         forward = [gemm(t * heads, core.qk_dim, load.seq), gemm(t * heads, load.seq, core.v_dim)]
-        forward += [stream(2 * scores, count=2), stream(2 * scores, kind="exp")]
-        backward = [Kernel("attention_backward", flops=2 * product, shape=shape), stream(3 * scores, count=2)]
-        inner = w if m.attention == "reference" else 4  # SDPA's math path computes in fp32
-        saved = [4 * scores, *(t * width * inner for width in (q, q, out)), result]  # k, v repeated for every head
-        if load.is_16_bit and m.attention == "reference":
+        forward += [stream(2 * scores, count=core.score_passes), stream(2 * scores, kind="exp")]
+        backward = [
+            Kernel("attention_backward", flops=2 * product, shape=shape),
+            stream(3 * scores, count=core.score_passes),
+        ]
+        inner = w if load.backend == "reference" else 4  # SDPA's math path computes in fp32
+        repeated = (t * width * inner for width in (q, q, out))  # k, v for every head
+        saved = [4 * scores * core.saved_scores, *repeated, result]
+        if load.is_16_bit and load.backend == "reference":
             saved.append(2 * scores)
         dear = scores * inner, t * out * inner
         return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
@@ -279,6 +283,8 @@ def loss(load: Workload) -> list[Op]:
     chunks, head = t / rows, vocab * h
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
     passes = [*softmax(load, rows * seen, chunks)]
+    more = load.width * rows * seen / 4  # read or written by a further pass over the logits
+    passes += [stream(2 * more, count=chunks)] * components.head(load.model).logit_passes
     if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
     if load.is_16_bit:  # every chunk adds to its gradient

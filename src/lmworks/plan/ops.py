@@ -238,7 +238,11 @@ class Workload:
         PyTorch's fused CPU attention takes a mask of 2 or 4 dimensions; ALiBi's (heads, seq, seq) is its math path.
         """
         alibi = self.model.positions == "alibi" and not self.documents and self.device == "cpu"
-        return "scores" if self.model.attention == "reference" or alibi else "fused"
+        return "scores" if self.backend == "reference" or alibi else "fused"
+
+    @property
+    def backend(self) -> str:
+        return components.attention_backend(self.model, self.device)
 
 
 def chunk_rows(tokens: Number, columns: Number, device: str, width: int, in_place: bool) -> Any:

@@ -137,6 +137,8 @@ class Attention:
     qk_dim: int
     v_dim: int
     window: int = 0
+    score_passes: int = 2  # elementwise passes over all scores before the softmax, in eager code: scale, mask
+    saved_scores: int = 1  # fp32 tensors of all scores that eager code saves: the softmax
 
     @property
     def q_width(self) -> int:
@@ -297,6 +299,18 @@ def feed_forward(m: ModelSpec) -> Iterator[Component]:
         yield MLP("mlp.shared", "shared ", "mlp_norm", m.hidden, width, m.mlp, hf="mlp.shared_experts")
 
 
+@dataclass(frozen=True)
+class Head:
+    """Logits, and the loss that is computed from them in chunks."""
+
+    saved_logits: int = 0  # copies of a chunk of logits that the loss holds beside what softmax needs
+    logit_passes: int = 0  # elementwise passes over the logits beside softmax
+
+
+def head(m: ModelSpec) -> Head:
+    return Head()
+
+
 def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
     yield Weight("embed.weight", (m.vocab, m.hidden), 0, hf="model.embed_tokens.weight")
     if m.positions == "learned":
@@ -354,6 +368,13 @@ def linears(m: ModelSpec) -> list[Linear]:
 
 def attention_core(m: ModelSpec) -> Attention:
     return next(component for component in block(m) if isinstance(component, Attention))
+
+
+def attention_backend(m: ModelSpec, device: str) -> str:
+    """`model.attention` on a kind of device; on a GPU 'auto' is resolved by measurements (model/attention.py)."""
+    if m.attention == "auto" and device == "cpu":
+        return "sdpa"
+    return m.attention
 
 
 def experts(m: ModelSpec) -> Experts | None:

@@ -6,8 +6,9 @@ passes the projection itself, `attend.attend_qkv(…)`: one kernel normalises, r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +28,14 @@ class PagedAttention:
     slot_mapping: Tensor  # (tokens) int64: cache slot of each token's key and value; −1: none
     metadata: Sequence[AttentionMetadata]  # of decoding sequences and of prefills: each has a kernel of its own
     num_decodes: int  # tokens of decoding sequences, where there are both
-    window: int = 0
-    slopes: Tensor | None = None  # (heads) fp32: ALiBi's
+    options: Mapping[str, Any]  # of the kernels: `model.attention.paged_options`
     invariant: bool = False
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         """q (…, tokens, heads, head_dim), k and v (…, tokens, kv_heads, head_dim), normalised and rotated."""
         qkv = torch.cat([x.flatten(-2) for x in (q, k, v)], dim=-1).flatten(0, -2)
-        return self.attend_qkv(qkv, q.shape[-2], k.shape[-2], None, None, 0.0, None, layer).view(q.shape)
+        mixed = self.attend_qkv(qkv, q.shape[-2], k.shape[-2], None, None, 0.0, None, layer, **per_head)
+        return mixed.view(q.shape)
 
     def attend_qkv(
         self,
@@ -46,18 +47,22 @@ class PagedAttention:
         eps: float,
         rotary: Rotary,
         layer: int,
+        **per_head: Tensor,  # (heads)
     ) -> Tensor:
         """Normalise, rotate, store, attend: (tokens, heads, head_dim)."""
         cache = self.caches[layer]
         q = write_kv_cache(qkv, heads, kv_heads, q_norm, k_norm, eps, rotary, cache, self.slot_mapping)
         if len(self.metadata) == 1:
-            return self.attend(q, cache, self.metadata[0])
+            return self.attend(q, cache, self.metadata[0], per_head)
         parts = (q[: self.num_decodes], q[self.num_decodes :])
         return torch.cat(
-            [self.attend(part, cache, metadata) for part, metadata in zip(parts, self.metadata, strict=True)]
+            [self.attend(part, cache, metadata, per_head) for part, metadata in zip(parts, self.metadata, strict=True)]
         )
 
-    def attend(self, q: Tensor, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, q: Tensor, cache: LayerCache, metadata: AttentionMetadata, per_head: Mapping[str, Tensor]
+    ) -> Tensor:
+        options = {**self.options, **per_head}
         if metadata.max_query_len == 1 and q.device.type == "cpu" and not self.invariant:
-            return paged_decode(q, cache, metadata, self.window, self.slopes)
-        return paged_attention(q, cache, metadata, window=self.window, slopes=self.slopes, invariant=self.invariant)
+            return paged_decode(q, cache, metadata, **options)
+        return paged_attention(q, cache, metadata, invariant=self.invariant, **options)

@@ -71,6 +71,7 @@ class FusedAttention(nn.Module):
         self.layer, self.apply_linear = was.layer, apply
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
+        self.per_head = nn.ParameterDict(was.per_head())
 
     def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
         q_norm = k_norm = None
@@ -78,7 +79,9 @@ class FusedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
-        mixed = attend.attend_qkv(qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer)
+        mixed = attend.attend_qkv(
+            qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer, **self.per_head
+        )
         return self.apply_linear(self.out, mixed.flatten(-2))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.attention import make_pattern
+from ...model.attention import paged_options
 from ...model.gpt import GPT
 from ...model.moe import moe_layers
 from ...spec import EngineSpec, ModelSpec, SpecError
@@ -62,10 +62,8 @@ class ModelRunner:
         fuse(model, self.spec.context, self.spec.batch_invariant)
         if tp_rank is not None:
             model.project = tp_rank.gather_logits(model.project)
-        slopes = make_pattern(
-            model.spec, heads=slice(None) if tp_rank is None else tp_rank.local_heads(model.spec)
-        ).slopes
-        self.slopes = torch.tensor(slopes, device=self.device) if slopes else None
+        local_heads = slice(None) if tp_rank is None else tp_rank.local_heads(model.spec)
+        self.attention_options = paged_options(model.spec, self.device, local_heads)
         vocab, seqs = model.spec.vocab, self.spec.max_seqs
         # Index id gives id itself; index vocab + slot gives the last token sampled for that slot.
         self.token_lookup = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
@@ -252,14 +250,12 @@ class ModelRunner:
 
     def states(self, batch: Batch) -> Tensor:
         """Hidden states of the last block: (tokens, hidden)."""
-        spec = self.model.spec
         attend = PagedAttention(
             self.cache.layers,
             batch.slot_mapping,
             batch.attention_metadata,
             batch.num_decodes,
-            spec.sliding_window,
-            self.slopes,
+            self.attention_options,
             self.spec.batch_invariant,
         )
         return self.model.states(self.token_lookup[batch.tokens], batch.positions, attend)

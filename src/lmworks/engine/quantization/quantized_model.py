@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.inference import quantized
 from ...kernels.swiglu import swiglu_packed
-from ...kernels.training.cross_entropy import IGNORE
 from ...model.gpt import GPT, Linear
 from ...model.moe import moe_layers
 from ...spec import SpecError
@@ -87,10 +85,6 @@ class QuantLinear(nn.Module):
         """As the head of a network."""
         logits: Tensor = self(states)
         return logits
-
-    def cross_entropy(self, states: Tensor, _weight: Tensor, targets: Tensor) -> Tensor:
-        """As the loss of a network whose head it is, which else takes the weight as it lies there, without scales."""
-        return F.cross_entropy(self(states).float(), targets, ignore_index=IGNORE, reduction="sum")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """A move takes everything along; a cast (`model.bfloat16()`) leaves the format as it is."""
@@ -189,7 +183,7 @@ def replace(model: GPT, name: str, layer: QuantLinear) -> None:
     layer.label = name
     put(model, name, layer)
     if name == HEAD:
-        model.project, model.cross_entropy = layer.project, layer.cross_entropy
+        model.project, model.chunked_loss = layer.project, False
 
 
 def put(model: GPT, name: str, layer: nn.Module | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.attention import make_pattern
+from ...model.attention import paged_options
 from ...model.gpt import GPT
 from ...model.moe import moe_layers
 from ...spec import SpecError
@@ -73,8 +73,7 @@ class DraftModel:
         self.runner = runner
         kv_heads = self.model.layers()[0].attention.k.weight.shape[0] // shape.head_dim
         fuse(self.model, spec.context, spec.batch_invariant)
-        slopes = make_pattern(shape).slopes
-        self.slopes = torch.tensor(slopes, device=runner.device) if slopes else None
+        self.attention_options = paged_options(shape, runner.device)
         self.shape = KVCacheShape.of(shape, spec, dtype, kv_heads)
 
     def allocate_cache(self, blocks: int, graphs: bool) -> None:
@@ -86,16 +85,14 @@ class DraftModel:
             self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.max_blocks_per_seq, runner.device)
 
     def states(self, batch: Batch) -> Tensor:
-        spec, runner = self.model.spec, self.runner
-        window, invariant = spec.sliding_window, runner.spec.batch_invariant
+        runner = self.runner
         attend = PagedAttention(
             self.cache.layers,
             batch.slot_mapping,
             batch.attention_metadata,
             batch.num_decodes,
-            window,
-            self.slopes,
-            invariant,
+            self.attention_options,
+            runner.spec.batch_invariant,
         )
         return self.model.states(runner.token_lookup[batch.tokens], batch.positions, attend)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Grid, RunSpec
+from ...spec import Grid, RunSpec, components
 from ..activation_offload import offloadable_bytes, offloaded_bytes
 from ..exact.weights import ROOT, stage_weights
 from ..network import Network, network
@@ -165,12 +165,13 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     cast, there is the product that is added to the head's gradient.
     """
     logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
+    held = load.width * logits * components.head(load.model).saved_logits
     if load.in_place:
-        return load.width * logits
+        return held + load.width * logits
     if not load.is_16_bit:
-        return np.where(cut, 4, 8)[()] * logits
+        return held + np.where(cut, 4, 8)[()] * logits
     each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
-    return np.maximum(each * logits, 2 * logits + 2 * head)
+    return np.maximum(held + each * logits, 2 * logits + 2 * head)
 
 
 def stage_activations(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[StageActivations]:
