@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import CONSTANTS
+from lmworks.plan.memory.sheet import budget
 from lmworks_validation.sources import SOURCES, Measured
 
 Array = NDArray[np.float64]

@@ -16,7 +16,7 @@ from lmworks.cli import launch
 from lmworks.data import prepare
 from lmworks.plan.cluster_request import ClusterRequest
 from lmworks.plan.devices.machine import Machine
-from lmworks.plan.memory.run_budget import budget_of
+from lmworks.plan.memory.sheet import run_budget
 from lmworks.plan.predict import predict
 from lmworks.plan.search.candidates import problem_of
 from lmworks.plan.search.handoff import chosen
@@ -62,7 +62,7 @@ def test_the_first_row_is_what_the_planner_says_of_the_written_spec(
     told = predict(spec, Machine.of(gpu))
     assert told.time and told.time.total == pytest.approx(best["step_s"], rel=1e-9)
     assert told.time.parts == pytest.approx(best["parts"], rel=1e-9)
-    exact = budget_of(spec).to_dict()
+    exact = run_budget(spec).to_dict()
     assert exact["allocated"] == pytest.approx(best["memory"]["allocated"], rel=0.04)
     states = ("parameters", "gradients", "optimizer", "master")
     assert [exact[name] for name in states] == pytest.approx([best["memory"][name] for name in states], rel=0.01)
@@ -76,11 +76,11 @@ def test_what_is_written_fits_by_the_exact_sheet_too() -> None:
     tight = search([replace(question, pinned=pinned)]).front[0]
     roomy = search([replace(question, pinned={"tp": 2, "zero": 3, "micro_batch": 2, "recompute": "none"})]).front[0]
     assert tight.step_s < roomy.step_s and tight.reserved <= question.safe_bytes < float(
-        budget_of(tight.spec(asked.base)).reserved
+        run_budget(tight.spec(asked.base)).reserved
     )
     place, spec = chosen([tight, roomy], asked)
     assert place == 1 and spec.parallel.strategy == "fsdp2"
-    with pytest.raises(SpecError, match="by the exact memory sheet no layout of the front fits"):
+    with pytest.raises(SpecError, match="with all that the spec says no layout of the front fits"):
         chosen([tight], asked)
 
 

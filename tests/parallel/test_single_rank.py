@@ -8,7 +8,7 @@ from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.world import init_distributed
-from lmworks.plan.exact.shards import strategy_of
+from lmworks.plan.case import Case
 from lmworks.spec import RunSpec, load_run
 
 STRATEGIES = (
@@ -37,4 +37,4 @@ def kinds(rank: int) -> list[str]:
 def test_strategies_over_one_rank_are_the_plain_loop() -> None:
     """But for weights that live on the host, which FSDP2 brings. The planner says the same."""
     assert on_ranks(1, kinds) == [["SingleRank"] * 4 + ["FSDP2"]]
-    assert [strategy_of(spec_of(words)) for words in STRATEGIES] == ["alone"] * 4 + ["fsdp2"]
+    assert [Case.of(spec_of(words)).sharding for words in STRATEGIES] == ["alone"] * 4 + ["fsdp2"]

@@ -14,9 +14,9 @@ from lmworks.parallel.optimizer_offload import HostOptimizer
 from lmworks.parallel.parallelize import parallelize
 from lmworks.parallel.state_dict import training_state
 from lmworks.parallel.world import init_distributed
-from lmworks.plan.exact.residency import on_host
 from lmworks.plan.exact.shards import local_shapes
-from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need, pinned_size
+from lmworks.plan.memory.host_need import HostNeed, host_need, machine_need
+from lmworks.plan.memory.rank_weights import on_host, pinned_size
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.predict import predict
 from lmworks.spec import RunSpec, load_run

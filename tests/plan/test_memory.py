@@ -14,13 +14,12 @@ from lmworks.model import activation_offload as runtime_offload
 from lmworks.parallel.activation_checkpointing import offload_activations
 from lmworks.plan import activation_offload, software
 from lmworks.plan.case import Case
-from lmworks.plan.exact.residency import resident
 from lmworks.plan.exact.weights import weights
-from lmworks.plan.memory.budget import budget
-from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, stage_activations
-from lmworks.plan.memory.run_budget import sheet
-from lmworks.plan.memory.sheet import memory
+from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, Activations
+from lmworks.plan.memory.rank_weights import Place, resident
+from lmworks.plan.memory.sheet import budget, memory
 from lmworks.plan.ops import Workload
+from lmworks.plan.policies import run_case
 from lmworks.plan.software import EAGER
 from lmworks.prove.simulate import simulate
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
@@ -52,8 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def kept_bytes(spec: RunSpec) -> float:
     """What the forward pass leaves: activations, casts that products hold, the loss's two gradients and itself."""
-    (piece,) = stage_activations(spec, 0, "cpu", gathered=False)
-    return sum(row.bytes for row in piece.saved_rows()) + 4
+    return sum(row.bytes for row in Activations.of(run_case(spec, "cpu"), Place()).kept(0)) + 4
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
@@ -156,7 +154,7 @@ def test_bytes_of_a_parameter(change: dict[str, Any], each: int) -> None:
     closed = budget(
         Case.of(run.replace(cluster=run.cluster.replace(gpu="H200-SXM-141GB")), catalogue()["H200-SXM-141GB"])
     )
-    assert closed.parameters + closed.gradients + closed.master + closed.optimizer == each * run.model.params
+    assert closed.parameters + closed.gradients + closed.master + closed.optimizer == held.total
 
 
 @pytest.mark.parametrize(
@@ -256,10 +254,10 @@ def test_a_loss_in_place_holds_and_moves_less(monkeypatch: pytest.MonkeyPatch) -
     """With 2 bytes a logit: the chunk itself is all that comes and goes. Of a row 53,248 logits are read once."""
     spec = load_run("llama3-8b", ["precision.dtype=bf16", "cluster.gpu=h200", "data.micro_batch=2", "data.seq=8192"])
     monkeypatch.setattr(software, "IN_PLACE", True)
-    (piece,) = stage_activations(spec, 0, "cuda", gathered=False)
-    rows = {row.name: row.bytes for row in piece.at_loss()}
+    work = Activations.of(run_case(spec, "cuda"), Place())
+    rows = {row.name: row.bytes for row in work.at_loss(0)}
     assert rows["loss: chunk of logits"] == 2 * 2048 * 128_256
-    passes = [kernel.bytes * kernel.count for kernel in piece.net.loss[-1].forward if kernel.kind == "exp"]
+    passes = [kernel.bytes * kernel.count for kernel in work.net.loss[-1].forward if kernel.kind == "exp"]
     assert sum(passes) == pytest.approx(2 * 16_384 * (3 * 128_256 - 0.37 * 53_248))
 
 
@@ -341,7 +339,7 @@ def test_every_rank_of_a_layout(name: str) -> None:
 
 def test_a_pipeline_has_a_sheet_for_every_rank() -> None:
     spec = RunSpec.from_dict({"model": MODEL, "parallel": {"pp": 2}, "data": {"global_batch": 64, "seq": 128}})
-    first, last = sheet(spec, 0), sheet(spec, 1)
+    first, last = (memory(spec, "cuda", rank) for rank in (0, 1))
     assert {row.name for row in first.rows} >= {"activations of blocks", "pipeline buffers"}
     assert "loss: chunk of logits" in {row.name for row in last.rows}
     assert first.total > last.total  # two micro-batches are under way, and one

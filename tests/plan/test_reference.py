@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lmworks.plan.case import Case
-from lmworks.plan.exact.residency import resident
+from lmworks.plan.memory.rank_weights import resident
 from lmworks.plan.memory.reserve import safe_bytes
-from lmworks.plan.memory.run_budget import budget_of
+from lmworks.plan.memory.sheet import run_budget
 from lmworks.plan.software import SOFTWARE
 from lmworks.plan.step.constants import constants
 from lmworks.plan.step.price import price
@@ -17,8 +17,8 @@ from lmworks.spec import load_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "reference").glob("*.toml"))
 SIZES = {"7b": (7e9, 8e9), "70b": (70e9, 71e9), "405b": (400e9, 410e9), "moe-1t": (0.9e12, 1.1e12)}
-# The search found these with the closed form. The exact sheet is above what is safe, mostly by the receive buffers of a
-# pipeline (2 × micro-batches of hidden states) and by gathered experts: known, and open.
+# The search found these with a closed form that is gone. The sheet is above what is safe, mostly by the receive buffers
+# of a pipeline's second rank (2 × micro-batches of hidden states) and by gathered experts.
 TOO_LARGE = {
     "70b-64-a100", "70b-64-h100", "70b-256-h100",
     *(f"405b-{gpus}-{gpu}" for gpus in (512, 1024, 2048) for gpu in ("a100", "h100", "b200")),
@@ -68,7 +68,7 @@ def test_the_exact_sheet_fits(path: Path) -> None:
     """The search that chose these layouts used the closed form; this is the sheet that is checked against PyTorch."""
     spec = load_run(path)
     assert spec.cluster.accelerator is not None
-    assert float(budget_of(spec).reserved) <= safe_bytes(spec.cluster.accelerator, risk=0.1)
+    assert float(run_budget(spec).reserved) <= safe_bytes(spec.cluster.accelerator, risk=0.1)
 
 
 @pytest.mark.parametrize(("ranks", "mfu"), LLAMA_3)

@@ -13,11 +13,12 @@ import pytest
 from lmworks.bench.data_parallel import STRATEGIES as COMPARED
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.plan.case import Case
 from lmworks.plan.exact.calls import by_kind
 from lmworks.plan.exact.collectives import collectives
-from lmworks.plan.exact.residency import Resident, on_host, resident
 from lmworks.plan.exact.shards import flat_parameter, units
 from lmworks.plan.exact.weights import weights
+from lmworks.plan.memory.rank_weights import Resident, on_host, resident
 from lmworks.plan.pipelines.stages import split_layers, stages_of_rank
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.train.rank_memory import RankMemory, measure_rank_memory
@@ -122,8 +123,9 @@ def test_bytes_of_deepspeed_as_they_were_read_from_its_tensors() -> None:
 
 def test_flat_parameters_begin_at_16_bytes_and_divide() -> None:
     spec = RunSpec.from_dict({"model": MODEL, "parallel": {"dp": 3, "strategy": "fsdp1"}})
-    for unit in units(spec, *stages_of_rank(spec, 0)):
-        parallel_model = flat_parameter(spec, unit)
+    case = Case.of(spec)
+    for unit in units(case, *stages_of_rank(spec, 0)):
+        parallel_model = flat_parameter(case, unit)
         assert all(start % 4 == 0 for start, _ in parallel_model.spans)
         assert sum(sum(parallel_model.own(rank)) for rank in range(3)) == sum(size for _, size in parallel_model.spans)
         assert 0 <= 3 * parallel_model.length - sum(parallel_model.spans[-1]) < 3

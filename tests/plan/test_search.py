@@ -11,9 +11,8 @@ import pytest
 from lmworks.plan.case import Case
 from lmworks.plan.cluster_request import ClusterRequest, run_on_cluster
 from lmworks.plan.devices.machine import Machine
-from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import oom_probability, usable
-from lmworks.plan.memory.run_budget import budget_of
+from lmworks.plan.memory.sheet import budget, run_budget
 from lmworks.plan.predict import predict
 from lmworks.plan.search.candidates import NUMBERS, SearchProblem, cases, problem_of
 from lmworks.plan.search.explain import changed_by, explain, read_layout, with_defaults
@@ -186,7 +185,7 @@ def test_figures_of_what_is_found_are_those_of_its_plan(one_gpu: tuple[RunSpec, 
         )
         told = predict(spec, Machine.of(question.gpu))
         assert told.time is not None and told.time.total == pytest.approx(layout.step_s, rel=1e-9)
-        exact = budget_of(spec)
+        exact = run_budget(spec)
         assert float(layout.budget.allocated) == pytest.approx(float(exact.allocated), rel=0.005), layout.case.text
         assert told.memory.host == exact.host == pytest.approx(float(layout.budget.host), rel=1e-9)
 

@@ -14,8 +14,8 @@ import typer
 from lmworks.cli.plan_validate import COLUMNS, cells
 from lmworks.cli.plan_validate import validate as validate_command
 from lmworks.plan.case import Case
-from lmworks.plan.memory.budget import budget
 from lmworks.plan.memory.reserve import reserve
+from lmworks.plan.memory.sheet import budget
 from lmworks.plan.tables.columns import read
 from lmworks.plan.tables.rows import job, usual_framework
 from lmworks.spec import LMWorksError, SpecError

@@ -17,8 +17,8 @@ import numpy as np
 
 from lmworks.plan.case import Case
 from lmworks.plan.flops import attention_flops_per_token, model_flops_per_token
-from lmworks.plan.memory.budget import activations, budget
 from lmworks.plan.memory.reserve import reserved
+from lmworks.plan.memory.sheet import budget, saved_by_blocks
 from lmworks.plan.step.constants import constants
 from lmworks.plan.step.price import price
 from lmworks.spec import LMWorksError, SpecError
@@ -273,7 +273,7 @@ def memory(case: Case, without: str = "") -> Mapping[str, float]:
     return {
         "allocated": float(whole.allocated),
         "reserved": float(reserved(whole.allocated, without) + whole.left),
-        "activations": float(activations(case)),
+        "activations": float(saved_by_blocks(case)),
         "states": float(first.parameters + first.gradients + first.master + first.optimizer),
     }
 

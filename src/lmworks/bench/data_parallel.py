@@ -19,8 +19,8 @@ from ..parallel.local_ranks import on_ranks
 from ..parallel.memory_preflight import refuse_oversized
 from ..plan.exact.calls import by_kind
 from ..plan.exact.collectives import collectives
-from ..plan.exact.residency import Resident, resident
 from ..plan.memory.peak_memory import Row
+from ..plan.memory.rank_weights import Resident, resident
 from ..plan.memory.sheet import MemorySheet, memory
 from ..spec import Cluster, RunSpec, SpecError
 from ..train.rank_memory import RankMemory, measure_rank_memory

@@ -58,11 +58,10 @@ def memory(
     """
     from ..plan.case import Case
     from ..plan.cluster_request import ClusterRequest, cluster_and_gpu, run_on_cluster
-    from ..plan.memory.budget import budget
     from ..plan.memory.host import ranks_on_host
     from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
-    from ..plan.memory.run_budget import budget_of
+    from ..plan.memory.sheet import budget, run_budget
 
     request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = run_on_cluster(spec, overrides or (), request)
@@ -72,7 +71,7 @@ def memory(
         case = Case.of(run, gpu).replace(optimizer=optimizer or run.optim.optimizer)
         found, stages = budget(case), [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
     else:
-        found, stages = budget_of(run), [budget_of(run, stage).to_dict() for stage in range(run.parallel.pp)]
+        found, stages = run_budget(run), [run_budget(run, stage).to_dict() for stage in range(run.parallel.pp)]
         shared = machine_need(run, range(ranks), "cuda")
     room, chance = usable(gpu), float(oom_probability(found.reserved, gpu))
     facts: dict[str, Any] = {

@@ -169,8 +169,8 @@ def row(found: Found, asked: Request) -> dict[str, Any]:
     """One layout of the front, for programs."""
     from ..plan.devices.links import Fabric
     from ..plan.exact.collectives import collectives
-    from ..plan.memory.budget import budget
     from ..plan.memory.reserve import capacity, oom_probability, usable
+    from ..plan.memory.sheet import budget
     from ..plan.step.price import price as closed_form
 
     price, problem, base = found.price or closed_form(found.case), found.problem, asked.base

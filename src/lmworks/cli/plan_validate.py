@@ -209,7 +209,7 @@ def predict(
       lmworks plan predict runs.csv
       lmworks plan predict runs.csv --json
     """
-    from ..plan.memory.budget import budget
+    from ..plan.memory.sheet import budget
     from ..plan.step.price import price
     from ..plan.tables.columns import read
     from ..plan.tables.forecast import forecast_table

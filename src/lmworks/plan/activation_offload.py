@@ -6,7 +6,6 @@ block offloads at most what it saves; a checkpointed block only its input. Small
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,22 +56,12 @@ def offloaded_bytes(spec: RunSpec, policies: Sequence[str], most: Mapping[str, f
     return [min(share, limit) for share, limit in zip(block_budgets(spec, len(policies)), limits, strict=True)]
 
 
-def pinned_bytes(sizes: Iterable[float]) -> int:
-    """Pinned host memory: whole buffers of `MIN_TENSOR_BYTES` per block."""
-    return sum(math.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES for size in sizes)
-
-
 # --- in closed form -------------------------------------------------------------------------------------
 
 
 def total_offloaded_bytes(case: Case, net: Network) -> Number:
     """Of all blocks, per micro-batch."""
     return sum((count * size for count, size in offloading_blocks(case, net)), 0.0 * net.load.tokens)
-
-
-def total_pinned_bytes(case: Case, net: Network) -> Number:
-    pieces = ((count, np.ceil(size / MIN_TENSOR_BYTES)) for count, size in offloading_blocks(case, net))
-    return sum((count * number * MIN_TENSOR_BYTES for count, number in pieces), 0.0 * net.load.tokens)
 
 
 def offloading_blocks(case: Case, net: Network) -> Iterator[tuple[Number, Number]]:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import Cluster, Gpu, ModelSpec, RunSpec, SpecError
+from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec
 from .exact.optimizers import optimizer_of
 from .software import Software, software_of
 
@@ -39,8 +39,10 @@ class Case:
     sp: bool = False
     schedule: str = "1f1b"
     # "full", "selective" (GEMMs and attention are saved), "mlp" (attention and its GEMMs), "attention" (core attention)
+    # or "budget": block by block, as `policies` says
     recompute: str = "none"
     recompute_every: Number = 1
+    policies: tuple[tuple[int, tuple[str, ...]], ...] = ()  # with "budget": (blocks of a stage, the policy of each)
     cp_method: str = "ring"  # or "ulysses"
     dtype: str = "bf16"
     optimizer: str = "adamw"
@@ -48,13 +50,17 @@ class Case:
     offload_activations: Number = 0.0  # GiB of a rank in host memory
     cluster: Cluster = Cluster(gpus_per_node=8)  # GPUs per node, and links
     host: Number = 1.0  # launch time of its host over that of the reference host
+    # Memory of our own trainer only.
+    strategy: str = ""  # ddp, zero, fsdp1 or fsdp2 ("": the one with this ZeRO stage)
+    prefetch: int = 1  # FSDP2: blocks that are gathered ahead
+    bucket_mb: float = 25.0  # ZeRO: MiB of gradients that are reduced at once
+    documents: bool = False  # attention is masked by document
+    device: str = "cuda"  # or "cpu", whose kernels save other tensors
 
     @classmethod
-    def of(cls, spec: RunSpec, gpu: Gpu) -> Self:
-        """A run of our own trainer on GPUs of this kind."""
-        layout = spec.parallel
-        if layout.recompute == "budget":
-            raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
+    def of(cls, spec: RunSpec, gpu: Gpu | None = None) -> Self:
+        """A run of our own trainer on GPUs of this kind; its memory is the same on all kinds."""
+        layout, gpu = spec.parallel, gpu or spec.cluster.accelerator or Gpu()
         if layout.strategy == "zero" or layout.engine == "deepspeed":
             zero = layout.zero
         else:
@@ -82,6 +88,10 @@ class Case:
             offload=layout.offload,
             offload_activations=layout.offload_activations,
             cluster=spec.cluster,
+            strategy=layout.strategy,
+            prefetch=layout.prefetch,
+            bucket_mb=layout.bucket_mb,
+            documents=spec.data.document_mask,
         )
 
     def replace(self, **changes: Any) -> Self:
@@ -122,6 +132,38 @@ class Case:
     def width(self) -> int:
         """Bytes per element of a GEMM operand."""
         return {"fp32": 4, "fp8": 1}.get(self.dtype, 2)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of an activation, and of a gathered weight of a block."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def is_lmworks(self) -> bool:
+        """Our own trainer, whose rules are known to the byte."""
+        return self.software.name.startswith("lmworks")
+
+    @property
+    def grid(self) -> Grid:
+        """Of one candidate."""
+        sizes = {axis: int(getattr(self, axis)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+        return Grid(**sizes, experts_over="dp_cp" if self.dp_shard == 1 else "shard")
+
+    @property
+    def sharding(self) -> str:
+        """Of one candidate, as parallelize.py decides: alone, ddp, zero0, zero1, zero2, fsdp1 or fsdp2 (ZeRO-3 too).
+
+        "alone": nobody else has other data, and nothing has to meet. "zero0" is DDP with a group of its own for experts
+        and with gradients that may come in two halves, which PyTorch's DDP can do neither of. FSDP1 without shards is
+        "ddp", but for its flat parameters.
+        """
+        kind = self.strategy or ("ddp", "zero", "zero", "fsdp2")[self.zero]
+        kind = f"zero{self.zero}" if kind == "zero" else kind
+        if self.dp * self.cp == 1 and self.offload != "full":
+            return "alone"
+        if kind == "ddp" and (self.pp > 1 or self.ep > 1):
+            return "zero0"
+        return "fsdp2" if kind == "zero3" else kind
 
     @property
     def text(self) -> str:

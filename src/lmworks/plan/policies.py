@@ -13,7 +13,9 @@ from collections.abc import Iterable
 
 from ..spec import RunSpec, SpecError, catalogue
 from .activation_offload import offloadable_bytes, offloaded_bytes
+from .case import Case
 from .devices.machine import Machine
+from .exact.shards import rank_stages
 from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
@@ -33,6 +35,15 @@ def policies(spec: RunSpec, layers: Iterable[int]) -> list[str]:
     if layout.recompute == "budget":
         return within_budget(spec, len(chosen))
     return [layout.recompute] * len(chosen)
+
+
+def run_case(spec: RunSpec, device: str) -> Case:
+    """A run on this device, with the policy of every block where a budget chooses it."""
+    case = Case.of(spec).replace(device=device)
+    if case.recompute != "budget":
+        return case
+    sizes = {len(stage.layers): stage.layers for rank in range(spec.parallel.pp) for stage in rank_stages(case, rank)}
+    return case.replace(policies=tuple((size, tuple(policies(spec, layers))) for size, layers in sizes.items()))
 
 
 def within_budget(spec: RunSpec, blocks: int) -> list[str]:

@@ -38,7 +38,7 @@ class Software:
     in_place: bool = False  # the loss kernel overwrites logits with gradients on a GPU
     epilogue_fusion: bool = False  # GELU, its gradient and residual adds are GEMM epilogues on a GPU
     fp32_head: bool = False  # last LayerNorm and head gradient in fp32, chunks twice as large: ours before
-    logit_bytes: int = 0  # per logit at the peak of the loss (0: by kind of loss, see closed_form.py)
+    logit_bytes: int = 0  # per logit at the peak of the loss (0: by kind of loss, see memory/peak_memory.py)
     saves_alternate_gemms: bool = False  # selective recompute saves every second GEMM, not all
     wgrad_placeholder: int = 0  # bytes per weight of autograd's dummy gradient with wgrad fusion
     fp8_experts: bool = True  # under fp8, GEMMs of routed experts are fp8 too

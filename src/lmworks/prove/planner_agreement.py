@@ -8,8 +8,8 @@ from typing import Protocol
 
 from ..plan.exact.calls import Calls
 from ..plan.exact.collectives import collectives
-from ..plan.exact.residency import on_host, resident
 from ..plan.exact.shards import local_shapes
+from ..plan.memory.rank_weights import on_host, resident
 from ..spec import Grid, RunSpec
 from ..spec.grid import AXES, JOINED, shorten
 from .rank_record import RankRecord

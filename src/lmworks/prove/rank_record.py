@@ -21,7 +21,7 @@ from ..model.moe import MoE
 from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.data_parallel import Shard
 from ..parallel.parallel_model import ParallelModel
-from ..plan.exact.residency import Resident
+from ..plan.memory.rank_weights import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
 from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, train_one_step

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, MemoryLedger
 from ..parallel.optimizer_offload import HostOptimizer
-from ..plan.exact.residency import Resident
+from ..plan.memory.rank_weights import Resident
 from ..spec import RunSpec
 from . import Trainer
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...plan.exact.residency import resident
+from ...plan.memory.rank_weights import resident
 from ...plan.memory.sheet import memory as planned_peak
 from ...record.figures import binary_bytes, short
 from ...report.run_report import smooth

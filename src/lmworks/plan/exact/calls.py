@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Protocol, Self
 
 from ...spec import Grid, RunSpec
-from ..pipelines.stages import Stage, stages_of_rank
-from .shards import FP32, weight_bytes
+from ..case import Case
+from ..pipelines.stages import Stage
+from .shards import FP32, rank_stages
 
 # In the passes of every micro-batch; in the last micro-batch's backward pass alone; once, when all passes are over.
 FORWARD, BACKWARD, LAST, STEP = "forward", "backward", "last backward", "step"
@@ -38,6 +39,7 @@ class RankContext:
     """A rank of a run, and the sizes that its messages are made of."""
 
     spec: RunSpec
+    case: Case
     grid: Grid
     rank: int
     coords: dict[str, int]
@@ -45,9 +47,9 @@ class RankContext:
 
     @classmethod
     def of(cls, spec: RunSpec, rank: int) -> Self:
-        grid = Grid.of(spec.parallel)
+        case, grid = Case.of(spec), Grid.of(spec.parallel)
         place = grid.coordinates(rank)
-        return cls(spec, grid, rank, place, stages_of_rank(spec, place["pp"]))
+        return cls(spec, case, grid, rank, place, rank_stages(case, place["pp"]))
 
     @cached_property
     def tokens(self) -> int:
@@ -62,7 +64,7 @@ class RankContext:
     @property
     def stream(self) -> int:
         """Bytes of a number of the residual stream."""
-        return weight_bytes(self.spec)
+        return self.case.software.stream
 
     def collective(self, kind: str, what: str, group: str, count: int, size: int, when: str) -> Collective:
         """`count` calls with a message of `size` bytes each."""

@@ -21,17 +21,15 @@ from .shards import (
     FP32,
     Unit,
     buckets,
-    compute_bytes,
     flat_parameter,
+    gathered_bytes,
     local_shapes,
     padded_size,
-    reduce_bytes,
-    strategy_of,
+    stage_weights,
     unit_size,
     units,
-    weight_bytes,
 )
-from .weights import ROOT, Weight, stage_weights
+from .weights import ROOT, Weight
 
 ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at once
 
@@ -63,7 +61,7 @@ def merge_rows(rows: Iterable[Collective]) -> list[Collective]:
 
 
 def data_parallel(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
-    kind = strategy_of(ctx.spec)
+    kind = ctx.case.sharding
     if kind in ("ddp", "zero0"):
         yield from all_reduce_gradients(ctx, stage)
         if (
@@ -74,8 +72,8 @@ def data_parallel(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     elif kind in ("zero1", "zero2"):
         yield from zero_1_and_2(ctx, stage, every=kind == "zero2")
     elif kind == "fsdp1" and ctx.spec.parallel.dp_shard == 1:
-        inside = units(ctx.spec, stage)
-        size = reduce_bytes(ctx.spec) * sum(flat_parameter(ctx.spec, unit).length for unit in inside)
+        inside = units(ctx.case, stage)
+        size = ctx.case.software.reduce * sum(flat_parameter(ctx.case, unit).length for unit in inside)
         yield ctx.bulk_collective("all-reduce", "gradients", "dp_cp", len(inside), size, LAST)
     elif kind in ("fsdp1", "fsdp2"):
         yield from fsdp(ctx, stage)
@@ -96,10 +94,15 @@ def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
 
 def all_reduce_gradients(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """All gradients once, after the last micro-batch."""
-    for axis, inside in by_axis(stage_weights(ctx.spec, stage), "dp_cp").items():
-        size = reduce_bytes(ctx.spec) * sum(weight.size for weight in inside)
+    for axis, inside in by_axis(stage_weights(ctx.case, stage), "dp_cp").items():
+        size = ctx.case.software.reduce * sum(weight.size for weight in inside)
         yield ctx.bulk_collective(
-            "all-reduce", "gradients", axis, len(buckets(ctx.spec, inside)), size, reduction_phase(ctx)
+            "all-reduce",
+            "gradients",
+            axis,
+            len(buckets(ctx.case, [weight.size for weight in inside])),
+            size,
+            reduction_phase(ctx),
         )
 
 
@@ -107,22 +110,22 @@ def zero_1_and_2(ctx: RankContext, stage: Stage, every: bool) -> Iterator[Collec
     """ZeRO-1 and 2: gradients to their owners (`every`: after each micro-batch), new weights back to all."""
     every = every and ctx.spec.parallel.pp == 1  # a pipeline's backward passes are not told apart
     times, when = (ctx.spec.accumulation, BACKWARD) if every else (1, reduction_phase(ctx))
-    for axis, inside in by_axis(stage_weights(ctx.spec, stage), "shard").items():
-        ranks, count = ctx.grid.size(axis), len(buckets(ctx.spec, inside))
+    for axis, inside in by_axis(stage_weights(ctx.case, stage), "shard").items():
+        ranks, count = ctx.grid.size(axis), len(buckets(ctx.case, [weight.size for weight in inside]))
         numbers = ranks * sum(padded_size(weight, ranks) for weight in inside)
-        size = reduce_bytes(ctx.spec) * numbers
+        size = ctx.case.software.reduce * numbers
         yield ctx.bulk_collective("reduce-scatter", "gradients", axis, times * count, times * size, when)
-        yield ctx.bulk_collective("all-gather", "new weights", axis, count, weight_bytes(ctx.spec) * numbers, STEP)
+        yield ctx.bulk_collective("all-gather", "new weights", axis, count, ctx.case.software.weights * numbers, STEP)
 
 
 def fsdp(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """FSDP: units whole while they run, gradients to their owners after the last micro-batch, and then to copies."""
-    spec = ctx.spec
-    for unit in units(spec, stage):
+    case = ctx.case
+    for unit in units(case, stage):
         what = "root" if unit.block == ROOT else "experts" if unit.axis == "edp" else "block"
-        numbers, ranks = unit_size(spec, unit), ctx.grid.size(unit.axis)
+        numbers, ranks = unit_size(case, unit), ctx.grid.size(unit.axis)
         forward, backward = gathers(ctx, stage, unit)
-        gathered, sent = compute_bytes(spec, unit.block) * numbers, reduce_bytes(spec) * numbers
+        gathered, sent = gathered_bytes(case, unit.block) * numbers, case.software.reduce * numbers
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)
         yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, 1, sent, reduction_phase(ctx))
@@ -174,7 +177,7 @@ def stage_gathers(ctx: RankContext, stage: Stage) -> int:
 
 def partial_gradients(ctx: RankContext) -> Iterator[Collective]:
     """Gradients that are parts of a sum still: of whole weights on tensor-parallel ranks, of tied embeddings."""
-    own, each = local_shapes(ctx.spec, ctx.rank), weight_bytes(ctx.spec)
+    own, each = local_shapes(ctx.spec, ctx.rank), ctx.case.software.weights
     partial = sum(math.prod(shape) for weight, shape in own if weight.partial)
     yield ctx.collective("all-reduce", "gradients of whole weights", "tp", int(partial > 0), each * partial, STEP)
     layout, ends = ctx.spec.parallel, ctx.coords["pp"] in (0, ctx.grid.pp - 1)

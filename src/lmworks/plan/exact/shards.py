@@ -7,30 +7,46 @@ weights of a block into one flat parameter, each starting at a multiple of 16 by
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...spec import Grid, RunSpec
-from ..pipelines.stages import Stage, stages_of_rank
-from .weights import ROOT, Weight, stage_weights
+from ...spec import ModelSpec, ParallelSpec, RunSpec
+from ..case import Case
+from ..pipelines.orders import stages_of
+from ..pipelines.stages import Stage, split_layers
+from .weights import ROOT, Weight, described, local_weight
 
 FP32 = 4
 ALIGNED = 16  # bytes: where FSDP1 lets a weight begin inside its flat parameter
+ROWS_CUT = ("zero1", "zero2", "fsdp2")  # strategies that deal the rows of each weight
 
 
-def strategy_of(spec: RunSpec) -> str:
-    """Who holds what, as parallelize.py decides: alone, ddp, zero0, zero1, zero2, fsdp1 or fsdp2 (which ZeRO-3 is).
+def rank_stages(case: Case, pp_rank: int) -> list[Stage]:
+    """Of a pipeline rank. Other code bases are taken to cut a network evenly, and their busiest rank is meant."""
+    ranks, virtual, layers = int(case.pp), int(case.virtual), case.model.layers
+    indices, count = stages_of(case.schedule, ranks, virtual, pp_rank), ranks * virtual
+    if case.is_lmworks and count <= layers:
+        stages = split_layers(case.model, case.seq, count)
+        return [stages[index] for index in indices]
+    each = -(-layers // count)
+    found, left = [], layers
+    for index in indices:
+        blocks = range(index * each, index * each + min(each, left))
+        found.append(Stage(index, blocks, first=index == 0, last=index == count - 1))
+        left -= len(blocks)
+    return found
 
-    "alone": nobody else has other data, and nothing has to meet. "zero0" is DDP with a group of its own for experts and
-    with gradients that may come in two halves, which PyTorch's DDP can do neither of. FSDP1 without shards is "ddp",
-    but for its flat parameters.
-    """
-    layout = spec.parallel
-    kind = f"zero{layout.zero}" if layout.strategy == "zero" else layout.strategy
-    if Grid.of(layout).size("dp_cp") == 1 and layout.offload != "full":
-        return "alone"
-    if kind == "ddp" and (layout.pp > 1 or layout.ep > 1):
-        return "zero0"
-    return "fsdp2" if kind == "zero3" else kind
+
+def stage_weights(case: Case, stage: Stage) -> list[Weight]:
+    """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
+    return local_weights(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep))
+
+
+@functools.lru_cache(maxsize=2**10)
+def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list[Weight]:
+    layout = ParallelSpec(tp=tp, sp=sp, ep=ep)
+    return [local_weight(weight, layout) for weight in described(model, stage)]
 
 
 def axis_of(weight: Weight) -> str:
@@ -40,21 +56,24 @@ def axis_of(weight: Weight) -> str:
 
 def local_shapes(spec: RunSpec, rank: int) -> list[tuple[Weight, tuple[int, ...]]]:
     """Each weight of a rank with the shape of what its optimizer updates of it; a run of FSDP1 has one dimension."""
-    grid, kind = Grid.of(spec.parallel), strategy_of(spec)
-    place = grid.coordinates(rank)
+    case = Case.of(spec)
+    place = case.grid.coordinates(rank)
     found: list[tuple[Weight, tuple[int, ...]]] = []
-    for stage in stages_of_rank(spec, place["pp"]):
-        if kind == "fsdp1" and spec.parallel.dp_shard > 1:
-            for unit in units(spec, stage):
-                sizes = flat_parameter(spec, unit).own(place["shard"])
-                found += [(weight, (size,)) for weight, size in zip(unit.weights, sizes, strict=True)]
-            continue
-        for weight in stage_weights(spec, stage):
-            axis = axis_of(weight)
-            cut = kind in ("zero1", "zero2", "fsdp2")
-            rows = local_rows(weight.rows, grid.size(axis), place[axis]) if cut else weight.rows
-            found.append((weight, (rows, *weight.shape[1:])))
+    for stage in rank_stages(case, place["pp"]):
+        for unit in units(case, stage):
+            found += updated_shapes(case, unit, place)
     return found
+
+
+def updated_shapes(case: Case, unit: Unit, place: dict[str, int]) -> list[tuple[Weight, tuple[int, ...]]]:
+    """The same of one unit."""
+    if case.sharding == "fsdp1" and case.dp_shard > 1:
+        sizes = flat_parameter(case, unit).own(place["shard"])
+        return [(weight, (size,)) for weight, size in zip(unit.weights, sizes, strict=True)]
+    if case.sharding not in ROWS_CUT:
+        return [(weight, weight.shape) for weight in unit.weights]
+    ranks, index = case.grid.size(unit.axis), place[unit.axis]
+    return [(weight, (local_rows(weight.rows, ranks, index), *weight.shape[1:])) for weight in unit.weights]
 
 
 # --- rows -----------------------------------------------------------------------------------------------
@@ -87,37 +106,38 @@ class Unit:
     weights: tuple[Weight, ...]
 
 
-def units(spec: RunSpec, stage: Stage) -> list[Unit]:
+def units(case: Case, stage: Stage) -> list[Unit]:
     """The root and each block. Experts are a unit of their own; so, then, are their router and the shared ones."""
+    return units_of(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep))
+
+
+@functools.lru_cache(maxsize=2**10)
+def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list[Unit]:
     found: dict[tuple[int, str], list[Weight]] = {}
-    for weight in stage_weights(spec, stage):
+    for weight in local_weights(model, stage, tp, sp, ep):
         part = ""
-        if spec.parallel.ep > 1 and weight.inside.startswith("mlp."):
+        if ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]
         found.setdefault((weight.unit, part), []).append(weight)
     return [Unit(block, axis_of(inside[0]), tuple(inside)) for (block, _), inside in sorted(found.items())]
 
 
-def unit_size(spec: RunSpec, unit: Unit) -> int:
+def unit_shard(case: Case, unit: Unit) -> int:
+    """Elements that a rank allocates of a unit, padding included."""
+    if case.strategy == "fsdp1":
+        return flat_parameter(case, unit).length
+    ranks = case.grid.size(unit.axis)
+    return sum(padded_size(weight, ranks) for weight in unit.weights)
+
+
+def unit_size(case: Case, unit: Unit) -> int:
     """Elements of a unit when it is gathered, padding included."""
-    ranks = Grid.of(spec.parallel).size(unit.axis)
-    if spec.parallel.strategy == "fsdp1":
-        return ranks * flat_parameter(spec, unit).length
-    return ranks * sum(padded_size(weight, ranks) for weight in unit.weights)
+    return case.grid.size(unit.axis) * unit_shard(case, unit)
 
 
-def weight_bytes(spec: RunSpec) -> int:
-    """Of a weight as it is kept, of its gradient, and of a number of the residual stream, which starts as a weight."""
-    return 2 if spec.precision.weights == "bf16" else FP32
-
-
-def compute_bytes(spec: RunSpec, block: int) -> int:
+def gathered_bytes(case: Case, block: int) -> int:
     """Of a gathered weight: blocks run in the compute precision, all else stays as it is kept."""
-    return weight_bytes(spec) if block == ROOT or spec.precision.compute == "fp32" else 2
-
-
-def reduce_bytes(spec: RunSpec) -> int:
-    return 2 if spec.precision.reduce == "bf16" else FP32
+    return case.software.weights if block == ROOT else min(case.software.weights, case.compute_bytes)
 
 
 @dataclass(frozen=True)
@@ -133,9 +153,9 @@ class FlatParameter:
         return [max(0, min(end, start + size) - max(begin, start)) for start, size in self.spans]
 
 
-def flat_parameter(spec: RunSpec, unit: Unit) -> FlatParameter:
-    ranks = Grid.of(spec.parallel).size("shard") if spec.parallel.dp_shard > 1 else 1
-    step, end = ALIGNED // compute_bytes(spec, unit.block), 0
+def flat_parameter(case: Case, unit: Unit) -> FlatParameter:
+    ranks = case.grid.size("shard") if case.dp_shard > 1 else 1
+    step, end = ALIGNED // gathered_bytes(case, unit.block), 0
     spans = []
     for weight in unit.weights:
         start = -(-end // step) * step
@@ -147,12 +167,17 @@ def flat_parameter(spec: RunSpec, unit: Unit) -> FlatParameter:
 # --- buckets --------------------------------------------------------------------------------------------
 
 
-def buckets(spec: RunSpec, found: list[Weight]) -> list[list[Weight]]:
-    """Weights that travel together, last ones first: a bucket is sent once it holds bucket_mb of gradients."""
-    limit, made, ctx = spec.parallel.bucket_mb * 2**20, list[list[Weight]](), list[Weight]()
-    for index, weight in enumerate(found[::-1]):
-        ctx.append(weight)
-        if weight_bytes(spec) * sum(weight.size for weight in ctx) >= limit or index == len(found) - 1:
-            made.append(ctx)
-            ctx = []
-    return made
+def buckets(case: Case, sizes: Sequence[int]) -> list[int]:
+    """Elements of weights that travel together, last ones first: bucket_mb of gradients, or the last weight beyond."""
+    return list(filled(reversed(sizes), case.bucket_mb * 2**20 / case.software.weights))
+
+
+def filled(sizes: Iterable[int], limit: float) -> Iterable[int]:
+    total = 0
+    for size in sizes:
+        total += size
+        if total >= limit:
+            yield total
+            total = 0
+    if total:
+        yield total

@@ -1,1 +1,1 @@
-"""The memory of a rank: row by row for our own trainer, in closed form for thousands of layouts of anybody's."""
+"""The memory of a rank: row by row, of one run or of thousands of candidates at once."""

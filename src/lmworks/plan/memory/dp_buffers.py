@@ -8,177 +8,192 @@
     in flight          one block's, or two buckets', message and what it becomes; gloo also copies what it reduces, and
                        ZeRO-2's last buckets are still on their way while the next micro-batch runs
 
-An estimate: what is exact is `residency.resident`, which all of it stands on.
+An estimate: what is exact is `rank_weights.resident`, which all of it stands on. Numbers may be arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from ...spec import Grid, RunSpec
-from ..exact.residency import Resident
-from ..exact.shards import buckets, compute_bytes, reduce_bytes, strategy_of, unit_size, units, weight_bytes
-from ..exact.weights import ROOT, Weight, stage_weights
-from ..pipelines.stages import stages_of_rank
+import numpy as np
+
+from ..case import Case, Number
+from ..exact.shards import gathered_bytes
 from .peak_memory import END, IN_BACKWARD, LOSS, LOWEST, TOP, Row, row
+from .rank_weights import AT_END, AT_LOWEST, AT_TOP, BEFORE, RankWeights, Resident
 
 REDUCED, UPDATED = "reduction of the last gradients", "new weights on their way"
 NAMES = {"gradients": "gradients", "gathered": "gathered weights", "flying": "messages"}
-Sizes = dict[str, dict[str, float]]  # by moment and by NAMES
+EXPLANATIONS = {
+    "gradients": "of weights whose gradients are held, whole or this rank's part",
+    "gathered": "weights of the root and of blocks at work, and copies of a gather",
+    "flying": "gradients or weights on their way, and what comes of them",
+}
+PLACES = {LOSS: BEFORE, TOP: AT_TOP, LOWEST: AT_LOWEST, END: AT_END}
+Sizes = dict[str, dict[str, Any]]  # bytes by moment and by NAMES
 
 
 @dataclass(frozen=True)
 class DpState:
-    """Weights of a rank, before data parallelism cuts them."""
-
-    spec: RunSpec
-    weights: list[Weight]
-    head: int  # elements whose gradient is there when the blocks' backward pass begins
-    layers: int
-    accumulates: bool  # gradients of earlier micro-batches are there
+    case: Case
+    weights: RankWeights
     state: Resident
     copies: int  # of a message: gloo makes another
+    accumulates: Any  # gradients of earlier micro-batches are there
 
     @property
     def each(self) -> int:
         """Bytes of a weight, and of its gradient."""
-        return weight_bytes(self.spec)
+        return self.case.software.gradients
 
     @property
-    def size(self) -> int:
-        return sum(weight.size for weight in self.weights)
-
-    @property
-    def block(self) -> float:
-        return sum(weight.size for weight in self.weights if weight.unit != ROOT) / self.layers
-
-    @property
-    def reduced(self) -> dict[str, float]:
+    def reduced(self) -> dict[str, Number]:
         """Elements whose gradient a backward pass has made."""
-        return {LOSS: 0, TOP: self.head, LOWEST: self.head + (self.layers - 1) * self.block, END: self.size}
+        head, own = self.weights.head, self.weights
+        return {LOSS: 0 * head, TOP: head, LOWEST: head + (own.layers - 1) * own.block, END: own.size}
 
 
-def dp_state(spec: RunSpec, rank: int, state: Resident, copies: int) -> DpState:
-    stages = stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"])
-    found = [weight for stage in stages for weight in stage_weights(spec, stage)]
-    last = [weight for stage in stages if stage.last for weight in stage_weights(spec, stage) if weight.unit == ROOT]
-    copy = not any(stage.first for stage in stages)  # of a tied embedding: it is the head alone
-    head = sum(w.size for w in last if w.name.startswith(("norm.", "head.")) or (copy and w.name == "embed.weight"))
-    layers = sum(len(stage.layers) for stage in stages)
-    return DpState(spec, found, head, layers, spec.accumulation > 1, state, copies)
-
-
-def dp_buffers(spec: RunSpec, rank: int, state: Resident, copies: int) -> dict[str, list[Row]]:
-    """Rows by moment."""
-    dp = dp_state(spec, rank, state, copies)
-    if spec.parallel.pp == 1:
-        sizes = by_strategy(dp, rank)
-    else:
-        later = by_strategy(dp, rank)
-        sizes = {moment: later[moment] for moment in later if moment not in (LOSS, TOP, LOWEST)}
-        sizes |= {IN_BACKWARD[moment]: later[moment] for moment in IN_BACKWARD}
-        before = by_strategy(replace(dp, accumulates=False), rank)
-        sizes |= {moment: before[moment] for moment in IN_BACKWARD}
+def dp_buffers(case: Case, weights: RankWeights, state: Resident, copies: int) -> dict[str, list[Row]]:
+    """Rows by moment. In a pipeline the first passes find no gradients."""
+    several, piped = np.greater(case.accumulation, 1), np.greater(case.pp, 1)
+    later = by_strategy(DpState(case, weights, state, copies, several))
+    sizes = later
+    if np.any(piped):
+        before = by_strategy(DpState(case, weights, state, copies, np.zeros_like(several)))
+        in_pipeline = {moment: parts for moment, parts in later.items() if moment not in (LOSS, TOP, LOWEST)}
+        in_pipeline |= {IN_BACKWARD[moment]: later[moment] for moment in IN_BACKWARD}
+        in_pipeline |= {moment: before[moment] for moment in IN_BACKWARD}
+        sizes = choose(piped, in_pipeline, later)
     return {
         moment: [row(NAMES[name], size, EXPLANATIONS[name]) for name, size in parts.items()]
         for moment, parts in sizes.items()
     }
 
 
-def by_strategy(dp: DpState, rank: int) -> Sizes:
-    kind, layout = strategy_of(dp.spec), dp.spec.parallel
-    if kind.startswith("fsdp") and Grid.of(layout).size("shard") * layout.dp_shard > 1:
-        return sharded(dp, kind, rank)
-    if kind.startswith("zero"):
-        return bucketed(dp, kind)
-    return single_rank(dp) if kind == "alone" else replicated(dp)
+def choose(mask: Any, one: Sizes, other: Sizes) -> Sizes:
+    """By candidate; what a candidate has not is 0."""
+    if np.all(mask):
+        return one
+    if not np.any(mask):
+        return other
+    found: Sizes = {}
+    for moment in dict.fromkeys([*one, *other]):
+        here, there = one.get(moment, {}), other.get(moment, {})
+        found[moment] = {n: np.where(mask, here.get(n, 0.0), there.get(n, 0.0)) for n in dict.fromkeys([*here, *there])}
+    return found
 
 
-EXPLANATIONS = {
-    "gradients": "of weights whose gradients are held, whole or this rank's part",
-    "gathered": "weights of the root and of blocks at work, and copies of a gather",
-    "flying": "gradients or weights on their way, and what comes of them",
-}
+def by_strategy(dp: DpState) -> Sizes:
+    case, kind = dp.case, dp.weights.sharding
+    if not case.is_lmworks:
+        return other_software(dp)
+    sharding = np.char.startswith(kind, "fsdp") & np.greater(case.dp_shard * case.cp, 1)
+    if np.all(sharding):
+        return sharded(dp)
+    found = choose(np.equal(kind, "alone"), single_rank(dp), replicated(dp))
+    if np.any(buckets := np.char.startswith(kind, "zero")):
+        found = choose(buckets, bucketed(dp), found)
+    return choose(sharding, sharded(dp), found) if np.any(sharding) else found
 
 
 def single_rank(dp: DpState) -> Sizes:
-    tied = dp.spec.model.tie_embeddings  # the head's gradient waits for the embedding's
-    table = sum(weight.size for weight in dp.weights if weight.name == "embed.weight") * tied * (dp.head > 0)
-    made = {moment: dp.each * (done + table * (moment in (TOP, LOWEST))) for moment, done in dp.reduced.items()}
-    return {moment: {"gradients": dp.each * dp.size if dp.accumulates else size} for moment, size in made.items()}
+    """A tied head's gradient waits for the embedding's."""
+    whole, tied = dp.each * dp.weights.size, dp.weights.tied
+    made = {moment: dp.each * (done + tied * (moment in (TOP, LOWEST))) for moment, done in dp.reduced.items()}
+    return {moment: {"gradients": np.where(dp.accumulates, whole, size)[()]} for moment, size in made.items()}
 
 
 def replicated(dp: DpState) -> Sizes:
-    return {moment: {"gradients": dp.each * dp.size * (2 if dp.accumulates else 1)} for moment in dp.reduced}
+    return {moment: {"gradients": dp.each * dp.weights.size * (1 + dp.accumulates)} for moment in dp.reduced}
 
 
-def bucketed(dp: DpState, kind: str) -> Sizes:
+def bucketed(dp: DpState) -> Sizes:
     """Under a pipeline gradients meet after the last micro-batch, all at once, and are whole until then."""
-    second, ranks = kind == "zero2", 1 if kind == "zero0" else Grid.of(dp.spec.parallel).size("shard")
-    sizes = [dp.each * sum(weight.size for weight in bucket) for bucket in buckets(dp.spec, dp.weights)]
-    arriving, whole = (dp.copies + 1 / ranks if ranks > 1 else dp.copies), dp.each * dp.size
+    case, own, each = dp.case, dp.weights, dp.each
+    second, ranks = case.zero == 2, case.dp_shard * case.cp if case.zero else 1
+    arriving, whole = dp.copies + np.where(np.greater(ranks, 1), 1 / ranks, 0), each * own.size
+    piped = np.greater(case.pp, 1)
     found: Sizes = {}
     for moment, elements in dp.reduced.items():
-        made, complete = dp.each * elements, list[int]()
-        if dp.spec.parallel.pp > 1:
-            found[moment] = {"gradients": whole if dp.accumulates else made}
-            continue
-        for size in sizes:
-            if sum(complete) + size <= made:
-                complete.append(size)
-        before = sizes if second and dp.accumulates else []
-        flying = arriving * sum([*before, *complete][-2:])
+        made, complete = each * elements, each * own.complete[PLACES[moment]]
+        flying = own.flying[PLACES[moment]]
+        gradients = np.where(dp.accumulates, whole, made)
         if second:
-            owned = dp.state.gradients if dp.accumulates else sum(complete) / ranks
-            found[moment] = {"gradients": owned + made - sum(complete), "flying": flying}
-        else:
-            found[moment] = {"gradients": whole if dp.accumulates else made, "flying": flying}
+            flying = np.where(dp.accumulates, own.flying_later[PLACES[moment]], flying)
+            held = np.where(dp.accumulates, dp.state.gradients, complete / ranks)
+            gradients = np.where(piped, gradients, held + made - complete)
+        found[moment] = {"gradients": gradients[()], "flying": np.where(piped, 0, arriving * each * flying)[()]}
+    last = dp.state.gradients + each * own.last_bucket if second else whole
     found[REDUCED] = {
-        "gradients": whole if dp.spec.parallel.pp > 1 or not second else dp.state.gradients + sizes[-1],
-        "flying": arriving * sum(sizes[-2:]),
+        "gradients": np.where(piped, whole, last)[()],
+        "flying": arriving * each * own.last_buckets,
     }
-    if ranks > 1:
-        flying = (1 + 1 / ranks) * sum(sorted(sizes)[-2:])
+    if np.any(np.greater(ranks, 1)):
+        flying = (1 + 1 / ranks) * each * own.largest_buckets
         found[UPDATED] = {"gradients": dp.state.gradients, "flying": flying}
     return found
 
 
-def sharded(dp: DpState, kind: str, rank: int) -> Sizes:
-    spec, layout, layers = dp.spec, dp.spec.parallel, dp.layers
-    grid = Grid.of(layout)
-    parts = [
-        (unit.block, unit_size(spec, unit), unit_size(spec, unit) / grid.size(unit.axis))
-        for stage in stages_of_rank(spec, grid.coordinates(rank)["pp"])
-        for unit in units(spec, stage)
-    ]
-    root = sum(size for block, size, _ in parts if block == ROOT)
-    block = sum(size for block, size, _ in parts if block != ROOT) / layers
-    own = sum(size for block, _, size in parts if block != ROOT) / layers  # a rank's part of a block
-    own_root = sum(size for block, _, size in parts if block == ROOT)
-    away, each = layout.offload == "full", dp.each  # a rank's own gradients go to the host
-    gathered, message = compute_bytes(spec, 0) * block, dp.copies * reduce_bytes(spec) * block
-    keep = not layout.reshard or (layout.pp > 1 and layout.schedule not in ("gpipe", "1f1b"))
-    ahead = min(layout.prefetch, layers - 1)
-    at_work = layers * gathered if keep else (1 + ahead) * gathered
+def sharded(dp: DpState) -> Sizes:
+    case, own, each, code = dp.case, dp.weights, dp.each, dp.case.software
+    layers, root, block, own_block = own.layers, own.gathered_root, own.gathered_block, own.own_block
+    piped, stays = np.greater(case.pp, 1), case.offload != "full"  # a rank's own gradients go to the host
+    gathered, message = gathered_bytes(case, 0) * block, dp.copies * code.reduce * block
+    keep = (not case.reshard) | (piped & (case.schedule not in ("gpipe", "1f1b")))
+    ahead = np.minimum(case.prefetch, layers - 1)
+    at_work = np.where(keep, layers, 1 + ahead) * gathered
     # FSDP2 lets go of a gather's buffer at the next gather; where experts are apart, the last of a block is small.
-    left = gathered if kind == "fsdp2" and layout.ep == 1 else 0.0
-    whole = {LOSS: left + (layers * gathered if keep else 0), TOP: at_work, LOWEST: gathered, END: 0.0}
+    left = np.where(np.equal(own.sharding, "fsdp2") & np.equal(case.ep, 1), gathered, 0)
+    whole = {LOSS: left + np.where(keep, layers, 0) * gathered, TOP: at_work, LOWEST: gathered, END: 0 * gathered}
+    done = {LOSS: 0, TOP: 0, LOWEST: layers - 1, END: layers}
+    outside = {LOSS: 0, TOP: own.head, LOWEST: own.head, END: root}
+    # Of bf16 weights FSDP2 adds up what it will send.
+    summed = max(each, code.reduce) * (root + layers * block)
     found: Sizes = {}
     for moment, weights_there in whole.items():
-        past = {TOP: 0, LOWEST: layers - 1, END: layers}.get(moment, 0)
-        sums, flying = each * past * own * (not away), message if past else 0.0
-        if dp.accumulates:  # of bf16 weights FSDP2 adds up what it will send
-            sums, flying = max(each, reduce_bytes(spec)) * (root + layers * block), 0.0
-        elif moment == END:
-            sums += each * root
-        elif moment != LOSS:
-            sums += each * dp.head
-        found[moment] = {"gradients": sums, "gathered": each * root + weights_there, "flying": flying}
+        past = done[moment]
+        sums = each * (past * own_block * stays + outside[moment])
+        flying = np.where(dp.accumulates, 0, message * np.greater(past, 0))
+        if moment == TOP:  # block after block is sent, the root last
+            flying = np.where(dp.accumulates & ~piped, message, flying)
+        found[moment] = {
+            "gradients": np.where(dp.accumulates, summed, sums)[()],
+            "gathered": each * root + weights_there,
+            "flying": flying[()],
+        }
     found[REDUCED] = {
-        "gradients": each * (root + layers * own * (not away)),
+        "gradients": each * (root + layers * own_block * stays),
         "gathered": each * root,
-        "flying": dp.copies * reduce_bytes(spec) * root + each * own_root,
+        "flying": dp.copies * code.reduce * root + each * own.own_root,
     }
-    if dp.accumulates:  # block after block is sent, the root last
-        found[TOP]["flying"] = 0.0 if layout.pp > 1 else message
+    return found
+
+
+def other_software(dp: DpState) -> Sizes:
+    """Of other code bases. Megatron keeps a buffer for all gradients; elsewhere they come with the backward pass, and
+    while micro-batches accumulate they stay. ZeRO-3 gathers a block at a time and lets the next arrive; a block's
+    gradients are there as they are made and as they are sent.
+    """
+    case, own, code = dp.case, dp.weights, dp.case.software
+    whole, piped = code.gradients * own.size, np.greater(case.pp, 1)
+    later = np.where(piped & (case.zero >= 2), whole, dp.state.gradients)  # PyTorch's pipelines reduce at the end
+    dummy = code.wgrad_placeholder * own.block
+    keep = (not case.reshard) | piped
+    unit = (code.gather or case.compute_bytes) * np.minimum(own.block, code.bucket) * (case.zero == 3)
+    gathered = {
+        LOSS: np.where(keep, own.layers, 0) + np.minimum(1, own.layers),
+        TOP: np.where(keep, own.layers, np.minimum(2, own.layers)),
+        END: np.where(keep, own.layers, 0),
+    }
+    message = (code.reduce + 2) * np.minimum(own.block, code.bucket) * (case.zero == 3)
+    found: Sizes = {}
+    for moment, blocks in gathered.items():
+        made = np.where(dp.accumulates, later, code.gradients * dp.reduced[moment])[()]
+        there = dp.state.gradients if code.master or moment == END else made
+        found[moment] = {
+            "gradients": there,
+            "gathered": unit * blocks + dummy,
+            "flying": message if moment == TOP else 0 * message,
+        }
     return found

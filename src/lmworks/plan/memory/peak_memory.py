@@ -7,162 +7,355 @@
 
 In between every block swaps its activations for its gradients, so the highest point lies at an end. A pipeline rank
 holds several micro-batches: its order of work is followed action by action, and the highest forward and backward pass
-are its moments, before and after it has made its first gradients.
+are its moments, before and after it has made its first gradients. Numbers may be arrays, one element per candidate.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...spec import Grid, RunSpec, components
-from ..activation_offload import offloadable_bytes, offloaded_bytes
-from ..exact.weights import ROOT, stage_weights
+from ...spec import components
+from ...spec.layout import IN_ROUNDS, RESIDENT_BLOCKS
+from ..activation_offload import MIN_TENSOR_BYTES, PAGE_BYTES, offloadable_bytes
+from ..case import Case, Number
+from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
-from ..pipelines.orders import actions
-from ..pipelines.stages import Stage, stages_of_rank
-from ..policies import POLICIES, policies
+from ..pipelines.orders import order_of_rank, stages_of
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
+from .rank_weights import Place, RankWeights, distinct, rank_weights
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
 IN_BACKWARD = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
 
+# Bytes of one logit when the loss is highest, of code that holds all logits at once. Plain code has log p, its gradient
+# and that of the logits, in fp32, and over a vocabulary that is cut one more; compiled code the logits as they came and
+# in fp32; a fused loss writes gradients over the logits.
+LOGIT_BYTES = {"plain": 12, "compiled": 6, "fused": 2}
+CUT_LOGIT_BYTES = {"plain": 4, "compiled": 0, "fused": 0}
+# Bytes of one logit that the allocator keeps from the forward pass, as nothing fits there: those as they came.
+UNUSABLE_LOGIT_BYTES = {"plain": 2, "compiled": 0, "fused": 0}
+
 
 @dataclass(frozen=True)
 class Row:
     name: str
-    bytes: int
-    how: str  # how it follows
+    bytes: Any  # an int, or an array of candidates
+    how: str  # how it follows; of one candidate
 
 
-def row(name: str, size: float, how: str) -> Row:
-    return Row(name, round(size), how)
+def row(name: str, size: Number, how: str | Callable[[], str]) -> Row:
+    if np.ndim(size):
+        return Row(name, size, "")
+    return Row(name, round(float(size)), how if isinstance(how, str) else how())
+
+
+def times(count: Number, rows: Iterable[Row]) -> list[Row]:
+    if np.ndim(count):
+        return [Row(one.name, count * one.bytes, "") for one in rows]
+    count = int(count)
+    if not count:
+        return []
+    return [Row(one.name, count * one.bytes, f"{count} × ({one.how})" if count > 1 else one.how) for one in rows]
+
+
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """One of each name."""
+    found: dict[str, Row] = {}
+    for one in rows:
+        before = found.get(one.name)
+        if before is not None:
+            how = f"{before.how} + {one.how}" if before.how and one.how and np.any(one.bytes) else before.how
+            one = Row(one.name, one.bytes + before.bytes, how)
+        found[one.name] = one
+    return list(found.values())
+
+
+def sum_bytes(rows: Iterable[Row]) -> Any:
+    return sum(one.bytes for one in rows)
+
+
+# --- stages of a rank -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class StageActivations:
-    """One stage of a rank."""
+class RankStages:
+    """Of each stage of a rank; one that only other candidates have is empty."""
 
-    stage: Stage
+    layers: tuple[Any, ...]
+    begin: tuple[Any, ...]  # its first block
+    first: tuple[Any, ...]  # it holds the embedding
+    last: tuple[Any, ...]  # it holds the final norm and the head
+
+
+def stages_of_place(case: Case, place: Place) -> RankStages:
+    most = int(np.max(case.virtual))
+
+    def one(pp: int, virtual: int, rank: int) -> RankStages:
+        found = rank_stages(case.replace(pp=pp, virtual=virtual), rank)
+        rest = most - len(found)
+        return RankStages(
+            (*(len(stage.layers) for stage in found), *[0] * rest),
+            (*(stage.layers.start for stage in found), *[0] * rest),
+            (*(stage.first for stage in found), *[False] * rest),
+            (*(stage.last for stage in found), *[False] * rest),
+        )
+
+    return distinct(one, case.pp, case.virtual, place.pp)
+
+
+# --- activations ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of one micro-batch on one rank, stage by stage."""
+
+    case: Case
     net: Network
-    policies: tuple[str, ...]  # of each of its blocks
-    casts: float  # bytes of one block's matrices in the precision of products, where each micro-batch casts them
-    offloaded: tuple[float, ...]  # bytes of each block that wait in host memory
+    weights: RankWeights
+    stages: RankStages
+
+    @classmethod
+    def of(cls, case: Case, place: Place) -> Self:
+        load = replace(Workload.of_case(case), device=case.device, documents=case.documents)
+        return cls(case, network(load), rank_weights(case, place), stages_of_place(case, place))
 
     @property
+    def whole_logits(self) -> bool:
+        return self.case.software.loss != "chunked"
+
+    @functools.cached_property
+    def casts(self) -> Any:
+        """Bytes of one block's matrices in the precision of products, where each micro-batch casts them."""
+        gathered = (
+            np.char.startswith(self.weights.sharding, "fsdp")[()] if self.case.is_lmworks else self.case.zero == 3
+        )
+        return 2.0 * self.weights.matrices * self.net.load.cast_share * np.where(gathered, 0, 1)[()]
+
+    @functools.cached_property
     def head(self) -> Any:
-        """Weights of the head on this rank, where the stage has one."""
-        return self.net.load.vocab * self.net.load.model.hidden * self.stage.last
+        """Weights of the head on this rank."""
+        return self.net.load.vocab * self.net.load.model.hidden
 
-    @property
+    @functools.cached_property
     def hidden(self) -> Any:
         """Numbers in hidden states as the head sees them."""
         return self.net.load.tokens * self.net.load.model.hidden
 
+    @functools.cached_property
+    def saved(self) -> dict[str, tuple[Any, Any, str]]:
+        return {policy: saved_bytes(self.net, policy) for policy in self.policy_names}
+
+    @property
+    def policy_names(self) -> list[str]:
+        recompute = self.case.recompute
+        if recompute == "budget":
+            return sorted({policy for _, chosen in self.case.policies for policy in chosen})
+        return ["full", "none"] if recompute == "full" else [recompute]
+
+    def policies(self, stage: int, left: Number | None = None, skip: int = 0) -> dict[str, Any]:
+        """Blocks of a stage by policy: of all, of the lowest `left`, or of all but the topmost `skip`."""
+        layers, begin, case = self.stages.layers[stage], self.stages.begin[stage], self.case
+        count = np.maximum(0, (layers if left is None else np.minimum(left, layers)) - skip)[()]
+        if case.recompute == "budget":
+            chosen = dict(case.policies)[int(layers)][: int(count)]
+            return {policy: chosen.count(policy) for policy in self.policy_names}
+        if case.recompute != "full":
+            return {case.recompute: count}
+        every = case.recompute_every
+        again = -(-(begin + count) // every) - -(-begin // every)
+        return {"none": count - again, "full": again}
+
+    def top_policy(self, stage: int) -> dict[str, Any]:
+        """1 for the policy of the uppermost block of a stage."""
+        whole, rest = self.policies(stage), self.policies(stage, skip=1)
+        return {policy: whole[policy] - rest[policy] for policy in whole}
+
+    # --- in host memory ---------------------------------------------------------------------------------
+
+    def offloaded(self) -> list[tuple[Any, Any]]:
+        """(blocks, bytes that each sends to host memory): evenly by all but the last two."""
+        case, net = self.case, self.net
+        if not np.any(case.offload_activations):
+            return []
+        blocks = np.maximum(1, self.stages.layers[0] - RESIDENT_BLOCKS)
+        share = case.offload_activations * 2**30 / blocks // PAGE_BYTES * PAGE_BYTES
+        # In a compiled block without collectives the compiler saves what the policy says, and hooks see it.
+        hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
+        found = []
+        for policy, count in self.policies(0, skip=RESIDENT_BLOCKS).items():
+            most = offloadable_bytes(net, policy)
+            if policy != "none":
+                most = np.where(hooked, most, offloadable_bytes(net, "full"))
+            found.append((count, np.minimum(share, most)))
+        return found
+
+    @functools.cached_property
+    def offloaded_total(self) -> Any:
+        return sum(count * size for count, size in self.offloaded())
+
+    def pinned(self) -> Any:
+        """Host memory for it: whole buffers of `MIN_TENSOR_BYTES` per block."""
+        return sum(count * np.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES for count, size in self.offloaded())
+
     # --- kept from forward to backward ------------------------------------------------------------------
 
-    def saved_rows(self, left: int | None = None) -> list[Row]:
-        """Of one micro-batch; in its backward pass of the lowest `left` blocks: the loss and the last sum are gone.
-
-        What a later stage received lies in a buffer of the pipeline. What waits in host memory is there only while all
-        blocks are left: the lowest have it back.
-        """
-        over = left is not None
-        groups = Counter(self.policies[:left])
-        each = {policy: saved_bytes(self.net, policy) for policy in groups}
-        away = sum(self.offloaded) if left in (None, len(self.policies)) else 0.0
-        blocks = sum(count * each[policy][1] for policy, count in groups.items()) - stream_bytes(self.net) * over - away
-        how = "; ".join(f"{n} × {each[policy][1]:,.0f} B: {each[policy][2]}" for policy, n in groups.items())
-        how += f", less {away:,.0f} B in host memory" * bool(away)
-        stem = max(saved_bytes(self.net, policy)[0] for policy in self.policies) if self.stage.first else 0.0
-        outside = stem + total(self.net.loss) * (self.stage.last and not over)
-        found = [
-            row("activations of blocks", blocks, how + ", less the last sum" * over),
+    def kept(self, stage: int) -> list[Row]:
+        """After a forward pass. What a later stage of our own pipelines received lies in a buffer of the pipeline."""
+        last = self.stages.last[stage]
+        away = self.offloaded_total if stage == 0 else 0.0
+        found = self.kept_by_blocks(stage, self.policies(stage), away, "")
+        if self.whole_logits:  # the loss itself keeps nothing: it is worked out and left at once
+            return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
+        w, g = self.net.load.width, self.net.load.head_gradient
+        outside = self.outside(stage) + total(self.net.loss) * last
+        loss = (w * self.hidden + g * self.head) * last
+        return [
+            *found,
             row("activations outside blocks", outside, "embedding, position tables, final norm"),
-            row("weight casts", self.casts * groups["none"], "2 B × matrices of blocks that are not computed again"),
+            row("loss: gradients", loss, lambda: f"{w} B × tokens × hidden + {g} B × vocab × hidden"),
         ]
-        if self.stage.last and not over:
-            w = self.net.load.width
-            g = self.net.load.head_gradient
-            loss = w * self.hidden + g * self.head
-            found.append(row("loss: gradients", loss, f"{w} B × tokens × hidden + {g} B × vocab × hidden"))
-        return found
+
+    def kept_in_backward(self, stage: int, lowest: Number | None = None) -> list[Row]:
+        """While the topmost block, or one of the lowest, runs backward: the loss and the last sum are gone.
+
+        What waits in host memory is there only while all blocks are left: the lowest have it back.
+        """
+        away = self.offloaded_total if stage == 0 and lowest is None else 0.0
+        away = away + stream_bytes(self.net) * self.case.is_lmworks
+        found = self.kept_by_blocks(stage, self.policies(stage, lowest), away, ", less the last sum")
+        return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
+
+    def kept_by_blocks(self, stage: int, groups: Mapping[str, Any], away: Any, less: str) -> list[Row]:
+        blocks = sum(count * self.saved[policy][1] for policy, count in groups.items()) - away
+
+        def how() -> str:
+            parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
+            host = f", less {self.offloaded_total:,.0f} B in host memory" * bool(self.offloaded_total)
+            return "; ".join(parts) + host + less
+
+        casts = self.casts * groups.get("none", 0)
+        return [
+            row("activations of blocks", blocks, how),
+            row("weight casts", casts, "2 B × matrices of blocks that are not computed again"),
+        ]
+
+    def outside(self, stage: int) -> Any:
+        """What the embedding saves. Others keep what a rank received too, of which each of its stages has its part."""
+        chosen = self.policies(stage)
+        plain = total(self.net.stem)
+        stems = (np.where(np.greater(n, 0), self.saved[policy][0], plain) for policy, n in chosen.items())
+        stem = functools.reduce(np.maximum, stems)[()]
+        if self.case.is_lmworks:
+            return stem * self.stages.first[stage]
+        received = np.where(sum(self.stages.first), stem, stream_bytes(self.net))[()]
+        return received / self.case.virtual
 
     # --- comes and goes ---------------------------------------------------------------------------------
 
-    def at_loss(self) -> list[Row]:
-        """At the end of a forward pass, while a chunk of logits is there, beside what is kept.
+    def at_loss(self, stage: int) -> list[Row]:
+        """At the end of a forward pass, while logits are there, beside what is kept.
 
         Autocast holds on to every cast until the pass is over, those of recomputed blocks as well.
         """
-        load = self.net.load
-        recomputed = sum(policy != "none" for policy in self.policies)
-        casts = row(
-            "weight casts",
-            self.casts * recomputed,
-            "2 B × matrices of the blocks, until the forward pass is over",
-        )
-        if not self.stage.last:
-            return [casts]
-        logits = load.chunk_rows * load.logit_columns
-        chunk = chunk_bytes(load, self.head)
+        load, last = self.net.load, self.stages.last[stage]
+        recomputed = sum(count for policy, count in self.policies(stage).items() if policy != "none")
+        how = "2 B × matrices of the blocks, until the forward pass is over"
+        casts = row("weight casts", self.casts * recomputed, how)
+        if self.whole_logits:
+            return [casts, *self.whole_loss(stage)]
+        logits, chunk = load.chunk_rows * load.logit_columns, chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
-        if load.cast and load.tp == 1:
-            inputs += 4 * self.hidden
+        if load.cast:
+            inputs = inputs + 4 * self.hidden * np.equal(load.tp, 1)
         return [
             casts,
             row(
                 "loss: chunk of logits",
-                chunk,
-                f"{load.chunk_rows:,} tokens × {load.logit_columns:,} logits, {chunk / logits:.3g} B each",
+                chunk * last,
+                lambda: f"{load.chunk_rows:,} tokens × {load.logit_columns:,} logits, {chunk / logits:.3g} B each",
             ),
-            row("loss: inputs", inputs, "final hidden states, and casts of them and of the head under autocast"),
+            row("loss: inputs", inputs * last, "final hidden states, and casts of them and of the head under autocast"),
         ]
 
-    def at_backward(self) -> list[Row]:
+    def whole_loss(self, stage: int) -> list[Row]:
+        """Of code that holds all logits at once: hidden states as tensor-parallel ranks gather them, and a gradient."""
+        load, code, last = self.net.load, self.case.software, self.stages.last[stage]
+        each = code.logit_bytes or LOGIT_BYTES[code.loss] + CUT_LOGIT_BYTES[code.loss] * np.greater(load.tp, 1)
+        inputs = total(self.net.loss, "saved") - total(self.net.loss[-1:])
+        inputs = inputs + load.width * self.hidden * (1 + np.greater(load.tp, 1))
+        weights = code.wgrad_placeholder * self.head
+        if self.case.zero == 3:  # gathered, and its gradient as it is made and as it is sent
+            weights = weights + (2 * load.width + code.reduce) * self.head
+        logits = each / 2 * load.width * load.tokens * load.vocab
+        return [
+            row("loss: logits", logits * last, lambda: f"{each * load.width / 2:.3g} B × tokens × vocab"),
+            row("loss: inputs", inputs * last, "final hidden states and their gradient"),
+            row("loss: gradients", weights * last, "the head, gathered, and its gradient"),
+        ]
+
+    def unusable(self) -> Any:
+        """Bytes of logits that the allocator keeps after the forward pass of the loss."""
+        code = self.case.software
+        if not self.whole_logits or code.logit_bytes:
+            return 0.0
+        count = self.net.load.tokens * self.net.load.vocab
+        return UNUSABLE_LOGIT_BYTES[code.loss] * count * sum(self.stages.last)
+
+    def at_backward(self, stage: int) -> list[Row]:
         """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
-        load, m = self.net.load, self.net.load.model
-        w, g, slots = load.width, load.software.gradients, load.tokens * m.top_k
-        policy = self.policies[-1]
-        once_more = recomputed_bytes(self.net, policy) + self.casts * (policy != "none")
-        stream = stream_bytes(self.net)
+        again = sum(
+            here * (recomputed_bytes(self.net, policy) + self.casts * (policy != "none"))
+            for policy, here in self.top_policy(stage).items()
+        )
+        return [
+            row("recomputed block", again, "what one block saves, less what it kept"),
+            row("backward temporaries", self.temporaries, "gradients inside one MLP and of the residual stream"),
+        ]
+
+    @functools.cached_property
+    def temporaries(self) -> Any:
+        load, m, g = self.net.load, self.net.load.model, self.net.load.software.gradients
+        w, slots = load.width, load.tokens * m.top_k
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
-        size: float = stream * (2 if load.cast else 1)
-        if load.tp > 1 and not load.sp:  # the input's gradient, from two products, before ranks add it up
-            size += 2 * w * self.hidden
-        if m.experts:
-            ffn, count = m.expert_ffn // load.tp, m.experts // load.ep
-            whole = count * ffn * m.hidden
-            # Experts run one after another: at first the gradient of every slot is there, at last all experts'
-            # gradients, one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
-            first = slots * w * m.hidden + beside * ffn * slots / count * w + g * ffn * m.hidden
-            last = 4 * g * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
-            size += max(first, last)
-        else:
+        size = stream_bytes(self.net) * (2 if load.cast else 1)
+        if not self.case.is_lmworks:  # weights' gradients are in buffers of their own; ranks add up gathered inputs'
+            moved = 2 * w * slots * m.hidden if m.experts else 0
+            rows, ffn = (slots, m.expert_ffn) if m.experts else (load.tokens, m.ffn)
+            return size + beside * w * rows * ffn // load.tp + moved + w * self.hidden * np.greater(load.tp, 1)
+        if not load.sp:  # the input's gradient, from two products, before ranks add it up
+            size = size + 2 * w * self.hidden * np.greater(load.tp, 1)
+        if not m.experts:
             ffn = m.ffn // load.tp
-            size += beside * ffn * load.tokens * w + g * ffn * m.hidden
-        return [
-            row("recomputed block", once_more, "what one block saves, less what it kept"),
-            row("backward temporaries", size, "gradients inside one MLP and of the residual stream"),
-        ]
+            return size + beside * ffn * load.tokens * w + g * ffn * m.hidden
+        ffn, count = m.expert_ffn // load.tp, m.experts // load.ep
+        whole = count * ffn * m.hidden
+        # Experts run one after another: at first the gradient of every slot is there, at last all experts' gradients,
+        # one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
+        first = slots * w * m.hidden + beside * ffn * slots / count * w + g * ffn * m.hidden
+        last = 4 * g * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
+        return size + np.maximum(first, last)
 
-    def offloaded_total(self) -> float:
+    def waiting(self, stage: int) -> Any:
         """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
-        return float(len(self.policies) * total(self.net.block, "saved_selective"))
+        return self.stages.layers[stage] * total(self.net.block, "saved_selective")
 
 
 def chunk_bytes(load: Workload, head: Any) -> Any:
-    """Of the loss when a chunk of logits is there.
+    """While one chunk's loss is highest.
 
-    Of a logit: itself, its fp32 copy and log p; where the vocabulary is cut only the first two, in fp32 one; where its
-    gradient takes its place nothing else. On a GPU softmax reads fp16 itself, but not bf16. Then, where logits were
-    cast, there is the product that is added to the head's gradient.
+    With log-probabilities, their gradient and, in 16 bits, an fp32 or 16-bit copy; over a vocabulary that is cut only
+    the first two, in fp32 one; where its gradient takes its place nothing else. On a GPU softmax reads fp16 itself, but
+    not bf16. Then, where logits were cast, there is the product that is added to the head's gradient.
     """
     logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
     held = load.width * logits * components.head(load.model).saved_logits
@@ -174,101 +367,171 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     return np.maximum(held + each * logits, 2 * logits + 2 * head)
 
 
-def stage_activations(spec: RunSpec, rank: int, device: str, gathered: bool) -> list[StageActivations]:
-    """`gathered`: weights come in the precision of products, and nothing is cast."""
-    net = network(Workload.of(spec, device))
-    found = []
-    for stage in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
-        matrices = sum(w.size for w in stage_weights(spec, stage) if w.unit != ROOT and len(w.shape) > 1)
-        casts = 2.0 * matrices / len(stage.layers) * net.load.cast_share * (not gathered)
-        chosen = tuple(policies(spec, stage.layers))
-        most = {rung: float(offloadable_bytes(net, rung)) for rung in POLICIES}
-        found.append(StageActivations(stage, net, chosen, casts, tuple(offloaded_bytes(spec, chosen, most))))
-    return found
+# --- moments --------------------------------------------------------------------------------------------
 
 
-def candidate_peaks(spec: RunSpec, rank: int, device: str, gathered: bool) -> dict[str, list[Row]]:
-    found = stage_activations(spec, rank, device, gathered)
-    if spec.parallel.pp > 1:
-        return pipeline_peaks(spec, rank, found)
-    (piece,) = found
-    return {
-        LOSS: [*piece.saved_rows(), *piece.at_loss()],
-        TOP: [*piece.saved_rows(len(piece.policies)), *piece.at_backward()],
+def candidate_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
+    """Rows of every moment that can be the highest. One that a candidate has not has no rows, or nothing in them."""
+    case = work.case
+    found = pass_peaks(work, place)
+    piped = np.greater(case.pp, 1)
+    if not np.all(piped):
         # Where some waited, the lowest block has its own back while the one above works.
-        LOWEST: [*piece.saved_rows(2 if any(piece.offloaded) else 1), *piece.at_backward()],
-        END: at_end(spec, piece),
-    }
+        lowest = np.where(np.greater(work.offloaded_total, 0), 2, 1)[()]
+        rows = [*work.kept_in_backward(0, lowest), *work.at_backward(0)]
+        found[LOWEST] = times(np.where(piped, 0, 1)[()], rows)
+    return found | {END: at_end(work)}
 
 
-def at_end(spec: RunSpec, piece: StageActivations) -> list[Row]:
+def at_end(work: Activations) -> list[Row]:
     """The embedding's gradient comes last, and is added to a tied head's."""
-    copies = (spec.model.tie_embeddings * piece.stage.last + (spec.accumulation > 1)) * piece.stage.first
-    code = piece.net.load.software
-    table = code.gradients * piece.net.load.vocab * spec.model.hidden
-    how = f"{copies} × {code.gradients} B × vocab × hidden before it is added"
+    case, code = work.case, work.case.software
+    first, tied = sum(work.stages.first), sum(f & e for f, e in zip(work.stages.first, work.stages.last, strict=True))
+    table = work.net.load.vocab * case.model.hidden
+    if not case.is_lmworks:
+        each = code.gradients if code.master == 0 else work.net.load.width
+        rest = stream_bytes(work.net) * (case.zero < 3)
+        return [row("embedding gradient", each * table * first, ""), row("gradient of the stream", rest, "")]
+    copies = (case.model.tie_embeddings * tied + np.greater(case.accumulation, 1)) * first
     return [
-        row("embedding gradient", copies * table, how),
-        row("gradient of the stream", stream_bytes(piece.net), f"{code.stream} B × tokens × hidden"),
+        row(
+            "embedding gradient",
+            copies * code.gradients * table,
+            lambda: f"{copies} × {code.gradients} B × vocab × hidden before it is added",
+        ),
+        row("gradient of the stream", stream_bytes(work.net), lambda: f"{code.stream} B × tokens × hidden"),
     ]
 
 
-# --- pipelines ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PassStates:
+    """Distinct states of a rank in one kind of pass: micro-batches by stage (states, stages), and the stage at work."""
+
+    in_flight: NDArray[Any]  # whose activations are kept, without one that runs backward
+    pending: NDArray[Any]  # with gradients of inputs and not of weights
+    at_work: NDArray[Any]
 
 
-def pipeline_peaks(spec: RunSpec, rank: int, found: list[StageActivations]) -> dict[str, list[Row]]:
-    """The highest forward and the highest backward pass of the rank's order of work, and the end."""
-    layout = spec.parallel
-    orders = actions(layout.schedule, layout.pp, layout.virtual_stages, spec.accumulation)
-    by_index = {piece.stage.index: piece for piece in found}
-    in_flight: Counter[int] = Counter()  # micro-batches whose activations a stage keeps
-    weight_pending: Counter[int] = Counter()  # of these, with gradients of inputs and not of weights
-    highest: dict[str, tuple[int, list[Row]]] = {}
+@functools.lru_cache(maxsize=2**14)
+def pass_states(
+    schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int, whole: bool
+) -> dict[str, PassStates]:
+    """By moment, of a pipeline rank. `whole`: backward passes are not split, as under recompute.
+
+    Without a pipeline every micro-batch is like the others, and gradients of earlier ones are there from the start.
+    """
+    if ranks == 1:
+        one, none, at = np.ones((1, 1)), np.zeros((1, 1)), np.zeros(1, dtype=int)
+        return {LOSS: PassStates(one, none, at), TOP: PassStates(none, none, at)}
+    place = {stage: slot for slot, stage in enumerate(stages_of(schedule, ranks, virtual, rank))}
+    in_flight, pending, moment, before = [0] * virtual, [0] * virtual, "", ("", -1, False)
+    seen: dict[str, dict[tuple[int, ...], None]] = {}
     begun = False
-    for stage, kind, _ in orders[Grid.of(layout).coordinates(rank)["pp"]]:
-        piece = by_index[stage]
-        in_flight[stage] += kind == "F"
+    for stage, kind, _ in order_of_rank(schedule, rank, ranks, virtual, repeating(schedule, ranks, micro_batches)):
+        slot, split = place[stage], kind == "I" and not whole  # else I is all of the backward pass
+        in_flight[slot] += {"F": 1, "W": 0}.get(kind, -1)
         if kind != "W":
-            rows = in_flight_activations(by_index, in_flight, weight_pending, stage if kind != "F" else None)
-            rows = merged([*rows, *(piece.at_loss() if kind == "F" else piece.at_backward())])
             moment = LOSS if kind == "F" else TOP
-            name, size = IN_BACKWARD[moment] if begun else moment, sum(one.bytes for one in rows)
-            highest[name] = max(highest.get(name, (-1, [])), (size, rows), key=lambda one: one[0])
-        split = kind == "I" and layout.recompute == "none"  # else I is all of the backward pass
-        weight_pending[stage] += split - (kind == "W" and weight_pending[stage] > 0)
-        in_flight[stage] -= kind in "BI" if not split else 0
-        in_flight[stage] -= kind == "W" and layout.recompute == "none"
+            states = seen.setdefault(IN_BACKWARD[moment] if begun else moment, {})
+            if (kind, slot, begun) != before:
+                states[*in_flight, *pending, slot] = None
+            elif kind == "F":  # of several in a row the last is the highest, of backward passes the first
+                states.popitem()
+                states[*in_flight, *pending, slot] = None
+            elif split:
+                states[*in_flight, *pending, slot] = None
+        before = (kind, slot, begun)
+        if split:  # activations stay until W
+            in_flight[slot] += 1
+            pending[slot] += 1
+        elif kind == "W" and not whole:
+            in_flight[slot] -= 1
+            pending[slot] -= pending[slot] > 0
         begun = begun or kind != "F"
-    return {moment: rows for moment, (_, rows) in highest.items()} | {END: at_end(spec, found[0])}
+    tables = {moment: undominated(np.array(list(states), dtype=float)) for moment, states in seen.items()}
+    return {
+        moment: PassStates(table[:, :virtual], table[:, virtual:-1], table[:, -1].astype(int))
+        for moment, table in tables.items()
+    }
 
 
-def in_flight_activations(
-    by_index: dict[int, StageActivations], in_flight: Counter[int], weight_pending: Counter[int], back: int | None
-) -> list[Row]:
-    """Of all micro-batches of all stages; one of stage `back` is in its backward pass."""
-    rows: list[Row] = []
-    for index, piece in by_index.items():
-        count = in_flight[index]
-        if index == back:
-            count -= 1
-            rows += piece.saved_rows(len(piece.policies))
-        rows += [Row(one.name, count * one.bytes, f"{count} × ({one.how})") for one in piece.saved_rows() if count]
-        if weight_pending[index]:
-            rows.append(
-                row(
-                    "gradients that wait",
-                    weight_pending[index] * piece.offloaded_total(),
-                    "of results, for their weights'",
-                )
-            )
-    return rows
+def undominated(states: NDArray[Any]) -> NDArray[Any]:
+    """Without states than which another, with the same stage at work (the last column), holds more of everything."""
+    least = (states[None, :, :-1] >= states[:, None, :-1]).all(-1) & (states[None, :, -1] == states[:, None, -1])
+    np.fill_diagonal(least, False)  # states are distinct
+    return states[~least.any(axis=1)]
 
 
-def merged(rows: list[Row]) -> list[Row]:
-    """One of each name."""
-    found: dict[str, Row] = {}
-    for one in rows:
-        before = found.get(one.name)
-        how = f"{before.how} + {one.how}" if before else one.how
-        found[one.name] = Row(one.name, one.bytes + (before.bytes if before else 0), how)
-    return list(found.values())
+def repeating(schedule: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches after which a rank's states repeat, or all of them."""
+    if schedule in ("gpipe", "looped-bfs"):
+        return micro_batches
+    if schedule not in IN_ROUNDS:
+        return min(micro_batches, 4 * ranks)
+    rounds = max(1, micro_batches // ranks)
+    size = micro_batches // rounds  # of a round; other code bases may have a last one that is not full
+    return 4 * ranks if rounds > 4 and size == ranks else size * rounds
+
+
+def pass_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
+    """The highest forward and the highest backward pass, before and after the first gradients are made."""
+    slots = range(len(work.stages.layers))
+    kept, forward = [work.kept(slot) for slot in slots], [work.at_loss(slot) for slot in slots]
+    backward = [[*work.kept_in_backward(slot), *work.at_backward(slot)] for slot in slots]
+    waiting = [work.waiting(slot) for slot in slots]
+    chosen = highest_states(
+        work.case, place, *(np.array(np.broadcast_arrays(*sizes)) for sizes in (
+            [*map(sum_bytes, kept)], waiting, [*map(sum_bytes, forward)], [*map(sum_bytes, backward)],
+        ))
+    )  # fmt: skip
+    found = {}
+    for moment, (in_flight, pending, at_work) in chosen.items():
+        rows: list[Row] = []
+        for slot in slots:
+            rows += times(in_flight[slot], kept[slot])
+            rows += times(at_work[slot], forward[slot] if moment in (LOSS, IN_BACKWARD[LOSS]) else backward[slot])
+            rows += times(pending[slot], [row("gradients that wait", waiting[slot], "of results, for their weights'")])
+        found[moment] = merged(rows)
+    return found
+
+
+def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, tuple[Any, Any, Any]]:
+    """By moment the highest state of each candidate: micro-batches in flight, pending, and 1 for the stage at work.
+
+    `sizes`: bytes of each stage (stages, candidates): kept by a micro-batch, pending, at work forward, and backward.
+    """
+    columns = (case.pp, case.virtual, case.accumulation, place.pp)
+    shape = np.broadcast_shapes(*(np.shape(column) for column in columns), *(size.shape[1:] for size in sizes))
+    kept, waiting, forward, backward = (
+        np.stack([np.broadcast_to(one, shape).reshape(-1) for one in size]) for size in sizes
+    )
+    slots, count = kept.shape
+    keys = np.stack([np.broadcast_to(column, shape).reshape(-1) for column in columns], axis=-1)
+    rows, where = np.unique(keys, axis=0, return_inverse=True)
+    whole = case.recompute != "none"
+    each = [pass_states(case.schedule, *row, whole) for row in rows.astype(int).tolist()]
+    found = {}
+    for moment in dict.fromkeys(moment for states in each for moment in states):
+        table = padded([states.get(moment) for states in each], slots)[where.ravel()]  # candidates × states × columns
+        in_flight, pending, at_work = table[..., :slots], table[..., slots : 2 * slots], table[..., 2 * slots :]
+        work = forward if moment in (LOSS, IN_BACKWARD[LOSS]) else backward
+        totals = (in_flight @ kept.T[:, :, None] + pending @ waiting.T[:, :, None] + at_work @ work.T[:, :, None])[
+            ..., 0
+        ]
+        best = table[np.arange(count), totals.argmax(axis=1)].T.reshape(3, slots, *shape)
+        found[moment] = (best[0], best[1], best[2])
+    return found
+
+
+def padded(states: Sequence[PassStates | None], slots: int) -> NDArray[Any]:
+    """(pipelines, states, 3 × slots): in flight, pending, and 1 for the stage at work; 0 where there are fewer."""
+    most = max(len(one.at_work) for one in states if one)
+    table = np.zeros((len(states), most, 3 * slots))
+    for number, one in enumerate(states):
+        if one is None:
+            continue
+        count, stages = one.in_flight.shape
+        table[number, :count, :stages] = one.in_flight
+        table[number, :count, slots : slots + stages] = one.pending
+        table[number, np.arange(count), 2 * slots + one.at_work] = 1
+    return table

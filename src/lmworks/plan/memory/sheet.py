@@ -1,34 +1,42 @@
-"""The memory sheet of one rank of our own trainer, in bytes: what is always there, and the moment at which most is.
+"""The memory sheet of one rank, in bytes: what is always there, and the moment at which most is.
 
-Weights, master weights and optimizer states are exact (`residency.py`). What a step needs beside them is worked out for
-the few moments that can be the highest: activations and the loss (`peak_memory.py`), gradients and what data
-parallelism has on its way (`dp_buffers.py`). Every moment is a list of rows; the peak is the largest sum. On a GPU it
-is what tensors hold, as `max_memory_allocated` counts it: context and allocator come on top (`reserve.py`). On a CPU it
-is the growth of the resident set, so what the allocator cannot use again is a row as well.
+Weights, master weights and optimizer states are exact for our own trainer (`rank_weights.py`). What a step needs beside
+them is worked out for the few moments that can be the highest: activations and the loss (`peak_memory.py`), gradients
+and what data parallelism has on its way (`dp_buffers.py`). Every moment is a list of rows; the peak is the largest sum.
+On a GPU it is what tensors hold, as `max_memory_allocated` counts it: context and allocator come on top (`reserve.py`).
+On a CPU it is the growth of the resident set, so what the allocator cannot use again is a row as well.
+
+`memory` is the sheet of a rank of a run, `budget` the same rows by kind, of one candidate or of thousands at once.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from ...spec import Grid, RunSpec
+import numpy as np
+
+from ...spec import Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
-from ..exact.residency import Resident, resident
-from ..exact.shards import strategy_of, weight_bytes
-from ..network import Network, network
-from ..ops import Workload
-from ..pipelines.stages import stages_of_rank
-from ..policies import policies
-from ..saved_activations import saved_bytes, total
+from ..case import Case, Number
+from ..policies import run_case
+from ..saved_activations import total
 from .dp_buffers import dp_buffers
-from .host_need import HostNeed, host_need
-from .peak_memory import Row, candidate_peaks, row
-from .reserve import WORKSPACES
+from .host_need import HostNeed, host_need, host_states, staging
+from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
+from .rank_weights import Place, Resident, deepspeed_resident, on_device
+from .reserve import WORKSPACES, reserved
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
 OVERHEAD = ("allocator holes", "cuBLAS workspaces", "copy for a save")  # rows that are not tensors
+# Rows of a budget's kinds; all others are activations.
+LOGITS = ("loss: chunk of logits", "loss: logits")
+BUFFERS = (
+    "weight casts", "gathered weights", "messages", "pipeline buffers", "padding", "embedding gradient",
+    "gradients that wait", "loss: gradients", "cuBLAS workspaces",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,12 +45,12 @@ class MemorySheet:
 
     moment: str
     rows: tuple[Row, ...]
-    peaks: dict[str, int]
+    peaks: dict[str, Any]
     notes: tuple[str, ...] = ()
     host_parts: HostNeed = HostNeed()  # what it keeps in host memory
 
     @property
-    def total(self) -> int:
+    def total(self) -> Any:
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -50,28 +58,127 @@ class MemorySheet:
         return self.host_parts.total
 
     @property
-    def tensors(self) -> int:
+    def tensors(self) -> Any:
         """What tensors hold; exact for dense models on one rank, see tests/plan/test_memory.py."""
         return sum(row.bytes for row in self.rows if row.name not in OVERHEAD)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of one rank. The first four are those just before the update, the next three at the highest moment."""
+
+    parameters: Number
+    gradients: Number
+    master: Number
+    optimizer: Number
+    activations: Number
+    logits: Number
+    buffers: Number  # gathered weights, messages, gradients on their way, workspaces
+    absent: Number  # gradients that are not made yet at the highest moment
+    left: Number  # freed before it, but in blocks that nothing of that moment fits
+    host: Number  # in host memory
+
+    @property
+    def allocated(self) -> Number:
+        there = self.parameters + self.gradients + self.master + self.optimizer
+        return there + self.activations + self.logits + self.buffers - self.absent
+
+    @property
+    def reserved(self) -> Number:
+        return reserved(self.allocated) + self.left
+
+    def to_dict(self) -> dict[str, float]:
+        found = {field.name: float(getattr(self, field.name)) for field in fields(self)}
+        return found | {"allocated": float(self.allocated), "reserved": float(self.reserved)}
+
+
+# --- one rank -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankPeaks:
+    """Rows of every moment of one rank, and what they stand on."""
+
+    state: Resident
+    work: Activations
+    moments: dict[str, list[Row]]
+
+
+def rank_peaks(case: Case, place: Place, state: Resident | None = None, copies: int = 1) -> RankPeaks:
+    """`state`: of another engine than ours; `copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
+    if case.recompute == "budget" and not case.policies:
+        raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
+    work = Activations.of(case, place)
+    state = state or on_device(work.weights.resident, case.offload)
+    static = [*static_rows(case, state, work), *overhead_rows(case, work)]
+    passes, beside = candidate_peaks(work, place), dp_buffers(case, work.weights, state, copies)
+    moments = {moment: [*static, *rows, *passes.get(moment, [])] for moment, rows in beside.items()}
+    return RankPeaks(state, work, moments)
+
+
+def static_rows(case: Case, state: Resident, work: Activations) -> list[Row]:
+    load, code = work.net.load, case.software
+    ids, each = 3 if load.documents else 2, code.weights
+    tokens = case.micro_batch * case.seq * np.where(np.greater(case.pp, 1), case.accumulation, 1)[()]
+    master = MASTER.get(each, "") if case.is_lmworks else "fp32 copies of what this rank updates"
+
+    def states() -> str:
+        count = state.parameters // each
+        return f"{case.optimizer.removesuffix('-bf16')}: {state.optimizer / max(1, count):.3g} B for each weight held"
+
+    return [
+        row("parameters", state.parameters, lambda: f"{each} B × {state.parameters // each:,}"),
+        row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
+        row("master weights", state.master, master),
+        row("optimizer states", state.optimizer, states),
+        row("batch", 8 * ids * tokens, lambda: f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
+        *pipeline_rows(case, work),
+    ]
+
+
+def pipeline_rows(case: Case, work: Activations) -> list[Row]:
+    """PyTorch receives every micro-batch's hidden states, and their gradients, in a buffer of its own."""
+    if np.all(np.equal(case.pp, 1)) or case.software.master:
+        return []
+    ends = 2 * case.virtual - sum(work.stages.first) - sum(work.stages.last)
+    ends = np.where(np.greater(case.pp, 1), ends, 0)[()]
+    size = case.software.stream * work.net.load.sp_tokens * case.model.hidden
+    count = case.accumulation
+    return [row("pipeline buffers", ends * count * size, lambda: f"{ends} × {count} hidden states")]
+
+
+def overhead_rows(case: Case, work: Activations) -> list[Row]:
+    """On a GPU the scratch of matrix products, which PyTorch's allocator counts with the tensors.
+
+    On a CPU glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor
+    of the same size cannot take: what every block frees in its forward pass stays resident until all is freed.
+    """
+    if case.device == "cuda":
+        return [row("cuBLAS workspaces", WORKSPACES, "32 MiB for the forward and 32 MiB for the backward pass")]
+    if platform.libc_ver()[0] != "glibc":
+        return []
+    block, size = work.net.block, 0.0
+    for stage in range(len(work.stages.layers)):
+        for policy, count in work.policies(stage).items():
+            size += count * np.maximum(0.0, total(block) + total(block, "transient") - work.saved[policy][1])
+    return [row("allocator holes", size, "freed by each block in its forward pass")]
+
+
+# --- a run ----------------------------------------------------------------------------------------------
+
+
 def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -> MemorySheet:
     """`copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
-    net = network(Workload.of(spec, device))
-    state = resident(spec, rank)
-    gathered = strategy_of(spec).startswith("fsdp")
-    away = host_need(spec, rank, device)
-    static = [*static_rows(spec, net, state, rank), *overhead_rows(spec, net, rank)]
+    case = run_case(spec, device)
+    other = deepspeed_resident(spec) if spec.parallel.engine == "deepspeed" else None
+    found = rank_peaks(case, Place.of(case.grid, rank), other, copies or (2 if device == "cpu" else 1))
+    away = host_need(spec, rank, device, found.work)
+    host = []
     if device == "cpu":
-        static.append(row("activations on the host", away.activations, "which is the device"))
-        static.append(row("copy for a save", away.staging, "that is written while training goes on"))
-    work = candidate_peaks(spec, rank, device, gathered)
-    beside = dp_buffers(spec, rank, state, copies or (2 if device == "cpu" else 1))
-    sheets = {
-        moment: tuple(one for one in (*static, *rows, *work.get(moment, [])) if one.bytes)
-        for moment, rows in beside.items()
-    }
-    sums = {moment: sum(one.bytes for one in rows) for moment, rows in sheets.items()}
+        host.append(row("activations on the host", away.activations, "which is the device"))
+        host.append(row("copy for a save", away.staging, "that is written while training goes on"))
+    sheets = {moment: tuple(one for one in (*rows, *host) if one.bytes) for moment, rows in found.moments.items()}
+    sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
     return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
 
@@ -87,45 +194,68 @@ def notes(spec: RunSpec) -> Iterable[str]:
         yield "DeepSpeed's own buckets and copies are taken to be like ours"
 
 
-def static_rows(spec: RunSpec, net: Network, state: Resident, rank: int) -> list[Row]:
-    load, each = net.load, weight_bytes(spec)
-    count = state.parameters // each
-    ids = 3 if load.documents else 2
-    tokens = spec.data.micro_batch * spec.data.seq * (spec.accumulation if spec.parallel.pp > 1 else 1)
-    states = state.optimizer / max(1, count)
-    found = [
-        row("parameters", state.parameters, f"{each} B × {count:,}"),
-        row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
-        row("master weights", state.master, MASTER[each]),
-        row("optimizer states", state.optimizer, f"{spec.optim.optimizer}: {states:.3g} B for each weight held"),
-        row("batch", 8 * ids * tokens, f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
-    ]
-    return [*found, *pipeline_rows(spec, net, rank)]
+# --- by kind, of one candidate or of many ---------------------------------------------------------------
 
 
-def pipeline_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
-    """PyTorch receives every micro-batch's hidden states, and their gradients, in a buffer of its own."""
-    if spec.parallel.pp == 1:
-        return []
-    ends = sum(
-        (not s.first) + (not s.last) for s in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"])
-    )
-    size = weight_bytes(spec) * net.load.sp_tokens * spec.model.hidden
-    return [row("pipeline buffers", ends * spec.accumulation * size, f"{ends} × {spec.accumulation} hidden states")]
+def budget(case: Case, stage: Number | None = None) -> Budget:
+    """Of pipeline rank `stage`, or of the one that needs most: the first two and the last are asked.
 
-
-def overhead_rows(spec: RunSpec, net: Network, rank: int) -> list[Row]:
-    """On a GPU the scratch of matrix products, which PyTorch's allocator counts with the tensors.
-
-    On a CPU glibc serves an aligned block only from a larger one, so a freed tensor leaves a hole that the next tensor
-    of the same size cannot take: what every block frees in its forward pass stays resident until all is freed.
+    The first has most micro-batches in flight, the second may have a layer more, the last has the logits.
     """
-    if net.load.device == "cuda":
-        return [row("cuBLAS workspaces", WORKSPACES, "32 MiB for the forward and 32 MiB for the backward pass")]
-    if platform.libc_ver()[0] != "glibc":
-        return []
-    size = 0.0
-    for stage in stages_of_rank(spec, Grid.of(spec.parallel).coordinates(rank)["pp"]):
-        for policy in policies(spec, stage.layers):
-            size += max(0.0, total(net.block) + total(net.block, "transient") - saved_bytes(net, policy)[1])
-    return [row("allocator holes", size, "freed by each block in its forward pass")]
+    if stage is not None:
+        return budget_at(case, Place(stage))
+    found = budget_at(case, Place(0))
+    if np.any(np.greater(case.pp, 1)):
+        found = larger(found, budget_at(case, Place(case.pp - 1)))
+    if np.any(np.greater(case.pp, 2)):
+        found = larger(found, budget_at(case, Place(np.minimum(1, case.pp - 1))))
+    return found
+
+
+def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
+    """Of a run of our own trainer, with what its checkpoints take in host memory."""
+    if stage is None:
+        stages = sorted({0, min(1, spec.parallel.pp - 1), spec.parallel.pp - 1})
+        return max((run_budget(spec, rank) for rank in stages), key=lambda one: float(one.allocated))
+    found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
+    return replace(found, host=found.host + staging(spec, rank))
+
+
+def larger(one: Budget, other: Budget) -> Budget:
+    worse = np.greater(other.allocated, one.allocated)
+    pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(Budget)}
+    return Budget(**{name: np.where(worse, b, a)[()] for name, (a, b) in pairs.items()})
+
+
+def budget_at(case: Case, place: Place) -> Budget:
+    found = rank_peaks(case, place)
+    state, sums = found.state, [sum_bytes(rows) for rows in found.moments.values()]
+    highest = np.stack(np.broadcast_arrays(*sums)).argmax(axis=0)
+
+    def at_highest(*names: str) -> Any:
+        """Of rows with these names, bytes at the highest moment."""
+        each = [sum_bytes(one for one in rows if one.name in names) for rows in found.moments.values()]
+        return np.choose(highest, np.broadcast_arrays(*each, highest)[:-1])[()]
+
+    there, buffers, logits = at_highest("gradients"), at_highest(*BUFFERS), at_highest(*LOGITS)
+    rest = np.choose(highest, np.broadcast_arrays(*sums, highest)[:-1])[()] - there - buffers - logits
+    forward = np.isin(highest, [n for n, moment in enumerate(found.moments) if moment in (LOSS, IN_BACKWARD[LOSS])])
+    return Budget(
+        parameters=state.parameters,
+        gradients=state.gradients,
+        master=state.master,
+        optimizer=state.optimizer,
+        activations=rest - state.parameters - state.master - state.optimizer,
+        logits=logits,
+        buffers=buffers + np.maximum(0, there - state.gradients),
+        absent=np.maximum(0, state.gradients - there),
+        left=found.work.unusable() * forward,
+        host=host_states(case, found.work.weights) + found.work.pinned(),
+    )
+
+
+def saved_by_blocks(case: Case, rank: Number = 0) -> Number:
+    """What the blocks of a pipeline rank keep between forward and backward, of all micro-batches under way."""
+    passes = candidate_peaks(Activations.of(case, Place(rank)), Place(rank))
+    rows = [passes[moment] for moment in (LOSS, IN_BACKWARD[LOSS]) if moment in passes]
+    return max(sum_bytes(one for one in found if one.name == "activations of blocks") for found in rows)

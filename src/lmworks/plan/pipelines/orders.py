@@ -44,11 +44,15 @@ def actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> list
         raise SpecError(
             f"a pipeline of {ranks} ranks × {virtual} stages and {micro_batches} micro-batches: each must be 1 or more"
         )
+    return [order_of_rank(schedule, rank, ranks, virtual, micro_batches) for rank in range(ranks)]
+
+
+def order_of_rank(schedule: str, rank: int, ranks: int, virtual: int, micro_batches: int) -> list[Action]:
     if schedule == "zbv":
-        return [zbv(rank, ranks, micro_batches) for rank in range(ranks)]
+        return zbv(rank, ranks, micro_batches)
     if schedule == "dualpipev":
-        return [dualpipev(rank, ranks, micro_batches) for rank in range(ranks)]
-    return [looped_order(schedule, rank, ranks, virtual, micro_batches) for rank in range(ranks)]
+        return dualpipev(rank, ranks, micro_batches)
+    return looped_order(schedule, rank, ranks, virtual, micro_batches)
 
 
 def stages_of(schedule: str, ranks: int, virtual: int, rank: int) -> list[int]:

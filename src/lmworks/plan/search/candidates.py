@@ -50,7 +50,7 @@ class SearchProblem:
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS, WORDS and AWAY that are not open
     kept: PrecisionSpec = field(default_factory=PrecisionSpec)  # what weights and states are kept in
     optimizer: str = "adamw"
-    # What no candidate changes: cp_method and reshard.
+    # What no candidate changes: cp_method, reshard, prefetch and bucket_mb.
     constant: ParallelSpec = field(default_factory=ParallelSpec)
 
     @property
@@ -207,6 +207,8 @@ def cases(problem: SearchProblem) -> Iterator[tuple[LayoutKind, Case]]:
                 sp=True,  # of one rank it is nothing
                 dtype=problem.dtype,
                 reshard=constant.reshard,
+                prefetch=constant.prefetch,
+                bucket_mb=constant.bucket_mb,
                 cp_method=constant.cp_method,
                 optimizer=problem.optimizer,
                 offload_activations=problem.pinned.get(OFFLOAD_GIB, 0.0),

@@ -12,8 +12,8 @@ from ...spec.errors import did_you_mean
 from ...spec.load import parse_value
 from ...spec.run import SCHEDULES
 from ..case import Case
-from ..memory.budget import Budget, budget
 from ..memory.reserve import oom_probability, usable
+from ..memory.sheet import Budget, budget
 from ..step.price import price
 from .candidates import NUMBERS, OFFLOAD_GIB, RECOMPUTE, WORDS, SearchProblem, run_of
 from .search import Result, shortfall

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...spec import RunSpec, SpecError
-from ..memory.run_budget import budget_of
+from ..memory.sheet import run_budget
 from .request import Request
 from .search import Found
 
@@ -14,15 +14,15 @@ WARM_UP = 2000  # steps at most, as Llama 2 and 3 had
 
 
 def chosen(front: Sequence[Found], request: Request) -> tuple[int, RunSpec]:
-    """The place of the fastest layout whose exact memory sheet fits too, and its spec.
+    """The place of the fastest layout that fits as a run, and its spec.
 
-    The front is in closed form, which may be some percent below the sheet that `plan memory` prints.
+    What the spec says beside its layout, as masks by document, takes memory that the search does not count.
     """
     for place, found in enumerate(front):
         spec = spec_of(found, request)
-        if float(budget_of(spec).reserved) <= found.problem.safe_bytes:
+        if float(run_budget(spec).reserved) <= found.problem.safe_bytes:
             return place, spec
-    raise SpecError("by the exact memory sheet no layout of the front fits; give more GPUs, or a larger --risk")
+    raise SpecError("with all that the spec says no layout of the front fits; give more GPUs, or a larger --risk")
 
 
 def spec_of(found: Found, request: Request) -> RunSpec:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ...spec import RunSpec
 from ..case import Case
-from ..memory.budget import Budget, budget
 from ..memory.reserve import capacity, reserved
+from ..memory.sheet import Budget, budget
 from ..money import Bill, bill
 from ..step.price import Price, price, timeline
 from .candidates import NUMBERS, OFFLOAD_GIB, LayoutKind, SearchProblem, cases, offload_steps, run_of

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from ...spec import Gpu
+from ...spec import Gpu, SpecError
 from ..activation_offload import total_offloaded_bytes
 from ..case import Case, Number
 from ..devices.machine import Machine
@@ -38,6 +38,8 @@ class Uncalibrated:
 
     @classmethod
     def of(cls, case: Case) -> Self:
+        if case.recompute == "budget":
+            raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
         optimizer = Pass.of([("optimizer", kernel) for kernel in optimizer_kernels(case, weights)], machine, "fp32")
         there, back = copy_bytes(case, weights)

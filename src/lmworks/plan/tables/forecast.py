@@ -15,7 +15,7 @@ from .columns import Table
 from .rows import Job, job, usual_framework
 
 if TYPE_CHECKING:
-    from ..memory.budget import Budget
+    from ..memory.sheet import Budget
     from ..step.price import Price
 
     Pricing = Callable[[Case], Price]

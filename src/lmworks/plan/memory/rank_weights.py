@@ -1,0 +1,361 @@
+"""What one rank holds of weights, gradients and optimizer states: one rank of one run to the byte, or many candidates.
+
+    resident, of ψ weights over n ranks    parameters   gradients   AdamW's moments
+    DDP                                    4ψ           4ψ          8ψ
+    ZeRO-1                                 4ψ           4ψ          8ψ/n
+    ZeRO-2                                 4ψ           4ψ/n        8ψ/n
+    ZeRO-3, FSDP1, FSDP2                   4ψ/n         4ψ/n        8ψ/n
+
+ψ is what a pipeline, tensor and expert parallelism leave to a rank (`shards.stage_weights`), and n the ranks that
+share it: dp_shard × cp, for experts those that hold the same ones. How ψ/n is rounded stands in `exact/shards.py`. That
+is of fp32 weights, which are their own master: with precision.weights = 'bf16' parameters and gradients have 2 bytes,
+and a master 2 more for what a rank updates; with precision.states = 'bf16' moments have 4. Other code bases cut flat
+buffers, ψ/n is a quotient, and most hold an fp32 master.
+
+Nothing here depends on the batch: many candidates share a layout, and each distinct one is worked out once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from ...spec import Grid, RunSpec, SpecError
+from ...spec.errors import did_you_mean
+from ...spec.layout import V_SHAPED
+from ..case import Case, Number
+from ..exact.optimizers import STATES, optimizer_bytes, steps_bytes
+from ..exact.shards import (
+    FP32,
+    Unit,
+    buckets,
+    chunk,
+    rank_stages,
+    stage_weights,
+    unit_shard,
+    unit_size,
+    units,
+    updated_shapes,
+)
+from ..exact.weights import ROOT, Weight, weights
+from ..pipelines.stages import Stage
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of one rank just before an update, when its gradients are complete."""
+
+    parameters: Any = 0
+    gradients: Any = 0
+    master: Any = 0  # fp32 copies of weights that are held in another format, or the bits that these lack
+    optimizer: Any = 0
+    parameter_padding: Any = 0  # allocated with the parameters, and no part of any
+    gradient_padding: Any = 0
+
+    @property
+    def padding(self) -> Any:
+        return self.parameter_padding + self.gradient_padding
+
+    @property
+    def total(self) -> Any:
+        return self.parameters + self.gradients + self.master + self.optimizer + self.padding
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a rank: its pipeline rank, and which shard of weights and of experts it owns."""
+
+    pp: Number = 0
+    shard: int = 0
+    edp: int = 0
+
+    @classmethod
+    def of(cls, grid: Grid, rank: int) -> Self:
+        place = grid.coordinates(rank)
+        return cls(place["pp"], place["shard"], place["edp"])
+
+
+# Places of a backward pass up to which gradients are counted; see peak_memory.py.
+BEFORE, AT_TOP, AT_LOWEST, AT_END = range(4)
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """Elements of the weights of a rank before data parallelism cuts them, unless it says otherwise."""
+
+    layers: Any  # blocks of all its stages
+    size: Any
+    block: Any  # mean of its blocks
+    matrices: Any  # of a block, without vectors
+    root: Any  # outside blocks
+    head: Any  # whose gradients are there when the blocks' backward pass begins
+    tied: Any  # of a tied embedding, whose gradient waits for the head's
+    sharding: Any  # `Case.sharding`
+    # As FSDP gathers them, padding included, and this rank's part of each.
+    gathered_root: Any
+    gathered_block: Any
+    own_root: Any
+    own_block: Any
+    # ZeRO's buckets: of those complete at four places of a backward pass the sum, and the last two; these where all
+    # buckets of an earlier micro-batch went before; the last bucket, the last two, and the two largest.
+    complete: tuple[Any, ...]
+    flying: tuple[Any, ...]
+    flying_later: tuple[Any, ...]
+    last_bucket: Any
+    last_buckets: Any
+    largest_buckets: Any
+    # Bytes, as if device and host were one; and in pinned buffers, which PyTorch rounds up to powers of two.
+    parameters: Any
+    gradients: Any
+    master: Any
+    optimizer: Any
+    parameter_padding: Any
+    gradient_padding: Any
+    updated: Any  # elements that the rank updates
+    pinned_optimizer: Any  # offload = 'optimizer'
+    pinned_full: Any  # offload = 'full'
+
+    @property
+    def resident(self) -> Resident:
+        return Resident(**{field.name: getattr(self, field.name) for field in fields(Resident)})
+
+
+def rank_weights(case: Case, place: Place) -> RankWeights:
+    """Of one candidate, or of all of them, each distinct layout once."""
+    if case.optimizer not in STATES:
+        raise SpecError(f"optimizer {case.optimizer!r} is not known{did_you_mean(case.optimizer, STATES)}")
+    alike = case.replace(
+        micro_batch=1, accumulation=1, recompute="none", recompute_every=1, policies=(), offload_activations=0.0,
+        schedule="zbv" if case.schedule in V_SHAPED else "1f1b", reshard=True, device="cuda", host=1.0,
+        offload="full" if case.offload == "full" else "none", **dict.fromkeys(DEGREES, 1),
+    )  # fmt: skip
+    known = weights_by_layout(alike)
+
+    def one(*numbers: int) -> RankWeights:
+        key = (*numbers, place.shard, place.edp)
+        if key not in known:
+            degrees = dict(zip(DEGREES, numbers, strict=False))
+            known[key] = weights_of_one(alike.replace(**degrees), Place(numbers[-1], place.shard, place.edp))
+        return known[key]
+
+    return distinct(one, *(getattr(case, name) for name in DEGREES), place.pp)
+
+
+DEGREES = ("tp", "cp", "pp", "ep", "virtual", "dp_replicate", "dp_shard")
+
+
+@functools.lru_cache(maxsize=2**6)
+def weights_by_layout(_alike: Case) -> dict[tuple[int, ...], RankWeights]:
+    """Those that are worked out already, by degrees and place."""
+    return {}
+
+
+Found = TypeVar("Found", bound=Any)
+
+
+def distinct(function: Callable[..., Found], *columns: Number) -> Found:
+    """`function` of whole numbers, which gives a dataclass of numbers; of arrays called once for each distinct row."""
+    if all(np.ndim(column) == 0 for column in columns):
+        return function(*(int(column) for column in columns))
+    rows, where = np.unique(np.stack(np.broadcast_arrays(*columns), axis=-1), axis=0, return_inverse=True)
+    found = [function(*row) for row in rows.astype(int).tolist()]
+    arrays = {f.name: np.array([getattr(one, f.name) for one in found])[where.ravel()].T for f in fields(found[0])}
+    kind: Callable[..., Found] = type(found[0])
+    return kind(**arrays)
+
+
+def weights_of_one(case: Case, place: Place) -> RankWeights:
+    stages = rank_stages(case, int(place.pp))
+    layers = sum(len(stage.layers) for stage in stages)
+    block = units(case, Stage(0, range(1), first=False, last=False))
+    held = [(unit, layers) for unit in block]  # and how often
+    held += [(u, 1) for stage in stages for u in units(case, Stage(0, range(0), stage.first, stage.last))]
+    whole = sum(times * sum(weight.size for weight in unit.weights) for unit, times in held)
+    in_block = sum(weight.size for unit in block for weight in unit.weights)
+    matrices = sum(weight.size for unit in block for weight in unit.weights if len(weight.shape) > 1)
+    roots = [weight for unit, _ in held if unit.block == ROOT for weight in unit.weights]
+    head = sum(w.size for w in roots if is_head(w, stages))
+    tied = sum(w.size for w in roots if w.name == "embed.weight") * (case.model.tie_embeddings and head > 0)
+    moments = (0, head, head + (layers - 1) * in_block, whole)
+    state = resident_of_one(case, place, held, whole) if case.is_lmworks else resident_of_others(case, held, whole)
+    numbers: dict[str, Any] = dict.fromkeys(("gathered_root", "gathered_block", "own_root", "own_block"), 0)
+    if case.sharding.startswith("fsdp"):
+        for unit, _ in held:
+            kind = "root" if unit.block == ROOT else "block"
+            numbers[f"gathered_{kind}"] += unit_size(case, unit)
+            numbers[f"own_{kind}"] += unit_shard(case, unit)
+    return RankWeights(
+        layers=layers,
+        size=whole,
+        block=in_block,
+        matrices=matrices,
+        root=whole - layers * in_block,
+        head=head,
+        tied=tied,
+        sharding=case.sharding,
+        **numbers,
+        **bucket_sizes(case, stages, moments),
+        **state,
+    )
+
+
+def is_head(weight: Weight, stages: list[Stage]) -> bool:
+    """A tied embedding is the head alone where the rank does not hold the first stage."""
+    alone = weight.name == "embed.weight" and not any(stage.first for stage in stages)
+    return alone or weight.name.startswith(("norm.", "head."))
+
+
+def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
+    """Bytes of a rank of our own trainer."""
+    code, kind = case.software, case.sharding
+    where = {"shard": place.shard, "edp": place.edp}
+    local = [(shape, times) for unit, times in held for _, shape in updated_shapes(case, unit, where)]
+    sizes = [(math.prod(shape), times) for shape, times in local]
+    own = sum(times * size for size, times in sizes)
+    if case.optimizer == "sgd" and code.weights == 2:
+        states = sum(times * steps_bytes([shape]) for shape, times in local)
+    else:
+        states = sum(times * optimizer_bytes(case.optimizer, [shape]) for shape, times in local)
+    parameters, gradients, padding = whole, own if kind == "zero2" else whole, 0
+    if kind.startswith("fsdp"):
+        allocated = sum(times * unit_shard(case, unit) for unit, times in held)
+        parameters, gradients, padding = own, own, allocated - own
+    grid = case.grid
+    shards = [
+        (math.prod((chunk(w.rows, grid.size(unit.axis)), w.width)), times) for unit, times in held for w in unit.weights
+    ]
+    low = sum(times * pinned_size(code.low_bytes * size) for size, times in sizes)
+    copies = sum(times * pinned_size(code.weights * size) for size, times in sizes)
+    return {
+        "parameters": code.weights * parameters,
+        "gradients": code.gradients * gradients,
+        "master": (code.master + code.low_bytes) * own,
+        "optimizer": states,
+        "parameter_padding": code.weights * padding,
+        "gradient_padding": code.gradients * padding,
+        "updated": own,
+        "pinned_optimizer": states + 2 * copies + low,
+        "pinned_full": states
+        + code.low_bytes * own
+        + copies
+        + sum(times * pinned_size(code.weights * size) for size, times in shards),
+    }
+
+
+def resident_of_others(case: Case, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
+    """Bytes of a rank of another code base: flat buffers, cut evenly."""
+    code, grid = case.software, case.grid
+    cut = sum(times * sum(w.size for w in unit.weights) / max(1, grid.size(unit.axis)) for unit, times in held)
+    own = cut if case.zero >= 1 else whole
+    state: dict[str, Any] = {
+        "parameters": code.weights * (cut if case.zero == 3 else whole),
+        "gradients": code.gradients * (cut if case.zero >= 2 else whole),
+        "master": (code.master + code.low_bytes) * own,
+        "optimizer": STATES[case.optimizer] * own,
+        "updated": own,
+    }
+    host = state["optimizer"] + state["master"] + (code.weights + code.gradients) * own
+    full = sum(state[name] for name in ("parameters", "gradients", "master", "optimizer"))
+    return state | {"parameter_padding": 0, "gradient_padding": 0, "pinned_optimizer": host, "pinned_full": full}
+
+
+def pinned_size(size: int) -> int:
+    """As PyTorch pins it."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def bucket_sizes(case: Case, stages: list[Stage], moments: tuple[int, ...]) -> dict[str, Any]:
+    """Elements of ZeRO's buckets when so many gradients are made; see `RankWeights`."""
+    nothing = dict.fromkeys(("complete", "flying", "flying_later"), (0,) * len(moments))
+    if not case.sharding.startswith("zero") or not case.is_lmworks:
+        return nothing | dict.fromkeys(("last_bucket", "last_buckets", "largest_buckets"), 0)
+    sizes = buckets(case, [size for stage in stages for size in sizes_in_order(case, stage)])
+    found: dict[str, list[int]] = {name: [] for name in nothing}
+    for made in moments:
+        complete, total = list[int](), 0
+        for size in sizes:
+            if total + size <= made:
+                complete.append(size)
+                total += size
+        found["complete"].append(total)
+        found["flying"].append(sum(complete[-2:]))
+        found["flying_later"].append(sum([*sizes, *complete][-2:]))
+    several = {name: tuple(values) for name, values in found.items()}
+    ends = {"last_bucket": sizes[-1], "last_buckets": sum(sizes[-2:]), "largest_buckets": sum(sorted(sizes)[-2:])}
+    return several | ends
+
+
+def sizes_in_order(case: Case, stage: Stage) -> list[int]:
+    """Elements of each weight of a stage in the order of the network, from those of one block."""
+    found = stage_weights(case, Stage(0, range(1), stage.first, stage.last))
+    sizes = [[w.size for w in found if in_block(w)] for in_block in ORDER]
+    return [*sizes[0], *sizes[1] * len(stage.layers), *sizes[2]]
+
+
+ORDER: tuple[Callable[[Weight], bool], ...] = (
+    lambda weight: weight.name.startswith(("embed.", "positions.")),
+    lambda weight: weight.unit != ROOT,
+    lambda weight: weight.name.startswith(("norm.", "head.")),
+)
+
+
+# --- a run ----------------------------------------------------------------------------------------------
+
+
+def run_weights(spec: RunSpec, rank: int) -> RankWeights:
+    case = Case.of(spec)
+    return rank_weights(case, Place.of(case.grid, rank))
+
+
+def resident(spec: RunSpec, rank: int) -> Resident:
+    """On the device. With offload = 'optimizer' gradients pass through it on their way to the host, and count."""
+    if spec.parallel.engine == "deepspeed":
+        return deepspeed_resident(spec)
+    return on_device(run_weights(spec, rank).resident, spec.parallel.offload)
+
+
+def on_device(state: Resident, offload: str) -> Resident:
+    if offload == "full":
+        return Resident(*(0 * getattr(state, field.name) for field in fields(state)))
+    return state if offload == "none" else replace(state, optimizer=0 * state.optimizer, master=0 * state.master)
+
+
+def on_host(spec: RunSpec, rank: int) -> Resident:
+    """In host memory: with offload = 'full' all of it, with 'optimizer' copies of what the rank updates, and states."""
+    if spec.parallel.offload == "none":
+        return Resident()
+    found = run_weights(spec, rank)
+    if spec.parallel.offload == "full":
+        return found.resident
+    own = Case.of(spec).software.weights * found.updated
+    return Resident(own, own, found.master, found.optimizer)
+
+
+def deepspeed_resident(spec: RunSpec) -> Resident:
+    """DeepSpeed in fp32, the same on every rank; how it pads is written in its own sources.
+
+    It keeps an fp32 copy of what a rank updates beside the weights. Matrices and the rest are two groups of the
+    optimizer. Stages 1 and 2 join each group's weights in one buffer, cut at a multiple of 2 elements; stage 3 cuts
+    every weight into ⌈size/n⌉ elements. Parts are filled up as tensors: their padding is among the bytes of each kind.
+    """
+    if spec.precision.dtype != "fp32" or spec.parallel.offload != "none":
+        raise SpecError(
+            "bytes of parallel.engine = 'deepspeed' are known for precision.dtype = 'fp32' and parallel.offload = "
+            f"'none', not for '{spec.precision.dtype}' and '{spec.parallel.offload}'; engine = 'native' has them all"
+        )
+    found, ranks = weights(spec.model), spec.parallel.dp_shard
+    groups = [[w.size for w in found if (len(w.shape) > 1) == matrices] for matrices in (True, False)]
+    if spec.parallel.zero == 3:
+        own = sum(chunk(size, ranks) for sizes in groups for size in sizes)
+        parameters, padding = own, 0
+    else:
+        own = sum(2 * chunk(sum(sizes), 2 * ranks) for sizes in groups)
+        parameters = sum(sum(sizes) for sizes in groups)
+        padding = ranks * own - parameters
+    moments = FP32 * (2 * own + len(groups)) if spec.optim.optimizer == "adamw" else 0
+    return Resident(FP32 * parameters, FP32 * own, FP32 * own, moments, FP32 * padding, 0)
