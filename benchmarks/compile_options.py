@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "both sums of a norm's gradient in stages": {"triton.mix_order_reduction_allow_multi_stages": True},
     "sums of a norm's gradient apart": {"triton.mix_order_reduction": False},
 }
-WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
+ALGORITHMS = {  # of ops of ours; others as `lmworks bench kernels` found them
     "GELU as cuBLAS would": {"linear_gelu": "cublas 0"},
     "GELU's gradient as cuBLAS would": {"linear_dgelu": "cublas 0"},
     "GELU's gradient by its third way": {"linear_dgelu": "cublas 2"},
@@ -46,13 +46,13 @@ WAYS = {  # of ops of ours; others as `lmworks bench kernels` found them
     "GELU apart": {"linear_gelu": "torch"},
     "the sum after attention apart": {"linear_sum": "torch"},
 }
-OPTIONS |= {name: {} for name in WAYS}
+OPTIONS |= {name: {} for name in ALGORITHMS}
 LIMIT_S = 150
 
 
 def run(option: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """In this process."""
-    for op, way in WAYS.get(option, {}).items():
+    for op, way in ALGORITHMS.get(option, {}).items():
         measured = [ops for ops in dispatch.table().values() if op in ops]
         if not measured:
             sys.exit(f"{op} was not measured on any device, and PyTorch does it anyway: lmworks bench kernels --record")
@@ -94,7 +94,7 @@ def main() -> None:
     for name in [*names * options.times, PLAIN]:
         began = time.perf_counter()
         facts = run_apart(name, options)
-        found.append({"option": name, "set": OPTIONS[name] | WAYS.get(name, {}), **facts, "commit": commit()})
+        found.append({"option": name, "set": OPTIONS[name] | ALGORITHMS.get(name, {}), **facts, "commit": commit()})
         first = first or facts.get("step_s")
         told = facts.get("failed") or f"{1e3 * facts['step_s']:.2f} ms, {facts['step_s'] / first:.4f} of the first"
         if power := facts.get("power"):

@@ -174,7 +174,7 @@ from lmworks.spec import EngineSpec
 import torch
 ages = {"imported": process_age()}
 spec = EngineSpec(context=2048)
-with warm_up_kernels(meta_model_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.serve does it
+with warm_up_kernels(meta_model_of(sys.argv[1]), spec, pick_device(spec)):  # as loading.load_engine does it
     loaded = load(sys.argv[1], spec, None, 0)
     torch.cuda.synchronize()
     ages["weights there"] = process_age()

@@ -2,7 +2,7 @@
 
 Each constant is varied at the shapes of three models in bf16. What wins is then written into the constant by hand:
 in kernels/training `WARPS` and `HELD` of cross_entropy_one_pass_triton.py, `CHUNK_BYTES_IN_PLACE` of cross_entropy.py
-(and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TURNED_TILE` of float8_triton.py.
+(and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TRANSPOSED_TILE` of float8_triton.py.
 Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
@@ -103,7 +103,7 @@ def eight_bits(_tokens: int, _vocab: int, hidden: int) -> dict[str, float]:
     """Share of a copy's pace: x is read twice and written once in a byte."""
     x = torch.randn(4 * hidden, hidden, dtype=torch.bfloat16, device="cuda")
     tried: list[tuple[dict[str, Any], bool]] = [({"PARTS": parts, "SPAN": span}, False) for parts, span in PASSES]
-    tried += [({"TILE": tile}, False) for tile in TILES] + [({"TURNED_TILE": tile}, True) for tile in TURNED]
+    tried += [({"TILE": tile}, False) for tile in TILES] + [({"TRANSPOSED_TILE": tile}, True) for tile in TURNED]
     found = {}
     for values, turned in tried:
         seconds = measured(lambda turned=turned: float8_triton.quantize(x, float8.E4M3, transposed=turned),

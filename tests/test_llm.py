@@ -158,7 +158,7 @@ def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyP
             asked.update(path=path, spec=spec, seed=seed)
             self.context = 99
 
-        def generate(self, prompts: Any, params: Any, progress: bool, told: Any) -> list[Result]:
+        def generate(self, prompts: Any, params: Any, progress: bool, on_result: Any) -> list[Result]:
             asked.update(prompts=prompts, params=params)
             return [Result(prompt, [Answer([7], "x", "length")]) for prompt in prompts]
 
@@ -180,7 +180,7 @@ def test_results_are_told_as_they_come(preset: LLM) -> None:
     """Once each and by place: the one that is refused first, the longest last."""
     found: list[tuple[int, Result]] = []
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 1, 6)]
-    results = preset.generate([[1], [2], [], [3]], params, told=lambda *each: found.append(each))
+    results = preset.generate([[1], [2], [], [3]], params, on_result=lambda *each: found.append(each))
     assert [place for place, _ in found] == [2, 1, 3, 0]
     assert all(results[place] is result for place, result in found)
 
@@ -189,13 +189,13 @@ def test_who_raises_when_told_ends_it_and_loses_nothing(preset: LLM) -> None:
     """All end in one step: the others are handed over, and the engine is as it was."""
     seen: list[int] = []
 
-    def told(place: int, _result: Result) -> None:
+    def on_result(place: int, _result: Result) -> None:
         seen.append(place)
         if len(seen) == 1:
             raise RuntimeError("full")
 
     with pytest.raises(RuntimeError, match="full"):
-        preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=2, ignore_eos=True), told=told)
+        preset.generate([[1], [2], [3], [4]], SamplingParams(max_tokens=2, ignore_eos=True), on_result=on_result)
     assert sorted(seen) == [0, 1, 2, 3]
     assert isinstance(preset.backend, OfflineEngine)
     assert not preset.backend.queues

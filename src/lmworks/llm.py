@@ -22,7 +22,7 @@ from .engine.offline import CLOSED, OfflineEngine
 from .engine.quantization.drift import DriftMonitor
 from .engine.quantization.folder import is_quantized
 from .engine.vllm import VLLM
-from .loading import hf_tokenizer, is_hf, is_preset, serve
+from .loading import hf_tokenizer, is_hf, is_preset, load_engine
 from .spec import EngineSpec, LMWorksError, SpecError
 
 Prompt = str | Sequence[int]
@@ -66,7 +66,7 @@ class LLM:
             self.tokenizer = hf_tokenizer(folder)
             self.backend = VLLM(str(folder), spec, seed)
         else:
-            loaded, served = serve(source, spec, step, seed)
+            loaded, served = load_engine(source, spec, step, seed)
             self.tokenizer = loaded.tokenizer
             self.backend = OfflineEngine(served)
 
@@ -77,12 +77,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
-        told: ResultCallback = ignore_result,
+        on_result: ResultCallback = ignore_result,
     ) -> list[Result]:
         """One result a prompt, in order; params are one for all or one each.
 
         A prompt that cannot be served has a result with finish_reason "error" and says why; the others go on.
-        `told(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end):
+        `on_result(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end):
         what it keeps is not lost when the rest is interrupted.
         """
         many = as_prompts(prompts)
@@ -92,14 +92,14 @@ class LLM:
         good = []
         for place, one in enumerate(encoded):
             if isinstance(one, Result):
-                told(place, one)
+                on_result(place, one)
             else:
                 good.append(place)
         served = self.backend.generate(
             [encoded[place] for place in good],
             [request_params[place] for place in good],
             progress,
-            lambda index, result: told(good[index], result),
+            lambda index, result: on_result(good[index], result),
         )
         found = dict(zip(good, served, strict=True))
         return [one if isinstance(one, Result) else found[place] for place, one in enumerate(encoded)]

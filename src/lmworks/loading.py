@@ -50,7 +50,7 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     """On the engine's device, in its precision."""
     device, folder = pick_device(spec), Path(source)
     dtype = pick_dtype(spec, device)
-    refuse_step(source, step)
+    check_step(source, step)
     if is_preset(source):
         return LoadedModel(random_model(ModelSpec.from_preset(str(source)), device, dtype, seed), None)
     if is_hf(folder):
@@ -59,7 +59,7 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
             return LoadedModel(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
         return LoadedModel(model.eval(), hf_tokenizer(folder), hf_eos(folder))
-    refuse_unknown_source(folder)
+    check_source(folder)
     from .train.load_run import load_trained  # imported here: the trainer takes seconds to load
 
     trained = load_trained(folder, step)
@@ -72,7 +72,7 @@ def load_shard(
 ) -> LoadedModel:
     """The shards of one tensor-parallel rank, on its device."""
     folder, dtype = Path(source), pick_dtype(spec, tp_rank.device)
-    refuse_step(source, step)
+    check_step(source, step)
     if is_preset(source):
         model = ModelSpec.from_preset(str(source))
         drawn = tp_rank.load_shards(
@@ -97,13 +97,13 @@ def load_shard(
     return replace(whole, model=part)
 
 
-def refuse_step(source: str | Path, step: int | None) -> None:
+def check_step(source: str | Path, step: int | None) -> None:
     """Only runs have checkpoints of several steps."""
     if step is not None and (is_preset(source) or is_hf(Path(source))):
         raise SpecError(f"{source} is no run folder: it has no steps to choose from")
 
 
-def refuse_unknown_source(folder: Path) -> None:
+def check_source(folder: Path) -> None:
     """Neither a preset nor a folder with a model."""
     if len(folder.parts) == 1 and not folder.exists():
         raise SpecError(f"{folder} is neither a folder nor a preset{did_you_mean(str(folder), PRESETS)}")
@@ -183,9 +183,9 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
     return read_tokenizer(folder / "tokenizer.json", eos[0]) if eos else load_tokenizer(folder)
 
 
-def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[LoadedModel, Engine]:
+def load_engine(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[LoadedModel, Engine]:
     """A source and its engine; with engine.tp > 1, one process a rank."""
-    refuse_too_large(source, spec)
+    check_host_memory(source, spec)
     if spec.tp == 1:
         with warm_up_kernels(meta_model_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
@@ -210,7 +210,7 @@ def serve(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> 
     return loaded, engine
 
 
-def refuse_too_large(source: str | Path, spec: EngineSpec) -> None:
+def check_host_memory(source: str | Path, spec: EngineSpec) -> None:
     """On a CPU, where memory is overcommitted and the OOM killer would end the process."""
     device, there = pick_device(spec), available_bytes()
     if device.type != "cpu" or there is None or (meta_model := meta_model_of(source)) is None:
@@ -232,7 +232,7 @@ def meta_model_of(source: str | Path) -> MetaModel | None:
         return MetaModel(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
         return quantized_outline(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
-    refuse_unknown_source(folder)
+    check_source(folder)
     return None
 
 

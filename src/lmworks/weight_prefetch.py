@@ -46,10 +46,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_pieces(pieces: list[tuple[Path, int]]) -> None:
     """Reads the pieces into a buffer that is discarded."""
-    room = bytearray(PIECE)
+    buffer = bytearray(PIECE)
     for file, start in pieces:
         try:
             with file.open("rb", buffering=0) as handle:
-                os.preadv(handle.fileno(), [room], start)
+                os.preadv(handle.fileno(), [buffer], start)
         except OSError:
             return

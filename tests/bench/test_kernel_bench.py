@@ -171,7 +171,7 @@ def test_the_fastest_by_enough_that_is_right_is_chosen(rows: list[Row], chosen: 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of choices of its own, on a device of some name."""
-    cached = (dispatch.table, dispatch.points_of, dispatch.nearest)
+    cached = (dispatch.table, dispatch.measured_points, dispatch.nearest)
     monkeypatch.setattr(dispatch, "MEASURED", tmp_path / "measured.toml")
     monkeypatch.setattr(dispatch, "device_name", lambda _device: "NVIDIA H200")
     for one in cached:
@@ -190,7 +190,7 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
     found = {"rms_norm": {"hidden=4 tokens=8": "triton", "hidden=64 tokens=8": "torch"}}
     made = {"date": "2026-11-20", "torch": "2.11.0", "triton": "3.6.0"}
     assert record({"device": "NVIDIA H200", "made": made, "winners": found}) == measured
-    for cached in (dispatch.table, dispatch.points_of, dispatch.nearest):
+    for cached in (dispatch.table, dispatch.measured_points, dispatch.nearest):
         cached.cache_clear()
     assert dispatch.fastest("rms_norm", GPU, tokens=8, hidden=8) == "triton"
     assert dispatch.fastest("rms_norm", GPU, tokens=8, hidden=64) == "torch"

@@ -34,7 +34,7 @@ from lmworks.bench.precision.variants import (
     select_variants,
     variant_spec,
 )
-from lmworks.bench.precision.verdict import Figures, figures, seed_noise, verdict
+from lmworks.bench.precision.verdict import RunMetrics, run_metrics, seed_noise, verdict
 from lmworks.kernels.training.adamw import split
 from lmworks.model import GPT
 from lmworks.record import RunFolder, read_metrics
@@ -143,11 +143,11 @@ def run(losses: list[float]) -> list[dict[str, Any]]:
 def test_a_gap_is_of_the_second_half_and_noise_its_root_mean_square() -> None:
     base, seed, own = run([9.0, 9.0, 2.0, 1.0]), run([0.0, 0.0, 2.3, 0.6]), run([0.0, 0.0, 2.1, 1.3])
     assert seed_noise(base, seed) == pytest.approx((0.5 * (0.3**2 + 0.4**2)) ** 0.5)
-    assert figures(own, [], base, "").gap == pytest.approx(0.2)
-    assert figures([], [], base, "it ended").gap is None and seed_noise(base, []) is None
+    assert run_metrics(own, [], base, "").gap == pytest.approx(0.2)
+    assert run_metrics([], [], base, "it ended").gap is None and seed_noise(base, []) is None
 
 
-NOTHING = Figures(**dict.fromkeys(Figures.__dataclass_fields__))
+NOTHING = RunMetrics(**dict.fromkeys(RunMetrics.__dataclass_fields__))
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_each_precision_is_a_run_with_figures(small: Study) -> None:
     assert [one.name for one in small.outcomes] == ["fp32", "fp32-seed", "bf16-master", "bf16-nearest", "fp16-high"]
     assert all(not one.training.error and len(one.training.steps) == 8 for one in small.outcomes)
     assert small.noise is not None and small.noise > 0
-    base, nearest, master = small["fp32"], small["bf16-nearest"].figures, small["bf16-master"].figures
-    assert base.figures.gap == 0 and base.figures.kept == pytest.approx(1, abs=1e-3)
+    base, nearest, master = small["fp32"], small["bf16-nearest"].metrics, small["bf16-master"].metrics
+    assert base.metrics.gap == 0 and base.metrics.kept == pytest.approx(1, abs=1e-3)
     assert nearest.kept is not None and nearest.kept < 0.9 and nearest.unmoved is not None and nearest.unmoved > 0.1
     assert master.kept == pytest.approx(1, abs=1e-3) and (master.unmoved or 0) < 0.01
     assert nearest.gradient_error is not None and 1e-4 < nearest.gradient_error < 0.1
@@ -249,7 +249,7 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, monkeypatch: pyt
     markdown, html = write_reports(small)
     text, page = markdown.read_text(), html.read_text()
     for one in small.outcomes:
-        assert f"| {one.name} | {one.verdict} | {one.figures.val_loss:.4f} |" in text
+        assert f"| {one.name} | {one.verdict} | {one.metrics.val_loss:.4f} |" in text
         assert f"<td>{one.name}</td>" in page
     assert page.count("<svg") == 4 and "http" not in page.split("<main>")[1]
     assert "report.png" in text and (small.folder / "report.png").stat().st_size > 10_000

@@ -25,7 +25,7 @@ from lmworks.checkpoint.format.folders import work_folder
 from lmworks.diagnose.hang import from_heartbeats
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
-from lmworks.record.life import process_state, read_writer_heartbeats
+from lmworks.record.heartbeat import process_state, read_writer_heartbeats
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.train import Trainer
 from tiny import curve, differences, events, saved

@@ -12,7 +12,7 @@ import torch
 
 from lmworks.bench import probe as probing
 from lmworks.plan.devices.machine import Machine, Rate
-from lmworks.record.figures import duration
+from lmworks.record.formatting import duration
 from lmworks.spec import catalogue
 from typed import lmworks
 

@@ -38,8 +38,8 @@ def killed(tmp_path: Path) -> RunFolder:
         write(folder.events_path, at, kind=kind, step=step, **fields)
 
     def step(at: float, number: int, attempt: int, saved: float = 0.0) -> None:
-        figures = {"step_s": 1.0, "checkpoint_s": saved, "tokens": 100, "tokens_per_s": 100.0, "loss": 2.0}
-        write(folder.metrics_path, at, step=number, attempt=attempt, **figures)
+        run_columns = {"step_s": 1.0, "checkpoint_s": saved, "tokens": 100, "tokens_per_s": 100.0, "loss": 2.0}
+        write(folder.metrics_path, at, step=number, attempt=attempt, **run_columns)
 
     event(0, "start", 0, attempt=0)
     step(1, 1, 0)

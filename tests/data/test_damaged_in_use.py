@@ -13,7 +13,7 @@ import pytest
 from lmworks.checkpoint.format.folders import MARKER, discard
 from lmworks.data import Batches
 from lmworks.data.pipeline import prepare
-from lmworks.data.tokenizer import plain_panics
+from lmworks.data.tokenizer import convert_panics
 from lmworks.model.hf import described
 from lmworks.record import RunFolder, folder
 from lmworks.spec import CheckpointError, DataError, SpecError
@@ -96,7 +96,7 @@ def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, mo
 
 def test_a_panic_of_the_tokenizers_library_is_one_line() -> None:
     panic = type("PanicException", (BaseException,), {})
-    with pytest.raises(DataError, match=r"^x: the tokenizers library fails in it \(Onig: over\)$"), plain_panics("x"):
+    with pytest.raises(DataError, match=r"^x: the tokenizers library fails in it \(Onig: over\)$"), convert_panics("x"):
         raise panic("Onig:\nover")
 
 

@@ -13,7 +13,7 @@ from lmworks.cli.main import app
 from lmworks.diagnose.hang import diagnose
 from lmworks.record import RunFolder
 from lmworks.record.hang import Call, Group, Report, find_cause
-from lmworks.record.life import Heartbeat, own_heartbeat
+from lmworks.record.heartbeat import Heartbeat, own_heartbeat
 from lmworks.spec import RunSpec, SpecError
 
 

@@ -427,17 +427,17 @@ def test_a_smaller_budget_refuses_for_now_and_the_full_one_for_good() -> None:
 def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(ByteTokenizer(), 257)
     monkeypatch.setattr(grammars.refused, "most", 3)
-    tried: list[str] = []
+    check_in_sandbox: list[str] = []
     check = GrammarSandbox.check
     monkeypatch.setattr(
-        GrammarSandbox, "check", lambda trial, text, budget: tried.append(text) or check(trial, text, budget)
+        GrammarSandbox, "check", lambda trial, text, budget: check_in_sandbox.append(text) or check(trial, text, budget)
     )
     for _ in range(2):
         with pytest.raises(SpecError, match="unclosed group"):
             grammars.matcher(SamplingParams(regex="(a"))
         with pytest.raises(SpecError, match="banana"):
             grammars.matcher(SamplingParams(json_schema={"type": "banana"}))
-    assert len(tried) == 2 and len(grammars.refused) == 2
+    assert len(check_in_sandbox) == 2 and len(grammars.refused) == 2
     for i in range(5):
         with pytest.raises(SpecError):
             grammars.matcher(SamplingParams(regex=f"({i}"))

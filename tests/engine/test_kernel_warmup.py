@@ -16,7 +16,7 @@ from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_input import Packer
 from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, quantized_layers
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
-from lmworks.loading import serve
+from lmworks.loading import load_engine
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
 
@@ -136,6 +136,6 @@ def test_no_warm_up_on_a_cpu(paid: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernel_warmup, "compile_kernels", lambda *given: done.append(given))
     if paid:  # what would be done on a GPU
         monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
-    _, engine = serve("tiny", SPEC, None, 0)
+    _, engine = load_engine("tiny", SPEC, None, 0)
     assert engine.runner.model.spec.layers > 1
     assert bool(done) == paid

@@ -31,7 +31,7 @@ pytestmark = [
 
 LENGTHS = [5, 1, 33, 17, 2, 40, 9, 26]
 COUNTS = [20, 30, 12, 25, 8, 20, 1, 16]
-WAYS: dict[str, dict[str, Any]] = {
+ALGORITHMS: dict[str, dict[str, Any]] = {
     "graphs": {"max_seqs": 8},
     "graphs of answers alone": {"max_seqs": 8, "graph_prompts": False},
     "eager": {"max_seqs": 4, "graphs": False},
@@ -41,10 +41,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALGORITHMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_transformers(family: str, way: str) -> None:
-    engine = make_engine(family, "cuda", **{"blocks": 400, **WAYS[way]})
+    engine = make_engine(family, "cuda", **{"blocks": 400, **ALGORITHMS[way]})
     prompts = random_prompts(LENGTHS)
     excused = compare(engine, family, prompts, COUNTS)
     excused += compare(engine, family, prompts, COUNTS)  # again: prefix hits, and graphs that are replayed

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmworks.kernels.training import cublas, gelu_mlp
 from lmworks.kernels.training.cublas import linear_add, linear_dgelu, linear_gelu
-from lmworks.kernels.training.gelu import slope
+from lmworks.kernels.training.gelu import gelu_grad
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,12 +39,12 @@ def test_all_ways_are_within_rounding(shape: tuple[int, int, int], bias: bool, d
     added = drawn(ffn, dtype=dtype, seed=2) if bias else None
     wide = F.linear(x.float(), up.float(), None if added is None else added.float())
     rounding = torch.finfo(dtype).eps
-    for way in range(len(cublas.WAYS)):
+    for way in range(len(cublas.ALGORITHMS)):
         inner, pre = linear_gelu(x, up, added, way)
         assert off(pre, wide) < rounding, way
         assert off(inner, F.gelu(wide, approximate="tanh")) < rounding, way
         found = linear_dgelu(grad, down, pre, way)
-        assert off(found, (grad.float() @ down.float()) * slope(pre)) < rounding, way
+        assert off(found, (grad.float() @ down.float()) * gelu_grad(pre)) < rounding, way
         last = grad[0].clone() if bias else None
         sums = grad.float() + F.linear(inner.float(), down.float(), None if last is None else last.float())
         assert off(linear_add(inner, down, last, grad, way), sums) < rounding, way

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.kernels.training.adamw import Rule, Slot, adamw, joined, split
+from lmworks.kernels.training.adamw import Rule, Slot, adamw, join_master, split
 from lmworks.plan.memory.sheet import memory
 from tiny import curve, make_spec, train
 
@@ -37,7 +37,7 @@ def test_the_split_master_is_pytorchs_fused_adamw_of_fp32_weights() -> None:
         theirs.step()
         step += 1
         adamw([Slot(weight, gradient, step, 1, mean, square, low)], Rule(1e-3, 0.1))
-    torch.testing.assert_close(joined(weight, low), plain.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(join_master(weight, low), plain.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])

@@ -41,7 +41,7 @@ def test_a_split_number_is_whole_again() -> None:
     for high in highs:
         wide = ((high << 16) + lows).to(torch.int32).view(FP32)  # wraps as bits do
         weight, low = adamw.split(wide)
-        assert torch.equal(adamw.joined(weight, low).view(torch.int32), wide.view(torch.int32)), hex(high)
+        assert torch.equal(adamw.join_master(weight, low).view(torch.int32), wide.view(torch.int32)), hex(high)
         # The nearest bf16, as PyTorch rounds, but for ties: those go away from zero.
         nearest, tie = wide.to(BF16), lows == 0x8000
         assert torch.equal(weight[~tie].view(torch.int16), nearest[~tie].view(torch.int16)), hex(high)
@@ -51,11 +51,11 @@ def test_a_split_number_is_whole_again() -> None:
 def test_infinities_and_nans_survive_a_split() -> None:
     ends = from_bits(0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000)
     weight, low = adamw.split(ends)
-    for back in (weight.float(), adamw.joined(weight, low)):
+    for back in (weight.float(), adamw.join_master(weight, low)):
         assert torch.equal(back[:2], ends[:2]) and back[2:].isnan().all()
     largest = from_bits(0x7F7FFFFF)  # its nearest bf16 is infinite, and the pair still knows better
     weight, low = adamw.split(largest)
-    assert weight.isinf() and torch.equal(adamw.joined(weight, low), largest)
+    assert weight.isinf() and torch.equal(adamw.join_master(weight, low), largest)
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:

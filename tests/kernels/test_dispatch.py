@@ -30,10 +30,10 @@ rms_norm = "some day"
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """Whatever other tests have read."""
-    for cached in (dispatch.table, dispatch.points_of, dispatch.nearest):
+    for cached in (dispatch.table, dispatch.measured_points, dispatch.nearest):
         cached.cache_clear()
     yield
-    for cached in (dispatch.table, dispatch.points_of, dispatch.nearest):
+    for cached in (dispatch.table, dispatch.measured_points, dispatch.nearest):
         cached.cache_clear()
 
 
@@ -106,7 +106,7 @@ def test_what_is_in_the_package_can_be_read() -> None:
         dates = ops.pop("measured")
         assert dates.keys() == ops.keys()
         for op, points in ops.items():
-            assert len(dispatch.points_of(op, device)) == len(points)
+            assert len(dispatch.measured_points(op, device)) == len(points)
 
 
 def test_a_step_with_another_way_of_what_was_not_measured_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

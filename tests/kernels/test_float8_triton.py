@@ -113,7 +113,7 @@ def test_kernels_compute_the_formula(
     monkeypatch.setattr(float8_triton, "PARTS", 2)
     monkeypatch.setattr(float8_triton, "SPAN", 128)
     monkeypatch.setattr(float8_triton, "TILE", (8, 32))
-    monkeypatch.setattr(float8_triton, "TURNED_TILE", (16, 32))
+    monkeypatch.setattr(float8_triton, "TRANSPOSED_TILE", (16, 32))
     for x in [exact(19, 41, dtype, power, "by_row" in options), *([drawn(19, 41)] if GPU else [])]:
         found = quantize(x, dtype, power_of_two=power, implementation="triton", **options)
         wanted = float8.reference(x, dtype, power_of_two=power, **options)

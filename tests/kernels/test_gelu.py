@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.training.gelu import by_sigmoid, gelu
+from lmworks.kernels.training.gelu import gelu, sigmoid_gelu
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])
@@ -15,8 +15,8 @@ def test_values_and_gradients_are_torchs(dtype: torch.dtype, close: float) -> No
     exact = x.detach().double().requires_grad_()
     wanted = F.gelu(exact, approximate="tanh")
     (gradient,) = torch.autograd.grad(wanted.sum(), exact)
-    for function in (by_sigmoid, gelu):
+    for function in (sigmoid_gelu, gelu):
         found = function(x)
-        (slope,) = torch.autograd.grad(found.float().sum(), x)
+        (gelu_grad,) = torch.autograd.grad(found.float().sum(), x)
         torch.testing.assert_close(found.double(), wanted, rtol=close, atol=close)
-        torch.testing.assert_close(slope.double(), gradient, rtol=close, atol=close)
+        torch.testing.assert_close(gelu_grad.double(), gradient, rtol=close, atol=close)

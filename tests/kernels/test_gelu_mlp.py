@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmworks.kernels import dispatch
 from lmworks.kernels.training import cublas, gelu_mlp
-from lmworks.kernels.training.gelu import slope
+from lmworks.kernels.training.gelu import gelu_grad
 from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.training_fusion import fuse_gelu_epilogues
@@ -106,7 +106,7 @@ def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="dtype"):  # read as what it is not, it would be any numbers
         gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
     layers[3] = None
-    monkeypatch.setattr(cublas, "there", lambda _device: False)
+    monkeypatch.setattr(cublas, "is_available", lambda _device: False)
     gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_way_is_refused() -> None:
 def test_slope_is_the_derivative() -> None:
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, requires_grad=True)
     (wanted,) = torch.autograd.grad(F.gelu(x, approximate="tanh").sum(), x)
-    torch.testing.assert_close(slope(x.detach()), wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gelu_grad(x.detach()), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,23 +233,23 @@ def place_at(address: int, *shape: int) -> Tensor:
 
 def test_ways_are_asked_for_numbers_as_they_lie(fake: FakeCublas) -> None:
     """On the device of the numbers, and one that cuBLAS calls unfit is none."""
-    product = cublas.Product(cublas.Kind(8, 24, 16, True, cublas.PLAIN, 1, torch.bfloat16, device=3))
+    product = cublas.Gemm(cublas.GemmSpec(8, 24, 16, True, cublas.PLAIN, 1, torch.bfloat16, device=3))
     weight, out = place_at(0, 24, 16), place_at(0, 8, 24)
     for address in (0, 16, 0, 32):
         product(place_at(address, 8, 16), weight, out)
     wishes = [(given[1].value, given[2]._obj.value) for given in fake.given("cublasLtMatmulPreferenceSetAttribute")]
-    most = (cublas.MOST_WORKSPACE, cublas.WORKSPACE)
+    most = (cublas.MAX_WORKSPACE, cublas.WORKSPACE)
     assert wishes == [most, most, (5, 16), (6, 16), (7, 16), (8, 16)]  # cublasLt.h: of A, B, C and D
-    assert product.ways[True].waves == product.ways[False].waves == 2
+    assert product.algorithms[True].waves == product.algorithms[False].waves == 2
     assert {device for name, _, device in fake.asked if name == "cublasLtMatmul"} == {3}
     assert len(fake.given("cublasLtMatmul")) == 4
 
 
 def test_numbers_that_cublas_cannot_read_are_copied() -> None:
     odd = place_at(2, 4, 8)
-    assert cublas.fit(odd).data_ptr() % 16 == 0 and cublas.fit(odd.t()).is_contiguous()
+    assert cublas.align(odd).data_ptr() % 16 == 0 and cublas.align(odd.t()).is_contiguous()
     even = place_at(16, 4, 8)
-    assert cublas.fit(even) is even
+    assert cublas.align(even) is even
 
 
 def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +257,8 @@ def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", None)
     cublas.library.cache_clear()
     try:
-        assert not cublas.there(torch.device("cuda")) and cublas.there(torch.device("cpu"))
+        assert not cublas.is_available(torch.device("cuda")) and cublas.is_available(torch.device("cpu"))
         with pytest.raises(LMWorksError, match="has no libcublasLt beside it: cublasLtCreate"):
-            cublas.made("cublasLtCreate")
+            cublas.create("cublasLtCreate")
     finally:
         cublas.library.cache_clear()

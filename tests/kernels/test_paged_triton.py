@@ -67,7 +67,7 @@ def test_keys_are_shared_out_where_that_fills_the_gpu(
     walks: int, tiles: int, shared: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
-    assert paged_attention_triton.share_out(walks, tiles, 32, torch.device("cpu")) == shared
+    assert paged_attention_triton.num_splits(walks, tiles, 32, torch.device("cpu")) == shared
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -123,7 +123,7 @@ def test_products_get_operands_whose_rows_lie_whole(lying: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("op", [swiglu_fp8.forward, swiglu_fp8.backward, swiglu_fp8.cast_turned], ids=str)
+@pytest.mark.parametrize("op", [swiglu_fp8.forward, swiglu_fp8.backward, swiglu_fp8.cast_transposed], ids=str)
 def test_operations_are_registered_as_torch_wants_them(op: Callable[..., object], whole: bool) -> None:
     gate, scale = drawn(48, 32) if whole else drawn(32, 48).t(), torch.tensor(0.01, device=DEVICE)
     given = {swiglu_fp8.forward: (gate, gate), swiglu_fp8.backward: (gate, gate, gate, scale)}.get(op, (gate, scale))

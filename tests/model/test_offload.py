@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmworks.model import GPT, activation_offload
 from lmworks.model.activation_checkpointing import PARTLY, inside
-from lmworks.model.activation_offload import Offload, Slab
+from lmworks.model.activation_offload import HostBuffer, Offload
 from lmworks.spec import ModelSpec
 from tracker import Tracker
 
@@ -25,7 +25,7 @@ SHARE = 9_001  # of some 30,000 bytes that a block keeps: the last storage of it
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "SMALLEST", 1024)
+    monkeypatch.setattr(activation_offload, "MIN_TENSOR_BYTES", 1024)
 
 
 def model(share: int, policy: str = "none", spec: ModelSpec = SPEC) -> GPT:
@@ -57,7 +57,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def host(part: GPT) -> list[Tensor]:
     assert part.offload is not None
-    return [piece for slabs in part.offload.free.values() for slab in slabs for piece in slab.pieces]
+    return [piece for slabs in part.offload.free.values() for buffer in slabs for piece in buffer.pieces]
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "mlp", "full"])
@@ -123,14 +123,14 @@ def test_neither_weights_nor_what_all_blocks_share_leave(
 ) -> None:
     """All that may go: fp32: 8 tensors as wide as the stream, 4 inside the MLP. Under autocast: the stream twice in
     fp32; in 2 bytes a cast of the norm for each of 5 products, q, k, v and attention's result, and 4 inside the MLP."""
-    sent, send = [], activation_offload.Visit.send
+    sent, send = [], activation_offload.BlockPass.send
 
-    def told(visit: activation_offload.Visit, share: int) -> None:
-        send(visit, share)
-        leaving = [one.parcels for one in visit.offload.under_way if one.index == visit.index]
-        sent.append(sum(parcel.sent for parcels in leaving for parcel in parcels))
+    def told(block_pass: activation_offload.BlockPass, share: int) -> None:
+        send(block_pass, share)
+        leaving = [one.storages for one in block_pass.offload.pending_copies if one.index == block_pass.index]
+        sent.append(sum(stored.sent for storages in leaving for stored in storages))
 
-    monkeypatch.setattr(activation_offload.Visit, "send", told)
+    monkeypatch.setattr(activation_offload.BlockPass, "send", told)
     loss_of(model(10**9), dtype)
     each = TOKENS.numel() * (stream * SPEC.hidden + inside * SPEC.ffn)
     assert sent == [each, each, each, 0, 0]
@@ -144,21 +144,21 @@ def test_casts_of_one_expert_are_weights_too() -> None:
 def test_memory_is_let_go_when_the_second_next_block_begins() -> None:
     part, seen = model(SHARE), []
     for block in part.layers():
-        block.register_forward_pre_hook(lambda *_: seen.append([one.index for one in part.offload.under_way]))
+        block.register_forward_pre_hook(lambda *_: seen.append([one.index for one in part.offload.pending_copies]))
     loss_of(part)
     assert seen == [[], [0], [1], [2], []]
 
 
 def test_a_block_has_its_own_back_when_the_one_above_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     part, order = model(SHARE), list[str]()
-    fetch = activation_offload.Visit.fetch
+    fetch = activation_offload.BlockPass.fetch
 
-    def told(visit: activation_offload.Visit) -> None:
-        if visit.away:
-            order.append(f"fetch {visit.index}")
-        fetch(visit)
+    def told(block_pass: activation_offload.BlockPass) -> None:
+        if block_pass.offloaded:
+            order.append(f"fetch {block_pass.index}")
+        fetch(block_pass)
 
-    monkeypatch.setattr(activation_offload.Visit, "fetch", told)
+    monkeypatch.setattr(activation_offload.BlockPass, "fetch", told)
     for index, block in enumerate(part.layers()):
         block.register_full_backward_hook(lambda *_, index=index: order.append(f"done {index}"))
     loss_of(part).backward()
@@ -179,7 +179,7 @@ class Late(TorchDispatchMode):
         self.copies.append(partial(func, *args, **(kwargs or {})))
         return args[0]
 
-    def beside(self) -> Late:
+    def after_compute(self) -> Late:
         return self
 
     def mark(self) -> int:
@@ -195,10 +195,10 @@ def test_everything_that_is_asked_for_was_waited_for() -> None:
     """On a GPU copies may come late, which a CPU would never show."""
     plain, away, late, seen = model(0), model(SHARE), Late(), []
     assert away.offload is not None
-    away.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
+    away.offload.copy_streams[torch.device("cpu")] = late  # type: ignore[assignment]
     for block in away.layers():
         block.register_forward_pre_hook(
-            lambda *_: seen.append((late.done, [one.end for one in away.offload.under_way]))
+            lambda *_: seen.append((late.done, [one.done for one in away.offload.pending_copies]))
         )
     torch.use_deterministic_algorithms(True)  # which also fills memory that nothing was copied to with NaN
     try:
@@ -221,7 +221,7 @@ def test_a_backward_pass_that_fails_keeps_what_is_on_its_way(failing: int) -> No
     gradients(part)  # so that slabs were free, and are used again
     pieces = sorted(map(id, host(part)))
     assert part.offload is not None
-    part.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
+    part.offload.copy_streams[torch.device("cpu")] = late  # type: ignore[assignment]
 
     def fail(*_: object) -> None:
         raise Failed
@@ -234,25 +234,27 @@ def test_a_backward_pass_that_fails_keeps_what_is_on_its_way(failing: int) -> No
     del loss
     gc.collect()
 
-    under_way = [copy.args for copy in late.copies[late.done :]]
-    targets, sources = ({pair[end].untyped_storage().data_ptr() for pair in under_way} for end in (0, 1))
-    kept = {parcel.storage.data_ptr() for one in part.offload.under_way for parcel in one.parcels if parcel.storage}
+    pending_copies = [copy.args for copy in late.copies[late.done :]]
+    targets, sources = ({pair[end].untyped_storage().data_ptr() for pair in pending_copies} for end in (0, 1))
+    kept = {
+        stored.storage.data_ptr() for one in part.offload.pending_copies for stored in one.storages if stored.storage
+    }
     assert targets and targets <= kept
     assert sources.isdisjoint(piece.data_ptr() for piece in host(part))
 
     plain = gradients(model(0))
     part.zero_grad()
     assert equal(plain, gradients(part))
-    assert late.done == len(late.copies) and not part.offload.under_way
+    assert late.done == len(late.copies) and not part.offload.pending_copies
     assert sorted(map(id, host(part))) == pieces  # all are free again, and no more were made
 
 
 @pytest.mark.parametrize("way", ["send", "fetch"])
 def test_copies_that_are_interrupted_are_waited_for(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Ctrl-C between two of them: the one that was begun is made all the same."""
-    part, late, copy, begun = model(SHARE), Late(), getattr(activation_offload.Parcel, way), list[int]()
+    part, late, copy, begun = model(SHARE), Late(), getattr(activation_offload.OffloadedStorage, way), list[int]()
     assert part.offload is not None
-    part.offload.couriers[torch.device("cpu")] = late  # type: ignore[assignment]
+    part.offload.copy_streams[torch.device("cpu")] = late  # type: ignore[assignment]
 
     def interrupted(*args: Any) -> None:
         if begun:
@@ -261,11 +263,11 @@ def test_copies_that_are_interrupted_are_waited_for(monkeypatch: pytest.MonkeyPa
         copy(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(activation_offload.Parcel, way, interrupted)
+        patch.setattr(activation_offload.OffloadedStorage, way, interrupted)
         loss_of(part).backward()
     gc.collect()
     assert begun[0] < len(late.copies)
-    assert [one.end for one in part.offload.under_way] == [len(late.copies)]
+    assert [one.done for one in part.offload.pending_copies] == [len(late.copies)]
     part.zero_grad()
     assert equal(gradients(model(0)), gradients(part))
 
@@ -294,14 +296,14 @@ def test_two_passes_may_be_under_way() -> None:
     assert equal([w.grad for w in plain.parameters()], [w.grad for w in part.parameters()])
 
 
-def sizes(slab: Slab) -> Iterator[int]:
-    return (piece.numel() for piece in slab.pieces)
+def sizes(buffer: HostBuffer) -> Iterator[int]:
+    return (piece.numel() for piece in buffer.pieces)
 
 
 def test_host_memory_comes_in_powers_of_two() -> None:
-    slab = Slab(pinned=False)
-    slab.grow(1024 * 683 - 5)
-    assert list(sizes(slab)) == [1024 * size for size in (512, 128, 32, 8, 2, 1)]
-    slab.grow(1000)
-    assert len(slab.pieces) == 6
-    assert [view.numel() for view in slab.views(500 * 1024, 150 * 1024)] == [12 * 1024, 128 * 1024, 10 * 1024]
+    buffer = HostBuffer(pinned=False)
+    buffer.grow(1024 * 683 - 5)
+    assert list(sizes(buffer)) == [1024 * size for size in (512, 128, 32, 8, 2, 1)]
+    buffer.grow(1000)
+    assert len(buffer.pieces) == 6
+    assert [view.numel() for view in buffer.views(500 * 1024, 150 * 1024)] == [12 * 1024, 128 * 1024, 10 * 1024]

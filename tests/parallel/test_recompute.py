@@ -108,7 +108,7 @@ def test_no_number_changes_under_any_layout(dataset: Path, tmp_path: Path) -> No
 
 def test_nor_by_waiting_in_host_memory(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two micro-batches a step, and after two steps."""
-    monkeypatch.setattr(activation_offload, "SMALLEST", 256)  # forked ranks have it too
+    monkeypatch.setattr(activation_offload, "MIN_TENSOR_BYTES", 256)  # forked ranks have it too
     keys = ("model.layers=5", "optim.steps=2", "optim.warmup=0", "checkpoint.every=0")
     layouts = {
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2"),

@@ -82,13 +82,13 @@ def test_what_bf16_weights_keep_is_exact(shape: str, recompute: str) -> None:
 
 
 def test_the_planner_knows_which_tensors_are_small() -> None:
-    assert activation_offload.MIN_TENSOR_BYTES == runtime_offload.SMALLEST
+    assert activation_offload.MIN_TENSOR_BYTES == runtime_offload.MIN_TENSOR_BYTES
 
 
 def waiting(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, smallest: int) -> tuple[int, int]:
     """Bytes that a forward pass leaves on the device and in host memory, where tensors from `smallest` bytes on go."""
     monkeypatch.setattr(activation_offload, "MIN_TENSOR_BYTES", smallest)
-    monkeypatch.setattr(runtime_offload, "SMALLEST", smallest)
+    monkeypatch.setattr(runtime_offload, "MIN_TENSOR_BYTES", smallest)
     run = Steps(spec)
     offload_activations(run.model, spec)
     run.step()
@@ -245,7 +245,7 @@ def test_the_heads_gradient_is_summed_as_the_loss_does_it(batch: int, in_place: 
 
 def test_the_planners_gpu_loss_is_the_one_that_was_measured_to_be_faster() -> None:
     measured = [
-        winner for device in dispatch.table() for _, winner in dispatch.points_of("linear_cross_entropy", device)
+        winner for device in dispatch.table() for _, winner in dispatch.measured_points("linear_cross_entropy", device)
     ]
     assert ("triton" in measured) == software.IN_PLACE
 

@@ -128,7 +128,7 @@ def test_it_is_priced_where_blocks_join_it(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("op", gelu_mlp.OPS)
 def test_products_are_joined_where_that_was_measured_to_be_faster(op: str) -> None:
     """Of weights in 2 bytes: the residual stream of others is wider than their products."""
-    measured = [winner for device in dispatch.table() for _, winner in dispatch.points_of(op, device)]
+    measured = [winner for device in dispatch.table() for _, winner in dispatch.measured_points(op, device)]
     assert any(winner != dispatch.TORCH for winner in measured) == software.EPILOGUE_FUSION
     wide = load_run("gpt2-small", [*GPT2, "precision.weights=fp32"])
     assert not Workload.of(wide, "cuda").epilogue_fusion

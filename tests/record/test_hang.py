@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.record.hang import Call, Group, Report, Verdict, attempts, find_cause, read_reports
-from lmworks.record.life import Heartbeat, read_heartbeats
+from lmworks.record.heartbeat import Heartbeat, read_heartbeats
 
 ALL = Group("world", (0, 1, 2, 3))
 GROUPS = {"gloo:0": ALL, "gloo:1": Group("dp", (0, 2)), "gloo:2": Group("dp", (1, 3)), "gloo:3": Group("pp", (0, 1))}

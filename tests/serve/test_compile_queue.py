@@ -209,8 +209,10 @@ def test_nobody_compiles_for_those_who_left() -> None:
 
 def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, tried = Grammars(ByteTokenizer(), 257), list[Any]()
-    check = grammars.tried
-    monkeypatch.setattr(grammars, "tried", lambda text, budget: (tried.append(budget.seconds), check(text, budget))[1])
+    check = grammars.check_in_sandbox
+    monkeypatch.setattr(
+        grammars, "check_in_sandbox", lambda text, budget: (tried.append(budget.seconds), check(text, budget))[1]
+    )
     slow = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_991})
     queue, done, over = CompileQueue(grammars), list[Any](), threading.Semaphore(0)
     for _ in range(12):

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lmworks.kernels.training.adamw import joined
+from lmworks.kernels.training.adamw import join_master
 from lmworks.model.gpt import initial_weight
 from lmworks.parallel.data_parallel import Shard
 from lmworks.parallel.single_rank import SingleRank
@@ -47,7 +47,7 @@ def test_a_split_master_is_pytorchs_fp32_weight(kind: str) -> None:
     optim = OPTIM.replace(optimizer=kind)
     shard, optimizer = stepped(start, PrecisionSpec(dtype="bf16", weights="bf16"), 50, optim)
     plain, _ = stepped(start.float(), PrecisionSpec(), 50, optim)
-    master = joined(shard.leaf.detach(), optimizer.state[shard.leaf]["low"])
+    master = join_master(shard.leaf.detach(), optimizer.state[shard.leaf]["low"])
     assert (master - start.float()).abs().mean() > 0.05
     torch.testing.assert_close(master, plain.leaf.detach(), rtol={"adamw": 4e-7, "sgd": 3e-6}[kind], atol=1e-7)
     off = (shard.leaf.detach().float() - plain.leaf.detach()).abs() / plain.leaf.detach().abs()
@@ -120,7 +120,7 @@ def test_the_master_starts_as_the_weight_that_was_drawn(dataset: Path, tmp_path:
     for shard in trainer.parallel_model.shards:
         drawn = initial_weight(spec.model, spec.seed, shard.name, shard.shape)
         assert shard.leaf.dtype == torch.bfloat16
-        assert torch.equal(joined(shard.leaf.detach(), trainer.optimizer.state[shard.leaf]["low"]), drawn)
+        assert torch.equal(join_master(shard.leaf.detach(), trainer.optimizer.state[shard.leaf]["low"]), drawn)
     assert SingleRank(trainer.model).shards()[0].low is None  # taken by the optimizer, not held twice
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from ..plan.exact.weights import weights
-from ..record.figures import binary_bytes, short
+from ..record.formatting import binary_bytes, short
 from ..report.bars import Bars
 from ..report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
 from .data_parallel import Outcome, Study
@@ -84,12 +84,12 @@ def resident_bytes(study: Study) -> Section:
     rows = []
     for one in study.outcomes:
         for rank, held in enumerate(one.held):
-            figures = [held.parameters, held.gradients, held.master, held.optimizer]
-            figures += [held.parameter_padding, held.gradient_padding]
+            sizes = [held.parameters, held.gradients, held.master, held.optimizer]
+            sizes += [held.parameter_padding, held.gradient_padding]
             want = one.worked_out[rank] if one.worked_out else None
             same = "no formula" if want is None else "yes" if want == held else "NO"
             rows.append(
-                [one.name, f"{rank}", same, *(f"{size:,}" for size in figures), f"{want.total:,}" if want else "–"]
+                [one.name, f"{rank}", same, *(f"{size:,}" for size in sizes), f"{want.total:,}" if want else "–"]
             )
     bars = Bars(
         "State of rank 0 before the update",

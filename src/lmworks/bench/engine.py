@@ -16,7 +16,7 @@ from ..engine.core.engine import Engine
 from ..engine.core.model_runner import ModelRunner
 from ..engine.core.request import Request
 from ..engine.core.sampling_params import SamplingParams
-from ..record.figures import binary_bytes
+from ..record.formatting import binary_bytes
 from ..spec import SpecError
 from .decode_roofline import DecodeRoofline, measure_bandwidth
 from .engine_trace import Trace, traced

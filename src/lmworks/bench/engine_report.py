@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..record.figures import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, duration, short
 from ..report.html_page import page, table
 from ..report.svg import Line, line_chart, stacked_chart
 

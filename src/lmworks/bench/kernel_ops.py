@@ -277,7 +277,7 @@ def cublas_calls(
     variants = (
         {}
         if config.device.type == "cpu"
-        else {name: partial(with_algorithm, variant) for variant, name in enumerate(cublas.WAYS)}
+        else {name: partial(with_algorithm, variant) for variant, name in enumerate(cublas.ALGORITHMS)}
     )
     return {"torch": formula, **variants}
 

@@ -113,9 +113,9 @@ def bench_kernels(
             progress(f"{op} of {config.name}", done, len(wanted))
             for case in OPS[op](config):
                 rows += measure(clock, case, config.name, roofline, rounds)
-            told = [row.to_dict() for row in (*rows, *backward_rows(rows, roofline))]
+            written = [row.to_dict() for row in (*rows, *backward_rows(rows, roofline))]
             # On a CPU PyTorch is the only choice.
-            facts = {**about_run, "rows": told, "winners": winners(rows) if device.type == "cuda" else {}}
+            facts = {**about_run, "rows": written, "winners": winners(rows) if device.type == "cuda" else {}}
             if keep is not None:
                 keep(facts)
     return facts
@@ -243,7 +243,7 @@ def winners(rows: Iterable[Row]) -> dict[str, dict[str, str]]:
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in sorted(rows, key=lambda row: row.part == BOTH):  # replaces the row of the forward pass
         if row.chosen_from and row.part in (FORWARD, BOTH) and row.seconds is not None:
-            found.setdefault((row.op, dispatch.text_of(row.shape)), {})[row.implementation] = row
+            found.setdefault((row.op, dispatch.shape_text(row.shape)), {})[row.implementation] = row
     best: dict[str, dict[str, str]] = {}
     for (op, shape), variants in found.items():
         if dispatch.TORCH in variants:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..record.figures import duration
+from ..record.formatting import duration
 from ..report.plots import has_matplotlib, save
 from ..spec import SpecError
 from .serve import QUANTILES, Measured

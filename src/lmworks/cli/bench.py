@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..data.progress import activity
-from ..record.figures import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, duration, short
 from ..spec.files import refuse_unwritable
 from . import options
 from .bench_compare import ddp_fsdp, precision

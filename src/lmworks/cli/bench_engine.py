@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.progress import activity
-from ..record.figures import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, duration, short
 from ..weight_prefetch import prefetch_weights
 from . import options
 from .generate import EngineOverrides, engine_options

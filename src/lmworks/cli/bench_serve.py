@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..record.figures import duration
+from ..record.formatting import duration
 from .output import Json, print_json, print_table
 
 

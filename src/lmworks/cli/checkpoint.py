@@ -44,7 +44,7 @@ def ls(source: Source, json: Json = False) -> None:
       lmworks checkpoint ls runs/tiny/checkpoints --json
     """
     from ..checkpoint.format.survey import list_checkpoints, locate
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     place = locate(source)
     found = list_checkpoints(place.root)
@@ -196,7 +196,7 @@ def prune(
 
 
 def print_contents(held: Contents, tensors: bool) -> None:
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
     from ..spec import ParallelSpec
 
     usual = ParallelSpec().to_dict()
@@ -217,7 +217,7 @@ def print_contents(held: Contents, tensors: bool) -> None:
 
 
 def print_verdict(verdict: VerifyResult) -> None:
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     if verdict.status == "intact":
         typer.echo(f"{verdict.folder.name}: intact ({verdict.files} files, {binary_bytes(verdict.bytes)})")
@@ -228,7 +228,7 @@ def print_verdict(verdict: VerifyResult) -> None:
 
 
 def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     for folder, size in doomed.items():
         typer.echo(f"{did} {folder.name} ({binary_bytes(size)})")

@@ -83,8 +83,8 @@ def prepare(
         return
     if done.unreadable:
         typer.echo(f"{len(done.unreadable)} files are not UTF-8 text and were left out, e.g. {done.unreadable[0]}")
-    for name, figures in splits.items():
-        typer.echo(f"{name}: {figures['documents']:,} documents, {figures['tokens']:,} tokens")
+    for name, split in splits.items():
+        typer.echo(f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
     typer.echo(f"{out} is up to date, nothing to do" if done.up_to_date else f'{out} is ready: data.path = "{out}"')
 
 

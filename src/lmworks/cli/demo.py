@@ -40,7 +40,7 @@ def demo(
     from .train import unused_run_folder
 
     target = run_dir or unused_run_folder("demo")
-    RunFolder(target).refuse_taken()
+    RunFolder(target).check_unused()
     refuse_unwritable(target, "--run-dir")
     heading(1, "Data: the standard library of this Python, as tokens")
     spec = load_run(SPEC)

@@ -100,12 +100,12 @@ def generate(
     if not requests:
         empty = f"--prompts {prompts} holds no prompts" if prompts else "give --prompt TEXT or --prompts FILE"
         raise SpecError(f"nothing to continue: {empty}")
-    refuse_broken_text(prompt or ())
+    check_text(prompt or ())
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
         starts = [text if text else llm.empty_prompt() for text, _ in requests]
         if len(requests) == 1:
             params = requests[0][1]
-            refuse_too_long(llm, starts[0], params.max_tokens)
+            check_prompt_length(llm, starts[0], params.max_tokens)
             if params.answers == 1 and llm.tokenizer is not None and not json:
                 stream_answer(llm, requests[0][0], starts[0], params)
                 return
@@ -162,7 +162,7 @@ def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:
 # --- prompts ----------------------------------------------------------------------------------------------
 
 
-def refuse_broken_text(texts: Sequence[str]) -> None:
+def check_text(texts: Sequence[str]) -> None:
     """Bytes that are no UTF-8 reach a program as lone surrogates."""
     for text in texts:
         if any("\ud800" <= character <= "\udfff" for character in text):
@@ -205,7 +205,7 @@ def read_request(line: str, where: str, defaults: SamplingParams) -> PromptReque
         raise SpecError(f"{where}: {error}") from None
 
 
-def refuse_too_long(llm: LLM, prompt: Prompt, max_tokens: int) -> None:
+def check_prompt_length(llm: LLM, prompt: Prompt, max_tokens: int) -> None:
     """The engine would cut the answer at the end of the context; an explicit --max-tokens is refused instead."""
     ids = llm.encode(prompt)
     room = llm.context - len(ids)

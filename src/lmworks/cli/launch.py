@@ -129,7 +129,7 @@ def ray(
     if workers not in (None, world):
         raise SpecError(f"--workers {workers}: the layout has {world} ranks (pp × dp × cp × tp), one a worker")
     folder = Path(run_dir or f"runs/{loaded.name}").absolute()
-    refuse_vocabulary(loaded)
+    check_vocabulary(loaded)
     # Ray's workers start in folders of their own.
     job = Job.of(with_absolute_paths(loaded), spec, overrides or (), nodes=world, per_node=1, run_dir=str(folder))
     storage = str(Path(job.run_dir).parent / "ray")
@@ -141,7 +141,7 @@ def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_no
     from ..spec import load_run
 
     loaded = load_run(source, overrides or ())
-    refuse_vocabulary(loaded)
+    check_vocabulary(loaded)
     return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=run_dir)
 
 
@@ -157,13 +157,13 @@ def deliver(text: str, out: Path | None, command: str) -> None:
 # --- from a plan to a run --------------------------------------------------------------------------------
 
 
-def refuse_vocabulary(spec: RunSpec) -> None:
+def check_vocabulary(spec: RunSpec) -> None:
     """As training does, for data that are here; others are looked at where the run starts."""
-    from ..data.cache import refuse_vocabulary
+    from ..data.cache import check_vocabulary
 
     for index in prepared(spec.data).values():
         if index:
-            refuse_vocabulary(spec, index.vocab_size)
+            check_vocabulary(spec, index.vocab_size)
 
 
 def prepared(data: DataSpec) -> dict[str, Index | None]:
@@ -175,7 +175,7 @@ def prepared(data: DataSpec) -> dict[str, Index | None]:
 
 def print_written(spec: RunSpec, out: Path, place: int) -> None:
     """What the written spec trains on, and the command that starts it: here, or where the GPUs are."""
-    from ..record.figures import short
+    from ..record.formatting import short
 
     if place:
         typer.echo(f"{out} is row {place + 1}: those above do not fit by the exact sheet of lmworks plan memory")

@@ -72,7 +72,7 @@ class Commands(RootGroup):
         except KeyboardInterrupt:
             raise Interrupted from None
         except Exception as error:
-            refuse_key_as_option(error, sys.argv[1:])
+            check_key_as_option(error, sys.argv[1:])
             raise
 
 
@@ -164,7 +164,7 @@ class AddressSpaceCheck(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if probe := self.probes.pop(fullname, None):
-            refuse_small_address_space(probe)
+            run_probe(probe)
         return None
 
 
@@ -174,7 +174,7 @@ def check_address_space() -> None:
         sys.meta_path.insert(0, AddressSpaceCheck())
 
 
-def refuse_small_address_space(probe: str) -> None:
+def run_probe(probe: str) -> None:
     there = process_bytes()
     if there is None:
         return
@@ -192,7 +192,7 @@ def refuse_small_address_space(probe: str) -> None:
 # --- `--lr 1` where `optim.lr=1` is meant ----------------------------------------------------------------
 
 
-def refuse_key_as_option(error: Exception, words: Sequence[str]) -> None:
+def check_key_as_option(error: Exception, words: Sequence[str]) -> None:
     """Where `error` is an unknown option that a spec has a key for, say how that key is written. `words` were typed."""
     option, command = getattr(error, "option_name", ""), getattr(getattr(error, "ctx", None), "command", None)
     unknown = hasattr(error, "possibilities") and option.startswith("--") and command is not None

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from ..record import RunFolder
-from ..record.figures import binary_bytes
+from ..record.formatting import binary_bytes
 from ..spec.errors import LMWorksError, SpecError
 from ..spec.model import ModelSpec
 from ..spec.presets import PRESETS

@@ -152,7 +152,7 @@ def sent(job: RunSpec) -> list[Collective]:
 
 
 def print_memory(prediction: Prediction) -> None:
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     sheet, machine = prediction.memory, prediction.machine
     rows = [[row.name, binary_bytes(row.bytes), row.how] for row in sheet.rows]
@@ -169,7 +169,7 @@ def print_memory(prediction: Prediction) -> None:
 
 
 def print_calls(job: RunSpec) -> None:
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     rows = [
         [call.what, call.kind, f"{call.ranks} ({call.group})", call.count, binary_bytes(call.bytes), call.when]
@@ -183,7 +183,7 @@ def print_calls(job: RunSpec) -> None:
 
 
 def print_time(prediction: Prediction, job: RunSpec) -> None:
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     time, machine = prediction.time, prediction.machine
     if machine is None:
@@ -228,6 +228,6 @@ def shares(prediction: Prediction, job: RunSpec) -> str:
 
 def both(count: int) -> str:
     """Bytes in both units, as the two are often mistaken for each other."""
-    from ..record.figures import binary_bytes
+    from ..record.formatting import binary_bytes
 
     return f"{binary_bytes(count)} ({count / 1e9:.3g} GB)"

@@ -78,7 +78,7 @@ def print_gpu(gpu: Gpu) -> None:
 
 
 def print_machine(machine: Machine) -> None:
-    from ..record.figures import binary_bytes, duration, short
+    from ..record.formatting import binary_bytes, duration, short
 
     rows = []
     for kind, points in machine.rates.items():

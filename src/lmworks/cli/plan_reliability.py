@@ -127,7 +127,7 @@ def as_json(one: Forecast, every: int) -> dict[str, Any]:
 
 
 def print_forecasts(found: list[Forecast], every: int, days: float) -> None:
-    from ..record.figures import clock, duration
+    from ..record.formatting import clock, duration
 
     rows = []
     for one in found:

@@ -12,7 +12,7 @@ import typer
 from ..spec.errors import SpecError
 from ..spec.files import refuse_unwritable
 from . import options
-from .launch import print_written, refuse_vocabulary
+from .launch import check_vocabulary, print_written
 from .options import Dtype, GlobalBatch, Seq
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 
@@ -105,7 +105,7 @@ def search(
         if path:
             refuse_unwritable(path, option)
     if out:
-        refuse_vocabulary(base)
+        check_vocabulary(base)
     result = find(questions)
     verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
@@ -227,7 +227,7 @@ def explained(verdict: Verdict) -> dict[str, Any]:
 
 
 def print_front(facts: dict[str, Any], show: int) -> None:
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     typer.echo(
         f"{facts['model']}: {facts['legal']:,} legal layouts, {facts['fitting']:,} fit, "
@@ -257,7 +257,7 @@ def print_front(facts: dict[str, Any], show: int) -> None:
 
 
 def cells(one: dict[str, Any], several: bool) -> list[str]:
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     bill = one["bill"]
     return [

@@ -91,7 +91,7 @@ def print_plans(plans: list[Plan]) -> None:
 def print_chosen(plan: Plan, engine: str) -> None:
     from ..plan.serving.inference import read_constants
     from ..plan.serving.plans import tag
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     assert plan.point is not None and plan.times is not None and plan.full is not None
     d, space, at, lengths = plan.deployment, plan.serving_memory, plan.times, plan.demand.lengths

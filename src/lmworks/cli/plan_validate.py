@@ -72,7 +72,7 @@ def print_profile(profile: Profile) -> None:
 
 def print_links(curve: Curve) -> None:
     from ..plan.devices.curves import wire_share
-    from ..record.figures import binary_bytes, duration, short
+    from ..record.formatting import binary_bytes, duration, short
 
     rows = [
         [kind, ranks, binary_bytes(size), duration(s), f"{short(size * float(wire_share(kind, ranks)) / s)}B/s"]
@@ -224,7 +224,7 @@ def predict(
 
 
 def print_predictions(result: dict[str, Any]) -> None:
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     known = [row for row in result["rows"] if "error" not in row]
     columns = ["row", "step", "between", "tokens/s", "MFU %", "allocated GiB", "reserved GiB", "fits"]

@@ -276,7 +276,7 @@ def simulate(
 
 
 def show(report: Report) -> None:
-    from ..record.figures import binary_bytes, duration
+    from ..record.formatting import binary_bytes, duration
 
     found = report.simulation
     place = ", ".join(f"{axis} {index}" for axis, index in report.place.items() if index) or "first on every axis"

@@ -54,7 +54,7 @@ def quantize(
       lmworks quantize runs/demo --scheme int4 --out quantized/demo-int4
       lmworks quantize exported/demo --scheme fp8 --calibration text.txt --out quantized/demo-fp8 --json
     """
-    from ..engine.quantization.folder import refuse_others, save_quantized
+    from ..engine.quantization.folder import check_output_folder, save_quantized
     from ..engine.quantization.quantize import QuantizationRefused
     from ..engine.quantization.quantize import quantize as run
     from ..engine.quantization.quantized_model import scheme_named
@@ -64,9 +64,9 @@ def quantize(
     scheme_named(scheme)
     if group not in GROUPS:
         raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
-    refuse_others(out)
+    check_output_folder(out)
     if not force:
-        refuse_large(source, scheme, tokens)
+        check_quantize_memory(source, scheme, tokens)
     model, text, about = load(source, calibration, tokens, step)
     try:
         report = run(model, scheme, text, group=group, limit=limit, progress=watch if sys.stderr.isatty() else None)
@@ -81,12 +81,12 @@ def quantize(
         show(report, out)
 
 
-def refuse_large(source: Path, scheme: str, tokens: int) -> None:
+def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
     """What does not fit into memory, before it is loaded."""
     import torch
 
     from ..engine.quantization.folder import is_quantized
-    from ..engine.quantization.memory import refuse_oversized
+    from ..engine.quantization.memory import check_memory
     from ..loading import is_hf
     from ..model.hf import described
     from ..record import RunFolder
@@ -101,7 +101,7 @@ def refuse_large(source: Path, scheme: str, tokens: int) -> None:
     else:
         spec = RunFolder.open(source).spec()
         device, width, model = pick_device(spec.cluster), 4, spec.model
-    refuse_oversized(str(source), model, scheme, tokens, width, device)
+    check_memory(str(source), model, scheme, tokens, width, device)
 
 
 def watch(layer: LayerReport) -> None:

@@ -116,7 +116,7 @@ def health(
 
 def print_health(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
     """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
-    from ..record.sentences import describe_event
+    from ..record.event_text import describe_event
 
     for one in found:
         where = "" if one.cursor is None else f" (cursor {one.cursor})"
@@ -238,7 +238,7 @@ def print_list(listed: list[dict[str, Any]]) -> None:
         return
     columns = ["run", "params", "steps", "status", "loss", "val", "tok/s", "date"]
     readable = [row for row in listed if row["status"] != "unreadable"]
-    rows = [[row["path"], *figures(row).values()] for row in readable]
+    rows = [[row["path"], *run_columns(row).values()] for row in readable]
     print_table("Runs", columns, rows, drop=("params", "date", "tok/s", "val"))
     for row in listed:
         if row["status"] == "unreadable":
@@ -254,13 +254,13 @@ def print_comparison(compared: dict[str, Any]) -> None:
         print_table("Where the specs differ", ["key", *names], differs)
     else:
         typer.echo("The specs are the same.")
-    columns = [figures(row) for row in compared["runs"]]
+    columns = [run_columns(row) for row in compared["runs"]]
     print_table("What came of it", ["", *names], [[key, *(column[key] for column in columns)] for key in columns[0]])
 
 
-def figures(row: dict[str, Any]) -> dict[str, str]:
+def run_columns(row: dict[str, Any]) -> dict[str, str]:
     """The figures of a run for people, in the order of the list's columns."""
-    from ..record.figures import short
+    from ..record.formatting import short
 
     def loss(key: str) -> str:
         return "-" if row[key] is None else f"{row[key]:.4f}"

@@ -45,7 +45,7 @@ def show(
     folder = locate(run)
     summary, found = summarize(folder), time_breakdown(folder)
     advice = interval(folder, summary, found, mtbf)
-    told = [event for event in folder.events() if event["kind"] not in ROUTINE]
+    unusual = [event for event in folder.events() if event["kind"] not in ROUTINE]
     layers = read_stats(folder.stats_path)[-1:]
     drawn = draw_goodput(folder, found) if plot else None
     if json:
@@ -54,7 +54,7 @@ def show(
             "run": summary.to_dict(),
             "time": found.to_dict(),
             "attempts": attempts,
-            "events": told,
+            "events": unusual,
         }
         result |= {"interval": advice.to_dict() if advice else None, "layers": layers[0] if layers else None}
         print_json(result | ({"plot": str(drawn)} if drawn else {}))
@@ -63,7 +63,7 @@ def show(
     print_attempts(found)
     print_time(summary, found)
     print_interval(advice, found, mtbf is not None)
-    print_events(told, found)
+    print_events(unusual, found)
     print_layers(layers)
     if drawn:
         typer.echo(f"time: {drawn}")
@@ -74,7 +74,7 @@ def seconds_of(begin: int, end: int) -> dict[str, float]:
 
 
 def print_run(summary: Summary) -> None:
-    from ..record.figures import short
+    from ..record.formatting import short
 
     losses = {"loss": summary.loss, "val loss": summary.val_loss}
     said = [f"{name} {value:.4f}" for name, value in losses.items() if value is not None]
@@ -86,7 +86,7 @@ def print_run(summary: Summary) -> None:
 
 
 def print_attempts(found: TimeBreakdown) -> None:
-    from ..record.figures import clock, duration
+    from ..record.formatting import clock, duration
 
     rows = [
         [
@@ -104,7 +104,7 @@ def print_attempts(found: TimeBreakdown) -> None:
 
 def print_time(summary: Summary, found: TimeBreakdown) -> None:
     from ..diagnose.goodput import CAUSES
-    from ..record.figures import duration, short
+    from ..record.formatting import duration, short
 
     if found.ettr is None or found.goodput is None:
         typer.echo("nothing is recorded yet")
@@ -122,13 +122,13 @@ def print_time(summary: Summary, found: TimeBreakdown) -> None:
 
 
 def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -> None:
-    from ..record.figures import duration
+    from ..record.formatting import duration
 
     if advice is None:
         missing = "a save" if given or found.failures else "a stop; give one with --mtbf HOURS"
         typer.echo(f"\nHow often to save is not known without {missing}.")
         return
-    figures = {key: duration(value) for key, value in vars(advice.recovery).items()}
+    durations = {key: duration(value) for key, value in vars(advice.recovery).items()}
     whose = f"observed, {found.failures} so far" if advice.observed else "given"
     columns = {"in use": (advice.steps, advice.ettr), "best": (advice.best_steps, advice.best_ettr)}
     rows = [
@@ -141,18 +141,20 @@ def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -
         for name, (steps, ettr) in columns.items()
     ]
     print_table("Saves", ["interval", "steps", "training between", "ETTR to expect"], rows)
-    written = f" and counts {figures['write_s']} later" if advice.recovery.write_s else ""
-    typer.echo(f"A save holds training up for {figures['stall_s']}{written}; a restart takes {figures['restart_s']};")
-    typer.echo(f"a stop comes every {figures['mtbf_s']} ({whose}).")
+    written = f" and counts {durations['write_s']} later" if advice.recovery.write_s else ""
+    typer.echo(
+        f"A save holds training up for {durations['stall_s']}{written}; a restart takes {durations['restart_s']};"
+    )
+    typer.echo(f"a stop comes every {durations['mtbf_s']} ({whose}).")
 
 
-def print_events(told: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> None:
+def print_events(unusual: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> None:
     from datetime import datetime
 
-    from ..record.figures import clock
-    from ..record.sentences import describe_event
+    from ..record.event_text import describe_event
+    from ..record.formatting import clock
 
-    if not told:
+    if not unusual:
         return
     began = datetime.fromisoformat(found.began)
     rows = [
@@ -162,9 +164,9 @@ def print_events(told: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> Non
             event["kind"],
             describe_event(event),
         ]
-        for event in told[-SHOWN:]
+        for event in unusual[-SHOWN:]
     ]
-    more = f", the newest {SHOWN} of {len(told)}" if len(told) > SHOWN else ""
+    more = f", the newest {SHOWN} of {len(unusual)}" if len(unusual) > SHOWN else ""
     print_table(f"Events{more}", ["at", "step", "event", ""], rows)
 
 

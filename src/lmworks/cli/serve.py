@@ -236,8 +236,7 @@ def load_engine_process(
 ) -> LoadedEngine:
     """The factory of EngineProcess: runs in the engine process."""
     prefetch_weights(source)
-    from ..loading import is_hf, is_preset
-    from ..loading import serve as load_engine
+    from ..loading import is_hf, is_preset, load_engine
     from ..serve.channel import LoadedEngine
     from ..spec import EngineSpec
 

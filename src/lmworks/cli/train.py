@@ -61,7 +61,7 @@ def train(
     target = run_dir or default_run_folder(loaded)
     again = ["resume", str(target), *device_options(device, force), *(["--json"] if json else [])]
     if needs_supervisor(loaded, max_restarts):
-        RunFolder(target).refuse_taken()
+        RunFolder(target).check_unused()
         options = ["--run-dir", str(target), *device_options(device, force), *(["--json"] if json else [])]
         first = ["train", spec, *(overrides or ()), *options]
         supervise(loaded, RunFolder(target), first, again, restart_limit(loaded, max_restarts), force=force)

@@ -33,7 +33,7 @@ def resolve(path: str, progress: Progress = silent) -> Path:
     return folder
 
 
-def refuse_vocabulary(spec: RunSpec, tokens: int) -> None:
+def check_vocabulary(spec: RunSpec, tokens: int) -> None:
     """A tokenizer with more tokens than the model has rows for; fewer are no harm."""
     if tokens > spec.model.vocab:
         raise SpecError(

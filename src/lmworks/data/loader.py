@@ -47,12 +47,12 @@ class Batch:
         return int((self.targets != IGNORED).sum()) if self.counted is None else self.counted
 
     def to(self, device: torch.device | str) -> Batch:
-        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        return self.each(Tensor.pin_memory)
+        return self.map_tensors(Tensor.pin_memory)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.tokens), change(self.targets), documents, self.counted)
 
@@ -87,7 +87,7 @@ class Batches:
         check_same_tokenizer(self.sources)
         for source in self.sources:
             source.verify_tokenizer()
-        self.source_windows = np.array([windows_of(source, self.seq) for source in self.sources])
+        self.source_windows = np.array([num_windows(source, self.seq) for source in self.sources])
         if data.verify:
             for source in self.sources:
                 source.verify(rank, world)  # every shard is hashed by one rank, not by all
@@ -116,7 +116,7 @@ class Batches:
             num_workers=workers,
             # Workers touch no device, so forking is safe, and importing torch anew in each takes seconds.
             multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
-            worker_init_fn=leave_signals_to_trainer,
+            worker_init_fn=ignore_signals_in_worker,
             pin_memory=torch.cuda.is_available(),
             # Else the loader draws from the global generator, and dropout after a resume is not what it was.
             generator=torch.Generator(),
@@ -149,7 +149,7 @@ class Batches:
             source, start = self.sources[number], window * self.seq
             rows[row] = source.read(start, start + self.seq + 1)
             if rows[row].max() >= source.index.vocab_size:
-                refuse_token(source, start, rows[row])
+                check_token_ids(source, start, rows[row])
             if self.document_mask:
                 begins[row, source.document_starts(start + 1, start + self.seq + 1) - start] = 1
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
@@ -219,7 +219,7 @@ def end_workers(iterator: Any) -> None:
                 worker.kill()
 
 
-def refuse_token(source: TokenData, start: int, tokens: NDArray[np.int64]) -> None:
+def check_token_ids(source: TokenData, start: int, tokens: NDArray[np.int64]) -> None:
     first = int((tokens >= source.index.vocab_size).argmax())
     raise DataError(
         f"{source.place(start + first)}: token id {int(tokens[first]):,} is not below the vocabulary's size of "
@@ -227,7 +227,7 @@ def refuse_token(source: TokenData, start: int, tokens: NDArray[np.int64]) -> No
     )
 
 
-def leave_signals_to_trainer(worker: int) -> None:
+def ignore_signals_in_worker(worker: int) -> None:
     """Ctrl-C, or a batch system's SIGTERM, reaches workers too, but the training process ends its step with them.
 
     A second SIGTERM is meant: it comes from whoever lost patience, or from the training process cleaning up.
@@ -244,7 +244,7 @@ def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def windows_of(source: TokenData, seq: int) -> int:
+def num_windows(source: TokenData, seq: int) -> int:
     count = (len(source) - 1) // seq
     if count < 1:
         raise DataError(

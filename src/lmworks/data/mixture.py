@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..spec.errors import SpecError
 
-LONGEST = 65_536
+MAX_PATTERN = 65_536
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ def whole_counts(weights: Mapping[str, float]) -> NDArray[np.int64]:
     exact = [Fraction(repr(weight)) for weight in weights.values()]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))
-    if length <= LONGEST:
+    if length <= MAX_PATTERN:
         return np.array([int(share * length) for share in shares])
     for name, share in zip(weights, shares, strict=True):
-        if share * LONGEST < 1:
+        if share * MAX_PATTERN < 1:
             raise SpecError(
-                f"data.mix: {name!r} has {float(share):.1e} of the weight; at least {1 / LONGEST:.1e} works"
+                f"data.mix: {name!r} has {float(share):.1e} of the weight; at least {1 / MAX_PATTERN:.1e} works"
             )
-    counts = [int(share * LONGEST) for share in shares]
+    counts = [int(share * MAX_PATTERN) for share in shares]
     # Largest remainders get what rounding down left over.
-    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * LONGEST)
-    for i in by_remainder[: LONGEST - sum(counts)]:
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * MAX_PATTERN)
+    for i in by_remainder[: MAX_PATTERN - sum(counts)]:
         counts[i] += 1
     return np.array(counts)

@@ -27,7 +27,7 @@ from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
 from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
-from .workers import available_cores, map_as_completed, pool_of
+from .workers import available_cores, map_as_completed, worker_pool
 
 SHARD_TOKENS = 2**27
 BPE_SAMPLE_BYTES = 64 * 2**20
@@ -96,7 +96,7 @@ def prepare(
             if index:
                 return Prepared(out, index, up_to_date=True)
             work = begin_work(out, f"{fingerprint[:16]}-{reading.part_bytes}")
-            with pool_of(min(workers or available_cores(), max(1, len(parts)))) as pool:
+            with worker_pool(min(workers or available_cores(), max(1, len(parts)))) as pool:
                 token_file, end = resolve_tokenizer(pool, request, parts, work, progress)
                 jobs = [Job(number, part, reading, token_file, end, work) for number, part in enumerate(parts)]
                 encode(pool, jobs, progress)

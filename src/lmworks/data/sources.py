@@ -15,7 +15,7 @@ from pathlib import Path
 from ..spec.errors import DataError, NoSuchData, SpecError
 from . import readers
 
-STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def stdlib_files() -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, inner, names in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in STDLIB_LEAVES_OUT)
+        inner[:] = sorted(name for name in inner if name not in STDLIB_EXCLUDED)
         found += [str(Path(folder, name)) for name in sorted(names) if name.endswith(".py")]
     if not found:
         raise DataError(f"the standard library at {root} holds no .py files; give a folder of source files instead")

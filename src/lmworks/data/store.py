@@ -74,12 +74,12 @@ class TokenData:
         pieces = []
         while start < stop:
             base, end = int(self._starts[first]), min(stop, int(self._starts[first + 1]))
-            self.refuse_cut(self._tokens[first], self.shards[first].bin)
+            self.check_not_truncated(self._tokens[first], self.shards[first].bin)
             pieces.append(self._tokens[first][start - base : end - base])
             start, first = end, first + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [self._tokens[0][:0]])
 
-    def refuse_cut(self, mapped: np.memmap[Any, Any], name: str) -> None:
+    def check_not_truncated(self, mapped: np.memmap[Any, Any], name: str) -> None:
         """A file that is cut short while it is mapped: to read beyond its end would end this process (SIGBUS)."""
         found = mapped._mmap.size()  # type: ignore[attr-defined]  # of the file that is mapped, whatever has its name now
         if found < mapped.nbytes:
@@ -106,7 +106,7 @@ class TokenData:
             base = int(self._starts[number])
             if base >= stop:
                 break
-            self.refuse_cut(self._offsets[number], self.shards[number].idx)
+            self.check_not_truncated(self._offsets[number], self.shards[number].idx)
             offsets = self._offsets[number][:-1]  # the last entry is the length
             low, high = np.searchsorted(offsets, [start - base, stop - base])
             found.append(np.asarray(offsets[low:high]) + base)

@@ -58,7 +58,7 @@ class FileTokenizer:
         self.eot = eot
 
     def encode(self, text: str) -> list[int]:
-        with plain_panics("the tokenizer cannot encode this text"):
+        with convert_panics("the tokenizer cannot encode this text"):
             ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -68,7 +68,7 @@ class FileTokenizer:
 
 
 @contextmanager
-def plain_panics(what: str) -> Iterator[None]:
+def convert_panics(what: str) -> Iterator[None]:
     """A panic of the library, which is written in Rust, is no `Exception`: a regular expression that it cannot run."""
     try:
         yield
@@ -96,7 +96,7 @@ def read_tokenizer(path: Path, eot: int | str = "") -> FileTokenizer:
     if not path.is_file():
         raise DataError(f"no tokenizer at {path}: the file does not exist")
     try:
-        with plain_panics(f"{path} cannot be used"):
+        with convert_panics(f"{path} cannot be used"):
             inner = tokenizers.Tokenizer.from_file(str(path))
     except DataError:
         raise

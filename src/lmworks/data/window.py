@@ -88,13 +88,13 @@ def describe(batches: Batches, cursor: int) -> dict[str, Any]:
     rows = rows_at(batches, cursor)
     sources = {row.source: sum(other.source == row.source for other in rows) for row in rows}
     usual, spread = usual_bits(batches, cursor)
-    told = [{**asdict(row), "z": round((row.entropy_bits - usual) / spread, 1)} for row in rows]
+    scored = [{**asdict(row), "z": round((row.entropy_bits - usual) / spread, 1)} for row in rows]
     return {
         "samples": [rows[0].sample, rows[-1].sample],
         "sources": sources,
         "entropy_bits": round(sum(row.entropy_bits for row in rows) / len(rows), 3),
         "usual_bits": round(usual, 3),
-        "odd": sorted(told, key=lambda row: -abs(row["z"]))[:MAX_OUTLIERS],
+        "odd": sorted(scored, key=lambda row: -abs(row["z"]))[:MAX_OUTLIERS],
     }
 
 

@@ -28,13 +28,13 @@ class InlineExecutor(Executor):
 
 
 @contextmanager
-def pool_of(workers: int) -> Iterator[Executor]:
+def worker_pool(workers: int) -> Iterator[Executor]:
     if workers == 1:
         yield InlineExecutor()
         return
     # Forking starts in milliseconds and asks nothing of the caller's __main__; elsewhere it is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=begin)
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=init_worker)
     try:
         yield pool
     except BrokenProcessPool:
@@ -54,7 +54,7 @@ def map_as_completed(pool: Executor, work: Callable[..., T], jobs: list[Any]) ->
         yield future.result()
 
 
-def begin() -> None:
+def init_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=die_with_parent, daemon=True).start()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..record import RunFolder
 from ..record.hang import Report, Verdict, attempts, find_cause, group_name, read_reports
-from ..record.life import UNKNOWN, Heartbeat, process_state, read_heartbeats, read_writer_heartbeats
+from ..record.heartbeat import UNKNOWN, Heartbeat, process_state, read_heartbeats, read_writer_heartbeats
 from ..spec import SpecError
 
 

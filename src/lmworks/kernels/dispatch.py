@@ -56,7 +56,9 @@ def pick(op: str, wanted: str | None, known: Collection[str], device: torch.devi
     return wanted
 
 
-def pick_alone(op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int) -> str:
+def pick_unless_compiling(
+    op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int
+) -> str:
     """As `pick`, for an op that a compiler fuses with its neighbours: inside torch.compile it is PyTorch's formula."""
     if wanted is None and torch.compiler.is_compiling():
         return TORCH
@@ -66,22 +68,22 @@ def pick_alone(op: str, wanted: str | None, known: Collection[str], device: torc
 @functools.cache
 def nearest(op: str, device: str, shape: Shape) -> str:
     """What won at the measured shape that is nearest: where sizes differ by the fewest doublings in all."""
-    points = points_of(op, device)
+    points = measured_points(op, device)
     if not points:
         return TORCH
-    return min(points, key=lambda point: doublings(dict(point[0]), dict(shape)))[1]
+    return min(points, key=lambda point: log2_distance(dict(point[0]), dict(shape)))[1]
 
 
-def doublings(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+def log2_distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
     return sum(abs(math.log2(one[name] / other[name])) for name in one.keys() & other.keys())
 
 
 @functools.cache
-def points_of(op: str, device: str) -> tuple[tuple[Shape, str], ...]:
+def measured_points(op: str, device: str) -> tuple[tuple[Shape, str], ...]:
     """(shape, winner) of every case of an op on a device of this name."""
     for pattern, ops in table().items():
         if fnmatchcase(device, pattern):
-            return tuple((shape_of(text), winner) for text, winner in ops.get(op, {}).items())
+            return tuple((parse_shape(text), winner) for text, winner in ops.get(op, {}).items())
     return ()
 
 
@@ -95,7 +97,7 @@ def table() -> dict[str, Any]:
         raise LMWorksError(f"{MEASURED} is damaged ({error}); write it again: lmworks bench kernels --record") from None
 
 
-def shape_of(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """ "hidden=4096 tokens=16384" as names and sizes."""
     try:
         pairs = (word.split("=") for word in text.split())
@@ -113,7 +115,7 @@ def positive(text: str) -> int:
     return size
 
 
-def text_of(shape: Mapping[str, int]) -> str:
+def shape_text(shape: Mapping[str, int]) -> str:
     """The other way round, as `measured.toml` has it."""
     return " ".join(f"{name}={size}" for name, size in sorted(shape.items()))
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import pick_alone
+from .dispatch import pick_unless_compiling
 
 IMPLEMENTATIONS = ("torch", "triton")
 NATIVE = "native"  # in C++ and CUDA: only for who asks for it, as it has to be built
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, implementation: str | None =
 
         return native.rms_norm(x, weight, eps)
     shape = {"tokens": x.shape[:-1].numel(), "hidden": x.shape[-1]}
-    if pick_alone("rms_norm", implementation, IMPLEMENTATIONS, x.device, **shape) == "triton":
+    if pick_unless_compiling("rms_norm", implementation, IMPLEMENTATIONS, x.device, **shape) == "triton":
         return TritonRMSNorm.apply(x, weight, eps)
     if x.device.type == "cpu":
         return RMSNorm.apply(x, weight, eps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import pick_alone
+from .dispatch import pick_unless_compiling
 
 IMPLEMENTATIONS = ("torch", "triton")
 
@@ -32,7 +32,7 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """`rotate` of queries (…, seq, heads, head_dim) and of keys (…, seq, kv_heads, head_dim)."""
     shape = {"tokens": q.shape[:-2].numel(), "heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1]}
-    if pick_alone("rope", implementation, IMPLEMENTATIONS, q.device, **shape) == "triton":
+    if pick_unless_compiling("rope", implementation, IMPLEMENTATIONS, q.device, **shape) == "triton":
         return Rotation.apply(q, k, cos, sin)
     return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -56,7 +56,7 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, tiles: Ti
 
 
 @triton.jit
-def turn(x_ptr, out_ptr, head, heads, head_stride, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def rotate_half(x_ptr, out_ptr, head, heads, head_stride, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr):
     """Heads of one token, from where x_ptr to where out_ptr stands."""
     d = tl.arange(0, WIDTH)
     inside = (head < heads)[:, None] & (d < HALF)[None, :]
@@ -105,8 +105,8 @@ def rope_kernel(
     if part < parts:
         q = q_ptr + batch * q_batch + position * q_seq
         out = out_q_ptr + token * heads * (2 * HALF)
-        turn(q, out, part * PART + head, heads, q_head, cos, sin, HALF, WIDTH)
+        rotate_half(q, out, part * PART + head, heads, q_head, cos, sin, HALF, WIDTH)
     else:
         k = k_ptr + batch * k_batch + position * k_seq
         out = out_k_ptr + token * kv_heads * (2 * HALF)
-        turn(k, out, (part - parts) * PART + head, kv_heads, k_head, cos, sin, HALF, WIDTH)
+        rotate_half(k, out, (part - parts) * PART + head, kv_heads, k_head, cos, sin, HALF, WIDTH)

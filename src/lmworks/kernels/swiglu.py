@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import pick_alone
+from .dispatch import pick_unless_compiling
 
 IMPLEMENTATIONS = ("torch", "triton")
 
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 def swiglu(gate: Tensor, up: Tensor, implementation: str | None = None) -> Tensor:
     """silu(gate) · up of two tensors (…, ffn)."""
     shape = {"tokens": gate.shape[:-1].numel(), "ffn": gate.shape[-1]}
-    if pick_alone("swiglu", implementation, IMPLEMENTATIONS, gate.device, **shape) == "triton":
+    if pick_unless_compiling("swiglu", implementation, IMPLEMENTATIONS, gate.device, **shape) == "triton":
         return SwiGLU.apply(gate, up)
     return reference(gate, up)
 

@@ -27,7 +27,7 @@ def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> Tensor:
     """As `swiglu.reference`. Rows may lie apart: gate and up as two halves of one tensor are read where they are."""
     out = torch.empty(gate.shape, dtype=torch.result_type(gate, up), device=gate.device)
     gate, up = as_rows(gate), as_rows(up)
-    grid, block, warps = shared_out(gate, tiles)
+    grid, block, warps = launch_grid(gate, tiles)
     forward_kernel[grid](
         gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block,
         **early(gate.device, grid[0] * grid[1] <= MANY), num_warps=warps,
@@ -39,7 +39,7 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tu
     """Gradients of gate and up."""
     grad_gate, grad_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     grad, gate, up = as_rows(grad), as_rows(gate), as_rows(up)
-    grid, block, warps = shared_out(gate, tiles)
+    grid, block, warps = launch_grid(gate, tiles)
     backward_kernel[grid](
         grad,
         gate,
@@ -62,7 +62,7 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def shared_out(x: Tensor, tiles: Tiles) -> tuple[tuple[int, int], int, int]:
+def launch_grid(x: Tensor, tiles: Tiles) -> tuple[tuple[int, int], int, int]:
     """The grid, the columns of a program and its warps."""
     block = min(tiles.block, power_of_two(x.shape[1]))
     return (x.shape[0], triton.cdiv(x.shape[1], block)), block, max(1, block // (32 * tiles.thread))

@@ -207,7 +207,7 @@ class GPT(nn.Module):
             x = x + self.positions(positions)
         rotary = self.rotary_tables(self.spec, positions) if self.spec.positions == "rope" else None
         for index, block in enumerate(self.layers()):
-            with nullcontext() if self.offload is None else self.offload.around(index, x, rotary or ()):
+            with nullcontext() if self.offload is None else self.offload.block_forward(index, x, rotary or ()):
                 x = recomputed(block, block.recompute)(x, rotary, attend)
         return x
 

@@ -163,9 +163,9 @@ class FakeTrainer(Trainer):
 
     def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
         """The same message."""
-        figures = torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64)
-        dist.all_reduce(figures)
-        return figures
+        scalars = torch.zeros(2 + 3 * dist.get_world_size(), dtype=torch.float64)
+        dist.all_reduce(scalars)
+        return scalars
 
     def read(self, gate: UpdateGate) -> PassResult:
         return PassResult(0.0, 1.0, self.loss_scale.scale, 0, update_skipped=False)

@@ -79,8 +79,8 @@ def all_to_all(table: Table) -> int:
     return sum(size for (kind, _), (_, size) in table.items() if kind == "all-to-all")
 
 
-def calls_text(figures: tuple[int, int]) -> str:
-    return f"{figures[0]} times with {figures[1]:,} bytes"
+def calls_text(counts: tuple[int, int]) -> str:
+    return f"{counts[0]} times with {counts[1]:,} bytes"
 
 
 def call_table(rows: Iterable[CountedCalls], spec: RunSpec, rank: int) -> Table:

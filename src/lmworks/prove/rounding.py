@@ -59,9 +59,9 @@ def rounding_verdict(one: RankRecord, many: list[RankRecord], oracle: RankRecord
     if equal_steps == 0:
         moved, alone = (max(changed_routes(oracle, record) for record in records) for records in (many, [one]))
         times = f"in the first step {moved} times, on one rank {alone}"
-        told = f"in {dtype} rounding changes which experts are chosen ({times})"
+        text = f"in {dtype} rounding changes which experts are chosen ({times})"
         why = f"a jump and no rounding error, so the layout cannot be judged in {dtype}; use precision.dtype = 'fp32'"
-        return RoundingVerdict(None, f"{told}: {why}")
+        return RoundingVerdict(None, f"{text}: {why}")
     cause = ""
     if equal_steps < steps:
         one, oracle, *many = (first_steps(record, equal_steps) for record in (one, oracle, *many))

@@ -39,7 +39,8 @@ from typing import Any, Self
 
 from ..spec import RunSpec, SpecError, dump_toml, load_run
 from ..spec.files import write_whole
-from . import hang, life
+from . import hang
+from .heartbeat import Heartbeat, own_heartbeat, process_state
 from .jsonl import LineWriter, read_lines
 
 
@@ -54,7 +55,7 @@ class RunFolder:
         """A new folder with the resolved spec. An existing run is refused and left unchanged."""
         folder = cls(Path(path))
         try:
-            folder.refuse_taken()
+            folder.check_unused()
             folder.path.mkdir(parents=True, exist_ok=True)
             write_whole(folder.spec_path, dump_toml(spec.to_dict()))
         except FileExistsError:
@@ -63,7 +64,7 @@ class RunFolder:
             raise SpecError(f"cannot create the run folder {folder.path}: {error.strerror}") from None
         return folder
 
-    def refuse_taken(self) -> None:
+    def check_unused(self) -> None:
         if any(found.exists() for found in (self.spec_path, self.metrics_path, self.checkpoints)):
             raise SpecError(
                 f"{self.path} already holds a run; continue it with `lmworks resume {self.path}`, "
@@ -172,7 +173,7 @@ class RunFolder:
 
     def create_lock_file(self) -> bool:
         """Exclusively create a file that names the owner. The file of a process that has ended is replaced."""
-        heartbeat = life.own_heartbeat(0)
+        heartbeat = own_heartbeat(0)
         for _ in range(2):
             try:
                 with open(self.lock_file, "xb") as file:
@@ -180,16 +181,16 @@ class RunFolder:
                 return True
             except FileExistsError:
                 found = self.read_lock_owner()
-                if found is None or life.process_state(found) != "gone":
+                if found is None or process_state(found) != "gone":
                     return False
                 self.lock_file.unlink(missing_ok=True)
             except OSError as error:
                 raise SpecError(f"cannot write {self.lock_file}: {error.strerror}") from None
         return False
 
-    def read_lock_owner(self) -> life.Heartbeat | None:
+    def read_lock_owner(self) -> Heartbeat | None:
         try:
-            return life.Heartbeat.read(self.lock_file.read_bytes() + life.Heartbeat.second(0.0, "init", 0))
+            return Heartbeat.read(self.lock_file.read_bytes() + Heartbeat.second(0.0, "init", 0))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -211,7 +212,7 @@ class RunFolder:
             if free is not None:
                 return not free
             owner = self.read_lock_owner()
-            return owner is not None and life.process_state(owner) != "gone"
+            return owner is not None and process_state(owner) != "gone"
         finally:
             os.close(descriptor)
 

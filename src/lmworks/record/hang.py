@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..spec.grid import shorten
-from .life import UNKNOWN, Heartbeat, phase_text
+from .heartbeat import UNKNOWN, Heartbeat, phase_text
 
 ATTEMPT = re.compile(r"attempt-([0-9]+)")
 SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")  # equal on every rank
@@ -133,8 +133,8 @@ def find_silent(
     missing = [rank for rank in range(world) if rank not in reports]
     if not missing:
         return None
-    told = [*(report.states for report in reports.values()), states]
-    seen = {rank: state for some in told for rank, state in some.items() if state != UNKNOWN}
+    all_states = [*(report.states for report in reports.values()), states]
+    seen = {rank: state for some in all_states for rank, state in some.items() if state != UNKNOWN}
     kinds = {
         "stopped": ("is stopped (by SIGSTOP or a debugger)", "are stopped (by SIGSTOP or a debugger)"),
         "gone": ("is gone: its process has ended", "are gone: their processes have ended"),
@@ -158,9 +158,9 @@ def find_mismatch(reports: Mapping[int, Report], world: int) -> Finding | None:
             if call.peer is None:
                 by_place.setdefault((call.group, call.number), {})[rank] = call
     for (group, number), calls in sorted(by_place.items(), key=lambda item: item[0][1]):
-        told = find_difference(calls)
-        if told:
-            ranks, text = told
+        difference = find_difference(calls)
+        if difference:
+            ranks, text = difference
             name = group_name(group, reports[ranks[0]].groups, world)
             guilty = cause_text(ranks) if len(ranks) < len(calls) else "either may be the cause"
             return (
@@ -185,8 +185,8 @@ def find_difference(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
         verb = "" if not name else f"{calls[odd[0]].op} with "
         unit = " elements" if name == "elements" else ""
         if 2 * count <= len(values):
-            told = " and ".join(f"rank {rank} entered {verb}{value}{unit}" for rank, value in sorted(values.items()))
-            return sorted(values), told
+            text = " and ".join(f"rank {rank} entered {verb}{value}{unit}" for rank, value in sorted(values.items()))
+            return sorted(values), text
         have = "have" if name else "entered"
         return odd, f"{rank_list(odd)} entered {verb}{values[odd[0]]}{unit} where the others {have} {usual}{unit}"
     return None
@@ -235,8 +235,10 @@ def waiting_ranks(reports: Mapping[int, Report], world: int) -> dict[str, tuple[
     """Call → ranks that wait in it."""
     places: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
-        told = [f"{call} of group {group_name(call.group, report.groups, world)}" for call in report.pending()[:1]]
-        for place in told or (["a message to or from a neighbour"] if report.waits else []):
+        waiting_calls = [
+            f"{call} of group {group_name(call.group, report.groups, world)}" for call in report.pending()[:1]
+        ]
+        for place in waiting_calls or (["a message to or from a neighbour"] if report.waits else []):
             places.setdefault(f"{place} ({report.place})", []).append(rank)
     return {place: tuple(ranks) for place, ranks in places.items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..diagnose.goodput import Span, TimeBreakdown
 from ..record import RunFolder
-from ..record.figures import duration
+from ..record.formatting import duration
 from ..spec import SpecError
 from .plots import has_matplotlib, save
 

@@ -12,7 +12,7 @@ function el(name, attributes = {}, ...children) {
   return made;
 }
 
-// --- figures, as record/figures.py writes them ---
+// --- figures, as record/formatting.py writes them ---
 
 const digits = (value, count = 3) => String(Number(value.toPrecision(count)));
 const gib = bytes => `${(bytes / 2 ** 30).toFixed(1)} GiB`;

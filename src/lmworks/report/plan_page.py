@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from ..record.figures import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, duration, short
 from .html_page import page, table
 
 Facts = Mapping[str, Any]

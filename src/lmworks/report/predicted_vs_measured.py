@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..record import RunFolder
-from ..record.figures import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, duration, short
 from ..record.run_summary import Steps, column, median
 from ..spec import LMWorksError
 

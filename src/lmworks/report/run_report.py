@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 
 from ..record import RunFolder, read_metrics
-from ..record.figures import binary_bytes, clock, duration, short
+from ..record.event_text import describe_event
+from ..record.formatting import binary_bytes, clock, duration, short
 from ..record.run_summary import Steps, Summary, summarize
-from ..record.sentences import describe_event
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import predicted_vs_measured
@@ -66,7 +66,7 @@ def tiles(summary: Summary) -> str:
         "" if summary.best_val_step is None else f"best {summary.best_val_loss:.4f} at step {summary.best_val_step:,}"
     )
     wall = summary.wall_s if summary.wall_s is not None else summary.train_s
-    figures = [
+    contents = [
         ("final loss", number(summary.loss), "training, last step"),
         ("validation loss", number(summary.val_loss), best),
         ("tokens", short(summary.tokens), f"{summary.tokens:,}"),
@@ -78,7 +78,7 @@ def tiles(summary: Summary) -> str:
     ]
     cards = "".join(
         f'<div class="card"><dt>{name}</dt><dd>{value}<small>{note or "&nbsp;"}</small></dd></div>'
-        for name, value, note in figures
+        for name, value, note in contents
     )
     return f'<dl class="tiles">{cards}</dl>'
 
@@ -129,12 +129,12 @@ def charts(steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
         "Where a step's time goes": parts_chart(steps),
         "Peak memory": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format, y=unit),
     }
-    figures = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
+    contents = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
     if pngs:
         note = "PNG files: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
     else:
         note = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
-    return f'<h2>Curves</h2><div class="charts">{figures}</div><p class="note">{note}</p>'
+    return f'<h2>Curves</h2><div class="charts">{contents}</div><p class="note">{note}</p>'
 
 
 def single_line_chart(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import TypeVar
 
-from ..record.figures import short
+from ..record.formatting import short
 
 Points = Sequence[tuple[float, float]]
 T = TypeVar("T")

@@ -43,7 +43,7 @@ class TokenTexts:
             return None
         if self.vocabulary is None:
             return self.tokenizer.decode([token]).encode()
-        if not self.vocabulary.speaks(token):
+        if not self.vocabulary.is_text(token):
             return None
         if self.vocabulary.kinds == ["ByteLevel"]:
             return byte_level(self.vocabulary, token)

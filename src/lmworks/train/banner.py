@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from ..record import RunFolder
-from ..record.figures import clock, duration
+from ..record.formatting import clock, duration
 from ..spec import RunSpec
 
 

@@ -80,7 +80,7 @@ class CheckpointManager:
     ) -> bool:
         """False if it was waited for and failed: the state is still here to be saved again."""
         self.record_save(async_saver.wait())  # one at a time
-        run_on_rank_zero(self.refuse_repeated_failure)
+        run_on_rank_zero(self.check_repeated_failure)
         async_saver.save(step, state, meta)
         self.stall_s = time.perf_counter() - began
         if not wait:
@@ -114,7 +114,7 @@ class CheckpointManager:
         self.recorder.event("save_failed", ended.step, path=ended.path.name, error=ended.error)
         print(f"{self.failures[-1]}; older checkpoints are as they were", file=sys.stderr, flush=True)
 
-    def refuse_repeated_failure(self) -> None:
+    def check_repeated_failure(self) -> None:
         """One failed save is tolerated; two in a row end the run."""
         if len(self.failures) > 1:
             raise CheckpointError(f"{self.failures[-1]}; the save before failed too")
@@ -173,7 +173,7 @@ class CheckpointManager:
             accept=check_loaded,
         )
         if manifest is None:
-            run_on_rank_zero(self.refuse_missing)
+            run_on_rank_zero(self.check_checkpoint_exists)
             return None
         self.state.load_state_dict(state)
         set_rng_state(state["rng"])
@@ -197,7 +197,7 @@ class CheckpointManager:
                 "bring the old data back, or start a new run"
             )
 
-    def refuse_missing(self) -> None:
+    def check_checkpoint_exists(self) -> None:
         """A run that has saved does not restart at step 0 because its checkpoints are missing."""
         steps = [event["step"] for event in self.folder.events() if event["kind"] == "save"]
         if steps:

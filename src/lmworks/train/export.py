@@ -56,7 +56,7 @@ def export(
     progress: Progress = silent,
 ) -> Export:
     """Write the newest intact checkpoint (or that of `step`), whatever its layout was, for others to load."""
-    refuse_others(out)
+    check_output_folder(out)
     place = locate(Path(source))
     if place.run:
         family_of_spec(place.run.spec().model)  # refuses what no family can express, before a byte is read
@@ -88,7 +88,7 @@ def export(
     )
 
 
-def refuse_others(out: Path) -> None:
+def check_output_folder(out: Path) -> None:
     try:
         if out.exists() and not out.is_dir():
             raise SpecError(f"{out} is a file; name a folder for the export")
@@ -139,19 +139,21 @@ def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
     """One whole tensor, from the pieces of as many ranks as it was cut over."""
     whole = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
     for piece in saved.pieces:
-        box = whole[tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))]
-        room = box if box.is_contiguous() else torch.empty(piece.sizes, dtype=whole.dtype)
+        target = whole[
+            tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
+        ]
+        buffer = target if target.is_contiguous() else torch.empty(piece.sizes, dtype=whole.dtype)
         try:
             descriptor = os.open(folder / piece.file, os.O_RDONLY)
             try:
-                read_all(descriptor, [as_bytes(room)], piece.start)
+                read_all(descriptor, [as_bytes(buffer)], piece.start)
             finally:
                 os.close(descriptor)
         except (OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "it ends before its end"
             raise CheckpointError(f"cannot read {folder / piece.file}: {reason}") from None
-        if room is not box:
-            box.copy_(room)
+        if buffer is not target:
+            target.copy_(buffer)
     return whole
 
 

@@ -12,7 +12,7 @@ from ..parallel.mesh import Mesh
 from ..plan.memory.fit import peak_rows, total
 from ..plan.memory.host_fit import gib
 from ..record import phase
-from ..record.life import phase_text
+from ..record.heartbeat import phase_text
 from ..record.oom import OutOfMemory, is_oom, requested_bytes
 from ..spec import RunSpec, SpecError
 from .device import PeakMemory

@@ -45,7 +45,7 @@ class Prefetcher:
             here = torch.cuda.current_stream(self.device)
             here.wait_stream(self.copy_stream)
             for batch in batches:
-                batch.each(lambda tensor: record(tensor, here))
+                batch.map_tensors(lambda tensor: record(tensor, here))
         return batches
 
     def prefetch(self, cursor: int) -> None:

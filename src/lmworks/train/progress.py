@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from ..record.figures import clock, short
+from ..record.formatting import clock, short
 
 REFRESH_S = 0.2  # drawing costs half a millisecond: five times a second is smooth and free
 WINDOW = 100  # steps over which the pace is measured, long enough to hold evaluations and saves

@@ -10,14 +10,14 @@ from ..checkpoint.format.manifest import Manifest
 from ..checkpoint.format.validation import is_int, short_repr
 from .health.bad_step import HealthState
 
-MOST = 2**62  # a cursor beyond it would overflow where sequences are counted
+MAX_LENGTH = 2**62  # a cursor beyond it would overflow where sequences are counted
 
 
 def wrong_meta(manifest: Manifest) -> str:
     """The first thing in `meta` that no run has written; empty where there is none."""
     meta = manifest.meta
     cursor: Any = meta.get("cursor")
-    if not is_int(cursor, manifest.step) or cursor > MOST:
+    if not is_int(cursor, manifest.step) or cursor > MAX_LENGTH:
         return f"meta.cursor = {short_repr(cursor)} is not where the data can stand at step {manifest.step}"
     if not isinstance(meta.get("data"), str):
         return f"meta.data = {short_repr(meta.get('data'))} is not the digest of any data"
@@ -47,11 +47,11 @@ def fits(value: Any, like: Any) -> bool:
     if isinstance(like, list):
         return isinstance(value, list) and all(is_number(item) for item in value)
     if isinstance(like, dict):
-        return isinstance(value, dict) and (not value or is_suspicion(value))
+        return isinstance(value, dict) and (not value or is_suspect_record(value))
     return is_int(value) if isinstance(like, int) else is_number(value)
 
 
-def is_suspicion(value: dict[str, Any]) -> bool:
+def is_suspect_record(value: dict[str, Any]) -> bool:
     digests = value.get("digests")
     named = is_int(value.get("step")) and isinstance(value.get("part"), str) and isinstance(digests, dict)
     return named and all(rank.isdigit() and isinstance(digest, int) for rank, digest in (digests or {}).items())

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..checkpoint.format.digest import new_hash
-from ..checkpoint.format.remote import refuse_nonempty
+from ..checkpoint.format.remote import check_empty
 from ..data import Batch, Batches, console_progress
-from ..data.cache import refuse_vocabulary
+from ..data.cache import check_vocabulary
 from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
@@ -91,9 +91,9 @@ class Trainer(Stepper):
         force: bool = False,  # even if it does not fit into memory
     ) -> None:
         self.init_ranks(spec, quiet)
-        run_on_rank_zero(RunFolder(Path(run_dir)).refuse_taken)  # before data are prepared
+        run_on_rank_zero(RunFolder(Path(run_dir)).check_unused)  # before data are prepared
         run_on_rank_zero(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
-        run_on_rank_zero(lambda: refuse_nonempty(spec.checkpoint.remote))
+        run_on_rank_zero(lambda: check_empty(spec.checkpoint.remote))
         self.preflight(force)
         run_on_rank_zero(
             lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine)
@@ -138,7 +138,7 @@ class Trainer(Stepper):
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
         self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
         self.held_out = run_on_all_ranks(lambda: held_out(spec))
-        run_on_all_ranks(lambda: refuse_vocabulary(spec, self.batches.vocab_size))
+        run_on_all_ranks(lambda: check_vocabulary(spec, self.batches.vocab_size))
         self.step = self.cursor = 0
         self.skipped_batches = SkippedBatches({})
         gpu = find_gpu(spec.cluster, self.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...data import Batch
-from ...kernels.training.adamw import joined
+from ...kernels.training.adamw import join_master
 from ...model import GPT
 from ...model.moe import moe_layers
 from ...parallel.parallel_model import ParallelModel
@@ -113,7 +113,7 @@ class UpdateProbe:
 def full_precision_weight(optimizer: torch.optim.Optimizer, leaf: Tensor) -> Tensor:
     """A copy of the weight with all bits that the optimizer keeps of it."""
     low = optimizer.state[leaf].get("low") if leaf in optimizer.state else None
-    return leaf.detach().to(torch.float32, copy=True) if low is None else joined(leaf.detach(), low)
+    return leaf.detach().to(torch.float32, copy=True) if low is None else join_master(leaf.detach(), low)
 
 
 def expected_update(optim: OptimSpec, state: dict[str, Any], group: dict[str, Any], before: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...plan.memory.rank_weights import resident
 from ...plan.memory.sheet import memory as planned_peak
-from ...record.figures import binary_bytes, short
+from ...record.formatting import binary_bytes, short
 from ...report.run_report import smooth
 from ...report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
 from ...report.svg import Line, Points, line_chart
@@ -96,7 +96,7 @@ def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
     columns = ["precision", "held-out loss", "gap", "speed", "peak", "bytes/parameter", "verdict"]
     rows = []
     for one in study.outcomes:
-        row = [one.name, cell(one.figures.val_loss, "{:.4f}"), cell(one.figures.gap, "{:+.4f}"), speed(one)]
+        row = [one.name, cell(one.metrics.val_loss, "{:.4f}"), cell(one.metrics.gap, "{:+.4f}"), speed(one)]
         row += [size(one.training.memory), cell(held(one), "{:.1f}"), one.verdict]
         rows.append(row)
     return columns, rows
@@ -161,7 +161,7 @@ def gradients(study: Study) -> Section:
             continue
         parts = [(part, sums) for line in one.training.looked for part, sums in line.get("gradients", {}).items()]
         part, sums = max(parts, key=lambda each: each[1][1] / each[1][0], default=("–", None))
-        found = one.figures
+        found = one.metrics
         row = [one.name, part if sums and sums[1] else "–", share(found.flushed)]
         row += [
             share(sums[1] / sums[0] if sums else None),
@@ -246,8 +246,8 @@ def norms(study: Study) -> Section:
     rows = []
     for one in study.outcomes:
         known = [norm for _, norm in one.training.curve("grad_norm")]
-        row = [one.name, cell(one.figures.norm, "{:.4f}"), cell(max(known, default=None), "{:.4f}")]
-        rows.append([*row, cell(one.figures.norm_ratio, "{:.4f}"), cell(one.figures.loss_gap, "{:+.4f}")])
+        row = [one.name, cell(one.metrics.norm, "{:.4f}"), cell(max(known, default=None), "{:.4f}")]
+        rows.append([*row, cell(one.metrics.norm_ratio, "{:.4f}"), cell(one.metrics.loss_gap, "{:+.4f}")])
     columns = ["precision", "median", "highest", "ratio to fp32", "gap of training loss at the end"]
     return Section("Gradient norms", text, columns, rows, numeric=4)
 

@@ -24,7 +24,7 @@ from ...spec.paths import with_absolute_paths
 from ...train.device import pick_device
 from .instrumented_run import INSPECTION_FILE
 from .variants import BASE, SEED, Variant, inspected_steps, select_variants, variant_spec
-from .verdict import Figures, figures, seed_noise, verdict
+from .verdict import RunMetrics, run_metrics, seed_noise, verdict
 
 PROGRAM = ("-m", "lmworks.bench.precision")
 
@@ -68,7 +68,7 @@ class Training:
 @dataclass(frozen=True)
 class Outcome:
     training: Training
-    figures: Figures
+    metrics: RunMetrics
     verdict: str
 
     @property
@@ -106,7 +106,7 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "run": training.spec.name,
         "verdict": outcome.verdict,
         "error": training.error,
-        **asdict(outcome.figures),
+        **asdict(outcome.metrics),
         "tokens_per_s": training.tokens_per_s,
         "speed": training.speed,
         "memory_bytes": training.memory,
@@ -226,7 +226,7 @@ def evaluate(spec: RunSpec, folder: Path, trainings: list[Training]) -> Study:
     base, noise = found[BASE], seed_noise(found[BASE].steps, found[SEED].steps)
     outcomes = []
     for training in trainings:
-        numbers = figures(training.steps, training.looked, base.steps, training.error)
+        numbers = run_metrics(training.steps, training.looked, base.steps, training.error)
         said = verdict(training.variant, numbers, noise, training.error, training.overflows)
         outcomes.append(Outcome(training, numbers, said))
     return Study(spec, folder, noise, outcomes)

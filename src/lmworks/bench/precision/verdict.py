@@ -1,4 +1,4 @@
-"""The verdict on a precision, from the figures of its run. The thresholds are also in the report."""
+"""The verdict on a precision, from the metrics of its run. The thresholds are also in the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THRESHOLDS = (
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunMetrics:
     """None: not measured, or the run ended before."""
 
     loss: float | None  # of training, the mean over the last tenth of the steps
@@ -40,7 +40,7 @@ class Figures:
     kept: float | None  # of the update, worst inspected step
 
 
-def figures(steps: Steps, looked: Steps, base: Steps, error: str) -> Figures:
+def run_metrics(steps: Steps, looked: Steps, base: Steps, error: str) -> RunMetrics:
     gradients = [totals(line["gradients"]) for line in looked if line.get("gradients")]
     updates = [line["update"] for line in looked if line.get("update")]
     losses, theirs = by_step(steps, "loss"), by_step(base, "loss")
@@ -48,7 +48,7 @@ def figures(steps: Steps, looked: Steps, base: Steps, error: str) -> Figures:
     norms, their_norms = by_step(steps, "grad_norm"), by_step(base, "grad_norm")
     ratios = [norm / their_norms[step] for step, norm in norms.items() if their_norms.get(step)]
     evaluated = by_step(steps, "val_loss")
-    return Figures(
+    return RunMetrics(
         loss=mean([losses[step] for step in last]),
         loss_gap=mean([losses[step] - theirs[step] for step in last if step in theirs]),
         val_loss=evaluated[max(evaluated)] if evaluated else None,
@@ -90,7 +90,7 @@ def mean(values: Sequence[float]) -> float | None:
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def verdict(variant: Variant, found: Figures, noise: float | None, error: str, overflows: Sequence[int]) -> str:
+def verdict(variant: Variant, found: RunMetrics, noise: float | None, error: str, overflows: Sequence[int]) -> str:
     if error:
         return f"failed: {error}"
     if variant == BASE:
@@ -109,7 +109,7 @@ def by_loss(gap: float | None, noise: float | None) -> str:
     return f"{'worse' if gap > 0 else 'better'} than fp32 by {abs(gap):.4f}, {times}"
 
 
-def side_effects(found: Figures, overflows: Sequence[int]) -> list[str]:
+def side_effects(found: RunMetrics, overflows: Sequence[int]) -> list[str]:
     """Lost updates, flushed gradients and overflows."""
     said = []
     if found.kept is not None and 1 - found.kept > LOST_UPDATES:

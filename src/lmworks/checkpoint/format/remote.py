@@ -107,7 +107,7 @@ def remote_steps(url: str) -> list[int]:
         raise CheckpointError(f"checkpoint.remote = {url!r} cannot be read: {type(error).__name__}: {why}") from error
 
 
-def refuse_nonempty(url: str) -> None:
+def check_empty(url: str) -> None:
     """A new run must neither resume from the checkpoints of another nor mix with them."""
     if url and (steps := remote_steps(url)):
         raise SpecError(

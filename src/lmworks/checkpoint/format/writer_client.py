@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ...record import phase
-from ...record.life import Heartbeat, activity_counters, own_heartbeat, process_state, started_at
+from ...record.heartbeat import Heartbeat, activity_counters, own_heartbeat, process_state, started_at
 from .writer_messages import Answer, CopyJob, Job, JobFailed, PhaseEntered, SealJob, WriteJob, WriterSetup
 
 # Called in every new writer before its first job. They must be picklable: functions of modules that it can import.

@@ -59,7 +59,7 @@ class WindowDecoder:
         self.window: list[list[int]] = []  # settled, each together, and decoded with what follows
 
     def push(self, token: int) -> str:
-        return self.settle([token]) if self.vocabulary is None or self.vocabulary.speaks(token) else ""
+        return self.settle([token]) if self.vocabulary is None or self.vocabulary.is_text(token) else ""
 
     def flush(self) -> str:
         return ""
@@ -80,12 +80,12 @@ class ByteFallbackDecoder(WindowDecoder):
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         super().__init__(tokenizer)
-        self.speaks, self.byte_tokens = vocabulary.speaks, vocabulary.byte_tokens
+        self.is_text, self.byte_tokens = vocabulary.is_text, vocabulary.byte_tokens
         self.replacement = vocabulary.replacement
         self.half: list[int] = []  # byte tokens that wait
 
     def push(self, token: int) -> str:
-        if not self.speaks(token):
+        if not self.is_text(token):
             return ""
         if token not in self.byte_tokens:
             return self.flush() + self.settle([token])
@@ -95,7 +95,7 @@ class ByteFallbackDecoder(WindowDecoder):
             try:
                 _, taken = codecs.utf_8_decode(bytes(self.byte_tokens[each] for each in self.half))
             except UnicodeDecodeError:
-                text += self.give_up()
+                text += self.flush_invalid()
                 continue
             if not taken:
                 break
@@ -104,9 +104,9 @@ class ByteFallbackDecoder(WindowDecoder):
         return text
 
     def flush(self) -> str:
-        return "".join(self.give_up() for _ in range(len(self.half)))
+        return "".join(self.flush_invalid() for _ in range(len(self.half)))
 
-    def give_up(self) -> str:
+    def flush_invalid(self) -> str:
         """The first byte that waits belongs to no character."""
         del self.half[0]
         return self.settle(self.replacement)
@@ -128,7 +128,7 @@ class Vocabulary:
         tokens = {byte: token for token, byte in self.byte_tokens.items()}
         self.replacement = [tokens[byte] for byte in REPLACEMENT.encode() if byte in tokens]
 
-    def speaks(self, token: int) -> bool:
+    def is_text(self, token: int) -> bool:
         """Special tokens, and ids that no token has, are nothing to the decoder: a run of bytes goes on past them."""
         return token >= 0 and token not in self.special and self.piece(token) is not None
 
@@ -177,7 +177,7 @@ LETTERS = byte_alphabet()
 
 def byte_level(vocabulary: Vocabulary, token: int) -> bytes:
     """The bytes of a token that is written in that alphabet; an added token may be written plainly."""
-    piece = (vocabulary.piece(token) or "") if vocabulary.speaks(token) else ""
+    piece = (vocabulary.piece(token) or "") if vocabulary.is_text(token) else ""
     if all(letter in LETTERS for letter in piece):
         return bytes(LETTERS[letter] for letter in piece)
     return piece.encode("utf-8")
@@ -203,13 +203,13 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str:
         self.tokens += 1
-        return self.show(self.decoder.push(token), final=False)
+        return self.emit(self.decoder.push(token), final=False)
 
     def flush(self) -> str:
         """No more tokens: what still waits, half characters as U+FFFD."""
-        return self.show(self.decoder.flush(), final=True)
+        return self.emit(self.decoder.flush(), final=True)
 
-    def show(self, new: str, final: bool) -> str:
+    def emit(self, new: str, final: bool) -> str:
         if self.stopped is not None:
             return ""
         waiting = self.held + new

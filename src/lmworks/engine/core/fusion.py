@@ -184,7 +184,7 @@ class Fuser:
 
     def block(self, was: Block, last: bool) -> FusedBlock:
         if self.apply.invariant:
-            refuse_unknown(was)
+            check_fusable(was)
         norms = AddNorm(self.norm(was.attention_norm)), AddNorm(self.norm(was.mlp_norm))
         return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), last)
 
@@ -209,7 +209,7 @@ class Fuser:
         return FusedMLP(into, act, was.down, self.apply)
 
 
-def refuse_unknown(block: Block) -> None:
+def check_fusable(block: Block) -> None:
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
             raise SpecError(

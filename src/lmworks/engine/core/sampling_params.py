@@ -47,24 +47,24 @@ class SamplingParams:
     adapter: str | None = None  # name of a loaded LoRA adapter
 
     def __post_init__(self) -> None:
-        self.gather("stop", str, "texts")
-        self.gather("stop_token_ids", int, "token ids")
-        self.gather("choice", str, "texts")
+        self.as_tuple("stop", str, "texts")
+        self.as_tuple("stop_token_ids", int, "token ids")
+        self.as_tuple("choice", str, "texts")
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
-        self.number("temperature", 0, math.inf)
-        self.whole("top_k", 0)
-        self.number("top_p", 0, 1, open_below=True)
-        self.number("min_p", 0, 1)
-        self.number("repetition_penalty", 0, math.inf, open_below=True)
-        self.number("presence_penalty", -2, 2)
-        self.number("frequency_penalty", -2, 2)
-        self.whole("seed", 0, SEEDS - 1)
-        self.whole("max_tokens", 1, MAX_TOKENS)
-        self.whole("min_tokens", 0, self.max_tokens)
-        self.whole("n", 1, MAX_N)
-        self.whole("best_of", self.n, MAX_N)
-        self.whole("logprobs", 0, MAX_LOGPROBS)
-        self.whole("prompt_logprobs", 0, MAX_LOGPROBS)
+        self.check_number("temperature", 0, math.inf)
+        self.check_int("top_k", 0)
+        self.check_number("top_p", 0, 1, open_below=True)
+        self.check_number("min_p", 0, 1)
+        self.check_number("repetition_penalty", 0, math.inf, open_below=True)
+        self.check_number("presence_penalty", -2, 2)
+        self.check_number("frequency_penalty", -2, 2)
+        self.check_int("seed", 0, SEEDS - 1)
+        self.check_int("max_tokens", 1, MAX_TOKENS)
+        self.check_int("min_tokens", 0, self.max_tokens)
+        self.check_int("n", 1, MAX_N)
+        self.check_int("best_of", self.n, MAX_N)
+        self.check_int("logprobs", 0, MAX_LOGPROBS)
+        self.check_int("prompt_logprobs", 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} = {getattr(self, name)!r:.60}: true or false is expected")
@@ -82,7 +82,7 @@ class SamplingParams:
 
     # --- validation ---
 
-    def gather(self, name: str, kind: type, what: str) -> None:
+    def as_tuple(self, name: str, kind: type, what: str) -> None:
         """Several of a kind, as a tuple; a lone stop is one of them."""
         value = getattr(self, name)
         if value is None and name == "choice":
@@ -95,7 +95,7 @@ class SamplingParams:
             raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")
         object.__setattr__(self, name, found)
 
-    def whole(self, name: str, low: int, high: float = math.inf) -> None:
+    def check_int(self, name: str, low: int, high: float = math.inf) -> None:
         """None stays where it is a field's usual value."""
         value = getattr(self, name)
         if value is None and getattr(type(self), name) is None:
@@ -103,16 +103,16 @@ class SamplingParams:
         found = index(value)
         if found is None:
             raise SpecError(f"{name} = {value!r:.60}: a whole number is expected")
-        self.hold(name, found, low, high)
+        self.check_range(name, found, low, high)
 
-    def number(self, name: str, low: float, high: float, open_below: bool = False) -> None:
+    def check_number(self, name: str, low: float, high: float, open_below: bool = False) -> None:
         value = getattr(self, name)
         found = finite(value)
         if found is None:
             raise SpecError(f"{name} = {value!r:.60}: a finite number is expected")
-        self.hold(name, found, low, high, open_below)
+        self.check_range(name, found, low, high, open_below)
 
-    def hold(self, name: str, value: float, low: float, high: float, open_below: bool = False) -> None:
+    def check_range(self, name: str, value: float, low: float, high: float, open_below: bool = False) -> None:
         if value < low or value > high or (open_below and value == low):
             least = f"more than {low:g}" if open_below else f"at least {low:g}"
             most = "" if math.isinf(high) else f" and at most {high if isinstance(high, int) else f'{high:g}'}"

@@ -110,7 +110,7 @@ class Grammars:
         if (found := self.known(text)) is not None:
             return found
         try:
-            size = 0 if budget is None else self.tried(text, budget)
+            size = 0 if budget is None else self.check_in_sandbox(text, budget)
             found = compiled(self.tokens(), text)
         except TooComplex as error:
             if budget == FULL:
@@ -134,7 +134,7 @@ class Grammars:
         with self.lock:
             self.refused.put(digest(text), str(error))
 
-    def tried(self, text: str, budget: Budget) -> int:
+    def check_in_sandbox(self, text: str, budget: Budget) -> int:
         sandbox = self.sandboxes.get()
         try:
             return sandbox.check(text, budget)

@@ -70,7 +70,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -
     pairs = read_pairs(folder / WEIGHTS)
     with torch.device("meta"):
         ours: dict[str, Tensor] = dict(GPT(spec).named_parameters())
-    stored = {one.name.removesuffix(".weight"): one for one in layout(spec, family_of_spec(spec)) if in_a_block(one)}
+    stored = {one.name.removesuffix(".weight"): one for one in layout(spec, family_of_spec(spec)) if block_module(one)}
     deltas: dict[str, Delta] = {}
     for module, (down, up) in pairs.items():
         if module not in stored:
@@ -102,7 +102,7 @@ def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tens
     )
 
 
-def in_a_block(stored: Stored) -> bool:
+def block_module(stored: Stored) -> bool:
     """Whether it is a matrix that adapters may change: of attention, or of an MLP without experts."""
     return all(PLACES.fullmatch(name) for name in stored.parts)
 
@@ -133,12 +133,12 @@ def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
 def scale_of(config: dict[str, Any], module: str, rank: int, folder: Path) -> float:
     """alpha / rank or alpha / √rank; both may have exceptions by the name's ending."""
     try:
-        told = by_pattern(config.get("rank_pattern"), module, config.get("r"))
+        declared = by_pattern(config.get("rank_pattern"), module, config.get("r"))
         alpha = by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     except (re.error, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG}: rank_pattern or alpha_pattern cannot be read ({error})") from None
-    if told != rank:
-        raise CheckpointError(f"{folder}: '{module}' has rank {rank}, but {CONFIG} says {told}")
+    if declared != rank:
+        raise CheckpointError(f"{folder}: '{module}' has rank {rank}, but {CONFIG} says {declared}")
     if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:  # which NaN is not either
         raise CheckpointError(f"{folder / CONFIG}: lora_alpha = {alpha!r:.60}: a number is expected")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -45,7 +45,7 @@ def is_quantized(folder: str | Path) -> bool:
 # --- writing --------------------------------------------------------------------------------------------
 
 
-def refuse_others(out: Path) -> None:
+def check_output_folder(out: Path) -> None:
     """Before any work: a folder with other things in it is nobody's to overwrite, and one must be possible there."""
     if out.exists() and not out.is_dir():
         raise SpecError(f"{out} is a file; name a folder for the quantized model")
@@ -69,7 +69,7 @@ def save_quantized(
 
     Everything is written beside and renamed at the end: a killed job leaves the old folder or none.
     """
-    refuse_others(out)
+    check_output_folder(out)
     place = out.resolve()  # of "." and of a link: what they stand for
     draft = place.with_name(f".{place.name}.part")
     try:

@@ -26,7 +26,7 @@ def peak_rows(model: ModelSpec, scheme: str, tokens: int, width: int) -> list[Ro
     ]
 
 
-def refuse_oversized(name: str, model: ModelSpec, scheme: str, tokens: int, width: int, device: torch.device) -> None:
+def check_memory(name: str, model: ModelSpec, scheme: str, tokens: int, width: int, device: torch.device) -> None:
     """Before anything is loaded; with the most tokens that would fit, or how much the rest takes without any."""
     limits = free_for(device)
 

@@ -21,7 +21,7 @@ from ...kernels.inference.quantized import GROUPS
 from ...model.gpt import GPT
 from ...spec import DataError, LMWorksError
 from .calibrated_rounding import LayerReport, Make, loss_on, quantize_layers
-from .quantized_model import refuse_unfit, scheme_named, served_bytes
+from .quantized_model import check_quantizable, scheme_named, served_bytes
 
 LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # how much perplexity may rise, as a part of what it was
 ROWS_TOKENS = 4096  # tokens of one batch
@@ -130,7 +130,7 @@ def quantize(
 ) -> Report:
     """Quantize a network in place. One that lost too much raises QuantizationRefused, and is then not fit for use."""
     chosen = scheme_named(scheme)
-    refuse_unfit(model)
+    check_quantizable(model)
     model.eval().requires_grad_(False)
     loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)
     if not math.isfinite(loss_before):

@@ -155,13 +155,13 @@ def alike(a: QuantLinear, b: QuantLinear) -> bool:
 def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
     """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantization.quantize`."""
     chosen = scheme_named(scheme)
-    refuse_unfit(model)
+    check_quantizable(model)
     for name, layer in list(linears(model)):
         replace(model, name, rounded(scheme_of(chosen, name), layer, group))
     return model
 
 
-def refuse_unfit(model: GPT) -> None:
+def check_quantizable(model: GPT) -> None:
     if quantized_layers(model):
         raise SpecError("the network is quantized already: quantize what it was made from")
     if moe_layers(model):

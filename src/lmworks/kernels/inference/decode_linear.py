@@ -14,7 +14,7 @@ from torch import Tensor
 from ..swiglu import swiglu_packed
 
 FEW = 16  # rows up to which streaming is faster than cuBLAS
-TURNED = range(8, 33)  # rows for which MKL is faster if the weight stands on the left
+TRANSPOSED_ROWS = range(8, 33)  # rows for which MKL is faster if the weight stands on the left
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -23,10 +23,10 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `reference`: x (…, in), weight (out, in), bias (out) → (…, out)."""
-    if turns(x):
+    if uses_transposed(x):
         y = (weight @ x.flatten(0, -2).t()).t().contiguous().view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias)
-    if not streams(x, weight):
+    if not uses_streaming_kernel(x, weight):
         return F.linear(x, weight, bias)
     from .decode_linear_triton import linear
 
@@ -36,20 +36,25 @@ def small_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) · up, of a product that gives both side by side: (…, out / 2)."""
-    if bias is not None or not streams(x, weight):
+    if bias is not None or not uses_streaming_kernel(x, weight):
         return swiglu_packed(small_linear(x, weight, bias))
     from .decode_linear_triton import linear
 
     return linear(x, weight, gate=True)
 
 
-def turns(x: Tensor) -> bool:
+def uses_transposed(x: Tensor) -> bool:
     """Whether Wx is computed instead of xWᵀ."""
     rows = x.numel() // x.shape[-1]
-    return x.device.type == "cpu" and x.dtype == torch.float32 and rows in TURNED and torch.backends.mkl.is_available()
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and rows in TRANSPOSED_ROWS
+        and torch.backends.mkl.is_available()
+    )
 
 
-def streams(x: Tensor, weight: Tensor) -> bool:
+def uses_streaming_kernel(x: Tensor, weight: Tensor) -> bool:
     """Whether the streaming kernel takes it: few rows, half precision, whole rows of 16 bytes."""
     return (
         x.device.type == "cuda"

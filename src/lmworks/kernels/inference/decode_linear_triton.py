@@ -170,7 +170,7 @@ def launch(
         return out
     scales = (out if scale is None else scale, out if row_scale is None else row_scale)  # unused ones are never read
     tile = few_rows_tile(kind, rows, channels, inputs)
-    grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
+    grid, parts, tickets = split_buffers(out, rows, channels, tile, gate)
     few_rows[grid](
         x, weight, *scales, out, parts, tickets, rows, channels, inputs, tile.split, kind, tile.rows, tile.channels,
         tile.inputs, tile.split > 1, gate, **early(x.device), num_warps=tile.warps,
@@ -211,7 +211,7 @@ def tiles_of(channels: int, lines: int, gate: bool) -> int:
     return triton.cdiv(channels // (1 + gate), lines // (1 + gate))
 
 
-def shared_out(
+def split_buffers(
     out: Tensor, rows: int, channels: int, tile: Tile, gate: bool
 ) -> tuple[tuple[int, int, int], Tensor, Tensor]:
     """The grid, and room for the parts and tickets of tiles that several programs share."""

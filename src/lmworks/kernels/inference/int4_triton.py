@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..triton_support import power_of_two, tl, triton
-from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_k_range, split_of, store
+from .decode_linear_triton import PROGRAMS, Tile, channels_of, split_buffers, split_k_range, split_of, store
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LEAST_GROUP = 64  # of which a stretch is 16 inputs: what a tensor core takes at once
@@ -155,7 +155,7 @@ def int4_linear(x: Tensor, words: Tensor, scale: Tensor, gate: bool = False) -> 
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], channels // (1 + gate), dtype=x.dtype, device=x.device)
     tile = int4_tile(rows, channels, inputs, group)
-    grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
+    grid, parts, tickets = split_buffers(out, rows, channels, tile, gate)
     # Not launched early, as the others are: so a step took 2.45 ms with one sequence where it takes 2.24 with no kernel
     # launched early, and 2.66 instead of 2.58 with eight. Why is not known.
     few_rows_int4[grid](

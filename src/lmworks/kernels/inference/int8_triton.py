@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..triton_support import early, power_of_two, tl, triton, wait
-from .decode_linear_triton import PROGRAMS, Tile, channels_of, shared_out, split_k_range, split_of, store
+from .decode_linear_triton import PROGRAMS, Tile, channels_of, split_buffers, split_k_range, split_of, store
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 WORD = 4  # bytes, of as many inputs
@@ -116,7 +116,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
     x = x.contiguous()
     out = torch.empty(*x.shape[:-1], channels // (1 + gate), dtype=x.dtype, device=x.device)
     tile = int8_tile(rows, channels, inputs, gate)
-    grid, parts, tickets = shared_out(out, rows, channels, tile, gate)
+    grid, parts, tickets = split_buffers(out, rows, channels, tile, gate)
     few_rows_int8[grid](
         x, q.view(torch.int32), scale, out, parts, tickets, rows, channels, inputs, tile.split, tile.rows,
         tile.channels, tile.inputs, tile.split > 1, gate, **early(x.device), num_warps=tile.warps,

@@ -42,7 +42,7 @@ def evens_and_odds(x):
 
 
 @triton.jit
-def between_one_another(even, odd):
+def interleave(even, odd):
     """What `evens_and_odds` took apart."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 

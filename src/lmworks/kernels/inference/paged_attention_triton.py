@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..triton_support import early, multiprocessors, power_of_two, split_counters, tl, triton, wait
-from .packed_8bit_triton import between_one_another, evens_and_odds, widened, words_at
+from .packed_8bit_triton import evens_and_odds, interleave, widened, words_at
 from .paged_attention import LARGEST, SHORT, AttentionMetadata, LayerCache
 
 MOST_SPLITS = 64
@@ -63,7 +63,7 @@ def choose(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant:
         tile, stages = min(tile, 64), 2  # of more, registers spill
     if rows <= few:
         walks, keys = metadata.seq_lens.shape[0] * kv_heads, metadata.block_tables.shape[1] * cache.size
-        splits, least = share_out(walks, triton.cdiv(keys, tile), LONG // tile, q.device)
+        splits, least = num_splits(walks, triton.cdiv(keys, tile), LONG // tile, q.device)
         return Config(rows, tile, warps, stages, splits, least)
     if quantised and not exact:
         return Config(max(few, group), min(tile, 64), warps, 2)
@@ -74,7 +74,7 @@ def choose(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant:
     return Config(max(128, group), tile, 8, 3)
 
 
-def share_out(walks: int, tiles: int, long: int, device: torch.device) -> tuple[int, int]:
+def num_splits(walks: int, tiles: int, long: int, device: torch.device) -> tuple[int, int]:
     """Among how many programs each of `walks` (sequences × key heads) over up to so many tiles is shared out, and how
     many tiles one of them takes at least."""
     at_once = multiprocessors(device) * AT_ONCE // max(walks, 1)
@@ -294,7 +294,7 @@ def attend_kernel(
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
     if QUANTISED:
-        acc = between_one_another(acc, acc_odd)
+        acc = interleave(acc, acc_odd)
     acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
     at = place[:, None].to(tl.int64) * HEAD_DIM + d[None, :]
     if SPLIT:

@@ -162,14 +162,14 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
         from . import decode_linear_triton
 
         p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
-        if rows_of(x) < FP8_MANY or not scaled_mm_takes(x, q):
+        if rows_of(x) < FP8_MANY or not scaled_mm_supports(x, q):
             return decode_linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         y = y.view(*x.shape[:-1], -1)
     return swiglu_packed(y) if gate else y
 
 
-def scaled_mm_takes(x: Tensor, q: Tensor) -> bool:
+def scaled_mm_supports(x: Tensor, q: Tensor) -> bool:
     """Row-wise scales come with results in bf16 alone, and with dimensions of 16 bytes."""
     return x.dtype == torch.bfloat16 and not any(size % FP8_ALIGNED for size in q.shape)
 

@@ -109,7 +109,7 @@ def reference(
 ) -> None:
     """One operation a line, each rounded to fp32, as the kernel does it: their results are the same to the last bit."""
     grad = slot.grad.float() if grad_scale is None else slot.grad.float() * (1 / grad_scale)
-    wide = slot.weight.float() if slot.low is None else joined(slot.weight, slot.low)
+    wide = slot.weight.float() if slot.low is None else join_master(slot.weight, slot.low)
     by_chance = rule.stochastic or any(t is not None and t.dtype == torch.bfloat16 for t in (slot.mean, slot.square))
     random = random_bits(slot, first) if by_chance else None
     wide = wide * (1 - rule.lr * rule.weight_decay)
@@ -151,14 +151,14 @@ def random_bits(slot: Slot, first: int = 0) -> Tensor:
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 number as (bf16, int16); `joined` gives the same bits back. Of a NaN it gives one, quiet and positive."""
+    """fp32 as (bf16, int16); `join_master` restores the same bits. A NaN becomes quiet and positive."""
     bits = wide.contiguous().view(torch.int32)
     high = torch.where(wide.isnan(), QUIET, (bits + HALF) >> 16)
     low = torch.where(wide.isnan(), 0, bits - (high << 16))
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
-def joined(weight: Tensor, low: Tensor) -> Tensor:
+def join_master(weight: Tensor, low: Tensor) -> Tensor:
     bits = (weight.contiguous().view(torch.int16).to(torch.int32) << 16) + low
     return bits.view(torch.float32)
 

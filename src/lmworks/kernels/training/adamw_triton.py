@@ -24,7 +24,10 @@ from .adamw import HALF, LAST_16, QUIET, Rule, Slot
 # Measured on an H200 (benchmarks/adamw_tune.py).
 TILE, WARPS = 512, 2  # 8 elements a thread: 16 bytes of a bf16 weight
 SMALL = 2**16  # elements below which a tensor shares its launch
-TURNS, PROGRAMS = 4, 16  # tiles of a program at most, and programs that a multiprocessor has before; not timed yet
+MAX_TILES_PER_PROGRAM, PROGRAMS = (
+    4,
+    16,
+)  # tiles of a program at most, and programs that a multiprocessor has before; not timed yet
 
 ROUND, LAST, NAN = tl.constexpr(HALF), tl.constexpr(LAST_16), tl.constexpr(QUIET)
 
@@ -36,10 +39,10 @@ def launch(
     numbered = list(enumerate(slots))
     for index, slot in numbered:
         if slot.weight.numel() >= SMALL:
-            alone(slot, corrections[index], rule, grad_scale, found_inf)
+            launch_single(slot, corrections[index], rule, grad_scale, found_inf)
     few = sorted((one for one in numbered if one[1].weight.numel() < SMALL), key=lambda one: formats(one[1]))
     for _, group in groupby(few, key=lambda one: formats(one[1])):  # almost always one
-        together(list(group), corrections, rule, grad_scale, found_inf)
+        launch_table(list(group), corrections, rule, grad_scale, found_inf)
 
 
 def formats(slot: Slot) -> list[str]:
@@ -50,23 +53,25 @@ def tensors(slot: Slot) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, T
     return slot.weight, slot.grad, slot.mean, slot.square, slot.low
 
 
-def alone(slot: Slot, correction: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def launch_single(
+    slot: Slot, correction: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
     numel = slot.weight.numel()
     tiles = triton.cdiv(numel, TILE)
-    turns = max(1, min(TURNS, tiles // (PROGRAMS * multiprocessors(slot.weight.device))))
-    adamw_kernel[(triton.cdiv(tiles, turns),)](
-        *tensors(slot), slot.step, slot.seed, correction, grad_scale, found_inf, numel, *numbers(rule),
+    tiles_per_program = max(1, min(MAX_TILES_PER_PROGRAM, tiles // (PROGRAMS * multiprocessors(slot.weight.device))))
+    adamw_kernel[(triton.cdiv(tiles, tiles_per_program),)](
+        *tensors(slot), slot.step, slot.seed, correction, grad_scale, found_inf, numel, *rule_scalars(rule),
         MOMENTS=slot.mean is not None, MASTER=slot.low is not None, STOCHASTIC=rule.stochastic,
         TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def numbers(rule: Rule) -> tuple[float, ...]:
+def rule_scalars(rule: Rule) -> tuple[float, ...]:
     """As the reference has them: differences of Python floats, rounded once."""
     return rule.lr, 1 - rule.lr * rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps
 
 
-def together(
+def launch_table(
     slots: list[tuple[int, Slot]], corrections: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """A row of the table for each: five addresses, that of its step, its seed, its size, its place in `corrections`."""
@@ -77,9 +82,9 @@ def together(
         for index, slot in slots
     ]  # fmt: skip
     tiles = [(row, tile) for row, (_, s) in enumerate(slots) for tile in range(triton.cdiv(s.weight.numel(), TILE))]
-    table, places = (on_device(numbers, corrections.device) for numbers in (rows, tiles))
+    table, places = (on_device(rule_scalars, corrections.device) for rule_scalars in (rows, tiles))
     table_kernel[(len(tiles),)](
-        table, places, *tensors(first), first.step, corrections, grad_scale, found_inf, *numbers(rule),
+        table, places, *tensors(first), first.step, corrections, grad_scale, found_inf, *rule_scalars(rule),
         MOMENTS=first.mean is not None, MASTER=first.low is not None, STOCHASTIC=rule.stochastic,
         COLUMNS=len(rows[0]), TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -92,7 +97,7 @@ def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 @triton.jit
-def cut(wide, random):
+def stochastic_round(wide, random):
     """As `adamw.narrow` with random bits."""
     bits = wide.to(tl.uint32, bitcast=True)
     rounded = ((bits + (random & LAST)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -143,8 +148,8 @@ def update(
         new_square = square.to(tl.float32) * beta2 + (grad * into_square) * grad
         wide = wide - tl.div_rn(rate * new_mean, tl.sqrt_rn(new_square) * root + eps)
         if mean.dtype == tl.bfloat16:
-            new_mean = cut(new_mean, random >> 16)
-            new_square = cut(new_square, third_half(random))
+            new_mean = stochastic_round(new_mean, random >> 16)
+            new_square = stochastic_round(new_square, third_half(random))
         tl.store(mean_ptr + at, new_mean.to(mean.dtype), mask=inside)
         tl.store(square_ptr + at, new_square.to(square.dtype), mask=inside)
     else:
@@ -154,7 +159,7 @@ def update(
         tl.store(low_ptr + at, new_low.to(tl.int16), mask=inside)
     if weight.dtype == tl.bfloat16:
         if STOCHASTIC and not MASTER:
-            wide = cut(wide, random)
+            wide = stochastic_round(wide, random)
         tl.store(weight_ptr + at, high_half(wide).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
         tl.store(weight_ptr + at, wide, mask=inside)

@@ -1,13 +1,13 @@
-"""Products of matrices that end in more than a bias: the C interface of cuBLASLt, of the library that torch has loaded.
+"""GEMMs with fused epilogues through the C interface of cuBLASLt, from the library that torch has loaded.
 
-    linear_gelu    pre = x · weightᵀ + bias,  gelu(pre)      both are written, nothing is read for it
+    linear_gelu    pre = x · weightᵀ + bias,  gelu(pre)      both are written
     linear_dgelu   (grad · weight) · gelu′(pre)              the backward pass of the same, through the layer after it
     linear_add     onto + x · weightᵀ + bias
 
-PyTorch's own products end with a bias; what follows reads and writes the result once more. cuBLAS counts matrices by
-columns: a contiguous (rows, columns) of ours is its (columns, rows), so weights come first and results are turned.
+PyTorch's epilogues end with a bias; further operations read and write the result again. cuBLAS is column-major: a
+contiguous (rows, columns) of ours is its (columns, rows), so weights come first and results are transposed.
 
-Which way cuBLAS computes a product best is measured, as for any op: "cublas 4" is the fifth that it knows.
+The best algorithm is measured, as for any op: "cublas 4" is the fifth of the heuristic's list.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch import Tensor
 
 from ...spec import LMWorksError
 from ..dispatch import TORCH, pick
-from .gelu import by_sigmoid, slope
+from .gelu import gelu_grad, sigmoid_gelu
 
 COMPUTE_32F, R_32F = 68, 0
 TYPES = {torch.bfloat16: 14, torch.float16: 2}
-TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_WIDTH = 3, 7, 8, 11, 12  # attributes of a product
-PLAIN, PLAIN_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 4, 160, 164, 192  # its ends
-MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference
-TAKEN_FOR_GRANTED, LEAST = 256, 16  # bytes that an address divides by: as cuBLAS supposes, and as we see to
+TRANSPOSE_A, EPILOGUE, BIAS, AUX, AUX_WIDTH = 3, 7, 8, 11, 12  # attributes of a matmul descriptor
+PLAIN, PLAIN_BIAS, GELU_AUX, GELU_AUX_BIAS, DGELU = 1, 4, 160, 164, 192  # epilogues
+MAX_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a preference
+ASSUMED_ALIGNMENT, MIN_ALIGNMENT = 256, 16  # bytes: what cuBLAS assumes, and what `align` guarantees
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS advises for Hopper
-ALIGNED = LEAST // 2  # numbers of 2 bytes, which rows divide into
-WAYS = tuple(f"cublas {way}" for way in range(8))  # to compute a product, that cuBLAS is asked for
-IMPLEMENTATIONS = (TORCH, *WAYS)
+ALIGNED = MIN_ALIGNMENT // 2  # elements of 2 bytes
+ALGORITHMS = tuple(f"cublas {algorithm}" for algorithm in range(8))  # requested of the heuristic
+IMPLEMENTATIONS = (TORCH, *ALGORITHMS)
 
 
 class Heuristic(ctypes.Structure):
-    """How cuBLAS would compute a product."""
+    """cublasLtMatmulHeuristicResult_t: one algorithm."""
 
     _fields_ = [
         ("algorithm", c_uint64 * 8),
@@ -53,36 +53,38 @@ class Heuristic(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A product of (rows, inner) and (inner, columns), as we count."""
+class GemmSpec:
+    """(rows, inner) · (inner, columns), row-major."""
 
     rows: int
     columns: int
     inner: int
-    turned: bool  # whether the second is given as (columns, inner), as the weight of a linear layer
-    end: int
-    way: int  # which of those that cuBLAS knows, its own favourite first; beyond the last, the last
+    transposed: bool  # the second operand is (columns, inner), as the weight of a linear layer
+    epilogue: int
+    algorithm: int  # index in the heuristic's list, best first; beyond the last, the last
     dtype: torch.dtype
     device: int
 
 
-class Product:
-    """One kind of product, ready to be launched with other numbers."""
+class Gemm:
+    """A GEMM of one shape and type, launched with different operands."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind, self.lock = kind, threading.Lock()
-        self.handle = handle_of(kind.device)
-        self.describe = made("cublasLtMatmulDescCreate", c_int(COMPUTE_32F), c_int(R_32F))
-        self.say(TRANSPOSE_A, c_int32(kind.turned))
-        self.say(EPILOGUE, c_int32(kind.end))
-        self.say(AUX_WIDTH, c_int64(kind.columns))
-        inner, columns = (kind.inner, kind.columns) if kind.turned else (kind.columns, kind.inner)
-        self.weight = layout(kind.dtype, inner, columns)
-        self.x, self.out = layout(kind.dtype, kind.inner, kind.rows), layout(kind.dtype, kind.columns, kind.rows)
-        self.ways: dict[bool, Heuristic] = {}  # for numbers that are aligned as cuBLAS supposes, and for others
+    def __init__(self, spec: GemmSpec) -> None:
+        self.spec, self.lock = spec, threading.Lock()
+        self.handle = handle_of(spec.device)
+        self.description = create("cublasLtMatmulDescCreate", c_int(COMPUTE_32F), c_int(R_32F))
+        self.set_attribute(TRANSPOSE_A, c_int32(spec.transposed))
+        self.set_attribute(EPILOGUE, c_int32(spec.epilogue))
+        self.set_attribute(AUX_WIDTH, c_int64(spec.columns))
+        inner, columns = (spec.inner, spec.columns) if spec.transposed else (spec.columns, spec.inner)
+        self.weight = layout(spec.dtype, inner, columns)
+        self.x, self.out = layout(spec.dtype, spec.inner, spec.rows), layout(spec.dtype, spec.columns, spec.rows)
+        self.algorithms: dict[bool, Heuristic] = {}  # by whether operands have the alignment that cuBLAS assumes
 
-    def say(self, attribute: int, value: ctypes._SimpleCData[int] | ctypes.c_void_p) -> None:
-        call("cublasLtMatmulDescSetAttribute", self.describe, c_int(attribute), byref(value), c_size_t(sizeof(value)))
+    def set_attribute(self, attribute: int, value: ctypes._SimpleCData[int] | ctypes.c_void_p) -> None:
+        call(
+            "cublasLtMatmulDescSetAttribute", self.description, c_int(attribute), byref(value), c_size_t(sizeof(value))
+        )
 
     def __call__(
         self,
@@ -94,53 +96,53 @@ class Product:
         bias: Tensor | None = None,
         onto: Tensor | None = None,
     ) -> None:
-        room = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=x.device)
         added = out if onto is None else onto
         aligned = not any(
-            one is not None and one.data_ptr() % TAKEN_FOR_GRANTED for one in (x, weight, added, aux, bias)
+            one is not None and one.data_ptr() % ASSUMED_ALIGNMENT for one in (x, weight, added, aux, bias)
         )
-        # What a product ends in is said before each. cuBLAS launches on the current device, whatever the stream's is.
-        with self.lock, torch.cuda.device(self.kind.device):
+        # Epilogue pointers are set before each launch. cuBLAS launches on the current device, whatever the stream's is.
+        with self.lock, torch.cuda.device(self.spec.device):
             for attribute, given in ((AUX, aux), (BIAS, bias)):
                 if given is not None:
-                    self.say(attribute, c_void_p(given.data_ptr()))
-            if aligned not in self.ways:
-                self.ways[aligned] = self.choose(aligned)
+                    self.set_attribute(attribute, c_void_p(given.data_ptr()))
+            if aligned not in self.algorithms:
+                self.algorithms[aligned] = self.choose(aligned)
             call(
-                "cublasLtMatmul", self.handle, self.describe, byref(c_float(1)),
+                "cublasLtMatmul", self.handle, self.description, byref(c_float(1)),
                 c_void_p(weight.data_ptr()), self.weight, c_void_p(x.data_ptr()), self.x,
                 byref(c_float(onto is not None)), c_void_p(added.data_ptr()), self.out,
                 c_void_p(out.data_ptr()), self.out,
-                byref(self.ways[aligned]), c_void_p(room.data_ptr()), c_size_t(WORKSPACE),
+                byref(self.algorithms[aligned]), c_void_p(workspace.data_ptr()), c_size_t(WORKSPACE),
                 c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
             )  # fmt: skip
 
     def choose(self, aligned: bool) -> Heuristic:
-        preference, found, count = made("cublasLtMatmulPreferenceCreate"), (Heuristic * len(WAYS))(), c_int()
-        wishes: list[tuple[int, ctypes._SimpleCData[int]]] = [(MOST_WORKSPACE, c_size_t(WORKSPACE))]
-        wishes += [] if aligned else [(attribute, c_uint32(LEAST)) for attribute in ALIGNMENTS]
-        for attribute, wish in wishes:
-            size = c_size_t(sizeof(wish))
-            call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(attribute), byref(wish), size)
+        preference, found, count = create("cublasLtMatmulPreferenceCreate"), (Heuristic * len(ALGORITHMS))(), c_int()
+        preferences: list[tuple[int, ctypes._SimpleCData[int]]] = [(MAX_WORKSPACE, c_size_t(WORKSPACE))]
+        preferences += [] if aligned else [(attribute, c_uint32(MIN_ALIGNMENT)) for attribute in ALIGNMENTS]
+        for attribute, value in preferences:
+            size = c_size_t(sizeof(value))
+            call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(attribute), byref(value), size)
         call(
-            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.describe, self.weight, self.x, self.out, self.out,
-            preference, c_int(len(WAYS)), found, byref(count),
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.description, self.weight, self.x, self.out, self.out,
+            preference, c_int(len(ALGORITHMS)), found, byref(count),
         )  # fmt: skip
         call("cublasLtMatmulPreferenceDestroy", preference)
-        ways = [one for one in found[: count.value] if not one.status]
-        if not ways:
-            raise LMWorksError(f"cuBLAS knows no way to compute {self.kind}")
-        return ways[min(self.kind.way, len(ways) - 1)]
+        algorithms = [one for one in found[: count.value] if not one.status]
+        if not algorithms:
+            raise LMWorksError(f"cuBLAS has no algorithm for {self.spec}")
+        return algorithms[min(self.spec.algorithm, len(algorithms) - 1)]
 
 
 @functools.cache
-def product(kind: Kind) -> Product:
-    return Product(kind)
+def gemm(spec: GemmSpec) -> Gemm:
+    return Gemm(spec)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """None where torch is made for other GPUs, or has cuBLAS within itself."""
+    """None if torch is built for other GPUs, or links cuBLAS statically."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{major}")
@@ -148,32 +150,30 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def there(device: torch.device) -> bool:
-    """Whether the operations below run: on a CPU they are formulas."""
+def is_available(device: torch.device) -> bool:
+    """Whether the operations below run; on a CPU they are formulas."""
     return device.type == "cpu" or library() is not None
 
 
-there._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `choose.fastest`
+is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `dispatch.fastest`
 
 
-def way_of(op: str, wanted: str | None, device: torch.device, **shape: int) -> int | None:
-    """In which way cuBLAS computes `op`; None where PyTorch does."""
+def pick_algorithm(op: str, wanted: str | None, device: torch.device, **shape: int) -> int | None:
+    """The cuBLAS algorithm for `op`; None if PyTorch computes it."""
     chosen = pick(op, wanted, IMPLEMENTATIONS, device, **shape)
-    return None if chosen == TORCH else WAYS.index(chosen)
+    return None if chosen == TORCH else ALGORITHMS.index(chosen)
 
 
-def takes(states: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """Numbers of one type and 2 bytes, and rows that it can begin to read at, while gradients are wanted: a pass
-    without them is left as it is.
-    """
+def supports(states: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """One 16-bit dtype and aligned rows, with gradients enabled: passes without gradients are left to PyTorch."""
     dtype = states[0].dtype
     alike = dtype in TYPES and all(one is None or one.dtype == dtype for one in (*states, *weights, *biases))
     whole = states[0].numel() > 0 and not any(size % ALIGNED for weight in weights for size in weight.shape)
-    return alike and whole and torch.is_grad_enabled() and there(states[0].device)
+    return alike and whole and torch.is_grad_enabled() and is_available(states[0].device)
 
 
 def as_autocast(first: Tensor, *others: Tensor | None) -> list[Any]:
-    """Cast as autocast would, for operations that it does not know."""
+    """Cast as autocast would: it does not know these operations."""
     given = [first, *others]
     if not torch.is_autocast_enabled(first.device.type):
         return given
@@ -184,15 +184,15 @@ def as_autocast(first: Tensor, *others: Tensor | None) -> list[Any]:
 @functools.cache
 def handle_of(device: int) -> c_void_p:
     with torch.cuda.device(device):
-        return made("cublasLtCreate")
+        return create("cublasLtCreate")
 
 
 def layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
-    return made("cublasLtMatrixLayoutCreate", c_int(TYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows))
+    return create("cublasLtMatrixLayoutCreate", c_int(TYPES[dtype]), c_uint64(rows), c_uint64(columns), c_int64(rows))
 
 
-def made(function: str, *given: object) -> c_void_p:
-    """What a function of cuBLAS makes. Never freed: there are as many as kinds of products."""
+def create(function: str, *given: object) -> c_void_p:
+    """A handle that a cuBLAS function creates. Never freed: there is one per GemmSpec."""
     handle = c_void_p()
     call(function, byref(handle), *given)
     return handle
@@ -205,74 +205,87 @@ def call(function: str, *given: object) -> None:
         raise LMWorksError(f"{function} of cuBLAS failed with status {status}")
 
 
-def fit(given: Tensor) -> Tensor:
-    """Contiguous, and where cuBLAS can begin to read; copied where it is not."""
+def align(given: Tensor) -> Tensor:
+    """Contiguous and aligned to MIN_ALIGNMENT; copied if necessary."""
     given = given.contiguous()
-    return given.clone() if given.data_ptr() % LEAST else given
+    return given.clone() if given.data_ptr() % MIN_ALIGNMENT else given
 
 
-# --- as operations of torch, which a compiler takes as they are ------------------------------------------
+# --- torch operators, opaque to the compiler -------------------------------------------------------------
 
 
 @torch.library.custom_op("lmworks::linear_gelu", mutates_args=(), device_types="cuda")
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, way: int) -> tuple[Tensor, Tensor]:
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, algorithm: int) -> tuple[Tensor, Tensor]:
     """(tokens, in), (out, in), (out) → gelu(pre), pre."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    x, weight, bias = fit(x), fit(weight), None if bias is None else fit(bias)
+    x, weight, bias = (
+        align(x),
+        align(weight),
+        None if bias is None else align(bias),
+    )
     result, pre = x.new_empty(rows, columns), x.new_empty(rows, columns)
-    kind = Kind(rows, columns, inner, True, GELU_AUX if bias is None else GELU_AUX_BIAS, way, x.dtype, x.device.index)
-    product(kind)(x, weight, result, aux=pre, bias=bias)
+    spec = GemmSpec(
+        rows, columns, inner, True, GELU_AUX if bias is None else GELU_AUX_BIAS, algorithm, x.dtype, x.device.index
+    )
+    gemm(spec)(x, weight, result, aux=pre, bias=bias)
     return result, pre
 
 
 @linear_gelu.register_kernel("cpu")
-def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor | None, _way: int = 0) -> tuple[Tensor, Tensor]:
+def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor | None, _algorithm: int = 0) -> tuple[Tensor, Tensor]:
     pre = F.linear(x, weight, bias)
-    return by_sigmoid(pre), pre
+    return sigmoid_gelu(pre), pre
 
 
 @linear_gelu.register_fake
-def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _way: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _algorithm: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("lmworks::linear_dgelu", mutates_args=(), device_types="cuda")
-def linear_dgelu(grad: Tensor, weight: Tensor, pre: Tensor, way: int) -> Tensor:
+def linear_dgelu(grad: Tensor, weight: Tensor, pre: Tensor, algorithm: int) -> Tensor:
     """(tokens, out), (out, in), (tokens, in) → (grad · weight) · gelu′(pre)."""
     (rows, inner), columns = grad.shape, weight.shape[1]
-    grad, weight, pre = fit(grad), fit(weight), fit(pre)
+    grad, weight, pre = align(grad), align(weight), align(pre)
     result = grad.new_empty(rows, columns)
-    kind = Kind(rows, columns, inner, False, DGELU, way, grad.dtype, grad.device.index)
-    product(kind)(grad, weight, result, aux=pre)
+    spec = GemmSpec(rows, columns, inner, False, DGELU, algorithm, grad.dtype, grad.device.index)
+    gemm(spec)(grad, weight, result, aux=pre)
     return result
 
 
 @linear_dgelu.register_kernel("cpu")
-def linear_dgelu_reference(grad: Tensor, weight: Tensor, pre: Tensor, _way: int = 0) -> Tensor:
-    return ((grad @ weight) * slope(pre)).to(grad.dtype)
+def linear_dgelu_reference(grad: Tensor, weight: Tensor, pre: Tensor, _algorithm: int = 0) -> Tensor:
+    return ((grad @ weight) * gelu_grad(pre)).to(grad.dtype)
 
 
 @linear_dgelu.register_fake
-def _(grad: Tensor, weight: Tensor, _pre: Tensor, _way: int) -> Tensor:
+def _(grad: Tensor, weight: Tensor, _pre: Tensor, _algorithm: int) -> Tensor:
     return grad.new_empty(grad.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("lmworks::linear_add", mutates_args=(), device_types="cuda")
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, way: int) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, algorithm: int) -> Tensor:
     """(tokens, in), (out, in), (out), (…, out) → onto + x · weightᵀ + bias, in the shape of `onto`."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    x, weight, onto, bias = fit(x), fit(weight), fit(onto), None if bias is None else fit(bias)
+    x, weight, onto, bias = (
+        align(x),
+        align(weight),
+        align(onto),
+        None if bias is None else align(bias),
+    )
     result = x.new_empty(onto.shape)
-    kind = Kind(rows, columns, inner, True, PLAIN if bias is None else PLAIN_BIAS, way, x.dtype, x.device.index)
-    product(kind)(x, weight, result, bias=bias, onto=onto)
+    spec = GemmSpec(
+        rows, columns, inner, True, PLAIN if bias is None else PLAIN_BIAS, algorithm, x.dtype, x.device.index
+    )
+    gemm(spec)(x, weight, result, bias=bias, onto=onto)
     return result
 
 
 @linear_add.register_kernel("cpu")
-def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, _way: int = 0) -> Tensor:
+def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor, _algorithm: int = 0) -> Tensor:
     return onto.contiguous() + F.linear(x, weight, bias).view(onto.shape)
 
 
 @linear_add.register_fake
-def _(x: Tensor, _weight: Tensor, _bias: Tensor | None, onto: Tensor, _way: int) -> Tensor:
+def _(x: Tensor, _weight: Tensor, _bias: Tensor | None, onto: Tensor, _algorithm: int) -> Tensor:
     return x.new_empty(onto.shape)

@@ -21,7 +21,7 @@ from . import float8
 # Measured on an H200 (benchmarks/loss_tune.py): at 16,384 × 4096 80 % of a copy's pace, turned 78 %.
 PARTS = 1056  # programs of the first pass: eight for each of the 132 multiprocessors of a Hopper GPU
 SPAN = 4096  # numbers of one step of it
-TILE, TURNED_TILE = (8, 512), (64, 64)  # rows and columns of a program of the second: both sides of a turn are wide
+TILE, TRANSPOSED_TILE = (8, 512), (64, 64)  # rows and columns of a program of the second: both sides of a turn are wide
 
 MANTISSA, EXPONENT = tl.constexpr(float8.MANTISSA), tl.constexpr(float8.EXPONENT)
 
@@ -57,9 +57,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool = False)
     x = x.contiguous()
     rows, columns = x.shape
     out = torch.empty((columns, rows) if transposed else (rows, columns), dtype=dtype, device=x.device)
-    high, wide = TURNED_TILE if transposed else TILE
+    high, wide = TRANSPOSED_TILE if transposed else TILE
     quantize_kernel[(triton.cdiv(rows, high), triton.cdiv(columns, wide))](
-        x, out, scale, rows, columns, LARGEST=float8.LARGEST[dtype], TURNED=transposed, HIGH=high, WIDE=wide,
+        x, out, scale, rows, columns, LARGEST=float8.LARGEST[dtype], TRANSPOSED=transposed, HIGH=high, WIDE=wide,
         num_warps=4,
     )  # fmt: skip
     return out
@@ -117,7 +117,7 @@ def amax_kernel(x, parts, count, programs, SPAN: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, out, scale_ptr, rows, columns, LARGEST: tl.constexpr, TURNED: tl.constexpr,
+def quantize_kernel(x, out, scale_ptr, rows, columns, LARGEST: tl.constexpr, TRANSPOSED: tl.constexpr,
                     HIGH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     scale = tl.load(scale_ptr)
     row = (tl.program_id(0) * HIGH + tl.arange(0, HIGH)).to(tl.int64)[:, None]
@@ -125,7 +125,7 @@ def quantize_kernel(x, out, scale_ptr, rows, columns, LARGEST: tl.constexpr, TUR
     inside = (row < rows) & (column < columns)
     tile = tl.load(x + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     small = rounded(tile, scale, LARGEST).to(out.dtype.element_ty)
-    if TURNED:
+    if TRANSPOSED:
         tl.store(out + tl.trans(column) * rows + tl.trans(row), tl.trans(small), mask=tl.trans(inside))
     else:
         tl.store(out + row * columns + column, small, mask=inside)

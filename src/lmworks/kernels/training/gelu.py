@@ -1,6 +1,6 @@
 """GELU in its tanh form, as GPT-2 has it: x · (1 + tanh u) / 2 = x · σ(2u), u = √(2/π) · (x + 0.044715 x³).
 
-A compiled tanh has branches, and keeps a GPU busier than memory does; a sigmoid is one exponential.
+A compiled tanh has branches and is compute-bound; a sigmoid is one exponential.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ TWICE, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def gelu(x: Tensor) -> Tensor:
-    return by_sigmoid(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
+    return sigmoid_gelu(x) if torch.compiler.is_compiling() else F.gelu(x, approximate="tanh")
 
 
-def by_sigmoid(x: Tensor) -> Tensor:
+def sigmoid_gelu(x: Tensor) -> Tensor:
     """In fp32, as PyTorch's own."""
     wide = x.float()
     return (wide * torch.sigmoid(TWICE * (wide + CUBE * wide**3))).to(x.dtype)
 
 
-def slope(x: Tensor) -> Tensor:
-    """Its derivative, in fp32."""
+def gelu_grad(x: Tensor) -> Tensor:
+    """The derivative, in fp32."""
     wide = x.float()
     half = torch.sigmoid(TWICE * (wide + CUBE * wide**3))
     return half + wide * half * (1 - half) * TWICE * (1 + 3 * CUBE * wide**2)

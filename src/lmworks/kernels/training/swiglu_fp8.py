@@ -57,22 +57,22 @@ class SwiGLUMLP(torch.autograd.Function):
         x, gate, up, down, gated, upped, *scales = ctx.saved_tensors
         of_x, of_gate, of_up, of_down, of_product = scales
         small = reference(grad, E5M2)
-        small_turned, x_turned = turned(small), turned(Float8(cast(x, of_x, E4M3), of_x))
+        small_transposed, x_transposed = transposed(small), transposed(Float8(cast(x, of_x, E4M3), of_x))
         weights = (gate, of_gate), (up, of_up), (down, of_down)
-        gate, up, down = (Float8(cast_turned(weight, scale), scale) for weight, scale in weights)
+        gate, up, down = (Float8(cast_transposed(weight, scale), scale) for weight, scale in weights)
         grad_product = linear(small, down, x.dtype, gradient=True)
-        *values, product_turned, of_grad_gate, of_grad_up = backward(grad_product, gated, upped, of_product)
+        *values, product_transposed, of_grad_gate, of_grad_up = backward(grad_product, gated, upped, of_product)
         of_both = of_grad_gate, of_grad_gate, of_grad_up, of_grad_up
-        grad_gate, gate_turned, grad_up, up_turned = map(Float8, values, of_both)
+        grad_gate, gate_transposed, grad_up, up_transposed = map(Float8, values, of_both)
         return (
             linear(grad_gate, gate, x.dtype, gradient=True) + linear(grad_up, up, x.dtype, gradient=True),
-            linear(gate_turned, x_turned, x.dtype, gradient=True),
-            linear(up_turned, x_turned, x.dtype, gradient=True),
-            linear(small_turned, Float8(product_turned, of_product), x.dtype, gradient=True),
+            linear(gate_transposed, x_transposed, x.dtype, gradient=True),
+            linear(up_transposed, x_transposed, x.dtype, gradient=True),
+            linear(small_transposed, Float8(product_transposed, of_product), x.dtype, gradient=True),
         )
 
 
-def turned(x: Float8) -> Float8:
+def transposed(x: Float8) -> Float8:
     return Float8(x.values.t().contiguous(), x.scale)
 
 
@@ -89,7 +89,7 @@ def forward(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @forward.register_kernel("cpu")
 def forward_reference(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return reference(product_of(gate, up), E4M3)
+    return reference(silu_mul(gate, up), E4M3)
 
 
 @forward.register_fake
@@ -109,11 +109,11 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> Gradients
 
 @backward.register_kernel("cpu")
 def backward_reference(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> Gradients:
-    product = cast(product_of(gate, up), scale, E4M3)
+    product = cast(silu_mul(gate, up), scale, E4M3)
     grad, gate, up = grad.float(), gate.float(), up.float()
     s = torch.sigmoid(gate)
     of_gate, of_up = reference(grad * up * s * (1 + gate * (1 - s)), E5M2), reference(grad * gate * s, E5M2)
-    values = of_gate.values, turned(of_gate).values, of_up.values, turned(of_up).values
+    values = of_gate.values, transposed(of_gate).values, of_up.values, transposed(of_up).values
     return *values, product.t().contiguous(), of_gate.scale, of_up.scale
 
 
@@ -125,23 +125,23 @@ def _(_grad: Tensor, gate: Tensor, _up: Tensor, scale: Tensor) -> Gradients:
     return as_is[0], flat[0], as_is[1], flat[1], flat[2], scale.new_empty(()), scale.new_empty(())
 
 
-def product_of(gate: Tensor, up: Tensor) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate.float()) * up.float()
 
 
-@torch.library.custom_op("lmworks::cast_turned", mutates_args=(), device_types="cuda")
-def cast_turned(x: Tensor, scale: Tensor) -> Tensor:
+@torch.library.custom_op("lmworks::cast_transposed", mutates_args=(), device_types="cuda")
+def cast_transposed(x: Tensor, scale: Tensor) -> Tensor:
     """x / scale in e4m3, turned: (rows, columns) → (columns, rows)."""
     from .float8_triton import cast as launch
 
     return launch(x, scale, E4M3, transposed=True)
 
 
-@cast_turned.register_kernel("cpu")
-def cast_turned_reference(x: Tensor, scale: Tensor) -> Tensor:
+@cast_transposed.register_kernel("cpu")
+def cast_transposed_reference(x: Tensor, scale: Tensor) -> Tensor:
     return cast(x, scale, E4M3).t().contiguous()
 
 
-@cast_turned.register_fake
+@cast_transposed.register_fake
 def _(x: Tensor, _scale: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0], dtype=E4M3)

@@ -34,7 +34,7 @@ class Tiles:
 
 
 TILES = Tiles()
-WORD = tl.constexpr(4)  # rows, whose numbers of one column are turned together: see `turned`
+WORD = tl.constexpr(4)  # rows, whose numbers of one column are turned together: see `transposed_bytes`
 
 
 def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Ten
     out, count = torch.empty_like(gate, dtype=float8.E4M3), gate.numel()
     programs = min(PARTS, triton.cdiv(count, tiles.span))
     parts = torch.empty(programs, device=gate.device)
-    largest_kernel[(programs,)](gate, up, parts, count, programs, SPAN=tiles.span, num_warps=8)
+    amax_kernel[(programs,)](gate, up, parts, count, programs, SPAN=tiles.span, num_warps=8)
     scale = float8.scale_of(parts.amax(), out.dtype)
     forward_kernel[(triton.cdiv(count, tiles.span),)](gate, up, out, scale, count, SPAN=tiles.span, num_warps=8)
     return out, scale
@@ -56,15 +56,15 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor, tiles: Tiles
     assert rows % WORD.value == 0, f"{rows} rows: others would be written behind the last"
     programs = min(PARTS, triton.cdiv(count, tiles.span))
     of_gate, of_up = torch.empty(programs, device=gate.device), torch.empty(programs, device=gate.device)
-    largest_gradients_kernel[(programs,)](grad, gate, up, of_gate, of_up, count, programs, SPAN=tiles.span, num_warps=8)
+    gradient_amax_kernel[(programs,)](grad, gate, up, of_gate, of_up, count, programs, SPAN=tiles.span, num_warps=8)
     scales = [float8.scale_of(parts.amax(), float8.E5M2) for parts in (of_gate, of_up)]
     as_is = [torch.empty_like(gate, dtype=float8.E5M2) for _ in range(2)]
-    turned = [gate.new_empty(columns, rows, dtype=dtype) for dtype in (float8.E5M2, float8.E5M2, float8.E4M3)]
+    transposed_bytes = [gate.new_empty(columns, rows, dtype=dtype) for dtype in (float8.E5M2, float8.E5M2, float8.E4M3)]
     backward_kernel[(triton.cdiv(rows, tiles.high), triton.cdiv(columns, tiles.wide))](
-        grad, gate, up, scale, *scales, *as_is, *turned, rows, columns, HIGH=tiles.high, WIDE=tiles.wide,
+        grad, gate, up, scale, *scales, *as_is, *transposed_bytes, rows, columns, HIGH=tiles.high, WIDE=tiles.wide,
         num_warps=tiles.warps,
     )  # fmt: skip
-    return as_is[0], turned[0], as_is[1], turned[1], turned[2], scales[0], scales[1]
+    return as_is[0], transposed_bytes[0], as_is[1], transposed_bytes[1], transposed_bytes[2], scales[0], scales[1]
 
 
 @triton.jit
@@ -76,14 +76,14 @@ def silu_of(gate):
 
 
 @triton.jit
-def turned(first, second, third, fourth, out, HIGH: tl.constexpr, WIDE: tl.constexpr):
+def transposed_bytes(first, second, third, fourth, out, HIGH: tl.constexpr, WIDE: tl.constexpr):
     """Every fourth row of a tile in the format of `out`, as (columns, rows)."""
     fours = tl.join(tl.join(first, third), tl.join(second, fourth)).to(out.dtype.element_ty)  # (…, 2, 2): in order
     return tl.reshape(tl.permute(fours, (1, 0, 2, 3)), (WIDE, HIGH))
 
 
 @triton.jit
-def largest_kernel(gate_ptr, up_ptr, parts, count, programs, SPAN: tl.constexpr):
+def amax_kernel(gate_ptr, up_ptr, parts, count, programs, SPAN: tl.constexpr):
     """The largest of every `programs`-th span: (programs)."""
     place = tl.program_id(0)
     largest = tl.zeros((SPAN,), tl.float32)
@@ -96,7 +96,7 @@ def largest_kernel(gate_ptr, up_ptr, parts, count, programs, SPAN: tl.constexpr)
 
 
 @triton.jit
-def largest_gradients_kernel(
+def gradient_amax_kernel(
     grad_ptr, gate_ptr, up_ptr, gate_parts, up_parts, count, programs, SPAN: tl.constexpr
 ):  # fmt: skip
     """Likewise, of gate and of up."""
@@ -124,7 +124,7 @@ def forward_kernel(gate_ptr, up_ptr, out, scale, count, SPAN: tl.constexpr):
 
 
 @triton.jit
-def small_gradients(
+def fp8_gradients(
     grad_ptr, gate_ptr, up_ptr, gate_out, up_out, here, inside, to_product, to_gate, to_up
 ):  # fmt: skip
     """Write those of some numbers as they are; returns them, and the product, to be turned."""
@@ -140,29 +140,33 @@ def small_gradients(
 
 @triton.jit
 def backward_kernel(
-    grad, gate, up, scale, gate_scale, up_scale, gate_out, up_out, gate_turned, up_turned, product_turned, rows,
-    columns, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    grad, gate, up, scale, gate_scale, up_scale, gate_out, up_out, gate_transposed, up_transposed, product_transposed,
+    rows, columns, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     to_product, to_gate, to_up = 1 / tl.load(scale), 1 / tl.load(gate_scale), 1 / tl.load(up_scale)
     top, left = tl.program_id(0) * HIGH, tl.program_id(1) * WIDE
     row, column = tl.arange(0, HIGH // WORD)[:, None] * WORD, left + tl.arange(0, WIDE)[None, :]
     inside = (top + row < rows) & (column < columns)
     here = top.to(tl.int64) * columns + (row * columns + column)
-    gate_0, up_0, product_0 = small_gradients(
+    gate_0, up_0, product_0 = fp8_gradients(
         grad, gate, up, gate_out, up_out, here, inside, to_product, to_gate, to_up
     )  # fmt: skip
-    gate_1, up_1, product_1 = small_gradients(
+    gate_1, up_1, product_1 = fp8_gradients(
         grad, gate, up, gate_out, up_out, here + columns, inside, to_product, to_gate, to_up
     )  # fmt: skip
-    gate_2, up_2, product_2 = small_gradients(
+    gate_2, up_2, product_2 = fp8_gradients(
         grad, gate, up, gate_out, up_out, here + 2 * columns, inside, to_product, to_gate, to_up
     )  # fmt: skip
-    gate_3, up_3, product_3 = small_gradients(
+    gate_3, up_3, product_3 = fp8_gradients(
         grad, gate, up, gate_out, up_out, here + 3 * columns, inside, to_product, to_gate, to_up
     )  # fmt: skip
     line, place = left + tl.arange(0, WIDE)[:, None], top + tl.arange(0, HIGH)[None, :]
     there, within = line.to(tl.int64) * rows + place, (place < rows) & (line < columns)
-    products = turned(product_0, product_1, product_2, product_3, product_turned, HIGH, WIDE)
-    tl.store(product_turned + there, products, mask=within)
-    tl.store(gate_turned + there, turned(gate_0, gate_1, gate_2, gate_3, gate_turned, HIGH, WIDE), mask=within)
-    tl.store(up_turned + there, turned(up_0, up_1, up_2, up_3, up_turned, HIGH, WIDE), mask=within)
+    products = transposed_bytes(product_0, product_1, product_2, product_3, product_transposed, HIGH, WIDE)
+    tl.store(product_transposed + there, products, mask=within)
+    tl.store(
+        gate_transposed + there,
+        transposed_bytes(gate_0, gate_1, gate_2, gate_3, gate_transposed, HIGH, WIDE),
+        mask=within,
+    )
+    tl.store(up_transposed + there, transposed_bytes(up_0, up_1, up_2, up_3, up_transposed, HIGH, WIDE), mask=within)

@@ -26,7 +26,7 @@ from typing import NoReturn
 from ...parallel.mesh import Mesh
 from ...record import RunFolder, phase
 from ...record.hang import Report, Verdict, find_cause, read_reports
-from ...record.life import UNKNOWN, Heartbeat, process_state, read_heartbeats
+from ...record.heartbeat import UNKNOWN, Heartbeat, process_state, read_heartbeats
 from ...spec import TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .flight import FlightRecorder

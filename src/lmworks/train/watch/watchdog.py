@@ -25,7 +25,7 @@ from ...parallel.world import run_on_all_ranks
 from ...plan.memory.host import oom_kills
 from ...record import RunFolder, phase
 from ...record.hang import Verdict, find_cause
-from ...record.life import Heartbeat, own_heartbeat, process_state, read_heartbeats, read_stat
+from ...record.heartbeat import Heartbeat, own_heartbeat, process_state, read_heartbeats, read_stat
 from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .alarm import STACKS_SIGNAL, Alarm, exit_now, report_from_heartbeat

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmworks.record.figures import binary_bytes, clock, duration, short
+from lmworks.record.formatting import binary_bytes, clock, duration, short
 
 
 @pytest.mark.parametrize(

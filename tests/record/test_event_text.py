@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lmworks
-from lmworks.record.sentences import DESCRIPTIONS, describe_event
+from lmworks.record.event_text import DESCRIPTIONS, describe_event
 
 DATA = {"usual_bits": 4.5, "odd": [{"sample": 99, "entropy_bits": 0.5, "z": -8.0}], "sources": {"tokens": 8}}
 RAN = {"launch": "lmworks-1", "ranks": 4, "layout": {"dp": 2, "tp": 2}, "accumulation": 8}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .figures import binary_bytes, duration
+from .formatting import binary_bytes, duration
 from .triage import outlier_sample, replica_finding, rerun_finding
 
 Event = Mapping[str, Any]
