@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -216,6 +217,15 @@ def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
     assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None, NO_HANG_S) == ["done", "done"]
     assert not list(tmp_path.iterdir())
+
+
+def test_no_deprecated_function_sets_the_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FutureWarning of every rank, where PyTorch has `set_timeout`."""
+    seen: list[tuple[object, ...]] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_pg_map", {"group": None})
+    monkeypatch.setattr(dist, "set_timeout", lambda *arguments: seen.append(arguments), raising=False)
+    world.set_group_timeouts(timedelta(seconds=3))
+    assert seen == [(timedelta(seconds=3), "group")]
 
 
 def limits(rank: int) -> set[int]:

@@ -81,8 +81,9 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
 
 def set_group_timeouts(limit: timedelta) -> None:
     """Of every existing group: a subgroup does not inherit the timeout of the default group."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # new in 2.15
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_timeout(limit, group)
 
 
 def shutdown() -> None:
