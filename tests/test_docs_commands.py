@@ -51,6 +51,8 @@ SHORTER = {
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
     r"^lmworks bench precision": "--steps 8",
+    r"^lmworks bench precision(?! --only)": "--only fp16",
+    r"^lmworks bench precision configs/small.toml": SMALL_BATCH,
 }
 STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "file:///backup/": "file://$PWD/backup/",
