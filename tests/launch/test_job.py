@@ -45,6 +45,15 @@ def test_a_mismatch_names_both_and_what_fits(nodes: int | None, per_node: int | 
     assert "\n" not in str(refused.value)
 
 
+def test_what_fits_is_listed_for_the_usual_machines() -> None:
+    with pytest.raises(SpecError) as refused:
+        Job.of(tiny("parallel.dp=24"), "tiny", nodes=5)
+    assert str(refused.value).endswith(
+        "these would fit: --nodes 3 --gpus-per-node 8 | --nodes 6 --gpus-per-node 4 | "
+        "--nodes 12 --gpus-per-node 2 | --nodes 24 --gpus-per-node 1"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "label"), [("Llama 3.1 8B", "llama-3-1-8b"), ("7b", "run-7b"), ("ü", "run"), ("x" * 80, "x" * 40)]
 )

@@ -90,6 +90,43 @@ def test_every_pod_has_gpus_shared_memory_the_claim_and_the_spec(kind: str) -> N
         assert container["command"] == ["bash", "/etc/lmworks/start.sh"]
 
 
+@pytest.mark.parametrize(("grace", "shutdown"), [(300, "270"), (61, "31"), (45, "30"), (10, "30")])
+def test_ranks_have_time_to_save_before_the_pod_is_killed(grace: int, shutdown: str) -> None:
+    """torchrun kills its ranks half a minute before Kubernetes kills the pod, but leaves them that much at least."""
+    (_, _, manifest) = manifests(job(), Pods("image", "claim", grace=grace), "job")
+    pod = manifest["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == grace
+    assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": shutdown} in pod["containers"][0]["env"]
+
+
+def test_pods_start_again_three_times() -> None:
+    (node,) = applied("trainjob")["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["spec"]["backoffLimit"] == 3
+    assert applied("pytorchjob")["PyTorchJob"]["spec"]["runPolicy"]["backoffLimit"] == 3
+    assert applied("job")["Job"]["spec"]["backoffLimit"] == 6  # counts pods: three for each of the two nodes
+
+
+def test_a_spec_too_large_for_a_config_map_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {f"/data/{number:060}": 1.0 for number in range(20_000)}
+    with pytest.raises(SpecError, match=r"the spec is 1,\d{3},\d{3} bytes; a ConfigMap holds 1,000,000"):
+        manifests(Job.of(load_run("tiny").replace(data={"mix": sources}), "tiny"), PODS, "job")
+    size = sum(len(text.encode()) for text in applied("job")["ConfigMap"]["data"].values())
+    monkeypatch.setattr("lmworks.launch.kubernetes.LIMIT", size)
+    assert applied("job")["ConfigMap"]
+    monkeypatch.setattr("lmworks.launch.kubernetes.LIMIT", size - 1)
+    with pytest.raises(SpecError, match="a ConfigMap holds"):
+        manifests(job(), PODS, "job")
+
+
+def test_scripts_can_be_read_in_the_manifest() -> None:
+    what = manifests(job(), PODS, "job")
+    script = what[0]["data"]["start.sh"]
+    text = to_yaml(what)
+    assert "\n  start.sh: |\n" in text
+    for line in script.splitlines():
+        assert f"\n    {line}\n" in text
+
+
 def test_the_operators_find_what_they_look_for() -> None:
     replicas = applied("pytorchjob")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
@@ -114,6 +151,7 @@ def test_a_plain_job_finds_node_0_through_the_service() -> None:
     assert variables["PET_MASTER_ADDR"]["value"] == f"llama-3-0.{service['metadata']['name']}"
     assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True  # nodes meet before any of them is ready
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": found["Job"]["metadata"]["name"]}
     assert variables["PET_MASTER_PORT"]["value"] == str(service["spec"]["ports"][0]["port"])
     assert "job-completion-index" in variables["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]

@@ -40,6 +40,7 @@ def test_it_asks_ray_for_the_ranks_of_the_layout() -> None:
     source = ray_driver(two_workers(), "/shared/ray")
     assert "num_workers=2" in source
     assert "use_gpu=False" in source
+    assert "resources_per_worker={'CPU': 1}," in source
     gpus = Job.of(load_run("tiny", ["parallel.dp=4", "parallel.tp=2"]), "tiny", nodes=8, per_node=1, run_dir="/r")
     source = ray_driver(gpus, "/shared/ray")
     assert "num_workers=8" in source

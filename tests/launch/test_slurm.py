@@ -63,6 +63,17 @@ def test_it_asks_for_what_the_layout_needs() -> None:
     assert not any("gpus" in line for line in directives(slurm_script(two_ranks(), Allocation())))
 
 
+@pytest.mark.parametrize(("grace", "shutdown"), [(300, 270), (61, 31), (45, 30), (10, 30)])
+def test_ranks_have_time_to_save_before_the_limit(grace: int, shutdown: int) -> None:
+    script = slurm_script(two_ranks(), Allocation(grace=grace))
+    assert f"signal=B:USR1@{grace}" in directives(script)
+    assert f"\nexport TORCH_ELASTIC_SHUTDOWN_TIMEOUT={shutdown}\n" in script
+
+
+def test_by_default_the_run_is_asked_to_stop_five_minutes_before_the_limit() -> None:
+    assert "signal=B:USR1@300" in directives(slurm_script(two_ranks(), Allocation()))
+
+
 def test_what_a_site_asks_for() -> None:
     script = slurm_script(two_ranks(), VARIANTS["site"])
     assert {"qos=high", "constraint=ib&h100", "mail-user=a@b.c", 'comment="two words"'} <= directives(script)
