@@ -56,6 +56,11 @@ def offloaded_bytes(spec: RunSpec, policies: Sequence[str], most: Mapping[str, f
     return [min(share, limit) for share, limit in zip(block_budgets(spec, len(policies)), limits, strict=True)]
 
 
+def pinned_bytes(size: Number) -> Any:
+    """Pinned host memory of a block that offloads so many bytes: whole buffers of `MIN_TENSOR_BYTES`."""
+    return np.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES
+
+
 # --- in closed form -------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...spec import components
 from ...spec.layout import IN_ROUNDS, RESIDENT_BLOCKS
-from ..activation_offload import MIN_TENSOR_BYTES, PAGE_BYTES, offloadable_bytes
+from ..activation_offload import PAGE_BYTES, offloadable_bytes, pinned_bytes
 from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
@@ -203,8 +203,8 @@ class Activations:
         return sum(count * size for count, size in self.offloaded())
 
     def pinned(self) -> Any:
-        """Host memory for it: whole buffers of `MIN_TENSOR_BYTES` per block."""
-        return sum(count * np.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES for count, size in self.offloaded())
+        """Host memory for it."""
+        return sum(count * pinned_bytes(size) for count, size in self.offloaded())
 
     # --- kept from forward to backward ------------------------------------------------------------------
 
