@@ -26,7 +26,7 @@ def floor_of(name: str, bandwidth: float = 4.27e12, **changes: object) -> Decode
     spec = ModelSpec.from_preset(name, **changes)
     with torch.device("meta"):
         model = GPT(spec).to(torch.bfloat16)
-    return DecodeRoofline(model, KVCacheShape.of(spec, EngineSpec(), torch.bfloat16, spec.kv_heads), bandwidth)
+    return DecodeRoofline(model, KVCacheShape.of(spec, EngineSpec(), torch.bfloat16), bandwidth)
 
 
 # --- the floor --------------------------------------------------------------------------------------------

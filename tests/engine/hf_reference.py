@@ -36,10 +36,15 @@ GPT2 = {
     "vocab_size": VOCAB, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 96, "n_inner": 112,
     "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "head_dim": 8, "first_k_dense_replace": 2, "num_mtp_layers": 0,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SHAPE),
     "qwen3": ("qwen3", {**SHAPE, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", GPT2),
+    "deepseek_v3": ("deepseek_v3", {**SHAPE, **LATENT}),
 }
 
 

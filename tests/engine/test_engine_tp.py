@@ -52,7 +52,9 @@ class Behind:
         return getattr(self.runner, name)
 
 
-each_way = pytest.mark.parametrize(("family", "speculate"), [("llama", "none"), ("qwen3", "ngram"), ("gpt2", "draft")])
+each_way = pytest.mark.parametrize(
+    ("family", "speculate"), [("llama", "none"), ("qwen3", "ngram"), ("gpt2", "draft"), ("deepseek_v3", "none")]
+)
 
 
 def compare_two_ranks(family: str, speculate: str, folder: Path, device: str) -> int:

@@ -39,6 +39,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no-positions": {"positions": "none"},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "moe": {"experts": 4, "top_k": 2, "shared_experts": 1, "balance_bias": 0.01},
+    "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6, "kv_heads": 4},
+    "latent attention, window, moe": {
+        "kv_lora_rank": 12,
+        "rope_head_dim": 4,
+        "kv_heads": 4,
+        "sliding_window": 9,
+        "experts": 4,
+        "rope_interleaved": True,
+    },
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -337,7 +346,7 @@ def test_heads_of_odd_width_have_no_8_bit_cache(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_bytes_of_a_block_are_what_it_takes(kind: str) -> None:
-    shape = KVCacheShape.of(ModelSpec.from_preset("tiny"), EngineSpec(kv_dtype=kind), torch.bfloat16, kv_heads=2)
+    shape = KVCacheShape.of(ModelSpec.from_preset("tiny"), EngineSpec(kv_dtype=kind), torch.bfloat16)
     cache = KVCache(shape, 3, torch.device("cpu"))
     held = cache.store.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
     assert held == 3 * shape.block_bytes

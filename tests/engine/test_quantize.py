@@ -44,6 +44,7 @@ SHAPES = {
     "llama": {},
     "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "qkv_bias": True, "kv_heads": 4},
     "qwen": {"qk_norm": True, "tie_embeddings": True},
+    "deepseek": {"kv_lora_rank": 32, "q_lora_rank": 32, "rope_head_dim": 8, "kv_heads": 4},
 }
 
 

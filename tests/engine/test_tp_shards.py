@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one key head": {"kv_heads": 1, "qkv_bias": True},
     "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "qkv_bias": True, "kv_heads": 4},
     "tied": {"qk_norm": True, "tie_embeddings": True},
+    "latent attention": {"kv_lora_rank": 16, "q_lora_rank": 24, "rope_head_dim": 8, "kv_heads": 4},
 }
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "block": 4, "blocks": 40, "max_batch_tokens": 11}
 PROMPTS = [[7, 8, 9] * 3, [1, 2, 3, 4, 5], [50], list(range(20, 43))]

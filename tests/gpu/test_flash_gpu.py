@@ -144,7 +144,7 @@ def gradients_of(spec: ModelSpec, *, compiled: bool = False, recompute: str = "n
         block.recompute = recompute
         if compiled:
             if recompute in PARTLY:  # as parallel.apply does it
-                block.forward = inside(block.forward, recompute)
+                block.forward = inside(block, recompute)
                 block.recompute = "none"
             block.compile()
     tokens = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(0)).cuda()

@@ -21,6 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 5, "kv_heads": 2},
     "alibi-window": {"positions": "alibi", "sliding_window": 5},
     "moe": {"experts": 4},
+    "latent": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
 
@@ -87,7 +88,7 @@ def test_the_cache_has_the_precision_that_attention_runs_in() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(PROMPT, attend=watch)
     assert seen == [{torch.bfloat16}]
-    assert cache.store is not None and cache.store.dtype == torch.bfloat16
+    assert [store.dtype for store in cache.store] == [torch.bfloat16] * 2
 
 
 def test_a_row_that_stopped_repeats_the_stop_token() -> None:

@@ -63,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"bias": True},
     "layer-no-bias": {"norm": "layer"},
     "moe": {"experts": 4, "top_k": 2, "expert_ffn": 24},
+    "latent": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
     "moe-shared": {"experts": 4, "top_k": 1, "expert_ffn": 24, "shared_experts": 2, "kv_heads": 1},
 }
 

@@ -41,6 +41,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "head_dim": 8, "first_k_dense_replace": 2, "num_mtp_layers": 0,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
@@ -63,6 +68,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
+    "deepseek-v3": ("deepseek_v3", {**SHAPE, **LATENT}),
+    "deepseek-v3-halves": ("deepseek_v3", {**SHAPE, **LATENT, "q_lora_rank": None, "rope_interleave": False}),
 }
 
 SPECS = {
@@ -79,6 +86,8 @@ SPECS = {
     "mixtral": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=2),
     "qwen3_moe": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=3,
                            expert_ffn=24, qk_norm=True, sliding_window=7),
+    "deepseek_v3": ModelSpec(layers=2, hidden=48, heads=4, vocab=96, context=64, kv_lora_rank=24, q_lora_rank=20,
+                             rope_head_dim=8, v_head_dim=10, rope_interleaved=True),
 }  # fmt: skip
 
 
@@ -244,6 +253,10 @@ def test_every_preset_s_config_comes_back(name: str) -> None:
 
 
 REFUSED_CONFIGS = {
+    "deepseek experts": (
+        {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1},
+        "first_k_dense_replace = 1.*must be 2",
+    ),
     "bert": ({"model_type": "bert"}, "model_type 'bert' is not supported.*gpt2, llama"),
     "none": ({"model_type": None}, "model_type 'None' is not supported"),
     "act": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),

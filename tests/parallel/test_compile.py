@@ -71,7 +71,7 @@ def test_a_block_that_is_computed_again_is_one_graph(documents: torch.Tensor | N
     for compiled in (False, True):
         model = GPT(spec, seed=1)
         for block in model.layers() if compiled else []:
-            block.forward = inside(block.forward, policy)
+            block.forward = inside(block, policy)
             block.compile(backend="aot_eager", fullgraph=True)
         _, loss = model(tokens, tokens.roll(-1, 1), documents=documents)
         loss.backward()

@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 2, "tie_embeddings": True},
     "gpt2": {"norm": "layer", "mlp": "gelu", "bias": True, "positions": "learned"},
     "experts": {"experts": 4, "top_k": 2, "shared_experts": 1},
+    "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
 }
 
 

@@ -46,6 +46,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "alibi, documents": {"positions": "alibi", "documents": True},
     "reference": {"attention": "reference", "kv_heads": 2},
+    "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
+    "latent attention, experts": {"kv_lora_rank": 12, "rope_head_dim": 4, "experts": 4, "top_k": 2},
 }
 
 

@@ -14,13 +14,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..kernels.training.flash_attention import OPERATION as FLASH_ATTENTION
+
+if TYPE_CHECKING:
+    from .gpt import Block
 
 aten = torch.ops.aten
 LINEAR = {
@@ -37,7 +40,6 @@ DEAR = LINEAR | {
     torch.ops.higher_order.flex_attention,
     FLASH_ATTENTION,
 }
-OF_ATTENTION = 4  # linear layers, the first of a block: q, k, v and out
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward pass, and of the second
 
 
@@ -46,30 +48,30 @@ def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPoli
 
 
 class KeepAttention:
-    """As `keep_dear`, up to the last product of attention; for one block, as it counts."""
+    """As `keep_dear`, up to the last product of attention; for one block, as it counts.
 
-    def __init__(self) -> None:
+    `linears`: linear layers of attention, the first of a block.
+    """
+
+    def __init__(self, linears: int) -> None:
+        self.linears = linears
         self.seen = {False: 0, True: 0}  # linear layers, in the forward pass and when it is computed again
 
     def __call__(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        over = self.seen[ctx.is_recompute] >= OF_ATTENTION
+        over = self.seen[ctx.is_recompute] >= self.linears
         self.seen[ctx.is_recompute] += op in LINEAR
         return CheckpointPolicy.MUST_SAVE if op in DEAR and not over else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def dear() -> Contexts:
-    """Of `selective`, for a block whose attention is one operation."""
-    contexts: Contexts = create_selective_checkpoint_contexts(keep_dear)
-    return contexts
+PARTLY = ("selective", "mlp")  # policies that keep some of what a block computes
 
 
-def dear_of_attention() -> Contexts:
-    """Of `mlp`, likewise."""
-    contexts: Contexts = create_selective_checkpoint_contexts(KeepAttention())
-    return contexts
-
-
-PARTLY = {"selective": dear, "mlp": dear_of_attention}  # policies that keep some of what a block computes
+def policy_contexts(policy: str, linears: int) -> Contexts:
+    """Of a policy that keeps some, for a block whose attention is one operation."""
+    found: Contexts = create_selective_checkpoint_contexts(
+        keep_dear if policy == "selective" else KeepAttention(linears)
+    )
+    return found
 
 
 # What a block that keeps some put away in its forward pass, for when it is computed again; None elsewhere.
@@ -91,19 +93,19 @@ class Keeping(AbstractContextManager[None]):
         self.policy.__exit__(*error)
 
 
-def keeping(policy: str) -> tuple[Keeping, Keeping]:
+def keeping(policy: str, linears: int) -> tuple[Keeping, Keeping]:
     """Contexts of a policy that keeps some, for any block."""
     place: dict[str, Any] = {}
-    forward, again = PARTLY[policy]()
+    forward, again = policy_contexts(policy, linears)
     return Keeping(forward, place), Keeping(again, place)
 
 
-def inside(forward: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
+def inside(block: Block, policy: str) -> Callable[..., Tensor]:
     """`forward` of a block under a policy that keeps some, to be compiled as a whole: the compiler then keeps it.
 
     A function of our own around `checkpoint`: where that is the first thing a compiler meets, it compiles nothing.
     """
-    contexts = PARTLY[policy]
+    forward, contexts = block.forward, partial(policy_contexts, policy, block.attention_linears)
 
     def kept_inside(*args: Any) -> Tensor:
         result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -112,11 +114,11 @@ def inside(forward: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]
     return kept_inside
 
 
-def recomputed(block: Callable[..., Tensor], policy: str) -> Callable[..., Tensor]:
+def recomputed(block: Block, policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full, selective or mlp."""
     if policy == "none":
         return block
     again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
     if policy == "full":
         return again
-    return partial(again, context_fn=partial(keeping, policy))
+    return partial(again, context_fn=partial(keeping, policy, block.attention_linears))

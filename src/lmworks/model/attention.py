@@ -1,8 +1,8 @@
 """Attention backends: the only part of the network that changes between training, generation and serving.
 
 A backend is called as `attend(q, k, v, layer, **per_head)` with q (batch, seq, heads, head_dim) and k, v
-(batch, seq, kv_heads, head_dim), and returns the mixture of values in q's shape. `per_head`: learned parameters of the
-softmax with one entry for each query head (`gpt.Attention.per_head`). `Dense` covers training and the KV cache;
+(batch, seq, kv_heads, head_dim), and returns the mixture of values for each query head. `per_head`: learned parameters
+of the softmax with one entry for each query head (`gpt.Attention.per_head`). `Dense` covers training and the KV cache;
 `engine.core.attention_backend` attends over pages. All of them see a `Pattern`: who may look at whom.
 """
 
@@ -89,8 +89,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> 
     gqa = q.shape[1] != k.shape[1]
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
+    width = v.shape[-1]
+    if q.device.type == "cpu" and width < q.shape[-1]:  # the fused kernel of a CPU takes heads of one width
+        v = F.pad(v, (0, q.shape[-1] - width))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
-    return out.transpose(1, 2)
+    return out[..., :width].transpose(1, 2)
 
 
 @functools.cache
@@ -228,7 +231,8 @@ def fastest_backend(spec: ModelSpec, device: torch.device, *, sparse: bool, offs
     """Ours where it was measured to be the fastest, else PyTorch's own: block-sparse where much is hidden."""
     if device.type != "cuda" or offset:
         return components.attention_backend(spec, "cpu")
-    if spec.positions != "alibi" and spec.head_dim <= 256:
+    core = components.attention_core(spec)
+    if spec.positions != "alibi" and core.v_dim == core.qk_dim <= 256:
         op = "sparse_attention" if sparse else "flash_attention"
         if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":
             return "flash"

@@ -20,16 +20,16 @@ class KVCache:
     def __init__(self, spec: ModelSpec, capacity: int, device: torch.device) -> None:
         self.spec = cached_backend(spec)
         self.capacity, self.device = capacity, device
-        self.store: Tensor | None = None  # made by the first layer, in the precision that attention runs in
+        self.store: list[Tensor] = []  # keys and values, made by the first layer in the precision of attention
         self.length = 0
         self.attend = dense(self.spec, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
-        if self.store is None:
-            shape = (self.spec.layers, 2, q.shape[0], self.capacity, *k.shape[2:])
-            self.store = torch.empty(shape, device=self.device, dtype=v.dtype)
+        if not self.store:
+            shape = (self.spec.layers, q.shape[0], self.capacity)
+            self.store = [torch.empty(*shape, *x.shape[2:], device=self.device, dtype=v.dtype) for x in (k, v)]
         end = self.length + q.shape[1]
-        keys, values = self.store[layer]
+        keys, values = (store[layer] for store in self.store)
         keys[:, self.length : end], values[:, self.length : end] = k, v
         return self.attend(q, keys[:, :end], values[:, :end], layer, **per_head)
 

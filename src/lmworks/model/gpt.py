@@ -32,6 +32,7 @@ from .moe import MoE
 if TYPE_CHECKING:
     from .activation_offload import Offload  # which loads the compiler: seconds, and an engine does without it
 
+LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever model.norm_eps is (DeepSeek)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin of every position, where the model has rotary embedding
 
 
@@ -98,6 +99,56 @@ class Attention(nn.Module):
         return {}
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads come from one latent vector per token.
+
+    A head is `head_dim` numbers without positions beside `rope_head_dim` with rotary embedding; the rotary part of the
+    keys is one for all heads. An engine caches the latent vector and that key (`engine.core.latent_attention`).
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer, self.interleaved = layer, spec.rope_interleaved
+        self.nope_dim, self.rope_dim, self.v_dim = spec.head_dim, spec.rope_head_dim, spec.v_head_dim
+        rank, q_rank = spec.kv_lora_rank, spec.q_lora_rank
+        q_width = spec.heads * (spec.head_dim + spec.rope_head_dim)
+        self.q = None if q_rank else Linear(spec.hidden, q_width, bias=False)
+        self.q_a = Linear(spec.hidden, q_rank, bias=False) if q_rank else None
+        self.kv_a = Linear(spec.hidden, rank + spec.rope_head_dim, bias=False)
+        self.q_norm = RMSNorm(q_rank, eps=LATENT_NORM_EPS) if q_rank else None
+        self.kv_norm = RMSNorm(rank, eps=LATENT_NORM_EPS)
+        self.q_b = Linear(q_rank, q_width, bias=False) if q_rank else None
+        self.kv_b = Linear(rank, spec.heads * (spec.head_dim + spec.v_head_dim), bias=False)
+        self.out = Linear(spec.heads * spec.v_head_dim, spec.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        q_nope, q_rope, latent, k_rope = self.latents(x, rotary)
+        k_nope, v = (
+            self.kv_b(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim)).split((self.nope_dim, self.v_dim), dim=-1)
+        )
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
+        return self.out(attend(q, k, v.contiguous(), self.layer).flatten(-2))
+
+    def latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries without and with positions (…, heads, width), the latent vector (…, rank), the rotary key."""
+        assert rotary is not None
+        if self.q_a is not None and self.q_norm is not None and self.q_b is not None:
+            q = self.q_b(self.q_norm(self.q_a(x)))
+        else:
+            assert self.q is not None
+            q = self.q(x)
+        q_nope, q_rope = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split(
+            (self.nope_dim, self.rope_dim), dim=-1
+        )
+        latent, k_rope = self.kv_a(x).split((self.kv_norm.normalized_shape[0], self.rope_dim), dim=-1)
+        k_rope = k_rope.unsqueeze(-2)
+        if self.interleaved:  # pairs (x0, x1), (x2, x3), … into halves
+            q_rope, k_rope = (part.unflatten(-1, (-1, 2)).mT.flatten(-2) for part in (q_rope, k_rope))
+        q_rope, k_rope = rotate_both(q_rope.contiguous(), k_rope.contiguous(), *rotary)
+        return q_nope, q_rope, self.kv_norm(latent), k_rope
+
+
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
 
@@ -123,10 +174,11 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec)
-        self.attention = Attention(spec, layer)
+        self.attention = LatentAttention(spec, layer) if spec.kv_lora_rank else Attention(spec, layer)
         self.mlp_norm = make_norm(spec)
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
         self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
+        self.attention_linears = sum(linear.name.startswith("attention.") for linear in components.linears(spec))
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary, attend)

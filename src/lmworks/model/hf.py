@@ -6,6 +6,7 @@ shape, `hf_layout` the names; `hf_write` is the way out.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -34,11 +35,11 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
-# What a spec and a config must agree on for the weights of one to mean the same in the other. Others may be changed on
-# purpose: context and rotary frequencies to stretch it, top_k, what only acts in training.
-SHAPE_KEYS = (
-    "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tie_embeddings", "norm", "positions", "mlp", "bias",
-    "qkv_bias", "qk_norm", "experts", "shared_experts", "expert_ffn",
+# What may differ between a spec and the config of the weights it starts from: context and rotary frequencies to stretch
+# it, top_k, what only acts in training. Everything else must be equal for the weights to mean the same.
+CHANGEABLE = (
+    "preset", "context", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "top_k", "capacity",
+    "balance_loss", "balance_bias", "attention", "init_std",
 )  # fmt: skip
 
 
@@ -193,8 +194,8 @@ class HFWeights:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         family, there = described(folder)
-        for key in SHAPE_KEYS if spec.experts else (*SHAPE_KEYS, "ffn"):
-            if getattr(there, key) != getattr(spec, key):
+        for key in (field.name for field in dataclasses.fields(spec) if field.name not in CHANGEABLE):
+            if getattr(there, key) != getattr(spec, key) and not (key == "ffn" and spec.experts):
                 raise SpecError(
                     f"{folder}: its config.json says {key} = {getattr(there, key)}, "
                     f"but model.{key} = {getattr(spec, key)}"

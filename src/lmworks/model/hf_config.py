@@ -26,6 +26,7 @@ ROPE_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "
 ROPE_MUST_BE = {"hidden_act": ("silu", None)}
 ROPE_WRITES: dict[str, Any] = {
     "norm": "rms",
+    "kv_lora_rank": 0,
     "positions": "rope",
     "mlp": "swiglu",
     "bias": False,
@@ -68,6 +69,7 @@ FAMILIES = {
             "kv_heads": lambda spec: spec.kv_heads == spec.heads,
             "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
             "qk_norm": False,
+            "kv_lora_rank": 0,
             "sliding_window": 0,
             "experts": 0,
         },
@@ -105,6 +107,13 @@ FAMILIES = {
         {**ROPE_DEFAULTS, "norm_topk_prob": False},
         {**QWEN_MUST_BE, "norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         {**EXPERTS_WRITES, "qk_norm": True},
+    ),
+    # Latent attention with dense layers; its experts (sigmoid routing in groups) are not supported.
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {**ROPE_DEFAULTS, "max_position_embeddings": 4096, "rope_interleave": True, "first_k_dense_replace": 3},
+        QWEN_MUST_BE,
+        {**ROPE_WRITES, "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0, "sliding_window": 0},
     ),
 }
 
@@ -159,13 +168,12 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
         count = config.get("num_local_experts") or need(config, "num_experts")
         experts = {"experts": count, "top_k": need(config, "num_experts_per_tok")}
         experts["expert_ffn"] = need(config, "moe_intermediate_size")
+    if name == "deepseek_v3":
+        return latent_spec(config)
     bias = bool(config.get("attention_bias"))
     if bias != bool(config.get("mlp_bias")):
         raise SpecError("attention_bias and mlp_bias must be equal: biases are on every projection or on none")
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(key), dict | None):
-            raise SpecError(f"{key} = {config[key]!r:.60}: an object is expected")
-    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = rotary_keys(config)
     return ModelSpec(
         layers=need(config, "num_hidden_layers"),
         hidden=need(config, "hidden_size"),
@@ -185,6 +193,42 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
         tie_embeddings=config["tie_word_embeddings"],
         init_std=config.get("initializer_range", 0.02),
         **experts,
+    )
+
+
+def rotary_keys(config: Config) -> dict[str, Any]:
+    """Of both layouts, in one dictionary."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), dict | None):
+            raise SpecError(f"{key} = {config[key]!r:.60}: an object is expected")
+    return {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def latent_spec(config: Config) -> ModelSpec:
+    layers, dense = need(config, "num_hidden_layers"), config["first_k_dense_replace"] or 0
+    if dense < layers:
+        raise SpecError(
+            f"first_k_dense_replace = {dense}: experts of deepseek_v3 are not supported; it must be {layers} or more"
+        )
+    rope = rotary_keys(config)
+    return ModelSpec(
+        layers=layers,
+        hidden=need(config, "hidden_size"),
+        heads=need(config, "num_attention_heads"),
+        ffn=need(config, "intermediate_size"),
+        vocab=need(config, "vocab_size"),
+        context=need(config, "max_position_embeddings"),
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling_of_config(rope),
+        rope_interleaved=bool(config["rope_interleave"]),
+        tie_embeddings=config["tie_word_embeddings"],
+        init_std=config.get("initializer_range", 0.02),
+        kv_lora_rank=need(config, "kv_lora_rank"),
+        q_lora_rank=config.get("q_lora_rank") or 0,
+        head_dim=need(config, "qk_nope_head_dim"),
+        rope_head_dim=need(config, "qk_rope_head_dim"),
+        v_head_dim=need(config, "v_head_dim"),
     )
 
 
@@ -275,6 +319,20 @@ def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
         "rope_scaling": scaling,
         "attention_dropout": 0.0,
     }
+    if name == "deepseek_v3":
+        config |= {
+            "head_dim": spec.rope_head_dim,
+            "kv_lora_rank": spec.kv_lora_rank,
+            "q_lora_rank": spec.q_lora_rank or None,
+            "qk_nope_head_dim": spec.head_dim,
+            "qk_rope_head_dim": spec.rope_head_dim,
+            "v_head_dim": spec.v_head_dim,
+            "rope_interleave": spec.rope_interleaved,
+            "first_k_dense_replace": spec.layers,
+            "num_nextn_predict_layers": 0,
+            "attention_bias": False,
+        }
+        return config
     if name == "llama":
         config |= {"attention_bias": spec.bias, "mlp_bias": spec.bias}
     else:

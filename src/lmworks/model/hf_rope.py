@@ -66,7 +66,7 @@ def rope_of_spec(spec: ModelSpec) -> tuple[float, dict[str, Any] | None]:
     if scaling.type == "none":
         return spec.rope_theta, None
     if scaling.type == "ntk":
-        return spec.rope_theta * scaling.factor ** (spec.head_dim / (spec.head_dim - 2)), None
+        return spec.rope_theta * scaling.factor ** (spec.rotary_dim / (spec.rotary_dim - 2)), None
     config: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
     if scaling.type != "linear":
         config["original_max_position_embeddings"] = scaling.original_context

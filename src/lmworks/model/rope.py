@@ -16,8 +16,8 @@ from ..spec import ModelSpec
 
 
 def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
-    """Angle per position of each pair, (head_dim / 2), and the factor on cos and sin (yarn's temperature)."""
-    dim, theta, scaling = spec.head_dim, spec.rope_theta, spec.rope_scaling
+    """Angle per position of each pair, (rotary_dim / 2), and the factor on cos and sin (yarn's temperature)."""
+    dim, theta, scaling = spec.rotary_dim, spec.rope_theta, spec.rope_scaling
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     if scaling.type == "ntk":  # raise the base so that the slowest pair is stretched by `factor`, the fastest not
         theta *= scaling.factor ** (dim / (dim - 2))
@@ -45,7 +45,7 @@ def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
 
 
 def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, head_dim), broadcasting over heads."""
+    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_dim), broadcasting over heads."""
     freqs, temperature = frequencies(spec, positions.device)
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
     cos, sin = angles.cos() * temperature, angles.sin() * temperature

@@ -99,7 +99,7 @@ def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
         part.norm.compile()
     for block in part.layers():
         if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
-            block.forward = inside(block.forward, block.recompute)  # type: ignore[method-assign]
+            block.forward = inside(block, block.recompute)  # type: ignore[method-assign]
             block.recompute = "none"
         block.compile()
 

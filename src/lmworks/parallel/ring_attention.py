@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
@@ -85,7 +86,9 @@ class Ring:
             dtype = torch.get_autocast_dtype(device_type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            return RingAttention.apply(q, k, v, self)
+            v_dim = v.shape[-1]  # values may be narrower than keys: they travel together, as wide
+            out = RingAttention.apply(q, k, F.pad(v, (0, k.shape[-1] - v_dim)), self)
+            return out[..., :v_dim]
 
     def tiles(self, source: int) -> list[Tile]:
         """What this rank computes with the block of rank `source`; made once and shared by all layers."""

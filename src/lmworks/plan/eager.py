@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Experts, Linear, Norm, Residual, Rotary
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary
 from .case import Number
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
@@ -30,7 +30,7 @@ def embedding(load: Workload) -> list[Op]:
         indices = 8 * load.seq * (load.batch if load.documents else 1)
         ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
-        table = load.seq * (load.batch if load.documents else 1) * m.head_dim
+        table = load.seq * (load.batch if load.documents else 1) * m.rotary_dim
         ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=(4 * table,) * 2))
     return ops + mask(load)
 
@@ -69,6 +69,8 @@ def block(load: Workload) -> list[Op]:
                 ops.append(head_norm(component, load))
             case Rotary():
                 ops.append(rotary(component, load))
+            case Copy():
+                ops.append(copied(component, load))
             case Attention():
                 ops.append(attention(component, load))
             case MLP():
@@ -148,10 +150,12 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
 
 
 def head_norm(layer: Norm, load: Workload) -> Op:
-    """RMSNorm over each head. Saved: its input, and 1/σ of every head."""
+    """RMSNorm over each head. Saved: its input, 1/σ of every head, and its output where a linear layer reads it."""
     x = load.tokens * load.local(layer.total, layer.shard)
     forward, backward = normalise(load, x)
-    return Op(layer.label, "norms", tuple(forward), tuple(backward), saved=(load.width * x, 4 * (x // layer.width)))
+    outputs = [load.width * x] * (components.readers(load.model, layer) > 0)
+    saved = (load.width * (load.tokens * layer.source if layer.source else x), 4 * (x // layer.width), *outputs)
+    return Op(layer.label, "norms", tuple(forward), tuple(backward), saved=saved)
 
 
 def rotary(layer: Rotary, load: Workload) -> Op:
@@ -167,12 +171,21 @@ def rotary(layer: Rotary, load: Workload) -> Op:
     return Op(layer.label, "rotary", tuple(passes), tuple(passes), transient=freed)
 
 
+def copied(layer: Copy, load: Workload) -> Op:
+    """One copy in each direction; attention saves what is written."""
+    moved = Kernel("stream", bytes=2.0 * load.width * load.tokens * (layer.width // load.tp))
+    return Op(layer.label, "attention", (moved,), (moved,))
+
+
 def attention(core: Attention, load: Workload) -> Op:
     """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
     heads, q, out = core.heads // load.tp, core.q_width // load.tp, core.out_width // load.tp
     result = t * out * w
     inputs = [t * width * w for width in (q, *(load.local(kv, "kv_heads") for kv in (core.k_width, core.v_width)))]
+    sliced = []
+    if load.device == "cpu" and core.v_dim < core.qk_dim and load.attention == "fused":
+        sliced, result, inputs[2] = [result], inputs[0], inputs[1]  # values padded to the width of keys
     flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
     shape = (load.seq, core.qk_dim)
     forward, backward = [], []
@@ -197,7 +210,7 @@ def attention(core: Attention, load: Workload) -> Op:
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]
     # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * heads
-    saved = [*inputs, result, sums, result * np.greater(load.cp, 1)]
+    saved = [*inputs, result, sums, result * np.greater(load.cp, 1), *sliced]
     mask = load.seq**2 * (load.batch if load.documents else 1)
     if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
         saved.append(heads * mask * w)

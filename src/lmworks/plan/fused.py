@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Experts, Linear, Norm, Residual, Rotary
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary
+from . import eager
 from .expert_load import fullest, padded
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, without_fp8
@@ -110,8 +111,18 @@ def rotary(layers: Sequence[Rotary], load: Workload) -> Op:
 
 
 def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
-    saved = [load.width * load.tokens * load.local(layer.total, layer.shard) for layer in layers]
-    return Op("head norms", "norms", passes(2 * sum(saved)), passes(3 * sum(saved)), saved=tuple(saved))
+    """Saved: their inputs, and their outputs where a linear layer reads them."""
+    sizes = [load.width * load.tokens * load.local(layer.total, layer.shard) for layer in layers]
+    outputs = [
+        size
+        for layer, size in zip(layers, sizes, strict=True)
+        if components.readers(load.model, layer) and not load.rematerialized
+    ]
+    inputs = [
+        load.width * load.tokens * layer.source if layer.source else size
+        for layer, size in zip(layers, sizes, strict=True)
+    ]
+    return Op("head norms", "norms", passes(2 * sum(sizes)), passes(3 * sum(sizes)), saved=(*inputs, *outputs))
 
 
 def attention(core: Attention, load: Workload) -> Op:
@@ -223,6 +234,8 @@ def block(load: Workload) -> list[Op]:
                 ops.append(head_norms(together, load))
             case Rotary():
                 ops.append(rotary(together, load))
+            case Copy() as layer:
+                ops.append(eager.copied(layer, load))
             case Attention() as core:
                 ops.append(attention(core, load))
             case MLP() as layer:

@@ -105,6 +105,7 @@ class Norm:
     kind: str = "rms"
     bias: bool = False
     total: int = 0  # 0: the residual stream
+    source: int = 0  # numbers per token of the tensor that its input is a part of (0: it is the whole)
     shard: Shard = "replicated"  # of these vectors
     hf: str = ""
 
@@ -123,6 +124,17 @@ class Rotary:
     width: int
     shard: Shard = "column"
     after_norm: bool = False  # its input is the output of a norm
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of `width` numbers per token, sharded by heads: parts of heads put side by side."""
+
+    label: str
+    width: int
 
     def weights(self) -> Iterator[Weight]:
         return iter(())
@@ -240,7 +252,7 @@ class Residual:
         return iter(())
 
 
-Component = Linear | Norm | Rotary | Attention | MLP | Experts | Residual
+Component = Linear | Norm | Rotary | Copy | Attention | MLP | Experts | Residual
 
 
 # --- the network ------------------------------------------------------------------------------------------
@@ -265,6 +277,9 @@ def stream_norm(m: ModelSpec, name: str, hf: str) -> Norm:
 
 def attention(m: ModelSpec) -> Iterator[Component]:
     """Projections, head norms, rotary embedding, attention, output projection."""
+    if m.kv_lora_rank:
+        yield from latent_attention(m)
+        return
     norm, hf = "attention_norm", "self_attn"
     yield Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
     for name, label in (("k", "key"), ("v", "value")):
@@ -287,6 +302,34 @@ def attention(m: ModelSpec) -> Iterator[Component]:
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
     yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, m.sliding_window)
     yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
+
+
+def latent_attention(m: ModelSpec) -> Iterator[Component]:
+    """Multi-head latent attention: keys and values of all heads are projections of one latent vector per token."""
+    norm, hf, qk_dim = "attention_norm", "self_attn", m.head_dim + m.rope_head_dim
+    latent = Linear("attention.kv_a", "latent", norm, m.hidden, m.kv_lora_rank + m.rope_head_dim, shard="replicated")
+    kv_norm = Norm("attention.kv_norm", "latent norm", m.kv_lora_rank, total=m.kv_lora_rank, source=latent.outputs)
+    q_norm = Norm("attention.q_norm", "query latent norm", m.q_lora_rank, total=m.q_lora_rank)
+    if m.q_lora_rank:
+        yield Linear(
+            "attention.q_a", "query latent", norm, m.hidden, m.q_lora_rank, shard="replicated", hf=f"{hf}.q_a_proj"
+        )
+    else:
+        yield Linear("attention.q", "query", norm, m.hidden, m.heads * qk_dim, hf=f"{hf}.q_proj")
+    yield replace(latent, hf=f"{hf}.kv_a_proj_with_mqa")
+    if m.q_lora_rank:
+        yield replace(q_norm, hf=f"{hf}.q_a_layernorm")
+    yield replace(kv_norm, hf=f"{hf}.kv_a_layernorm")
+    if m.q_lora_rank:
+        yield Linear("attention.q_b", "query", q_norm.name, m.q_lora_rank, m.heads * qk_dim, hf=f"{hf}.q_b_proj")
+    width = m.heads * (m.head_dim + m.v_head_dim)
+    yield Linear("attention.kv_b", "key, value", kv_norm.name, m.kv_lora_rank, width, hf=f"{hf}.kv_b_proj")
+    yield Rotary("rotary query", m.heads * m.rope_head_dim)
+    yield Rotary("rotary key", m.rope_head_dim, "replicated")
+    yield Copy("heads", m.heads * (2 * qk_dim + m.v_head_dim))
+    yield Attention(m.heads, m.heads, qk_dim, m.v_head_dim, m.sliding_window)
+    inputs = m.heads * m.v_head_dim
+    yield Linear("attention.out", "attention out", "attention", inputs, m.hidden, shard="row", hf=f"{hf}.o_proj")
 
 
 def feed_forward(m: ModelSpec) -> Iterator[Component]:
@@ -401,4 +444,6 @@ class TokenCache:
 
 
 def token_cache(m: ModelSpec) -> TokenCache:
+    if m.kv_lora_rank:  # the latent vector and one rotary key, for all heads
+        return TokenCache(1, m.kv_lora_rank + m.rope_head_dim, vectors=1)
     return TokenCache(m.kv_heads, m.head_dim)

@@ -57,6 +57,15 @@ class ModelSpec(Section):
     bias: bool = opt(False, "bias on every linear layer and on LayerNorm")
     qkv_bias: bool = opt(False, "bias on the query, key and value projections (Qwen2); `bias` implies it")
     qk_norm: bool = opt(False, "RMSNorm over each query and key head (Qwen3)")
+    kv_lora_rank: int = opt(
+        0, "multi-head latent attention (DeepSeek): keys and values are kept as one vector of this width (0: off)", ge=0
+    )
+    q_lora_rank: int = opt(0, "latent attention: rank of the query projection (0: projected directly)", ge=0)
+    rope_head_dim: int = opt(
+        0, "latent attention: rotary part of a head, beside head_dim without positions (0: head_dim / 2)", ge=0
+    )
+    v_head_dim: int = opt(0, "latent attention: width of a value head (0: head_dim)", ge=0)
+    rope_interleaved: bool = opt(False, "latent attention: rotary pairs lie side by side (DeepSeek), not in halves")
     sliding_window: int = opt(0, "a query sees this many keys, itself included (0: all before it)", ge=0)
     tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
     experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
@@ -115,6 +124,7 @@ class ModelSpec(Section):
         if self.bias:
             self.derive("qkv_bias", True)
         self.check_moe()
+        self.check_latent()
         self.check_rope()
         self.check_attention()
 
@@ -129,6 +139,23 @@ class ModelSpec(Section):
         if self.mlp != "swiglu" or self.bias:
             raise SpecError("model.experts needs model.mlp = 'swiglu' and model.bias = false")
         self.derive("expert_ffn", self.expert_ffn or self.ffn)
+
+    def check_latent(self) -> None:
+        if not self.kv_lora_rank:
+            for key in ("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_interleaved"):
+                if getattr(self, key):
+                    raise SpecError(f"model.{key} needs model.kv_lora_rank > 0 (multi-head latent attention)")
+            return
+        for key, value in (("positions", "rope"), ("qk_norm", False), ("qkv_bias", False), ("kv_heads", self.heads)):
+            if getattr(self, key) != value:
+                raise SpecError(
+                    f"model.{key} = {getattr(self, key)!r} does not go with latent attention (model.kv_lora_rank = "
+                    f"{self.kv_lora_rank}); it must be {value!r}"
+                )
+        self.derive("rope_head_dim", self.rope_head_dim or self.head_dim // 2)
+        self.derive("v_head_dim", self.v_head_dim or self.head_dim)
+        if self.rope_head_dim % 2:
+            raise SpecError(f"model.rope_head_dim = {self.rope_head_dim} must be even")
 
     def check_rope(self) -> None:
         scaling = self.rope_scaling
@@ -145,6 +172,11 @@ class ModelSpec(Section):
     def check_attention(self) -> None:
         if self.attention != "flash":
             return
+        if self.kv_lora_rank and self.v_head_dim != self.head_dim + self.rope_head_dim:
+            raise SpecError(
+                "model.attention = 'flash' takes keys and values of one width; latent attention (model.kv_lora_rank) "
+                "needs attention = 'sdpa' or 'flex'"
+            )
         if self.positions == "alibi":
             raise SpecError(
                 "model.attention = 'flash' cannot do model.positions = 'alibi'; that needs attention = 'flex' or 'sdpa'"
@@ -163,6 +195,11 @@ class ModelSpec(Section):
     @property
     def kv_dim(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of a head that rotary embedding turns."""
+        return self.rope_head_dim if self.kv_lora_rank else self.head_dim
 
     @property
     def norm_params(self) -> int:

@@ -23,11 +23,13 @@ from ...kernels.inference.batch_invariant_linear import fixed_linear
 from ...kernels.inference.decode_linear import gated_linear, small_linear
 from ...kernels.swiglu import swiglu_packed
 from ...model import rope
-from ...model.gpt import GPT, MLP, Attention, Block, Linear, RMSNorm, Rotary
+from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RMSNorm, Rotary
+from ...model.moe import MoE
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
 from ..tensor_parallel.row_parallel_linear import RowParallelLinear
 from .attention_backend import PagedAttention
+from .latent_attention import AbsorbedLatentAttention
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Stream = Tensor | tuple[Tensor, Tensor]  # residual stream (tokens, hidden), or a pair: stream and pending addend
@@ -191,7 +193,9 @@ class Fuser:
     def norm(self, was: nn.Module) -> nn.Module:
         return RowByRow(was) if self.by_rows else was
 
-    def attention(self, was: Attention) -> nn.Module:
+    def attention(self, was: Attention | LatentAttention) -> nn.Module:
+        if isinstance(was, LatentAttention):
+            return AbsorbedLatentAttention(was)
         qkv = merged([was.q, was.k, was.v])
         return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
 
@@ -207,6 +211,11 @@ class Fuser:
         if self.by_rows:
             act = RowByRow(act or swiglu_packed)
         return FusedMLP(into, act, was.down, self.apply)
+
+
+def supports_graphs(model: GPT) -> bool:
+    """Whether no step of a fused network reads a tensor on the host: token counts of experts, lengths of sequences."""
+    return not any(isinstance(module, MoE | AbsorbedLatentAttention) for module in model.modules())
 
 
 def check_fusable(block: Block) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...kernels.inference.paged_attention import LayerCache
 from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from ...spec.components import token_cache
 
 CPU_BYTES = 2**30  # default on a CPU; pages that are never written take no memory
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -21,19 +22,21 @@ class KVCacheShape:
 
     layers: int
     kv_heads: int  # of this rank
-    head_dim: int
+    head_dim: int  # numbers in a vector
     size: int  # tokens in a block
     dtype: torch.dtype
+    vectors: int = 2  # of a token and head: a key and a value, or one vector that is both
 
     @classmethod
-    def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, kv_heads: int) -> KVCacheShape:
-        stored = STORED.get(engine.kv_dtype, dtype)
-        if stored.itemsize == 1 and model.head_dim % 2:
+    def of(cls, model: ModelSpec, engine: EngineSpec, dtype: torch.dtype, tp: int = 1) -> KVCacheShape:
+        """On one of `tp` ranks; where they outnumber the heads, each has one."""
+        stored, token = STORED.get(engine.kv_dtype, dtype), token_cache(model)
+        if stored.itemsize == 1 and token.width % 2:
             raise SpecError(
                 f"engine.kv_dtype = '{engine.kv_dtype}' keeps heads of even width, but model.head_dim = "
-                f"{model.head_dim}; use engine.kv_dtype = 'auto'"
+                f"{token.width}; use engine.kv_dtype = 'auto'"
             )
-        return cls(model.layers, kv_heads, model.head_dim, engine.block, stored)
+        return cls(model.layers, max(1, token.heads // tp), token.width, engine.block, stored, token.vectors)
 
     @property
     def quantised(self) -> bool:
@@ -43,13 +46,13 @@ class KVCacheShape:
     def block_bytes(self) -> int:
         """Keys and values of all layers, and fp32 scales for each token and head if quantised."""
         a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantised else 0)
-        return 2 * self.layers * self.kv_heads * self.size * a_head
+        return self.vectors * self.layers * self.kv_heads * self.size * a_head
 
 
 class KVCache:
     def __init__(self, shape: KVCacheShape, blocks: int, device: torch.device) -> None:
         self.shape, self.blocks = shape, blocks
-        of_all = (shape.layers, 2, blocks, shape.kv_heads, shape.size)
+        of_all = (shape.layers, shape.vectors, blocks, shape.kv_heads, shape.size)
         try:
             # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
             self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
@@ -62,10 +65,10 @@ class KVCache:
         self.layers = [self.layer(index) for index in range(shape.layers)]
 
     def layer(self, index: int) -> LayerCache:
-        keys, values = self.store[index]
+        store = self.store[index]  # one vector is key and value
         if self.scales is None:
-            return LayerCache(keys, values)
-        return LayerCache(keys, values, *self.scales[index])
+            return LayerCache(store[0], store[-1])
+        return LayerCache(store[0], store[-1], self.scales[index, 0], self.scales[index, -1])
 
     def copy(self, copies: list[tuple[int, int]]) -> None:
         """Copy blocks from → to, in all layers. No block is both."""

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...model.attention import paged_options
 from ...model.gpt import GPT
-from ...model.moe import moe_layers
 from ...spec import EngineSpec, ModelSpec, SpecError
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
@@ -23,7 +22,7 @@ from ..quantization.drift import DriftMonitor
 from ..speculative.draft_model import DraftedTokens, DraftModel
 from .attention_backend import PagedAttention
 from .cuda_graphs import CUDAGraphs, captured_metadata
-from .fusion import fuse
+from .fusion import fuse, supports_graphs
 from .graph_buckets import prefill_buckets
 from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, blocks_that_fit
 from .request import Sequence
@@ -58,7 +57,6 @@ class ModelRunner:
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
         self.tp_rank = tp_rank
-        kv_heads = max(1, model.spec.kv_heads // (1 if tp_rank is None else tp_rank.tp))
         fuse(model, self.spec.context, self.spec.batch_invariant)
         if tp_rank is not None:
             model.project = tp_rank.gather_logits(model.project)
@@ -73,7 +71,7 @@ class ModelRunner:
         self.graphs: CUDAGraphs[Tensor | SamplerOutput] | None = None
         self.max_decode_tokens = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # of one sequence
         self.grammars: Grammars | None = None  # set by the engine, where it has a tokenizer
-        shape = KVCacheShape.of(model.spec, self.spec, dtype, kv_heads)
+        shape = KVCacheShape.of(model.spec, self.spec, dtype, 1 if tp_rank is None else tp_rank.tp)
         self.adapters: Adapters | None = None
         self.draft = draft
         if draft is not None:
@@ -84,8 +82,7 @@ class ModelRunner:
             self.spec = self.spec.replace(blocks=blocks if tp_rank is None else tp_rank.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
         self.cache = KVCache(shape, self.blocks, self.device)
-        # No CUDA graphs for experts, whose token counts the host must read, nor with tensor parallelism.
-        if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and not moe_layers(model):
+        if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and supports_graphs(model):
             largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
             self.graphs = CUDAGraphs(
                 self.forward_and_sample, largest, self.packer.max_blocks_per_seq, self.device, prompts

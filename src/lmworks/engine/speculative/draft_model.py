@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ...model.attention import paged_options
 from ...model.gpt import GPT
-from ...model.moe import moe_layers
 from ...spec import SpecError
 from ..core.attention_backend import PagedAttention
 from ..core.cuda_graphs import CUDAGraphs
-from ..core.fusion import fuse
+from ..core.fusion import fuse, supports_graphs
 from ..core.kv_cache import KVCache, KVCacheShape
 from ..core.request import PLACEHOLDER_TOKEN, Sequence
 from ..core.sampler import SamplerOutput, SamplingMetadata
@@ -71,16 +70,15 @@ class DraftModel:
                 f"set engine.context = {shape.context} or less (now {spec.context})"
             )
         self.runner = runner
-        kv_heads = self.model.layers()[0].attention.k.weight.shape[0] // shape.head_dim
         fuse(self.model, spec.context, spec.batch_invariant)
         self.attention_options = paged_options(shape, runner.device)
-        self.shape = KVCacheShape.of(shape, spec, dtype, kv_heads)
+        self.shape = KVCacheShape.of(shape, spec, dtype)
 
     def allocate_cache(self, blocks: int, graphs: bool) -> None:
         """Allocate as many blocks as the target model has; capture graphs if it does."""
         runner = self.runner
         self.cache = KVCache(self.shape, blocks, runner.device)
-        if graphs and not moe_layers(self.model):
+        if graphs and supports_graphs(self.model):
             seqs = runner.spec.max_seqs
             self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.max_blocks_per_seq, runner.device)
 

@@ -1,0 +1,78 @@
+"""Multi-head latent attention for inference: the KV cache keeps the latent vectors themselves.
+
+The projection from latent vectors to keys and values is absorbed: queries are multiplied with its key part before
+attention, mixed latent vectors with its value part after it. Per token and layer the cache holds
+kv_lora_rank + rope_head_dim numbers, whatever the number of heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.inference.kv_cache_write import write
+from ...kernels.inference.latent_attention import paged_latent_attention
+from ...model.gpt import LatentAttention, Rotary
+from ..quantization.quantized_model import QuantLinear
+from .attention_backend import PagedAttention
+
+
+class AbsorbedLatentAttention(nn.Module):
+    """model.gpt.LatentAttention over the paged cache of latent vectors."""
+
+    def __init__(self, was: LatentAttention) -> None:
+        super().__init__()
+        self.was = was
+        self.rank = was.kv_norm.normalized_shape[0]
+        self.scale = (was.nope_dim + was.rope_dim) ** -0.5
+        heads = dense_weight(was.kv_b).unflatten(0, (-1, was.nope_dim + was.v_dim))  # (heads, nope + v, rank)
+        dtype = was.kv_norm.weight.dtype
+        self.keys, self.values = (part.to(dtype).contiguous() for part in heads.split((was.nope_dim, was.v_dim), dim=1))
+        del was.kv_b  # its numbers are in `keys` and `values`
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
+        """x (tokens, hidden)."""
+        q, latents = by_rows(self.project, attend.invariant, x, *(rotary or ()))
+        mixed = self.attend(q, latents, attend)
+        return by_rows(self.output, attend.invariant, mixed)[0]
+
+    def project(self, x: Tensor, *rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries in the latent space (tokens, heads, width), and what the cache keeps (tokens, 1, width)."""
+        cos, sin = rotary
+        q_nope, q_rope, latent, k_rope = self.was.latents(x, (cos, sin))
+        q_latent = torch.einsum("thn,hnr->thr", q_nope, self.keys)
+        return torch.cat((q_latent, q_rope), dim=-1), torch.cat((latent.unsqueeze(-2), k_rope), dim=-1)
+
+    def output(self, mixed: Tensor) -> tuple[Tensor]:
+        return (self.was.out(torch.einsum("thr,hvr->thv", mixed, self.values).flatten(-2)),)
+
+    def attend(self, q: Tensor, latents: Tensor, backend: PagedAttention) -> Tensor:
+        """Store latent vectors, attend with queries as wide: (tokens, heads, rank)."""
+        cache = backend.caches[self.was.layer]
+        write(cache.keys, cache.key_scales, latents, backend.slot_mapping)
+        parts = (q,) if len(backend.metadata) == 1 else (q[: backend.num_decodes], q[backend.num_decodes :])
+        options = {"rank": self.rank, "scale": self.scale, "window": backend.options["window"]}
+        return torch.cat(
+            [
+                paged_latent_attention(part, cache, metadata, invariant=backend.invariant, **options)
+                for part, metadata in zip(parts, backend.metadata, strict=True)
+            ]
+        )
+
+
+def by_rows(function: Callable[..., tuple[Tensor, ...]], invariant: bool, *x: Tensor) -> tuple[Tensor, ...]:
+    """`function` of all tokens; where batch invariance is asked for, one token at a time."""
+    if not invariant:
+        return function(*x)
+    rows = [function(*row) for row in zip(*(each.split(1) for each in x), strict=True)]
+    return tuple(torch.cat(column) for column in zip(*rows, strict=True))
+
+
+def dense_weight(layer: nn.Module) -> Tensor:
+    """Of a linear layer, quantized or not."""
+    if isinstance(layer, QuantLinear):
+        return layer.scheme.dequantize(layer.weight, layer.scale)
+    return cast(Tensor, layer.weight).detach()

@@ -1,0 +1,55 @@
+"""Attention over a paged cache of latent vectors (multi-head latent attention, absorbed form).
+
+The cache keeps one vector per token: `rank` latent numbers, which are the value of every head, beside a rotary key. A
+query is as wide: its part without positions is multiplied into the latent space beforehand.
+
+    outᵢ = Σ softmax(qᵢ·cⱼ·scale) · cⱼ[:rank]   over keys j with pᵢ − window < j ≤ pᵢ
+
+In PyTorch's own operations, sequence by sequence, on every device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .paged_attention import AttentionMetadata, LayerCache, gathered
+
+
+def paged_latent_attention(
+    q: Tensor,  # (tokens, heads, rank + rope)
+    cache: LayerCache,  # one head
+    metadata: AttentionMetadata,
+    *,
+    rank: int,
+    scale: float,
+    window: int = 0,  # keys that a query sees, itself included; 0: all before it
+    invariant: bool = False,  # one query at a time: its result does not depend on the batch
+) -> Tensor:
+    """(tokens, heads, rank). Queries of no sequence get 0."""
+    out = q.new_zeros(*q.shape[:-1], rank)
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    for row, length in enumerate(lengths):
+        begin, end = starts[row], starts[row + 1]
+        if not length or begin == end:
+            continue
+        table = metadata.block_tables[row : row + 1, : math.ceil(length / cache.size)]
+        latents = gathered(cache.keys, cache.key_scales, table, q.dtype)[0, 0, :length]
+        step = 1 if invariant else end - begin
+        for first in range(begin, end, step):
+            seen = length - (end - first - step)  # keys up to the last of these queries
+            out[first : first + step] = attend(q[first : first + step], latents[:seen], rank, scale, window)
+    return out
+
+
+def attend(q: Tensor, latents: Tensor, rank: int, scale: float, window: int) -> Tensor:
+    """q (queries, heads, width) are the last positions of latents (keys, width)."""
+    queries, keys = len(q), len(latents)
+    scores = (q @ latents.T).float() * scale  # (queries, heads, keys)
+    places = torch.arange(keys, device=q.device)
+    distance = places[keys - queries :].unsqueeze(1) - places
+    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    p = scores.masked_fill(hidden.unsqueeze(1), -math.inf).softmax(dim=-1)
+    return p.type_as(latents) @ latents[:, :rank]
