@@ -26,7 +26,6 @@ ROPE_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "
 ROPE_MUST_BE = {"hidden_act": ("silu", None)}
 ROPE_WRITES: dict[str, Any] = {
     "norm": "rms",
-    "kv_lora_rank": 0,
     "positions": "rope",
     "mlp": "swiglu",
     "bias": False,
@@ -69,7 +68,6 @@ FAMILIES = {
             "kv_heads": lambda spec: spec.kv_heads == spec.heads,
             "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
             "qk_norm": False,
-            "kv_lora_rank": 0,
             "sliding_window": 0,
             "experts": 0,
         },
@@ -113,7 +111,12 @@ FAMILIES = {
         "DeepseekV3ForCausalLM",
         {**ROPE_DEFAULTS, "max_position_embeddings": 4096, "rope_interleave": True, "first_k_dense_replace": 3},
         QWEN_MUST_BE,
-        {**ROPE_WRITES, "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0, "sliding_window": 0},
+        {
+            **ROPE_WRITES,
+            "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0,
+            "sliding_window": 0,
+            **dict.fromkeys(("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_interleaved"), lambda spec: True),
+        },
     ),
 }
 
