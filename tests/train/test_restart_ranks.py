@@ -105,7 +105,7 @@ def test_ranks_whose_agent_is_killed_save_and_end_and_the_run_goes_on(
     assert not RunFolder(run).is_locked()
     (stopped,) = events(run, "interrupt")
     assert stopped["error"].startswith("the agent that started the ranks was killed: stopped after step ")
-    assert said.splitlines() == [f"lmworks: error: {stopped['error']}"]  # and no stack
+    assert said.splitlines() == [f"lmworks: {stopped['error']}"]  # and no stack
     assert (run / "checkpoints" / f"step-{stopped['step']:06d}").exists()
     process = start("resume", run)
     _, said = process.communicate(timeout=120)
