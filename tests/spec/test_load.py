@@ -99,8 +99,11 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("gpt2-smal", "'gpt2-smal' is neither a file nor a model preset; did you mean 'gpt2-small'?"),
-        ("nowhere.toml", "no spec at nowhere.toml: the file does not exist"),
-        ("some/where", "no spec at some/where: the file does not exist"),
+        ("nowhere.toml", "no spec at nowhere.toml: the file does not exist$"),
+        ("some/where", "no spec at some/where: the file does not exist$"),
+        ("config/tiny.toml", "config/tiny.toml: the file does not exist; did you mean 'configs/tiny.toml'?"),
+        ("configs/smal.toml", "configs/smal.toml: the file does not exist; did you mean 'configs/small.toml'?"),
+        ("7b-8-h100.toml", "does not exist; did you mean 'configs/reference/7b-8-h100.toml'?"),
         ("x" * 1000, "cannot read x+: File name too long"),
     ],
     ids=lambda value: value[:20],

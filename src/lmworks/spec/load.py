@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecError, did_you_mean
+from .errors import SpecError, did_you_mean, suggestion
 from .presets import PRESETS
 from .run import RunSpec
 from .schema import merge
@@ -36,8 +37,16 @@ def read_source(source: str | Path) -> dict[str, Any]:
     if path.parts[:1] == ("configs",) and ".." not in path.parts and (EXAMPLES.parent / path).is_file():
         return read_toml(EXAMPLES.parent / path)
     if path.suffix == ".toml" or path.parent != Path("."):
-        raise SpecError(f"no spec at {path}: the file does not exist")
+        raise SpecError(f"no spec at {path}: the file does not exist{suggestion(near_examples(path))}")
     raise SpecError(f"'{source}' is neither a file nor a model preset{did_you_mean(str(source), PRESETS)}")
+
+
+def near_examples(path: Path) -> list[str]:
+    """Examples with that file name, or else with almost that path."""
+    examples = sorted(EXAMPLES.rglob("*.toml"))
+    paths = {str(example.relative_to(EXAMPLES.parent)): example.name for example in examples}
+    same_name = [found for found, name in paths.items() if name == path.name]
+    return same_name[:3] or difflib.get_close_matches(str(path), paths, n=1, cutoff=0.8)
 
 
 def read_toml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
