@@ -30,7 +30,7 @@ import torch
 from common import RESULTS, commit, write_result
 
 from lmworks.bench.engine import BATCHES, EngineBench
-from lmworks.bench.engine_workload import Workload
+from lmworks.bench.workload import Workload
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams

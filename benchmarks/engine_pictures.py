@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lmworks import LLM, SamplingParams
-from lmworks.bench.engine_trace import Trace, decodes, traced
+from lmworks.bench.engine import Trace, decodes, traced
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request, Sequence
 

@@ -33,7 +33,7 @@ import torch._dynamo
 from common import RESULTS, write_result
 from torch import Tensor
 
-from lmworks.bench.probe import probe
+from lmworks.bench.calibrate import probe
 from lmworks.data import Batch
 from lmworks.kernels.dispatch import nearest
 from lmworks.parallel.grad_norm import squared_norm

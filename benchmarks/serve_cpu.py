@@ -26,7 +26,7 @@ from serve_overhead import byte_model, measure, served
 from serve_overhead import show as show_overhead
 
 from lmworks.bench.serve import Slo, bench_serve
-from lmworks.bench.serve_workload import Arrivals, Lengths, Load
+from lmworks.bench.workload import Arrivals, Lengths, Load
 
 SEQS = 16
 LENGTHS = Lengths(input=(16, 48), output=(16, 48))

@@ -32,7 +32,7 @@ from common import write_result
 
 from lmworks import LLM, SamplingParams
 from lmworks.bench.serve import Slo, bench_serve
-from lmworks.bench.serve_workload import Arrivals, Lengths, Load
+from lmworks.bench.workload import Arrivals, Lengths, Load
 from lmworks.cli.generate import engine_options
 
 PATIENCE_S = 300.0  # for a server to come up

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.bench.engine_workload import read_range
-from lmworks.bench.serve_workload import read_prefix
+from lmworks.bench.workload import read_prefix, read_range
 from lmworks.checkpoint.format.folders import LEFTOVER, folders
 from lmworks.cli.checkpoint import parse_bytes
 from lmworks.data.tokenizer import bpe_size

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.bench import calibrate, collectives
 from lmworks.bench import calibrate as calibrating
-from lmworks.bench import collectives, probe
-from lmworks.bench.calibration_sizes import FULL, QUICK
+from lmworks.bench.kernel_timing import FULL, QUICK
 from lmworks.plan.devices.curves import Curve
 from lmworks.plan.devices.links import Fabric
 from lmworks.plan.devices.profile import Profile, load_profile
@@ -116,7 +116,7 @@ def test_what_is_somebody_elses_is_not_replaced(saved: Path, tmp_path: Path) -> 
 
 def test_a_run_here_takes_the_profile_of_its_spec(profile: Profile, saved: Path) -> None:
     cluster = Cluster(device="cpu", profile=str(saved))
-    assert probe.cached_machine(cluster) == probe.this_machine(cluster) == profile.machine
+    assert calibrate.cached_machine(cluster) == calibrate.this_machine(cluster) == profile.machine
 
 
 def test_the_resolved_spec_finds_its_profile_from_any_folder() -> None:
@@ -129,7 +129,7 @@ def test_a_run_here_refuses_the_profile_of_another_machine(profile: Profile, tmp
     other = dataclasses.replace(profile.machine, name="another CPU, 64 threads")
     calibrating.save(Profile(other), tmp_path / "other.toml")
     with pytest.raises(SpecError, match="was measured on 'another CPU, 64 threads', and this machine is"):
-        probe.cached_machine(Cluster(device="cpu", profile=str(tmp_path / "other.toml")))
+        calibrate.cached_machine(Cluster(device="cpu", profile=str(tmp_path / "other.toml")))
 
 
 def test_the_command(

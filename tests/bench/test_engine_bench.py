@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from lmworks import LLM
-from lmworks.bench.decode_roofline import DecodeRoofline, measure_bandwidth
-from lmworks.bench.engine import EngineBench, bench_offline, fit_to_context, quantile
-from lmworks.bench.engine_profile import profile_engine
-from lmworks.bench.engine_report import engine_page
-from lmworks.bench.engine_trace import traced
-from lmworks.bench.engine_workload import Workload, make_workload, read_range
+from lmworks.bench.engine import EngineBench, bench_offline, fit_to_context, quantile, traced
+from lmworks.bench.engine_profile import engine_page, profile_engine
+from lmworks.bench.roofline import DecodeRoofline, measure_bandwidth
+from lmworks.bench.workload import Workload, make_workload, read_range
 from lmworks.engine.core.kv_cache import KVCacheShape
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams

@@ -14,16 +14,27 @@ import torch
 from torch import Tensor
 
 from lmworks.bench.precision import study as module
-from lmworks.bench.precision.instrumented_run import (
+from lmworks.bench.precision.report import as_markdown, as_page, overview_table, write_reports
+from lmworks.bench.precision.single_run import (
     INSPECTION_FILE,
     InstrumentedTrainer,
     expected_update,
     full_precision_weight,
     gradient_loss,
+    train,
+    train_one,
 )
-from lmworks.bench.precision.report import as_markdown, as_page, overview_table, write_reports
-from lmworks.bench.precision.single_run import train, train_one
-from lmworks.bench.precision.study import Stopped, Study, Training, evaluate, study
+from lmworks.bench.precision.study import (
+    RunMetrics,
+    Stopped,
+    Study,
+    Training,
+    evaluate,
+    run_metrics,
+    seed_noise,
+    study,
+    verdict,
+)
 from lmworks.bench.precision.tensor_formats import FORMATS, RoundingStats, count
 from lmworks.bench.precision.variants import (
     BASE,
@@ -34,7 +45,6 @@ from lmworks.bench.precision.variants import (
     select_variants,
     variant_spec,
 )
-from lmworks.bench.precision.verdict import RunMetrics, run_metrics, seed_noise, verdict
 from lmworks.kernels.training.adamw import split
 from lmworks.model import GPT
 from lmworks.record import RunFolder, read_metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.bench import probe as probing
+from lmworks.bench import calibrate as probing
 from lmworks.data.progress import Progress
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.network import network, optimizer

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from fake_server import FakeServer, models
-from lmworks.serve.page import page as serve_page
+from lmworks.serve.app import page as serve_page
 
 pytestmark = pytest.mark.browser
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.bench import probe as probing
+from lmworks.bench import calibrate as probing
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.record.formatting import duration
 from lmworks.spec import catalogue

@@ -12,7 +12,7 @@ import torch
 
 from lmworks import LLM, SamplingParams
 from lmworks.bench.engine import bench_offline
-from lmworks.bench.engine_workload import Workload
+from lmworks.bench.workload import Workload
 from lmworks.engine.quantization.folder import save_quantized
 from lmworks.engine.quantization.quantize import Calibration, quantize
 from lmworks.engine.quantization.quantized_model import SCHEMES

@@ -16,7 +16,7 @@ from api_server import MODEL, Api, House, until
 from tiny_engine import HELD
 
 from lmworks.serve.keys import Settings, digest
-from lmworks.serve.logs import JSONFormatter
+from lmworks.serve.telemetry import JSONFormatter
 
 ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
 FRANK = "frank-frank"  # of whom nothing is refused before: that would be charged, too

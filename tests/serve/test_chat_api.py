@@ -16,8 +16,8 @@ from tiny_engine import HELD
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import Grammars
+from lmworks.serve.chat import ToolCallParser, call_schema
 from lmworks.serve.openai_types import ChatRequest
-from lmworks.serve.tool_calls import ToolCallParser, call_schema
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

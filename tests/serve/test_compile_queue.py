@@ -20,11 +20,10 @@ from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve import engine_process
-from lmworks.serve.backend import BackendError, EngineRequest
+from lmworks.serve.backend import BackendError, EngineRequest, EventQueue
 from lmworks.serve.channel import StepReport
 from lmworks.serve.compile_queue import CompileJob, CompileQueue, Lane
 from lmworks.serve.engine_process import EngineProcess, ProcessHandle, StallTimeouts
-from lmworks.serve.event_queue import EventQueue
 from lmworks.spec import SpecError
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -22,11 +22,10 @@ import tiny_engine
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve import engine_loop, engine_process
-from lmworks.serve.backend import BackendError, EngineRequest, Event
+from lmworks.serve.backend import BackendError, EngineRequest, Event, EventQueue, merge_events
 from lmworks.serve.channel import SocketChannel
 from lmworks.serve.engine_loop import EngineLoop
 from lmworks.serve.engine_process import EngineProcess, StallTimeouts
-from lmworks.serve.event_queue import EventQueue, merge_events
 from lmworks.spec import LMWorksError, SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)

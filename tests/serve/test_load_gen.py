@@ -19,7 +19,7 @@ from api_server import until
 from fake_server import FakeServer
 from lmworks.bench.http_client import HttpExchange, Target, exchange
 from lmworks.bench.serve import Slo, bench_serve
-from lmworks.bench.serve_workload import Arrivals, Lengths, Load, read_prefix
+from lmworks.bench.workload import Arrivals, Lengths, Load, read_prefix
 from lmworks.spec import LMWorksError, SpecError
 from typed import lmworks
 

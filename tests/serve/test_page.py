@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 from api_server import Api
 
-from lmworks.serve.page import own, page
+from lmworks.serve.app import own, page
 
 
 class Inside(HTMLParser):

@@ -1,16 +1,22 @@
-"""Profile of an engine: time in prefill, decoding, KV cache reads and host work; throughput and latency by batch."""
+"""Profile of an engine: time in prefill, decoding, KV cache reads and host work; throughput and latency by batch.
+
+The page of `lmworks bench profile engine`: one file that shows where the time of an engine goes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from ..engine.core.engine import Engine
 from ..plan.flops import forward_flops_per_token
+from ..record.formatting import binary_bytes, duration, short
+from ..report.html_page import page, table
+from ..report.svg import Line, line_chart, stacked_chart
 from ..spec import recognise
-from .engine import EngineBench, fit_to_context, quantile
-from .engine_trace import Trace
-from .engine_workload import Workload
+from .engine import EngineBench, Trace, fit_to_context, quantile
+from .workload import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LONG_CONTEXT = 1024  # tokens, for measurable KV cache reads
@@ -109,3 +115,156 @@ def step_curves(trace: Trace) -> dict[str, Any]:
         "kv_use": [mean([step.kv_use for step, _ in stretch]) for stretch in stretches],
         "inter_token_ms": {str(part): 1e3 * quantile(gaps, part) for part in (0.5, 0.9, 0.99, 0.999)},
     }
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+Facts = Mapping[str, Any]
+
+
+def engine_page(facts: Facts) -> str:
+    """All of it stands in `facts`, the command's JSON."""
+    work = facts["workload"]
+    lead = (
+        f"{facts['device']} · {facts['dtype']} · {work['requests']} requests, {work['input_tokens']:,} tokens in, "
+        f"{work['output_tokens']:,} out"
+    )
+    body = [
+        f'<header><h1>{escape(facts["model"])}</h1><p class="lead">{escape(lead)}</p></header>',
+        tiles(facts),
+        "<h2>Batching against waiting</h2>",
+        charts(batching_charts(facts["batching"])),
+        batching_table(facts["batching"]),
+        note(
+            "Every weight is read once a step, whatever the batch: tokens a second grow with it until the cache or the "
+            "arithmetic takes longer, and each answer waits longer for its next token. The floor is the bytes that a "
+            f"step must read over {facts['bandwidth_gbs']:,.0f} GB/s, as measured by a copy."
+        ),
+        "<h2>The workload, step by step</h2>",
+        charts(workload_charts(facts["steps"])),
+        "<h2>Where the time goes</h2>",
+        parts_table(facts),
+        note(host_note(facts["host"])),
+    ]
+    return page(f"{facts['model']} · engine", "\n".join(body), ".charts + .card { margin-top: 14px; }")
+
+
+def tiles(facts: Facts) -> str:
+    work, cache = facts["workload"], facts["cache"]
+    whole = work["prefill_s"] + work["decode_s"]
+    pace = "–" if cache["gbs"] is None else f"{short(1e9 * cache['gbs'])}B/s"
+    of = "lost in noise" if cache["of_bandwidth"] is None else f"{cache['of_bandwidth']:.0%} of what a copy reaches"
+    shown = [
+        ("output", f"{short(work['output_tokens_per_s'])} tokens/s", f"{work['steps']:,} steps"),
+        ("prefill", f"{work['prefill_s'] / whole:.0%}", f"{short(work['prompt_tokens_per_s'])} tokens/s of prompts"),
+        ("decode", f"{work['decode_s'] / whole:.0%}", f"floor {work['floor_s'] / (work['decode_s'] or 1):.0%} of it"),
+        ("cache reads", pace, of),
+        ("host", f"{facts['host']['share']:.0%}", "of the time nobody waited for the device"),
+        ("between tokens", f"{work['inter_token_ms']['p50']:.3g} ms", f"p99 {work['inter_token_ms']['p99']:.3g} ms"),
+        ("first token", f"{work['first_token_ms']['p50']:.3g} ms", f"p99 {work['first_token_ms']['p99']:.3g} ms"),
+        ("preemptions", str(work["preemptions"]), f"cache at most {work['kv_use']['peak']:.0%} full"),
+    ]
+    cells = (
+        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(figure)}<small>{escape(more)}</small></dd></div>'
+        for name, figure, more in shown
+    )
+    return f'<dl class="tiles">{"".join(cells)}</dl>'
+
+
+def batching_charts(rows: Sequence[Facts]) -> dict[str, str]:
+    def line(name: str, key: str, style: str) -> Line:
+        return Line(name, [(row["batch"], row[key]) for row in rows], style, dots=True)
+
+    times = [line("a step", "ms", "s0"), line("the slowest of 100", "p99_ms", "s1"), line("floor", "floor_ms", "s2")]
+    return {
+        "Milliseconds of a decoding step, by batch": line_chart(times, zero=True, x="batch", y="ms"),
+        "Output tokens a second, by batch": line_chart(
+            [line("tokens/s", "tokens_per_s", "s0")], zero=True, x="batch", y="tokens/s"
+        ),
+    }
+
+
+def batching_table(rows: Sequence[Facts]) -> str:
+    columns = ["batch", "ms", "p99", "floor", "of the floor's pace", "tokens/s", "gain", "slower", "efficiency"]
+    cells = [
+        [
+            str(row["batch"]),
+            f"{row['ms']:.3f}",
+            f"{row['p99_ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            f"{row['of_floor']:.0%}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['gain']:.1f}×",
+            f"{row['slower']:.2f}×",
+            f"{row['efficiency']:.0%}",
+        ]
+        for row in rows
+    ]
+    return table(columns, cells, numeric=len(columns))
+
+
+def workload_charts(steps: Facts) -> dict[str, str]:
+    at = steps["at"]
+
+    def line(name: str, key: str, style: str) -> Line:
+        return Line(name, list(zip(at, steps[key], strict=True)), style)
+
+    tokens = [
+        (x, (prompt, decoding))
+        for x, prompt, decoding in zip(at, steps["prompt_tokens"], steps["decoding"], strict=True)
+    ]
+    return {
+        "Milliseconds": line_chart([line("a step", "ms", "s0")], zero=True, y="ms"),
+        "Tokens": stacked_chart(["of prompts", "of answers"], tokens, short, "tokens"),
+        "Sequences that decode": line_chart([line("decoding", "decoding", "s0")], zero=True, y="sequences"),
+        "Part of the cache that is held": line_chart(
+            [line("held", "kv_use", "s3")], zero=True, show=lambda part: f"{part:.0%}", y="share"
+        ),
+    }
+
+
+def parts_table(facts: Facts) -> str:
+    work, prefill, cache, host = (facts[key] for key in ("workload", "prefill", "cache", "host"))
+    peak = "" if prefill["of_peak"] is None else f", {prefill['of_peak']:.0%} of the peak"
+    near, far = (f"{ms:.3g} ms at {context:,.0f}" for ms, context in zip(cache["ms"], cache["contexts"], strict=True))
+    rows = [
+        ["prefill", duration(work["prefill_s"]), f"{work['prefill_steps']} steps that compute prompts"],
+        [
+            "a step of prompts alone",
+            f"{short(prefill['tokens_per_s'])} tokens/s",
+            f"{prefill['tokens']:,} tokens; {prefill['tflops']:.3g} TFLOP/s{peak}",
+        ],
+        ["decode", duration(work["decode_s"]), f"each step at its floor: {duration(work['floor_s'])}"],
+        [
+            "cache reads",
+            "–" if cache["gbs"] is None else f"{cache['gbs']:,.1f} GB/s",
+            f"batch {cache['batch']}: {near} tokens of context, {far}; {binary_bytes(cache['token_bytes'])} a token",
+        ],
+        ["host: launching", f"{host['launch_ms']:.3f} ms a step", ""],
+        ["host: waiting for tokens", f"{host['wait_ms']:.3f} ms a step", ""],
+        ["host: the rest", f"{host['other_ms']:.3f} ms a step", "scheduling, accepting tokens"],
+    ]
+    rows += [
+        [f"between tokens, {float(part):.1%} are no slower", f"{ms:.3g} ms", ""]
+        for part, ms in facts["steps"]["inter_token_ms"].items()
+    ]
+    return table(["", "measured", ""], rows)
+
+
+def host_note(host: Facts) -> str:
+    if host["synchronous"]:
+        return "On a CPU a launch computes the step, so launching is the device's time, and the rest is the host's."
+    return (
+        "The host works while the device does: launching and the rest cost nothing as long as there is some waiting. "
+        "Where the waiting goes to 0, the device waits for the host."
+    )
+
+
+def charts(named: Mapping[str, str]) -> str:
+    cards = (f'<div class="card"><h3>{escape(name)}</h3>{chart}</div>' for name, chart in named.items())
+    return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'

@@ -5,6 +5,8 @@ waits of the device are included. The mean and not the median: with an asynchron
 and only their sum is exact. The result has the roofline of the work (`roofline`) and the planner's prediction beside
 it. Weights are initialised on the device: a CPU takes minutes for billions of them. Nothing is saved or evaluated. A
 spike counts as any other step; a loss that is not finite is an error.
+
+Interleaved steps of several specs on the same ranks, so that other load on the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import profile
 
@@ -38,9 +41,10 @@ from ..train.health.bad_step import StepRejected
 from ..train.oom import with_oom_report
 from ..train.prefetcher import Prefetcher
 from ..train.profile import recorder
+from ..train.rank_memory import train_one_step
+from .calibrate import cached_machine, probe
 from .kernel_timing import device_name, memory_bytes
 from .power import monitor_power
-from .probe import cached_machine, probe
 from .roofline import PeakRates, datasheet_peak_rates, measured_peak_rates, step_roofline
 
 WARM_UP = 3  # steps: the first compiles and makes optimizer states, the second and third may compile again
@@ -253,3 +257,35 @@ def kernel_table(recorded: profile, device: torch.device, step_s: float) -> dict
     rows.sort(key=lambda row: row["seconds"], reverse=True)
     busy = sum(row["seconds"] for row in rows)
     return {"busy_s": busy, "busy_share": busy / step_s, "rows": rows[:PROFILE_ROWS]}
+
+
+# --- interleaved steps -----------------------------------------------------------------------------------
+
+
+def time_interleaved_steps(rank: int, specs: dict[str, RunSpec], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """For `on_ranks`, or one process: seconds of each spec's step in every round, measured to the slowest rank."""
+    trainers = {}
+    for name, spec in specs.items():
+        trainers[name] = Trainer(
+            spec, folder / name.replace(" ", "-"), quiet=True, force=True
+        )  # the caller checks memory for all of them
+        trainers[name].build()
+    seconds: dict[str, list[float]] = {name: [] for name in specs}
+    names = list(specs)
+    for index in range(WARM_UP + rounds):
+        first = index % len(names)  # rotate the order: none always follows the same one
+        for name in names[first:] + names[:first]:
+            synchronize(trainers[name].device)
+            began = time.perf_counter()
+            train_one_step(trainers[name])
+            synchronize(trainers[name].device)
+            if index >= WARM_UP:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()

@@ -212,7 +212,7 @@ def kernels(
       lmworks bench kernels --device cpu --only rms_norm --model tiny
     """
     from ..bench import kernels
-    from ..bench.probe import local_device
+    from ..bench.calibrate import local_device
     from ..data.progress import console_progress
     from ..kernels import dispatch
     from ..spec import Cluster, SpecError

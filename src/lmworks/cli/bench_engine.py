@@ -56,7 +56,7 @@ def offline(
       lmworks bench offline --model qwen3-0.6b engine.kv_dtype=fp8 engine.max_seqs=128
     """
     from ..bench.engine import bench_offline
-    from ..bench.engine_workload import make_workload
+    from ..bench.workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = start_llm(model, overrides, seed)
@@ -164,9 +164,8 @@ def engine(
       lmworks bench profile engine --model qwen3-0.6b --html engine.html
       lmworks bench profile engine --model tiny --requests 16 --json
     """
-    from ..bench.engine_profile import profile_engine
-    from ..bench.engine_report import engine_page
-    from ..bench.engine_workload import make_workload
+    from ..bench.engine_profile import engine_page, profile_engine
+    from ..bench.workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = start_llm(model, overrides, seed)

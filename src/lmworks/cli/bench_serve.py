@@ -68,9 +68,8 @@ def serve(
       lmworks bench serve --url http://gpu7:8000 --concurrency 64 --input 2048 --output 128 --json
       lmworks bench serve --rate 20 --burst 10 --shared-prefix 512x4 --plot bench.png
     """
-    from ..bench.engine_workload import read_range
     from ..bench.serve import Slo, bench_serve
-    from ..bench.serve_workload import Arrivals, Lengths, Load, read_prefix
+    from ..bench.workload import Arrivals, Lengths, Load, read_prefix, read_range
 
     promise = Slo.parse(slo)
     drawn = (
@@ -87,7 +86,7 @@ def serve(
     measured = bench_serve(url, load, promise, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
     facts = measured.to_dict()
     if plot is not None:
-        from ..bench.serve_plot import draw_bench
+        from ..bench.serve import draw_bench
 
         draw_bench(measured, plot)
     if json:

@@ -120,7 +120,7 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
         return Machine.of(cluster.accelerator)
     if no_probe:
         return None
-    from ..bench.probe import cached_machine, this_machine
+    from ..bench.calibrate import cached_machine, this_machine
     from ..data.progress import console_progress
 
     if machine := cached_machine(cluster):

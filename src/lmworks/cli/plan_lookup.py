@@ -42,7 +42,7 @@ def hardware(
     if probe:
         if name:
             raise SpecError("--probe measures the machine at hand; it takes no name")
-        from ..bench.probe import this_machine
+        from ..bench.calibrate import this_machine
 
         machine = this_machine(Cluster(), refresh=True)
         print_json(machine.to_dict()) if json else print_machine(machine)

@@ -45,8 +45,7 @@ def calibrate(
       lmworks plan calibrate --device cpu --ranks 2 --quick
       lmworks plan cpu-10m cluster.profile=profile.toml
     """
-    from ..bench.calibrate import calibrate, check_output_path, save
-    from ..bench.probe import local_device
+    from ..bench.calibrate import calibrate, check_output_path, local_device, save
     from ..data.progress import console_progress
     from ..spec import Cluster
 

@@ -92,10 +92,9 @@ def serve(
     import_server()
     from ..serve.app import make_app
     from ..serve.engine_host import APIProcessConfig, EngineHost
-    from ..serve.logs import log_as_json
     from ..serve.middleware import loopback
     from ..serve.server import NOTICE_S, bind_socket, make_server
-    from ..serve.tracing import tracing_from_environment
+    from ..serve.telemetry import log_as_json, tracing_from_environment
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
     upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own

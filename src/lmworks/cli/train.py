@@ -66,7 +66,7 @@ def train(
         first = ["train", spec, *(overrides or ()), *options]
         supervise(loaded, RunFolder(target), first, again, restart_limit(loaded, max_restarts), force=force)
         return
-    from ..bench.probe import cached_machine
+    from ..bench.calibrate import cached_machine
     from ..parallel.world import distributed_shutdown, is_rank_zero
     from ..train import Trainer
     from ..train.restart import is_restart

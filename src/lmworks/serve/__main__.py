@@ -1,4 +1,4 @@
-"""`python -m lmworks.serve FD`: the engine's process. The API starts it, and holds the other end of the socket."""
+"""`python -m lmworks.serve engine|worker FD`: a process of the API, which holds the other end of the socket."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 from .channel import SocketChannel
-from .engine_loop import serve
 
 if __name__ == "__main__":
     # Service managers signal every process of a group: this one ends when the API closes its socket.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    role, descriptor = sys.argv[1:]
+    connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
-    code = serve(SocketChannel(connection))
+    code = 0
+    if role == "engine":
+        from .engine_loop import serve
+
+        code = serve(SocketChannel(connection))
+    else:
+        from . import workers
+
+        with suppress(ConnectionError, StopIteration):
+            workers.serve(SocketChannel(connection))
     sys.stderr.flush()
     os._exit(code)  # at once: threads may still be reading

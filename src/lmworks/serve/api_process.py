@@ -16,13 +16,12 @@ from typing import Any
 from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
-from .backend import BackendError, EngineRequest, Event, ModelCard, PromptTokenizer, State
+from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
 from .channel import encode_frame, read_frame
 from .engine_host import ENDED, STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
-from .event_queue import EventQueue
 from .limits import Admission, APIError, KeyLimits, Limits, RequestMeter, Size
-from .logs import log_as_json
 from .serving import LocalModel, Serving
+from .telemetry import log_as_json
 from .workers import PromptProcessor
 
 UNAVAILABLE = State(alive=False, ready=False)
@@ -182,7 +181,7 @@ async def serve(channel: socket.socket, listening: socket.socket) -> None:
 
     from .app import make_app
     from .server import Server, make_server
-    from .tracing import tracing_from_environment
+    from .telemetry import tracing_from_environment
 
     tracing = tracing_from_environment()
     app = make_app(serving, spec.origins, tracing, spec.local)

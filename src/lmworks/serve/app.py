@@ -1,9 +1,16 @@
-"""The FastAPI application: routes, and their OpenAPI schema (`/openapi.json`)."""
+"""The FastAPI application: routes, their OpenAPI schema (`/openapi.json`), probes (`/health`, `/ready`), and the page
+at `/`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -14,20 +21,20 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from .. import __version__
 from ..spec import LMWorksError
-from . import prometheus, tokenize
+from . import prompts, telemetry
+from .backend import State
 from .chat import chat
 from .completions import complete
 from .errors import ErrorBody, error_response
-from .health import Health, health
 from .middleware import RequestMiddleware
 from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .page import page
 from .serving import LocalModel, Model, Serving
-from .tracing import Tracing
+from .telemetry import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
@@ -179,7 +186,7 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     )
     async def encode(request: Request) -> Response:
         """Token ids of a text or a conversation."""
-        return await tokenize.tokenize(serving, request)
+        return await prompts.tokenize(serving, request)
 
     @app.post(
         "/detokenize",
@@ -189,12 +196,12 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     )
     async def decode(request: Request) -> Response:
         """The text of token ids."""
-        return await tokenize.detokenize(serving, request)
+        return await prompts.detokenize(serving, request)
 
     @app.get("/tokenizer_info", responses=error_responses(REFUSED))
     async def info(request: Request, model: str | None = None) -> TokenizerInfo:
         """What a client must know to make prompts itself."""
-        return tokenize.tokenizer_info(serving, request, model)
+        return prompts.tokenizer_info(serving, request, model)
 
 
 def add_status_routes(app: FastAPI, serving: Serving) -> None:
@@ -220,7 +227,7 @@ def add_status_routes(app: FastAPI, serving: Serving) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(prometheus.render_metrics(serving), media_type=prometheus.CONTENT_TYPE)
+        return Response(telemetry.render_metrics(serving), media_type=telemetry.CONTENT_TYPE)
 
 
 def not_ready(state: Health) -> Literal["draining", "unhealthy"]:
@@ -229,3 +236,101 @@ def not_ready(state: Health) -> Literal["draining", "unhealthy"]:
 
 def health_response(state: Health, well: bool) -> Any:
     return JSONResponse(state, 200 if well else 503)
+
+
+# --- /health (liveness: all engines run and take steps) and /ready ---------------------------------------
+
+
+class EngineHealth(TypedDict):
+    """One model. The numbers are those of the engine's last report, at most a second old while it works."""
+
+    healthy: bool
+    alive: bool
+    ready: bool
+    stalled_seconds: float
+    restarts: int
+    requests: int  # under way
+    running: int  # answers
+    waiting: int
+    kv_cache_usage: float
+    prefix_cache_hit_rate: float
+    generated_tokens: int
+
+
+class Health(TypedDict):
+    status: Literal["ok", "unhealthy", "draining"]
+    models: dict[str, EngineHealth]
+
+
+def health(serving: Serving, trusted: bool) -> Health:
+    """Addresses of upstreams are shown only to requests with a valid key."""
+    states = {model.backend.name: model.backend.state for model in serving.local_models}
+    for number, upstream in enumerate(serving.upstreams, start=1):
+        states[upstream.url if trusted else f"upstream-{number}"] = upstream.state
+    healthy = all(state.healthy for state in states.values())
+    status: Literal["ok", "unhealthy", "draining"] = (
+        "draining" if serving.draining else "ok" if healthy else "unhealthy"
+    )
+    return {"status": status, "models": {name: of_engine(state) for name, state in states.items()}}
+
+
+def of_engine(state: State) -> EngineHealth:
+    found = state.metrics
+    queries = found.get("prefix_cache_queries", 0)
+    return {
+        "healthy": state.healthy,
+        "alive": state.alive,
+        "ready": state.ready,
+        "stalled_seconds": round(state.stalled, 3),
+        "restarts": state.restarts,
+        "requests": state.open,
+        "running": found.get("num_requests_running", 0),
+        "waiting": found.get("num_requests_waiting", 0),
+        "kv_cache_usage": found.get("kv_cache_usage_perc", 0.0),
+        "prefix_cache_hit_rate": found.get("prefix_cache_hits", 0) / queries if queries else 0.0,
+        "generated_tokens": found.get("generation_tokens", 0),
+    }
+
+
+# --- the page: a playground for the models, and the state of their engines -------------------------------
+
+# One response holds all of it. Its content security policy allows this script and style alone, by digest, and requests
+# to this server alone.
+
+
+@dataclass(frozen=True)
+class Page:
+    html: bytes
+    headers: Mapping[str, str]
+
+
+@cache
+def page() -> Page:
+    style, script = own("page.css"), own("page_engine.js") + own("page_markdown.js") + own("page.js")
+    html = own("page.html").replace("/*style*/", style).replace("/*script*/", script)
+    policy = {
+        "default-src": "'none'",
+        "script-src": digest(script),
+        "style-src": digest(style),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Page(html.encode(), headers)
+
+
+def own(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+def digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

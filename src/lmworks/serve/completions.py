@@ -26,13 +26,21 @@ from .generation_request import (
     usage_object,
 )
 from .limits import APIError
-from .openai_answers import Completion, CompletionChoice, CompletionLogprobs, Finish
+from .openai_answers import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Finish,
+    Offsets,
+    TokenTexts,
+    finite,
+    top_tokens,
+)
 from .openai_types import CompletionRequest
 from .prompts import encode, tokenize_prompt
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
 from .text_endpoint import handle_request
-from .token_logprobs import Offsets, TokenTexts, finite, top_tokens
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 

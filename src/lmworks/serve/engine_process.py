@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..spec import LMWorksError, SpecError
-from .backend import BackendError, EngineRequest, Event, ModelCard, PromptTokenizer, State
+from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
 from .channel import (
     Cancel,
     EngineFailed,
@@ -40,7 +40,6 @@ from .channel import (
     read_frame,
     unpack_tokenizer,
 )
-from .event_queue import EventQueue
 
 log = logging.getLogger("lmworks.serve")
 
@@ -284,7 +283,7 @@ class EngineProcess:
         """In a session of its own: Ctrl-C reaches the API, which then closes it."""
         own_end, child_end = socket.socketpair()
         with child_end:
-            command = [sys.executable, "-m", "lmworks.serve", str(child_end.fileno())]
+            command = [sys.executable, "-m", "lmworks.serve", "engine", str(child_end.fileno())]
             process = subprocess.Popen(
                 command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )

@@ -1,4 +1,6 @@
-"""Every error as OpenAI's error object: `{"error": {message, type, param, code}}`."""
+"""Every error as OpenAI's error object: `{"error": {message, type, param, code}}`; for an unknown field, the one that
+was probably meant.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,21 @@ import dataclasses
 import json
 import math
 import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
-from . import unknown_fields
+from ..spec.errors import near_names, suggestion
 from .backend import BackendError, Kind
 from .limits import APIError
+from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -79,7 +85,7 @@ def invalid(error: ValidationError) -> APIError:
     first = max(same, key=lambda one: (len(one["loc"]), one["type"] == "extra_forbidden"))
     where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
     if first["type"] == "extra_forbidden":
-        message = f"{where[:80]}: there is no such field{unknown_fields.hint(error.title, first['loc'])}"
+        message = f"{where[:80]}: there is no such field{hint(error.title, first['loc'])}"
         return APIError(400, "invalid_request", message, where)
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_request"
     return APIError(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
@@ -102,3 +108,60 @@ def error_response(error: Exception) -> Response:
     # As JSON escapes: what was sent may hold text that cannot be written as UTF-8.
     content = json.dumps(error_body(api_error))
     return Response(content, api_error.status, headers, media_type="application/json")
+
+
+# --- unknown fields --------------------------------------------------------------------------------------
+
+
+PATHS: dict[type[BaseModel], str] = {
+    ChatRequest: "/v1/chat/completions",
+    CompletionRequest: "/v1/completions",
+    TokenizeRequest: "/tokenize",
+    DetokenizeRequest: "/detokenize",
+}
+LONGEST = 80  # letters of a name that is compared with others
+# What older versions of the API, other servers and templates call it.
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
+    "functions": "tools", "function_call": "tool_choice", "structured_outputs": "response_format",
+    "json_schema": "response_format", "enable_thinking": "chat_template_kwargs", "num_return_sequences": "n",
+    "random_seed": "seed",
+}  # fmt: skip
+
+
+def hint(title: str, place: Sequence[int | str]) -> str:
+    """For a body that pydantic knows by its title, and the place of a field in it."""
+    body = next((each for each in PATHS if each.__name__ == title), None)
+    if body is None or not place or len(str(place[-1])) > LONGEST:
+        return ""
+    name, known = str(place[-1]), sorted({field for model in models_at(body, place) for field in names(model)})
+    if OTHER_NAMES.get(name) in known:
+        return suggestion([OTHER_NAMES[name]])
+    elsewhere = [path for other, path in PATHS.items() if len(place) == 1 and name in names(other)]
+    return f"; {elsewhere[0]} has it" if elsewhere else suggestion(near_names(name, known)[:2])
+
+
+def models_at(body: type[BaseModel], place: Sequence[int | str]) -> set[type[BaseModel]]:
+    """Those that may stand there. Parts of a place that are no field's name say which form of a field was meant."""
+    found = {body}
+    for part in place[:-1]:
+        inside = {inner for model in found if part in names(model) for inner in inner_models(model, str(part))}
+        found = inside or {model for model in found if model.__name__ == part} or found
+    return found
+
+
+def names(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def inner_models(model: type[BaseModel], name: str) -> Iterator[type[BaseModel]]:
+    field = next(field for key, field in model.model_fields.items() if (field.alias or key) == name)
+    yield from within(field.annotation)
+
+
+def within(annotation: Any) -> Iterator[type[BaseModel]]:
+    """All models in a type, however it is put together."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from within(part)

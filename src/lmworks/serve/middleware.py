@@ -14,9 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_response, to_api_error
 from .limits import APIError
-from .logs import LogFields, log, log_fields_of, request_id
 from .serving import METER, Serving
-from .tracing import Tracing
+from .telemetry import LogFields, Tracing, log, log_fields_of, request_id
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 QUIET = {"/health", "/ready", "/metrics"}  # polled every few seconds: not logged

@@ -1,10 +1,20 @@
-"""Response bodies of OpenAI's API: typed dictionaries, as one is made for every token."""
+"""Response bodies of OpenAI's API: typed dictionaries, as one is made for every token.
+
+Text and bytes of single tokens, for responses with log-probabilities.
+"""
 
 from __future__ import annotations
 
+import codecs
+import math
+from functools import lru_cache
 from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
+
+from ..data.tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenizer
+from ..engine.core.detokenizer import BYTE_TOKEN, Vocabulary, byte_level
+from ..engine.core.request import Logprob
 
 Finish = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
@@ -165,3 +175,80 @@ class TokenizerInfo(TypedDict):
     bos_token: str | None
     pad_token: str | None
     chat_template: str | None
+
+
+# --- token logprobs --------------------------------------------------------------------------------------
+
+
+IMPOSSIBLE_LOGPROB = -9999.0  # what OpenAI writes for a token that cannot come: JSON knows no infinity
+KEPT = 65_536
+BLANK = "▁"  # how SentencePiece writes a space
+
+
+class TokenTexts:
+    """Text of a token alone. Half a character is written as OpenAI writes it, `bytes:\\xe2\\x82`: no two are alike."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer) if isinstance(tokenizer, FileTokenizer) else None
+        self.bytes = lru_cache(KEPT)(self.bytes_of)
+        self.text = lru_cache(KEPT)(self.text_of)
+
+    def text_of(self, token: int) -> str:
+        if self.tokenizer is None:
+            return f"token_id:{token}"
+        found = self.bytes(token)
+        if found is None:
+            return self.special(token)
+        try:
+            return found.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """None: it is no text, but has a meaning of its own."""
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return bytes([token]) if token < 256 else None
+        if self.tokenizer is None:
+            return None
+        if self.vocabulary is None:
+            return self.tokenizer.decode([token]).encode()
+        if not self.vocabulary.is_text(token):
+            return None
+        if self.vocabulary.kinds == ["ByteLevel"]:
+            return byte_level(self.vocabulary, token)
+        piece = self.vocabulary.piece(token) or ""
+        if BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if piece.startswith(BLANK):  # alone it would be the beginning of a text, which has no space
+            return piece.replace(BLANK, " ").encode()
+        return self.tokenizer.decode([token]).encode()
+
+    def special(self, token: int) -> str:
+        name = self.vocabulary.piece(token) if self.vocabulary is not None else None
+        return name or (
+            END_OF_TEXT if self.tokenizer is not None and token == self.tokenizer.eot else f"token_id:{token}"
+        )
+
+
+class Offsets:
+    """Where in a text its tokens begin. Half a character begins where the whole one will; a special token is none."""
+
+    def __init__(self, texts: TokenTexts, start: int = 0) -> None:
+        self.texts, self.at = texts, start
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def next(self, token: int) -> int:
+        before = self.at
+        self.at += len(self.decoder.decode(self.texts.bytes(token) or b""))
+        return before
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else IMPOSSIBLE_LOGPROB
+
+
+def top_tokens(found: Logprob) -> list[tuple[int, float]]:
+    """The tokens that are reported at one place: those asked for, and the one that stands there."""
+    top = [(token, finite(logprob)) for token, logprob in found.top]
+    return top if any(token == found.token for token, _ in top) else [*top, (found.token, finite(found.logprob))]

@@ -18,8 +18,8 @@ from fastapi import FastAPI
 
 from ..spec import LMWorksError
 from .connection import Connection, ConnectionLimiter
-from .logs import log
 from .serving import Serving
+from .telemetry import log
 
 KEEP_ALIVE_S = 75  # longer than proxies' own keep-alive, so that they close first
 NOTICE_S = 3.0

@@ -16,9 +16,8 @@ from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard
 from .keys import Config, Settings, bearer
 from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
-from .logs import LogFields, log_fields_of
-from .prometheus import HTTPMetrics
-from .token_logprobs import TokenTexts
+from .openai_answers import TokenTexts
+from .telemetry import HTTPMetrics, LogFields, log_fields_of
 from .upstream import Upstream
 from .workers import PromptProcessor, WorkerPool
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .errors import error_body, to_api_error
-from .logs import log, log_fields_of
+from .telemetry import log, log_fields_of
 
 DONE = b"data: [DONE]\n\n"
 STALLED_S = 30.0  # a client that takes nothing for so long has left

@@ -130,7 +130,7 @@ class WorkerPool:
 
     async def spawn(self) -> Worker:
         own_end, child_end = socket.socketpair()
-        command = [sys.executable, "-m", "lmworks.serve.worker", str(child_end.fileno())]
+        command = [sys.executable, "-m", "lmworks.serve", "worker", str(child_end.fileno())]
 
         def start() -> subprocess.Popen[bytes]:
             with child_end:

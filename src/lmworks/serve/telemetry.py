@@ -1,13 +1,28 @@
-"""Prometheus metrics: the engine's under vLLM's names, and the API's own.
+"""Logs, metrics and traces of the server.
 
-Where a dashboard says `vllm:time_to_first_token_seconds`, say `lmworks:time_to_first_token_seconds`.
+Logs are JSON. Of a request: key, route, times and token counts, never content.
+
+Prometheus metrics: the engine's under vLLM's names, and the API's own. Where a dashboard says
+`vllm:time_to_first_token_seconds`, say `lmworks:time_to_first_token_seconds`.
+
+OpenTelemetry: a span for each request, with its time in the queue, in prefill, in decode and after. Needs
+opentelemetry-sdk with an OTLP exporter, and an endpoint: `OTEL_EXPORTER_OTLP_ENDPOINT`, as everywhere. Spans are
+made when a request has ended, of times that were measured anyway, so they cost the request nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -15,10 +30,63 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..engine.core.metrics import BUCKETS
+from ..spec import LMWorksError
 from .backend import State
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
     from .serving import Serving
+
+log = logging.getLogger("lmworks.serve")
+
+LogFields = dict[str, Any]  # of one request: collected while it runs, logged when it ends
+LOG_FIELDS = "lmworks.log_fields"
+STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class JSONFormatter(logging.Formatter):
+    """One object a line: time, level, message, and whatever was given as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: LogFields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **{name: value for name, value in vars(record).items() if name not in STANDARD},
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            fields |= error_location(record.exc_info[1])
+        return json.dumps(fields, default=str)
+
+
+def error_location(error: BaseException) -> LogFields:
+    """Type and location of an error, without its message: that may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {"error": type(error).__name__, "at": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]}
+
+
+def log_as_json(level: int = logging.INFO) -> None:
+    """For the whole process, uvicorn included."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JSONFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    log.setLevel(level)
+
+
+def log_fields_of(scope: MutableMapping[str, Any]) -> LogFields:
+    found: LogFields = scope.setdefault(LOG_FIELDS, {})
+    return found
+
+
+def request_id(given: str | None) -> str:
+    """The client's, where it is valid."""
+    return given if given and REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+# --- Prometheus metrics ----------------------------------------------------------------------------------
+
 
 disable_created_metrics()  # a second series for each counter that nobody looks at
 
@@ -153,3 +221,77 @@ class SummedMetrics(Collector):
             for (sample_name, labels), value in sums[name].items():
                 family_of.add_sample(sample_name, dict(labels), value)
             yield family_of
+
+
+# --- OpenTelemetry ---------------------------------------------------------------------------------------
+
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+# Where the conventions for generative models have a name.
+NAMES = {
+    "request_id": "http.request.id",
+    "status": "http.response.status_code",
+    "key": "lmworks.key",
+    "model": "gen_ai.request.model",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "lmworks.usage.cached_tokens",
+    "failed": "error.type",
+}
+
+
+class Tracing:
+    def __init__(self, provider: TracerProvider) -> None:
+        self.provider = provider
+        self.tracer = provider.get_tracer("lmworks.serve")
+
+    def record(self, name: str, log_fields: LogFields, headers: Mapping[str, str], began: float, ended: float) -> None:
+        """Times are seconds since 1970."""
+        from opentelemetry import trace
+        from opentelemetry.propagate import extract
+
+        attributes = {NAMES[fact]: value for fact, value in log_fields.items() if fact in NAMES}
+        span = self.tracer.start_span(
+            name, extract(headers), trace.SpanKind.SERVER, attributes, start_time=nanoseconds(began)
+        )
+        context = trace.set_span_in_context(span)
+        for part, start, end in parts(log_fields, ended):
+            child = self.tracer.start_span(part, context, start_time=nanoseconds(start))
+            child.end(nanoseconds(end))
+        span.end(nanoseconds(ended))
+
+    def close(self) -> None:
+        self.provider.shutdown()
+
+
+def parts(log_fields: LogFields, ended: float) -> list[tuple[str, float, float]]:
+    """What a request's time went into, one after the other; none where no engine of ours worked on it."""
+    if "asked" not in log_fields or not log_fields.get("total"):
+        return []
+    asked = log_fields["asked"]
+    edges = [asked, asked + log_fields["queue"], asked + log_fields["first_token"], asked + log_fields["total"], ended]
+    for place in range(1, len(edges)):
+        edges[place] = max(edges[place], edges[place - 1])
+    return list(zip(("queue", "prefill", "decode", "postprocess"), edges[:-1], edges[1:], strict=True))
+
+
+def nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def tracing_from_environment() -> Tracing | None:
+    """None: no endpoint is set."""
+    if not os.environ.get(ENDPOINT):
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        needed = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        raise LMWorksError(f"{ENDPOINT} is set, and traces need OpenTelemetry: {needed}") from None
+    resource: dict[str, Any] = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "lmworks")}
+    provider = TracerProvider(resource=Resource.create(resource))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(provider)
