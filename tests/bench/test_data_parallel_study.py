@@ -15,8 +15,8 @@ from lmworks.bench.data_parallel import STRATEGIES, Study, select_strategies, st
 from lmworks.bench.data_parallel_report import as_markdown, overview_table, write_reports
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.memory.sheet import memory
-from lmworks.report.bars import Bars, as_svg, as_text
-from lmworks.report.sections import check_output_folder
+from lmworks.report.html_page import check_output_folder
+from lmworks.report.svg import Bars, as_svg, as_text
 from lmworks.spec import Cluster, RunSpec, SpecError
 from lmworks.train.rank_memory import measure_rank_memory
 from tiny import make_spec, write_spec

@@ -16,9 +16,8 @@ import torch
 
 from crafted import Change, replace_file, rewrite_index, rewrite_manifest
 from lmworks.checkpoint.format.index import ITEM_BYTES, Piece, check_coverage
-from lmworks.checkpoint.format.manifest import INDEX
+from lmworks.checkpoint.format.manifest import INDEX, DamagedError
 from lmworks.checkpoint.format.survey import verify_all
-from lmworks.checkpoint.format.validation import DamagedError
 from lmworks.model.tensor_files import DTYPES
 from lmworks.spec import CheckpointError, DataError, SpecError
 from lmworks.train import Trainer

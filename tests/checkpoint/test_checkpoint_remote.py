@@ -16,7 +16,7 @@ import torch
 from lmworks import checkpoint
 from lmworks.checkpoint.format import remote
 from lmworks.checkpoint.format.folders import RetentionPolicy
-from lmworks.checkpoint.format.remote_copies import RemoteCopier
+from lmworks.checkpoint.format.remote import RemoteCopier
 from lmworks.spec import CheckpointError, SpecError
 from lmworks.train import Trainer
 from tiny import curve, differences, events, flip_a_bit, make_spec, resume, saved, train

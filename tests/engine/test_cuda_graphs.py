@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lmworks.engine.core import cuda_graphs as graphs_module
-from lmworks.engine.core.cuda_graphs import CUDAGraphs
-from lmworks.engine.core.graph_buckets import PrefillBuckets, buffer_size, capture_sizes, prefill_buckets
+from lmworks.engine.core.cuda_graphs import CUDAGraphs, PrefillBuckets, buffer_size, capture_sizes, prefill_buckets
 from lmworks.engine.core.request import Request, Sequence
 from lmworks.engine.core.sampler import SamplingMetadata
 from lmworks.engine.core.sampling_params import SamplingParams

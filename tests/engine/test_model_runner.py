@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from lmworks.engine.core import sampler as sampler_module
-from lmworks.engine.core.cuda_graphs import CUDAGraphs
+from lmworks.engine.core.cuda_graphs import CUDAGraphs, prefill_buckets
 from lmworks.engine.core.engine import Engine
-from lmworks.engine.core.graph_buckets import prefill_buckets
 from lmworks.engine.core.kv_cache import KVCache, KVCacheShape
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Result, Sequence

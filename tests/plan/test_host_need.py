@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from lmworks.checkpoint.async_save import Staging
 from lmworks.checkpoint.save_plan import make_plan
-from lmworks.checkpoint.staging import Staging
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.optimizer_offload import HostOptimizer

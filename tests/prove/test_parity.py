@@ -17,9 +17,9 @@ import torch
 
 from lmworks.parallel import local_ranks
 from lmworks.parallel.local_ranks import RENDEZVOUS_TIMEOUT_S, RankFailed, on_ranks
-from lmworks.prove.compare import abs_errors, relative_errors, worst
 from lmworks.prove.parity import Parity, parity
 from lmworks.prove.rank_record import IndexedShard
+from lmworks.prove.rounding import abs_errors, relative_errors, worst
 from lmworks.spec import SpecError
 from lmworks.spec.layouts import Layout, Tolerance, choose, layouts
 from lmworks.spec.run import RECOMPUTE, SCHEDULES

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmworks.record.triage import findings
+from lmworks.record.event_text import findings
 
 
 def data(z: float) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from layouts import layout, with_meshes
 from lmworks import checkpoint
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, read_metrics
-from lmworks.record.attempts import RESTARTS
-from lmworks.record.triage import findings
+from lmworks.record.event_text import findings
+from lmworks.record.folder import RESTARTS
 from lmworks.spec import LMWorksError, RunSpec, TrainingError, dump_toml
 from lmworks.train import Trainer
 from lmworks.train.health.finite import first_nonfinite_tensor

@@ -12,8 +12,8 @@ import torch
 from layouts import layout, with_meshes
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder
-from lmworks.record.stats import read_stats
-from lmworks.record.triage import findings
+from lmworks.record.event_text import findings
+from lmworks.record.metrics import read_stats
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
 from lmworks.train.health.corruption import faulty_ranks

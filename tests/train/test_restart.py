@@ -14,7 +14,7 @@ from layouts import layout, with_meshes
 from lmworks.data import Batch, Batches
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import MetricsWriter, RunFolder
-from lmworks.record.attempts import NO_ERROR_MESSAGE, Attempt, attempts, crashed_twice
+from lmworks.record.folder import NO_ERROR_MESSAGE, Attempt, attempts, crashed_twice
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train import Trainer, restart
 from lmworks.train.restart import CrashLoop, is_restart

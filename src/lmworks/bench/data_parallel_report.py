@@ -7,8 +7,8 @@ from statistics import median
 
 from ..plan.exact.weights import weights
 from ..record.formatting import binary_bytes, short
-from ..report.bars import Bars
-from ..report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
+from ..report.html_page import Section, sections_as_markdown, sections_as_page, write_report_files
+from ..report.svg import Bars
 from .data_parallel import Outcome, Study
 
 TITLE = "DDP, FSDP and ZeRO on the same model"

@@ -3,6 +3,8 @@
 DCP's planner says which slices of which saved pieces a rank needs. Files are read chunk by chunk, directly into the
 memory of the tensors if possible, and every chunk is compared with its digest in the manifest. Chunks that no rank
 needs are read too, divided among the ranks: a checkpoint is valid as a whole, or refused.
+
+Exchange of failures between ranks before any of them raises, so that none hangs in a collective.
 """
 
 from __future__ import annotations
@@ -27,14 +29,26 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ..model.tensor_files import TORCH_DTYPES
-from ..parallel.world import collective_error, is_rank_zero
+from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks
 from ..spec import CheckpointError
 from .format.digest import MAX_PENDING, digest_of, hash_pool, new_hash, read_all
 from .format.index import Index, SavedTensor
-from .format.manifest import INDEX, Manifest, damaged, unreadable
-from .format.validation import DamagedError
-from .rank_errors import first_failure
+from .format.manifest import INDEX, DamagedError, Manifest, damaged, unreadable
 from .save_plan import as_bytes
+
+
+def first_failure(work: Callable[[], str | None]) -> tuple[str, int] | None:
+    """Run `work` on all ranks, which returns why it failed or None; returns the first reason, and its rank."""
+    reason = run_on_all_ranks(work)  # an exception is raised by all
+    if not dist.is_initialized():
+        return None if reason is None else (reason, 0)
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next(((found, rank) for rank, found in enumerate(reasons) if found is not None), None)
+
+
+# --- load state ------------------------------------------------------------------------------------------
+
 
 Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
 

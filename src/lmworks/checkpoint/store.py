@@ -28,6 +28,7 @@ from .format.index import Index, read_index, verify
 from .format.manifest import (
     INDEX,
     MARKER,
+    DamagedError,
     Files,
     Manifest,
     read_manifest,
@@ -36,9 +37,7 @@ from .format.manifest import (
     write_manifest,
 )
 from .format.remote import download, remote_steps
-from .format.validation import DamagedError
-from .load_state import MismatchError, read
-from .rank_errors import first_failure
+from .load_state import MismatchError, first_failure, read
 from .save_plan import RankPlan, file_contents, make_plan
 
 T = TypeVar("T")

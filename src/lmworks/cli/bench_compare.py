@@ -56,7 +56,7 @@ def ddp_fsdp(
     """
     from ..bench.data_parallel import select_strategies, study
     from ..bench.data_parallel_report import overview_table, write_reports
-    from ..report.sections import check_output_folder
+    from ..report.html_page import check_output_folder
     from ..spec import TrainingError, load_run
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]

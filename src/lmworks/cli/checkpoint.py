@@ -17,8 +17,7 @@ from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..checkpoint.format.contents import Contents
-    from ..checkpoint.format.survey import VerifyResult
+    from ..checkpoint.format.survey import Contents, VerifyResult
     from ..data.progress import Progress
 
 app = typer.Typer(
@@ -77,8 +76,7 @@ def show(
       lmworks checkpoint show runs/tiny --step 100 --tensors
       lmworks checkpoint show runs/tiny --tensors --json
     """
-    from ..checkpoint.format.contents import contents
-    from ..checkpoint.format.survey import locate
+    from ..checkpoint.format.survey import contents, locate
 
     held = contents(locate(source).choose(step))
     if json:

@@ -193,9 +193,9 @@ def chaos(
       lmworks prove chaos --seed 7 --trial 31
       lmworks prove chaos --list
     """
+    from ..prove.chaos.faults import sample_trial
     from ..prove.chaos.report import SUMMARY, fault_rows, progress_line, summary_rows, write_report
     from ..prove.chaos.runner import open_harness, run_trials
-    from ..prove.chaos.trial import sample_trial
 
     if listing:
         show_list(json, fault_rows())

@@ -86,7 +86,7 @@ def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
     import torch
 
     from ..engine.quantization.folder import is_quantized
-    from ..engine.quantization.memory import check_memory
+    from ..engine.quantization.quantize import check_memory
     from ..loading import is_hf
     from ..model.hf import described
     from ..record import RunFolder

@@ -21,7 +21,7 @@ import typer
 
 from ..plan.memory.host import oom_kills
 from ..record import RunFolder
-from ..record.attempts import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
+from ..record.folder import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
 from ..record.oom import ChildPeaks
 from ..spec.errors import PREEMPTED, STOPPED, last_line
 

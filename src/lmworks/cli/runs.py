@@ -15,7 +15,7 @@ from .runs_show import show
 if TYPE_CHECKING:
     from ..diagnose.hang import Diagnosis
     from ..record import RunFolder
-    from ..record.triage import Finding
+    from ..record.event_text import Finding
 
 
 def diagnose(
@@ -91,8 +91,8 @@ def health(
       lmworks runs health runs/tiny --json
     """
     from ..record import RunFolder, read_metrics
-    from ..record.stats import read_stats
-    from ..record.triage import findings
+    from ..record.event_text import findings
+    from ..record.metrics import read_stats
 
     folder = RunFolder.open(run)
     events = folder.events()

@@ -37,9 +37,9 @@ def show(
     """
     from ..diagnose.checkpoint_interval import interval
     from ..diagnose.goodput import time_breakdown
+    from ..record.metrics import read_stats
     from ..record.run_summary import summarize
-    from ..record.stats import read_stats
-    from ..report.goodput_plot import draw_goodput
+    from ..report.plots import draw_goodput
     from ..report.run_list import locate
 
     folder = locate(run)

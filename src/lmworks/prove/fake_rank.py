@@ -5,6 +5,11 @@ whose collectives return at once, and the tensors, which have shapes, types and 
 So counts and bytes are those of the layout; times and values are unknown.
 
 The measured step is not the first one, which creates optimizer states and reduction buckets.
+
+The memory of the GPU's chunked loss, on fake tensors and without a GPU.
+
+Kernels cannot run on fake tensors. The in-place loss kernel allocates only the loss of a chunk, so a stub that does the
+same replaces it; gradients are scaled by PyTorch instead of the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +40,8 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch
+from ..kernels.training import cross_entropy
+from ..kernels.training.cross_entropy import OuterSum, scaled
 from ..model.moe import MoE, moe_layers, run_experts
 from ..parallel import ddp
 from ..parallel.comm_counter import CommCounter, Row
@@ -44,6 +51,8 @@ from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Me
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
+from ..parallel.vocab_parallel import VocabLoss
+from ..plan import software
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
 from ..train import adamw as adamw_module
@@ -54,7 +63,51 @@ from ..train.health.bad_step_recovery import PassResult
 from ..train.optim import make_optimizer
 from ..train.step_scalars import ScalarReader, UpdateGate
 from ..train.trainer import Trainer
-from .fake_loss import fake_loss_for, patched
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def fake_loss_for(device: str) -> Iterator[None]:
+    """Patch the loss to allocate as on a "cuda" or "cpu" device."""
+    with ExitStack() as patches:
+        if device == "cuda" and software.IN_PLACE:
+            patches.enter_context(patched(cross_entropy, "pick", lambda *_, **__: "triton"))
+            patches.enter_context(patched(cross_entropy, "chunk_loss", zero_loss))
+            patches.enter_context(patched(VocabLoss, "in_place", exchange_only))
+            patches.enter_context(patched(cross_entropy, "scaled", scaled_by_torch))
+            patches.enter_context(patched(OuterSum, "add", mark_written))
+        elif device == "cuda":
+            patches.enter_context(patched(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU))
+        yield
+
+
+def zero_loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+    return logits.new_zeros((), dtype=torch.float32)
+
+
+def exchange_only(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tensor, _graded: bool) -> Tensor:
+    return loss.of_all(logits.new_zeros(2, logits.shape[0], dtype=torch.float32), counted)[0]
+
+
+def mark_written(total: OuterSum, _grad: Tensor, _hidden: Tensor) -> None:
+    total.empty = False
+
+
+def scaled_by_torch(x: Tensor, factor: Tensor, dtype: torch.dtype, _implementation: str) -> Tensor:
+    return scaled(x, factor, dtype, "torch")
+
+
+# --- fake rank -------------------------------------------------------------------------------------------
+
 
 CPU = torch.device("cpu")
 

@@ -25,11 +25,10 @@ from ..plan.exact.shards import local_shapes
 from ..plan.memory.peak_memory import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
-from .compare import Worst, gradient_errors, scalar_errors, weight_errors, worst
 from .corpus import write_corpus
 from .planner_agreement import disagreements
 from .rank_record import STEPS, RankRecord, record_runs
-from .rounding import rounding_verdict
+from .rounding import Worst, gradient_errors, rounding_verdict, scalar_errors, weight_errors, worst
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"sgd": {}, "adamw": {"optimizer": "adamw", "lr": 1e-3}}
 # Gradients of five steps, the weight and its index, and both of these again for AdamW.

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import ClassVar, Self
 
-from ..engine.core.admission import MAX_PRIORITY
+from ..engine.core.request import MAX_PRIORITY
 from ..engine.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from ..spec import LMWorksError
 from ..spec.schema import Section, opt

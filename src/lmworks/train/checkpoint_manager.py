@@ -12,10 +12,9 @@ import torch
 from .. import checkpoint
 from ..checkpoint.async_save import AsyncSaver, SaveResult
 from ..checkpoint.format.folders import set_aside
-from ..checkpoint.format.manifest import Manifest, read_committed, refusal_text
-from ..checkpoint.format.remote_copies import CopyResult, RemoteCopier
-from ..checkpoint.format.validation import DamagedError
-from ..checkpoint.rank_errors import first_failure
+from ..checkpoint.format.manifest import DamagedError, Manifest, read_committed, refusal_text
+from ..checkpoint.format.remote import CopyResult, RemoteCopier
+from ..checkpoint.load_state import first_failure
 from ..parallel.initial_weights import is_hf
 from ..parallel.precision import LossScale
 from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero

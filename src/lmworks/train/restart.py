@@ -15,7 +15,7 @@ from ..checkpoint.format.folders import committed
 from ..checkpoint.format.manifest import step_of
 from ..parallel.world import launched
 from ..record import RunFolder
-from ..record.attempts import CAUSE, RESTARTS, Attempt, attempts, crashed_twice
+from ..record.folder import CAUSE, RESTARTS, Attempt, attempts, crashed_twice
 from ..record.jsonl import read_lines
 from ..spec import RunSpec, TrainingError
 from ..spec.elastic import fitted

@@ -6,8 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from ..checkpoint.format.manifest import Manifest
-from ..checkpoint.format.validation import is_int, short_repr
+from ..checkpoint.format.manifest import Manifest, is_int, short_repr
 from .health.bad_step import HealthState
 
 MAX_LENGTH = 2**62  # a cursor beyond it would overflow where sequences are counted

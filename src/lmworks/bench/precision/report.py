@@ -13,9 +13,9 @@ from typing import Any
 from ...plan.memory.rank_weights import resident
 from ...plan.memory.sheet import memory as planned_peak
 from ...record.formatting import binary_bytes, short
+from ...report.html_page import Section, sections_as_markdown, sections_as_page, write_report_files
 from ...report.plots import has_matplotlib, save
 from ...report.run_report import smooth
-from ...report.sections import Section, sections_as_markdown, sections_as_page, write_report_files
 from ...report.svg import Line, Points, line_chart
 from ...spec import PrecisionSpec
 from .study import THRESHOLDS, Outcome, Study, totals

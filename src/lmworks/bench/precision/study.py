@@ -19,7 +19,7 @@ from ...parallel.memory_preflight import refuse_missing_gpu, refuse_oversized
 from ...plan.memory.peak_memory import Row
 from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics
-from ...report.sections import check_output_folder
+from ...report.html_page import check_output_folder
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import STOPPED
 from ...spec.files import write_whole

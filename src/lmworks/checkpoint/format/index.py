@@ -16,8 +16,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .manifest import INDEX, Manifest, check_file, read_manifest, read_verified
-from .validation import expect, is_int, json_object, malformed, short_repr
+from .manifest import (
+    INDEX,
+    Manifest,
+    check_file,
+    expect,
+    is_int,
+    json_object,
+    malformed,
+    read_manifest,
+    read_verified,
+    short_repr,
+)
 
 # Bytes of an element, by the names of safetensors.
 ITEM_BYTES = {

@@ -1,4 +1,7 @@
-"""The client of a writer process: start it, send it jobs, receive their results."""
+"""The client of a writer process: start it, send it jobs, receive their results.
+
+Messages between a rank and its writer process.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,95 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from ...record import phase
 from ...record.heartbeat import Heartbeat, activity_counters, own_heartbeat, process_state, started_at
-from .writer_messages import Answer, CopyJob, Job, JobFailed, PhaseEntered, SealJob, WriteJob, WriterSetup
+from .folders import RetentionPolicy
+from .manifest import Files
+
+
+@dataclass(frozen=True)
+class WriterSetup:
+    """The first message: the rank, and what is the same in every save."""
+
+    rank: int
+    header: bytes
+    size: int  # bytes in the staging buffer
+    index: bytes  # only on rank 0
+    hash: str
+    startup: tuple[Callable[[], None], ...]
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """Write the staging buffer."""
+
+    step: int
+    work: Path
+
+
+@dataclass(frozen=True)
+class SealJob:
+    """The files of all ranks are on disk: write the manifest and commit."""
+
+    step: int
+    work: Path
+    final: Path
+    meta: dict[str, Any]
+    files: Files
+    torch: str
+    hash: str
+    keep: RetentionPolicy
+
+
+@dataclass(frozen=True)
+class AbandonJob:
+    """A rank has failed: remove the files of the others."""
+
+    step: int
+    work: Path
+
+
+@dataclass(frozen=True)
+class CopyJob:
+    """Copy a committed checkpoint to remote storage."""
+
+    step: int
+    folder: Path
+    remote: str
+    keep: RetentionPolicy
+
+
+Job = WriteJob | SealJob | AbandonJob | CopyJob
+
+
+@dataclass(frozen=True)
+class PhaseEntered:
+    """The writer has entered this phase."""
+
+    phase: str
+
+
+@dataclass(frozen=True)
+class JobDone:
+    files: Files
+    seconds: float
+
+
+@dataclass(frozen=True)
+class JobFailed:
+    reason: str
+
+
+Answer = JobDone | JobFailed
+
+
+# --- writer client ---------------------------------------------------------------------------------------
+
 
 # Called in every new writer before its first job. They must be picklable: functions of modules that it can import.
 startup: list[Callable[[], None]] = []

@@ -19,7 +19,7 @@ from ...spec.errors import LMWorksError
 from .digest import write_file
 from .folders import discard, prune, rename_and_commit
 from .manifest import INDEX, Files, shard_name, write_manifest
-from .writer_messages import (
+from .writer_client import (
     AbandonJob,
     Answer,
     CopyJob,

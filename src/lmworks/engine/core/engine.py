@@ -20,11 +20,20 @@ from ...data.tokenizer import Tokenizer
 from ...spec import EngineSpec, LMWorksError, SpecError
 from ..grammars.grammar import Grammars
 from . import sampler
-from .admission import check_kv_capacity, check_params, check_prompt
 from .block_manager import IntegrityError
 from .metrics import Metrics
 from .output_processor import FinishReason, attach_detokenizer_and_grammar, close, no_token_error, push, refusal, result
-from .request import PLACEHOLDER_TOKEN, Logprob, OutputDelta, Request, Sequence, SequenceStatus
+from .request import (
+    PLACEHOLDER_TOKEN,
+    Logprob,
+    OutputDelta,
+    Request,
+    Sequence,
+    SequenceStatus,
+    check_kv_capacity,
+    check_params,
+    check_prompt,
+)
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
 from .step_output import PromptLogprobs, TokenOutput

@@ -27,8 +27,8 @@ from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RM
 from ...model.moe import MoE
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
-from ..tensor_parallel.row_parallel_linear import RowParallelLinear
-from .attention_backend import PagedAttention
+from ..tensor_parallel.tp_shards import RowParallelLinear
+from .kv_cache import PagedAttention
 from .latent_attention import AbsorbedLatentAttention
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -16,13 +16,11 @@ from threading import Thread
 import torch
 
 from ...spec import EngineSpec, ModelSpec
-from .cuda_graphs import captured_metadata
-from .graph_buckets import capture_sizes
+from .cuda_graphs import capture_sizes, captured_metadata, run_dummy_step, run_largest_step
 from .meta_model import MetaModel
 from .model_runner import DTYPES, ModelRunner, resolve_spec
 from .sampler import SamplingMetadata
 from .step_input import decode_bucket, unpack
-from .warmup import run_dummy_step, run_largest_step
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from ...kernels.inference.kv_cache_write import write
 from ...kernels.inference.latent_attention import paged_latent_attention
 from ...model.gpt import LatentAttention, Rotary
 from ..quantization.quantized_model import QuantLinear
-from .attention_backend import PagedAttention
+from .kv_cache import PagedAttention
 
 
 class AbsorbedLatentAttention(nn.Module):

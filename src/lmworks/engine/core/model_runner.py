@@ -20,17 +20,14 @@ from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
 from ..quantization.drift import DriftMonitor
 from ..speculative.draft_model import DraftedTokens, DraftModel
-from .attention_backend import PagedAttention
-from .cuda_graphs import CUDAGraphs, captured_metadata
+from .cuda_graphs import CUDAGraphs, capture_graphs, captured_metadata, prefill_buckets, profile_cache_memory
 from .fusion import fuse, supports_graphs
-from .graph_buckets import prefill_buckets
-from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, blocks_that_fit
+from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, PagedAttention, blocks_that_fit
 from .request import Sequence
 from .sampler import Sampler, SamplerOutput, SamplingMetadata
 from .scheduler import Chunk, Step
 from .step_input import Batch, Layout, Packer, decode_bucket, unpack
 from .step_output import AsyncStepOutput, PromptLogprobsQuery, prompt_logprobs, prompt_logprobs_queries
-from .warmup import capture_graphs, profile_cache_memory
 
 if TYPE_CHECKING:
     from ..tensor_parallel.executor import TensorParallelRank

@@ -27,7 +27,7 @@ from ...model import GPT
 from ...spec import LMWorksError, SpecError, components
 from ..core.fusion import FusedAttention, FusedBlock, FusedMLP, LinearMethod
 from ..core.scheduler import Chunk
-from ..tensor_parallel.row_parallel_linear import RowParallelLinear
+from ..tensor_parallel.tp_shards import RowParallelLinear
 from .peft_files import Adapter, read_adapter
 
 if TYPE_CHECKING:

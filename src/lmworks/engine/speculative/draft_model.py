@@ -19,10 +19,9 @@ from torch import Tensor
 from ...model.attention import paged_options
 from ...model.gpt import GPT
 from ...spec import SpecError
-from ..core.attention_backend import PagedAttention
 from ..core.cuda_graphs import CUDAGraphs
 from ..core.fusion import fuse, supports_graphs
-from ..core.kv_cache import KVCache, KVCacheShape
+from ..core.kv_cache import KVCache, KVCacheShape, PagedAttention
 from ..core.request import PLACEHOLDER_TOKEN, Sequence
 from ..core.sampler import SamplerOutput, SamplingMetadata
 from ..core.scheduler import Chunk, Step

@@ -2,7 +2,6 @@
 
     q, k, v, gate, up, head   column-parallel: some outputs (rows of the weight), with their scales and biases
     out, down                 row-parallel: some inputs (columns of the weight); products are all-reduced
-    (`engine.tensor_parallel.row_parallel_linear`)
 
 `parallel.tensor_parallel` shards a network for training. Inference needs no gradients: where ranks outnumber key heads,
 a rank keeps the rows of its head alone. Quantized weights are sharded as they are stored.
@@ -24,7 +23,26 @@ from ...spec import ModelSpec, SpecError, components
 from ..core.meta_model import MetaModel
 from ..lora.peft_files import Delta
 from ..quantization.quantized_model import QuantLinear, linears, put, replace
-from .row_parallel_linear import RowParallelLinear
+
+
+class RowParallelLinear(nn.Module):
+    """`part` computes this rank's partial product, adapters included; the bias is added after the all-reduce."""
+
+    def __init__(self, part: nn.Module, bias: Tensor | None, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.reduce = part, reduce
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.all_reduce(self.part(x))
+
+    def all_reduce(self, product: Tensor) -> Tensor:
+        y = self.reduce(product)
+        return y if self.bias is None else y + self.bias
+
+
+# --- tp shards -------------------------------------------------------------------------------------------
+
 
 OUTPUTS, INPUTS = 0, 1
 PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of groups: at least so many together

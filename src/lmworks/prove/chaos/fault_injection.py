@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...record import phase
-from .injection_plan import Injection
-from .trigger import Announce, FaultTrigger, Injector, ProcessContext
+from .trigger import Announce, FaultTrigger, Injection, Injector, ProcessContext
 
 FILLER = "filler"  # a file that takes all free space of a disk
 SMALL_FILE = 65_536  # bytes: enough for a line of events.jsonl, not for a shard

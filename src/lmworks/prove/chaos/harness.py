@@ -14,9 +14,9 @@ from ...record import RunFolder
 from ...spec import RunSpec, dump_toml
 from .compare_runs import compare_runs, exit_save_problem, log_lines
 from .fault_injection import FILLER
-from .injection_plan import injections_done, write_injections
+from .faults import Trial, trial_spec
 from .jobs import JobResult, run_command, run_forked
-from .trial import Trial, trial_spec
+from .trigger import injections_done, write_injections
 
 MAX_ATTEMPTS = 4  # of a job with one or two injected faults
 SMALL_DISK = "16m"

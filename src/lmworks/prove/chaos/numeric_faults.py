@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...record import phase
-from .injection_plan import Injection
-from .trigger import Announce, Injector, ProcessContext
+from .trigger import Announce, Injection, Injector, ProcessContext
 
 SLOW_S = 0.8  # many times a step's duration: the straggler detector averages over seconds
 

@@ -20,8 +20,8 @@ import torch.multiprocessing as mp
 
 from ...spec import TrainingError
 from ..corpus import write_corpus
+from .faults import Trial
 from .harness import Harness, Outcome
-from .trial import Trial
 
 TRIAL_TIMEOUT_S = 2000.0  # of one trial, above the sum of its own timeouts
 PRELOADED_MODULES = (  # imported once here, inherited by every forked rank

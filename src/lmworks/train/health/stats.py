@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...parallel.data_parallel import Shard
 from ...parallel.parallel_model import ParallelModel
-from ...record.stats import PartStats
+from ...record.metrics import PartStats
 
 OUTSIDE_BLOCKS = ("embed", "positions"), ("norm", "head")  # before and after the blocks
 SUMS = ("abs", "square", "count", "grad", "param", "update")
