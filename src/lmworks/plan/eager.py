@@ -200,7 +200,7 @@ def attention(core: Attention, load: Workload) -> Op:
         ]
         inner = w if load.backend == "reference" else 4  # SDPA's math path computes in fp32
         repeated = (t * width * inner for width in (q, q, out))  # k, v for every head
-        saved = [4 * scores * core.saved_scores, *repeated, result]
+        saved = [4 * t * heads * core.saved_scores(load.seq), *repeated, result]
         if load.is_16_bit and load.backend == "reference":
             saved.append(2 * scores)
         dear = scores * inner, t * out * inner

@@ -19,7 +19,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from .model import ModelSpec
@@ -150,7 +150,6 @@ class Attention:
     v_dim: int
     window: int = 0
     score_passes: int = 2  # elementwise passes over all scores before the softmax, in eager code: scale, mask
-    saved_scores: int = 1  # fp32 tensors of all scores that eager code saves: the softmax
 
     @property
     def q_width(self) -> int:
@@ -172,6 +171,10 @@ class Attention:
     def flops_per_key(self) -> int:
         """Of one query: q·kᵀ and p·v."""
         return 2 * (self.q_width + self.out_width)
+
+    def saved_scores(self, keys: Any) -> Any:
+        """fp32 numbers that eager code saves for each query and head: the softmax."""
+        return keys
 
     def weights(self) -> Iterator[Weight]:
         return iter(())
