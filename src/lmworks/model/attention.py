@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import fastest
+from ..kernels.scores import soft_cap
 from ..kernels.training.flash_attention import Bounds, flash_attention
 from ..spec import ModelSpec, SpecError, components
 
@@ -41,10 +42,11 @@ class Pattern:
     slopes: tuple[float, ...] = ()  # ALiBi's, one for each query head that is here; empty: no ALiBi
     documents: Tensor | None = None  # (batch, seq): index of the document that a position belongs to
     offset: int = 0  # position of the first query among the keys: what a KV cache already holds
+    softcap: float = 0.0  # of scores, before ALiBi's penalty and the mask; 0: none
 
     @property
     def plain(self) -> bool:
-        return not (self.window or self.slopes or self.offset) and self.documents is None
+        return not (self.window or self.slopes or self.offset or self.softcap) and self.documents is None
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """True where a query may look: (queries, keys), or (batch, 1, queries, keys) with documents."""
@@ -71,12 +73,12 @@ class Pattern:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    """Attention as it is written on paper: softmax(q·kᵀ/√d + bias)·v, every score in memory."""
+    """Attention as it is written on paper: softmax(cap(q·kᵀ/√d) + bias)·v, every score in memory."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seq, head_dim)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])
-    scores = scores + pattern.bias(q.shape[2], k.shape[2], q.device)
+    scores = soft_cap(scores, pattern.softcap) + pattern.bias(q.shape[2], k.shape[2], q.device)
     return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
 
 
@@ -125,13 +127,17 @@ def flex_block_mask(pattern: Pattern, batch: int, queries: int, keys: int, devic
 def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> Tensor:
     """Block-sparse attention: masked-out blocks of documents and windows are never computed."""
     if q.device.type == "cpu" and q.requires_grad:
-        raise SpecError("model.attention = 'flex' cannot train on a CPU (PyTorch has no backward for it); use 'sdpa'")
+        works = "reference" if pattern.softcap else "sdpa"
+        raise SpecError(
+            f"model.attention = 'flex' cannot train on a CPU (PyTorch has no backward for it); use '{works}'"
+        )
     score_mod = None
-    if pattern.slopes:
+    if pattern.slopes or pattern.softcap:
         slopes = torch.tensor(pattern.slopes, device=q.device)
 
         def score_mod(score: Tensor, _b: Tensor, h: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-            return score - slopes[h] * (q_pos + pattern.offset - k_pos)
+            score = soft_cap(score, pattern.softcap)
+            return score - slopes[h] * (q_pos + pattern.offset - k_pos) if pattern.slopes else score
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
@@ -190,7 +196,7 @@ def make_pattern(
 ) -> Pattern:
     """Who may look at whom in this model; `heads` are those that this rank holds."""
     slopes = tuple(alibi_slopes(spec.heads)[heads]) if spec.positions == "alibi" else ()
-    return Pattern(spec.sliding_window, slopes, documents, offset)
+    return Pattern(spec.sliding_window, slopes, documents, offset, spec.attention_softcap)
 
 
 def cached_backend(spec: ModelSpec) -> ModelSpec:
@@ -205,7 +211,7 @@ def paged_options(spec: ModelSpec, device: torch.device, heads: slice = slice(No
     """The pattern as keywords of `kernels.inference.paged_attention`."""
     pattern = make_pattern(spec, heads=heads)
     slopes = torch.tensor(pattern.slopes, device=device) if pattern.slopes else None
-    return {"window": pattern.window, "slopes": slopes}
+    return {"window": pattern.window, "slopes": slopes, "softcap": pattern.softcap}
 
 
 def dense(
@@ -232,6 +238,8 @@ def fastest_backend(spec: ModelSpec, device: torch.device, *, sparse: bool, offs
     if device.type != "cuda" or offset:
         return components.attention_backend(spec, "cpu")
     core = components.attention_core(spec)
+    if not core.fused:
+        return "flex"
     if spec.positions != "alibi" and core.v_dim == core.qk_dim <= 256:
         op = "sparse_attention" if sparse else "flash_attention"
         if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rotate_both
+from ..kernels.scores import soft_cap
 from ..kernels.swiglu import swiglu
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.gelu import gelu
@@ -243,11 +244,12 @@ class GPT(nn.Module):
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
         if keep_logits or not self.chunked_loss:
-            logits = self.project(x, self.head_weight)
+            logits = soft_cap(self.project(x, self.head_weight), self.spec.final_softcap)
             flat = logits.flatten(0, 1).float()
             loss = F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
         else:
-            loss = self.cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
+            cap = self.spec.final_softcap
+            loss = self.cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), softcap=cap)
         if reduction == "mean":
             loss = loss / (targets != IGNORE).sum()
         return logits if keep_logits else None, loss
@@ -266,7 +268,7 @@ class GPT(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Of the positions whose states these are: an engine wants few of a batch."""
         assert self.norm is not None, "only the last part of a network has a head"
-        return self.project(self.norm(states), self.head_weight)
+        return soft_cap(self.project(self.norm(states), self.head_weight), self.spec.final_softcap)
 
     def layers(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks.values()))

@@ -215,7 +215,7 @@ def ring_forward(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
         for tile in ring.tiles((ring.rank - step) % ring.cp):
             rows, (tk, tv) = tile.queries, block[:, :, :, tile.keys]
             bias = ring.bias(tile, q.device)
-            more = attention_tile.forward(q[:, :, rows], tk, tv, bias, tile.causal, ring.fused)
+            more = attention_tile.forward(q[:, :, rows], tk, tv, bias, tile.causal, ring.fused, ring.pattern.softcap)
             attention_tile.merge(out[:, :, rows], lse[:, :, rows], *more)
         if step + 1 < ring.cp:
             wait(works)
@@ -240,7 +240,8 @@ def ring_backward(
             bias = ring.bias(tile, q.device)
             tg, tq, to, tl = (x[:, :, rows] for x in (grad, q, out, lse))
             tk, tv = block[:, :, :, keys]
-            more = attention_tile.backward(tg, tq, tk, tv, to, tl, bias, tile.causal, ring.fused)
+            rule = bias, tile.causal, ring.fused, ring.pattern.softcap
+            more = attention_tile.backward(tg, tq, tk, tv, to, tl, *rule)
             dq[:, :, rows] += more[0]
             dkv[0][:, :, keys] += more[1]
             dkv[1][:, :, keys] += more[2]

@@ -149,7 +149,7 @@ class Attention:
     qk_dim: int
     v_dim: int
     window: int = 0
-    score_passes: int = 2  # elementwise passes over all scores before the softmax, in eager code: scale, mask
+    softcap: float = 0.0
 
     @property
     def q_width(self) -> int:
@@ -172,9 +172,19 @@ class Attention:
         """Of one query: q·kᵀ and p·v."""
         return 2 * (self.q_width + self.out_width)
 
+    @property
+    def fused(self) -> bool:
+        """Whether SDPA and flash attention compute it."""
+        return not self.softcap
+
+    @property
+    def score_passes(self) -> int:
+        """Elementwise passes over all scores before the softmax, in eager code: scale, mask; /, tanh and · of a cap."""
+        return 2 + 3 * (self.softcap > 0)
+
     def saved_scores(self, keys: Any) -> Any:
-        """fp32 numbers that eager code saves for each query and head: the softmax."""
-        return keys
+        """fp32 numbers that eager code saves for each query and head: the softmax; tanh."""
+        return keys * (1 + (self.softcap > 0))
 
     def weights(self) -> Iterator[Weight]:
         return iter(())
@@ -303,7 +313,7 @@ def attention(m: ModelSpec) -> Iterator[Component]:
     if m.positions == "rope":
         yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
-    yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, m.sliding_window)
+    yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, m.sliding_window, m.attention_softcap)
     yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
 
 
@@ -349,12 +359,21 @@ def feed_forward(m: ModelSpec) -> Iterator[Component]:
 class Head:
     """Logits, and the loss that is computed from them in chunks."""
 
-    saved_logits: int = 0  # copies of a chunk of logits that the loss holds beside what softmax needs
-    logit_passes: int = 0  # elementwise passes over the logits beside softmax
+    softcap: float = 0.0
+
+    @property
+    def saved_logits(self) -> int:
+        """Copies of a chunk of logits that the loss holds beside what softmax needs: the derivative of the cap."""
+        return int(self.softcap > 0)
+
+    @property
+    def logit_passes(self) -> int:
+        """Elementwise passes over the logits beside softmax: /, tanh, · and derivative of a cap, and their product."""
+        return 5 * (self.softcap > 0)
 
 
 def head(m: ModelSpec) -> Head:
-    return Head()
+    return Head(m.final_softcap)
 
 
 def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
@@ -419,7 +438,7 @@ def attention_core(m: ModelSpec) -> Attention:
 def attention_backend(m: ModelSpec, device: str) -> str:
     """`model.attention` on a kind of device; on a GPU 'auto' is resolved by measurements (model/attention.py)."""
     if m.attention == "auto" and device == "cpu":
-        return "sdpa"
+        return "sdpa" if attention_core(m).fused else "reference"
     return m.attention
 
 

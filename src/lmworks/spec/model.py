@@ -67,6 +67,8 @@ class ModelSpec(Section):
     v_head_dim: int = opt(0, "latent attention: width of a value head (0: head_dim)", ge=0)
     rope_interleaved: bool = opt(False, "latent attention: rotary pairs lie side by side (DeepSeek), not in halves")
     sliding_window: int = opt(0, "a query sees this many keys, itself included (0: all before it)", ge=0)
+    attention_softcap: float = opt(0.0, "scores become cap·tanh(score / cap) before the mask (Gemma 2; 0: off)", ge=0)
+    final_softcap: float = opt(0.0, "logits become cap·tanh(logit / cap) (Gemma 2; 0: off)", ge=0)
     tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
     experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
     top_k: int = opt(2, "experts that each token visits", ge=1)
@@ -170,6 +172,12 @@ class ModelSpec(Section):
             self.derive("rope_scaling", scaling.with_derived("original_context", before))
 
     def check_attention(self) -> None:
+        for key in ("attention_softcap",):
+            if getattr(self, key) and self.attention in ("sdpa", "flash"):
+                raise SpecError(
+                    f"model.attention = '{self.attention}' cannot do model.{key} = {getattr(self, key)!r}; "
+                    "'auto', 'reference' and, on a GPU, 'flex' can"
+                )
         if self.attention != "flash":
             return
         if self.kv_lora_rank and self.v_head_dim != self.head_dim + self.rope_head_dim:

@@ -4,9 +4,10 @@ The cache of a layer is a pool of blocks of `size` tokens; a sequence's keys are
 names, in order, cut at its length. Queries of all sequences lie one after another, (tokens, heads, head_dim), and those
 of a sequence are its last positions: one while it answers, many while its prompt is read.
 
-    outᵢ = Σ softmax(qᵢ·kⱼ/√d − slope·(pᵢ − j)) · vⱼ   over keys j with pᵢ − window < j ≤ pᵢ
+    outᵢ = Σ softmax(cap(qᵢ·kⱼ/√d) − slope·(pᵢ − j)) · vⱼ   over keys j with pᵢ − window < j ≤ pᵢ
 
-with pᵢ = length − queries + i, the position of query i of its sequence.
+with pᵢ = length − queries + i, the position of query i of its sequence, and cap(s) = softcap·tanh(s/softcap) where
+scores are soft-capped.
 
 A quantised cache holds integers or 8-bit floats and one scale for each token and head: k = stored · scale.
 """
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..scores import soft_cap
 
 SHORT = 256  # queries; a launch for prompts that may be longer is cut up otherwise
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # number that a quantised cache holds
@@ -58,14 +61,15 @@ def paged_attention(
     *,
     window: int = 0,  # keys that a query sees, itself included; 0: all before it
     slopes: Tensor | None = None,  # (heads) fp32: ALiBi's
+    softcap: float = 0.0,  # of scores; 0: none
     invariant: bool = False,  # the result of a query depends, bit for bit, on its own sequence alone
 ) -> Tensor:
     """(tokens, heads, head_dim). Queries of no sequence get 0; where all are decoding, every query is of one."""
     if q.device.type == "cuda":
         from .paged_attention_triton import launch
 
-        return launch(q, cache, metadata, window=window, slopes=slopes, invariant=invariant)
-    return reference(q, cache, metadata, window=window, slopes=slopes, invariant=invariant)
+        return launch(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, invariant=invariant)
+    return reference(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, invariant=invariant)
 
 
 def reference(
@@ -75,6 +79,7 @@ def reference(
     *,
     window: int = 0,
     slopes: Tensor | None = None,
+    softcap: float = 0.0,
     invariant: bool = False,
 ) -> Tensor:
     """Sequence by sequence, by PyTorch's own attention; `invariant` takes the queries one at a time as well.
@@ -95,7 +100,7 @@ def reference(
         for first in range(begin, end, step):
             last = first + step
             seen = length - (end - last)  # keys up to the last of these queries
-            out[first:last] = attend(q[first:last], k[:, :seen], v[:, :seen], window, slopes)
+            out[first:last] = attend(q[first:last], k[:, :seen], v[:, :seen], window, slopes, softcap)
     return out
 
 
@@ -118,19 +123,34 @@ def gathered(
     return (x.float() * by).to(dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, softcap: float = 0.0) -> Tensor:
     """q (queries, heads, head_dim) are the last positions of k, v (kv_heads, keys, head_dim); the result is as q."""
     queries, keys = len(q), k.shape[1]
+    explicit = softcap > 0  # beyond SDPA
     seen: Tensor | None = None
-    if window or slopes is not None or 1 < queries < keys:
+    if window or slopes is not None or 1 < queries < keys or (explicit and queries > 1):
         places = torch.arange(keys, device=q.device)
         distance = places[keys - queries :].unsqueeze(1) - places
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
         if slopes is not None:
             seen = (-slopes.view(-1, 1, 1) * distance).masked_fill(~seen, -math.inf)
     whole = seen is None and queries > 1  # a prompt from its first token on
+    if explicit:
+        return attend_explicitly(q, k, v, seen, softcap)
     heads_first = q.transpose(0, 1).unsqueeze(0)
     out = F.scaled_dot_product_attention(
         heads_first, k.unsqueeze(0), v.unsqueeze(0), attn_mask=seen, is_causal=whole, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, softcap: float) -> Tensor:
+    """All scores in memory. `seen`: where a query may look, or what is added to the scores."""
+    (queries, heads, head_dim), kv_heads = q.shape, k.shape[0]
+    grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # (kv_heads, group · queries, head_dim)
+    scores = (grouped @ k.transpose(1, 2)).float().view(heads, queries, -1) / math.sqrt(head_dim)
+    scores = soft_cap(scores, softcap)
+    if seen is not None:
+        scores = scores + seen if seen.is_floating_point() else scores.masked_fill(~seen, -math.inf)
+    p = scores.softmax(dim=-1).type_as(v)
+    return (p.view(kv_heads, -1, p.shape[-1]) @ v).view(heads, queries, head_dim).transpose(0, 1)

@@ -90,6 +90,7 @@ def launch(
     *,
     window: int = 0,
     slopes: Tensor | None = None,
+    softcap: float = 0.0,
     invariant: bool = False,
     config: Config | None = None,
 ) -> Tensor:
@@ -136,6 +137,7 @@ def launch(
         QUERIES=queries,
         TILE=config.tile,
         WINDOW=window,
+        SOFTCAP=softcap,
         SPLIT=split,
         **early(q.device),
         num_warps=config.warps,
@@ -160,6 +162,14 @@ def key_tiles(
         low = tl.maximum(begin - WINDOW + 1, 0) // TILE
     high = tl.cdiv(tl.maximum(tl.minimum(begin + QUERIES, length), 0), TILE)
     return low, high
+
+
+@triton.jit
+def tanh(x):
+    """By its series near 0, where 2σ(2x) − 1 loses digits."""
+    y = x * x
+    series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, series, 2 * tl.sigmoid(2 * x) - 1)
 
 
 # Compiled once for all numbers of splits, widths of tables and places of a batch: none ever waits for a compiler.
@@ -198,6 +208,7 @@ def attend_kernel(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -271,6 +282,9 @@ def attend_kernel(
             s *= tl.load(k_scale_ptr + scale_offsets, mask=there, other=0.0)[None, :]
         else:
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0:
+            root = scale * 0.6931471805599453  # 1 / √head_dim
+            s = tanh(s * (root / SOFTCAP)) * (SOFTCAP / root)
         distance = position[:, None] - j[None, :]
         if slopes_ptr is not None:
             s -= (slope[:, None] / scale) * distance

@@ -12,6 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
+from ..scores import soft_cap
 from .paged_attention import AttentionMetadata, LayerCache, gathered
 
 GROUP_ELEMENTS = 2**20  # elements of keys that are gathered at once
@@ -35,7 +36,12 @@ gather_buffers = GatherBuffers()
 
 
 def paged_decode(
-    q: Tensor, cache: LayerCache, metadata: AttentionMetadata, window: int = 0, slopes: Tensor | None = None
+    q: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    window: int = 0,
+    slopes: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """As `paged_attention.reference` where every sequence has one query: q (seqs, heads, head_dim)."""
     out = torch.zeros_like(q)
@@ -51,14 +57,20 @@ def paged_decode(
             begin += 1
         group = order[begin:end]
         out[group] = attend_group(
-            q[group], cache, metadata.block_tables[group, :blocks], lengths[begin:end], window, slopes
+            q[group], cache, metadata.block_tables[group, :blocks], lengths[begin:end], window, slopes, softcap
         )
         end = begin
     return out
 
 
 def attend_group(
-    q: Tensor, cache: LayerCache, tables: Tensor, lengths: Tensor, window: int, slopes: Tensor | None
+    q: Tensor,
+    cache: LayerCache,
+    tables: Tensor,
+    lengths: Tensor,
+    window: int,
+    slopes: Tensor | None,
+    softcap: float,
 ) -> Tensor:
     """A few sequences of like length: q (seqs, heads, head_dim), tables (seqs, blocks)."""
     seqs, heads, head_dim = q.shape
@@ -74,7 +86,7 @@ def attend_group(
     )
     v.transpose(1, 2)[(~valid).nonzero(as_tuple=True)] = 0  # a mask would have all of v read
     scores = (q.view(seqs, kv_heads, -1, head_dim) @ k.transpose(2, 3)).float().view(seqs, heads, keys)
-    scores = scores / math.sqrt(head_dim)
+    scores = soft_cap(scores / math.sqrt(head_dim), softcap)
     if slopes is not None:
         scores = scores - slopes.view(-1, 1) * distance.unsqueeze(1)
     seen = valid & (distance < window) if window else valid

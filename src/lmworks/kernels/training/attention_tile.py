@@ -22,6 +22,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..scores import soft_cap
+
 aten = torch.ops.aten
 
 # Added to a score that may not be seen. It is finite, so that a row that sees nothing in a tile is an ordinary row of
@@ -40,13 +42,20 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 @torch.library.custom_op(
     "lmworks::attention_tile",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, bool fused) -> (Tensor, Tensor)",
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, bool fused, float softcap=0.0) -> (Tensor, Tensor)"
+    ),
 )
-def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse). `bias` is fp32, (1 or batch, 1 or heads, queries, keys); `causal`: the tile lies on the diagonal."""
-    kernel = choose(q, k, bias) if fused else "plain"
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, fused: bool, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse). `bias` is fp32, (1 or batch, 1 or heads, queries, keys); `causal`: the tile lies on the diagonal.
+
+    Soft-capped scores (before bias and mask) are computed by the plain formulas.
+    """
+    kernel = choose(q, k, bias) if fused and not softcap else "plain"
     if kernel == "plain":
-        return plain_forward(q, k, v, bias, causal)
+        return plain_forward(q, k, v, bias, causal, softcap)
     k, v = repeat(k, q), repeat(v, q)
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
@@ -58,10 +67,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
 
 
 @forward.register_fake
-def shapes(q: Tensor, k: Tensor, _v: Tensor, bias: Tensor | None, _causal: bool, fused: bool) -> tuple[Tensor, Tensor]:
+def shapes(
+    q: Tensor, k: Tensor, _v: Tensor, bias: Tensor | None, _causal: bool, fused: bool, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """What `forward` gives, without computing it."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    is_plain = not fused or choose(q, k, bias) == "plain"
+    is_plain = not fused or softcap > 0 or choose(q, k, bias) == "plain"
     return q.new_empty(q.shape, dtype=wide if is_plain else q.dtype), q.new_empty(q.shape[:3], dtype=wide)
 
 
@@ -75,11 +86,12 @@ def backward(
     bias: Tensor | None,
     causal: bool,
     fused: bool,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tile's part of the gradients of q, k and v."""
-    kernel = choose(q, k, bias) if fused else "plain"
+    kernel = choose(q, k, bias) if fused and not softcap else "plain"
     if kernel == "plain":
-        return plain_backward(grad, q, k, v, out, lse, bias, causal)
+        return plain_backward(grad, q, k, v, out, lse, bias, causal, softcap)
     groups = q.shape[1] // k.shape[1]
     k, v = repeat(k, q), repeat(v, q)
     lse = lse.contiguous()
@@ -131,16 +143,17 @@ def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     return bias.clamp(min=least).to(q.dtype).expand(*q.shape[:3], k.shape[2])
 
 
-def plain_scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-    """(batch, kv_heads, groups, queries, keys) in fp32."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+def plain_scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, softcap: float) -> tuple[Tensor, Tensor]:
+    """Scores (batch, kv_heads, groups, queries, keys) in fp32, with cap, bias and mask; and without."""
+    raw = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = soft_cap(raw, softcap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, HIDDEN)
     if bias is not None:
         per_head = bias.shape[1] > 1
         scores = scores + (bias.unflatten(1, scores.shape[1:3]) if per_head else bias.unsqueeze(1))
-    return scores
+    return scores, raw
 
 
 def grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -152,21 +165,34 @@ def full(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def plain_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    scores = plain_scores(grouped(q, k), full(k).unsqueeze(2), bias, causal)
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, softcap: float
+) -> tuple[Tensor, Tensor]:
+    scores, _ = plain_scores(grouped(q, k), full(k).unsqueeze(2), bias, causal, softcap)
     lse = scores.logsumexp(dim=-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ full(v).unsqueeze(2)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1])
     q, grad, out, lse = grouped(q, k), grouped(grad, k), grouped(out, k), grouped(lse, k)
     k, v = full(k).unsqueeze(2), full(v).unsqueeze(2)
-    p = (plain_scores(q, k, bias, causal) - lse.unsqueeze(-1)).exp()
+    scores, raw = plain_scores(q, k, bias, causal, softcap)
+    p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(dim=-1, keepdim=True)) * scale
+    if softcap:
+        ds = ds * (1 - torch.tanh(raw / softcap).square())
     dq = ds @ k
     dk = (ds.transpose(-1, -2) @ q).sum(dim=2)
     dv = (p.transpose(-1, -2) @ grad).sum(dim=2)

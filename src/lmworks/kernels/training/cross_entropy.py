@@ -26,6 +26,7 @@ from torch import Tensor
 from ...spec import LMWorksError
 from ...spec.precision import FP8_ALIGNED
 from ..dispatch import pick
+from ..scores import soft_cap
 from . import float8
 
 IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
@@ -42,15 +43,17 @@ FEW = 16
 TALL = 256  # tokens of a large chunk divide by it: products are cut into tiles of up to so many rows
 # 2-byte numbers in 16 bytes; what a vocabulary that does not divide by it is filled up to.
 ALIGNED, FILLED = 8, 64
+CAP_PIECES = 8  # of a chunk, soft-capped one after another
 IMPLEMENTATIONS = ("torch", "triton")
 
 Chunk = Callable[[Tensor, Tensor, bool, str], Tensor]
 """(logits, targets, graded, implementation) → a chunk's loss; where `graded`, its gradient takes the logits' place."""
 
 
-def reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum over tokens of −log softmax(hidden · weightᵀ)[target]."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE, reduction="sum")
+def reference(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
+    """Sum over tokens of −log softmax(hidden · weightᵀ)[target], of soft-capped logits where there is a cap."""
+    logits = soft_cap(F.linear(hidden, weight).float(), softcap)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 def linear_cross_entropy(
@@ -60,6 +63,7 @@ def linear_cross_entropy(
     chunk: Chunk | None = None,
     *,
     fp8: bool = False,
+    softcap: float = 0.0,
     implementation: str | None = None,
 ) -> Tensor:
     """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar.
@@ -75,7 +79,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.detach(), weight.detach()
     shape = {"tokens": hidden.shape[0], "vocab": weight.shape[0], "hidden": weight.shape[1]}
     chosen = pick("linear_cross_entropy", implementation, IMPLEMENTATIONS, device, **shape)
-    return LinearCrossEntropy.apply(hidden, weight, targets, chunk, fp8, chosen)
+    return LinearCrossEntropy.apply(hidden, weight, targets, chunk, fp8, softcap, chosen)
 
 
 def chunk_rows(tokens: int, vocab: int, device_type: str, itemsize: int, in_place: bool) -> int:
@@ -125,6 +129,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         chunk: Chunk | None,
         fp8: bool,
+        softcap: float,
         implementation: str,
     ) -> Tensor:
         want_hidden, want_weight, *_ = ctx.needs_input_grad
@@ -143,8 +148,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, tokens, rows):
                 part = slice(start, start + rows)
                 states, into = hidden[part], None if grad_hidden is None else grad_hidden[part]
-                logits = head(states)
-                loss += chunk(logits, targets[part], want_hidden or want_weight, implementation)
+                logits, graded = head(states), want_hidden or want_weight
+                slope = cap_in_place(logits, softcap, graded) if softcap else None
+                loss += chunk(logits, targets[part], graded, implementation)
+                if slope is not None:
+                    logits.mul_(slope)
+                    del slope
                 if into is not None:
                     torch.mm(logits, cast_weight, out=into)
                 if grad_weight is not None:
@@ -165,7 +174,23 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = scaled(grad_hidden, grad_loss, grad_hidden.dtype, ctx.implementation)
         if grad_weight is not None:
             grad_weight = scaled(grad_weight, grad_loss, ctx.weight_dtype, ctx.implementation)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def cap_in_place(logits: Tensor, cap: float, graded: bool) -> Tensor | None:
+    """Soft-cap logits in place; where `graded`, the derivative by which their gradient is multiplied: 1 − tanh².
+
+    In fp32 within, some rows at a time: near the cap 2 bytes hold no difference between tanh and 1.
+    """
+    slope = torch.empty_like(logits) if graded else None
+    rows = max(1, -(-logits.shape[0] // CAP_PIECES))
+    for start in range(0, logits.shape[0], rows):
+        part = slice(start, start + rows)
+        tanh = (logits[part].float() / cap).tanh_()
+        torch.mul(tanh, cap, out=logits[part])
+        if slope is not None:
+            torch.add(tanh.square_().neg_(), 1, out=slope[part])
+    return slope
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, implementation: str) -> Tensor:
