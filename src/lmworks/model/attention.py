@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import fastest
-from ..kernels.scores import soft_cap
+from ..kernels.scores import sink_softmax, soft_cap
 from ..kernels.training.flash_attention import Bounds, flash_attention
 from ..spec import ModelSpec, SpecError, components
 
@@ -72,14 +72,15 @@ class Pattern:
         return bias
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sinks: Tensor | None = None) -> Tensor:
     """Attention as it is written on paper: softmax(cap(q·kᵀ/√d) + bias)·v, every score in memory."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (batch, heads, seq, head_dim)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])
     scores = soft_cap(scores, pattern.softcap) + pattern.bias(q.shape[2], k.shape[2], q.device)
-    return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
+    p = sink_softmax(scores, None if sinks is None else sinks.view(-1, 1, 1))
+    return (p.type_as(v) @ v).transpose(1, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
@@ -124,10 +125,10 @@ def flex_block_mask(pattern: Pattern, batch: int, queries: int, keys: int, devic
     return create_block_mask(visible, rows, None, queries, keys, device=str(device))
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any, sinks: Tensor | None = None) -> Tensor:
     """Block-sparse attention: masked-out blocks of documents and windows are never computed."""
     if q.device.type == "cpu" and q.requires_grad:
-        works = "reference" if pattern.softcap else "sdpa"
+        works = "reference" if pattern.softcap or sinks is not None else "sdpa"
         raise SpecError(
             f"model.attention = 'flex' cannot train on a CPU (PyTorch has no backward for it); use '{works}'"
         )
@@ -143,10 +144,15 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any) -> 
     gqa = q.shape[1] != k.shape[1]
     # Left to itself, grouped-query attention below 128 positions goes to a decoding kernel that cannot be built (2.11).
     options: Any = {"BACKEND": "TRITON"} if q.device.type == "cuda" else None
-    out = flex_kernel(q.device.type)(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa, kernel_options=options
-    )
-    return out.transpose(1, 2)
+    call = functools.partial(flex_kernel(q.device.type), q, k, v, score_mod, block_mask, kernel_options=options)
+    if sinks is None:
+        return call(enable_gqa=gqa).transpose(1, 2)
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    # softmax with a sink: e^lse / (e^lse + e^sink) of the mixture without it
+    out, aux = call(enable_gqa=gqa, return_aux=AuxRequest(lse=True))
+    share = torch.sigmoid(aux.lse - sinks.float().view(-1, 1))
+    return (out * share.unsqueeze(-1)).type_as(v).transpose(1, 2)
 
 
 @dataclass
@@ -157,13 +163,13 @@ class Dense:
     pattern: Pattern
     mask: Any = field(default=None)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         pattern, queries = self.pattern, q.shape[1]
         self.prepare(q.shape[0], queries, k.shape[1], q.device)
         if self.backend == "reference":
-            return reference(q, k, v, pattern)
+            return reference(q, k, v, pattern, sinks)
         if self.backend == "flex":
-            return flex(q, k, v, pattern, self.mask)
+            return flex(q, k, v, pattern, self.mask, sinks)
         if self.backend == "flash":
             return flash_attention(q, k, v, window=pattern.window, documents=self.mask, implementation="triton")
         if pattern.plain and queries > 1:  # a branch, not an argument: to a compiler `queries` may be any number

@@ -79,6 +79,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, spec.head_dim
+        self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.attention_sinks else None
         self.q = Linear(spec.hidden, spec.q_dim, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
@@ -97,7 +98,7 @@ class Attention(nn.Module):
 
     def per_head(self) -> dict[str, Tensor]:
         """Learned parameters of the softmax, one entry for each query head: keywords of the backend."""
-        return {}
+        return {} if self.sinks is None else {"sinks": self.sinks}
 
 
 class LatentAttention(nn.Module):

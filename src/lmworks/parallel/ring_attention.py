@@ -80,14 +80,14 @@ class Ring:
         return self.group.rank()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, sinks: Tensor | None = None) -> Tensor:
         device_type = q.device.type
         if torch.is_autocast_enabled(device_type):  # as autocast does for PyTorch's own attention
             dtype = torch.get_autocast_dtype(device_type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device_type, enabled=False):
             v_dim = v.shape[-1]  # values may be narrower than keys: they travel together, as wide
-            out = RingAttention.apply(q, k, F.pad(v, (0, k.shape[-1] - v_dim)), self)
+            out = RingAttention.apply(q, k, F.pad(v, (0, k.shape[-1] - v_dim)), sinks, self)
             return out[..., :v_dim]
 
     def tiles(self, source: int) -> list[Tile]:
@@ -183,29 +183,32 @@ class Ring:
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         q, kv = heads_first(q), torch.stack((heads_first(k), heads_first(v)))
         place = kept.get()
         if place:
             out, lse = place.pop("ring")
         else:
-            out, lse = ring_forward(ring, q, kv)
+            out, lse = ring_forward(ring, q, kv, sinks)
             if place is not None:
                 place["ring"] = out, lse
         ctx.ring = ring
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        q, kv, out, lse, sinks = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
-            return *ring_backward(ctx.ring, heads_first(grad), *ctx.saved_tensors), None
+            grad = heads_first(grad)
+            of_sinks = None if sinks is None else attention_tile.sink_gradient(grad, out, lse, sinks)
+            return *ring_backward(ctx.ring, grad, q, kv, out, lse), of_sinks, None
 
 
 KEYS, GRADIENTS = 0, 1  # tags of the two kinds of message
 
 
-def ring_forward(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(ring: Ring, q: Tensor, block: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys; `block` holds its own keys and values."""
     out = torch.zeros(q.shape, dtype=accumulator(q), device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
@@ -220,6 +223,8 @@ def ring_forward(ring: Ring, q: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
         if step + 1 < ring.cp:
             wait(works)
             block = coming
+    if sinks is not None:
+        attention_tile.add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 

@@ -141,6 +141,16 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Sinks:
+    """A learned score for each query head, which joins the softmax's sum and is dropped. Costs: see `Attention`."""
+
+    heads: int
+
+    def weights(self) -> Iterator[Weight]:
+        yield Weight("attention.sinks", (self.heads,), 0, in_region=True, hf="self_attn.sinks")
+
+
+@dataclass(frozen=True)
 class Attention:
     """softmax(q·kᵀ)·v over the keys that a query may see."""
 
@@ -150,6 +160,7 @@ class Attention:
     v_dim: int
     window: int = 0
     softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -175,16 +186,19 @@ class Attention:
     @property
     def fused(self) -> bool:
         """Whether SDPA and flash attention compute it."""
-        return not self.softcap
+        return not (self.softcap or self.sinks)
 
     @property
     def score_passes(self) -> int:
-        """Elementwise passes over all scores before the softmax, in eager code: scale, mask; /, tanh and · of a cap."""
-        return 2 + 3 * (self.softcap > 0)
+        """Elementwise passes over all scores before the softmax, in eager code.
+
+        Scale and mask; a cap's /, tanh and ·; a copy with a column for the sinks.
+        """
+        return 2 + 3 * (self.softcap > 0) + self.sinks
 
     def saved_scores(self, keys: Any) -> Any:
-        """fp32 numbers that eager code saves for each query and head: the softmax; tanh."""
-        return keys * (1 + (self.softcap > 0))
+        """fp32 numbers that eager code saves for each query and head: the softmax and its column of sinks; tanh."""
+        return keys * (1 + (self.softcap > 0)) + self.sinks
 
     def weights(self) -> Iterator[Weight]:
         return iter(())
@@ -265,7 +279,7 @@ class Residual:
         return iter(())
 
 
-Component = Linear | Norm | Rotary | Copy | Attention | MLP | Experts | Residual
+Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | Residual
 
 
 # --- the network ------------------------------------------------------------------------------------------
@@ -294,6 +308,8 @@ def attention(m: ModelSpec) -> Iterator[Component]:
         yield from latent_attention(m)
         return
     norm, hf = "attention_norm", "self_attn"
+    if m.attention_sinks:  # a parameter of the module itself: before those of its layers
+        yield Sinks(m.heads)
     yield Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
     for name, label in (("k", "key"), ("v", "value")):
         yield Linear(
@@ -313,7 +329,8 @@ def attention(m: ModelSpec) -> Iterator[Component]:
     if m.positions == "rope":
         yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
-    yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, m.sliding_window, m.attention_softcap)
+    traits = m.sliding_window, m.attention_softcap, m.attention_sinks
+    yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, *traits)
     yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
 
 

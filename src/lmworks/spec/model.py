@@ -69,6 +69,7 @@ class ModelSpec(Section):
     sliding_window: int = opt(0, "a query sees this many keys, itself included (0: all before it)", ge=0)
     attention_softcap: float = opt(0.0, "scores become cap·tanh(score / cap) before the mask (Gemma 2; 0: off)", ge=0)
     final_softcap: float = opt(0.0, "logits become cap·tanh(logit / cap) (Gemma 2; 0: off)", ge=0)
+    attention_sinks: bool = opt(False, "a learned score for each query head joins the softmax's sum (gpt-oss)")
     tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
     experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
     top_k: int = opt(2, "experts that each token visits", ge=1)
@@ -148,7 +149,8 @@ class ModelSpec(Section):
                 if getattr(self, key):
                     raise SpecError(f"model.{key} needs model.kv_lora_rank > 0 (multi-head latent attention)")
             return
-        for key, value in (("positions", "rope"), ("qk_norm", False), ("qkv_bias", False), ("kv_heads", self.heads)):
+        needs = {"positions": "rope", "qk_norm": False, "qkv_bias": False, "kv_heads": self.heads}
+        for key, value in {**needs, "attention_softcap": 0.0, "attention_sinks": False}.items():
             if getattr(self, key) != value:
                 raise SpecError(
                     f"model.{key} = {getattr(self, key)!r} does not go with latent attention (model.kv_lora_rank = "
@@ -172,7 +174,7 @@ class ModelSpec(Section):
             self.derive("rope_scaling", scaling.with_derived("original_context", before))
 
     def check_attention(self) -> None:
-        for key in ("attention_softcap",):
+        for key in ("attention_softcap", "attention_sinks"):
             if getattr(self, key) and self.attention in ("sdpa", "flash"):
                 raise SpecError(
                     f"model.attention = '{self.attention}' cannot do model.{key} = {getattr(self, key)!r}; "

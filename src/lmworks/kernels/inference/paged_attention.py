@@ -7,7 +7,7 @@ of a sequence are its last positions: one while it answers, many while its promp
     outᵢ = Σ softmax(cap(qᵢ·kⱼ/√d) − slope·(pᵢ − j)) · vⱼ   over keys j with pᵢ − window < j ≤ pᵢ
 
 with pᵢ = length − queries + i, the position of query i of its sequence, and cap(s) = softcap·tanh(s/softcap) where
-scores are soft-capped.
+scores are soft-capped. A sink is one more score of each head in the denominator.
 
 A quantised cache holds integers or 8-bit floats and one scale for each token and head: k = stored · scale.
 """
@@ -15,13 +15,14 @@ A quantised cache holds integers or 8-bit floats and one scale for each token an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..scores import soft_cap
+from ..scores import sink_softmax, soft_cap
 
 SHORT = 256  # queries; a launch for prompts that may be longer is cut up otherwise
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # number that a quantised cache holds
@@ -62,14 +63,16 @@ def paged_attention(
     window: int = 0,  # keys that a query sees, itself included; 0: all before it
     slopes: Tensor | None = None,  # (heads) fp32: ALiBi's
     softcap: float = 0.0,  # of scores; 0: none
+    sinks: Tensor | None = None,  # (heads)
     invariant: bool = False,  # the result of a query depends, bit for bit, on its own sequence alone
 ) -> Tensor:
     """(tokens, heads, head_dim). Queries of no sequence get 0; where all are decoding, every query is of one."""
+    kernel: Callable[..., Tensor] = reference
     if q.device.type == "cuda":
         from .paged_attention_triton import launch
 
-        return launch(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, invariant=invariant)
-    return reference(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, invariant=invariant)
+        kernel = launch
+    return kernel(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, sinks=sinks, invariant=invariant)
 
 
 def reference(
@@ -80,6 +83,7 @@ def reference(
     window: int = 0,
     slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
     """Sequence by sequence, by PyTorch's own attention; `invariant` takes the queries one at a time as well.
@@ -100,7 +104,7 @@ def reference(
         for first in range(begin, end, step):
             last = first + step
             seen = length - (end - last)  # keys up to the last of these queries
-            out[first:last] = attend(q[first:last], k[:, :seen], v[:, :seen], window, slopes, softcap)
+            out[first:last] = attend(q[first:last], k[:, :seen], v[:, :seen], window, slopes, softcap, sinks)
     return out
 
 
@@ -123,10 +127,18 @@ def gathered(
     return (x.float() * by).to(dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, softcap: float = 0.0) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    slopes: Tensor | None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """q (queries, heads, head_dim) are the last positions of k, v (kv_heads, keys, head_dim); the result is as q."""
     queries, keys = len(q), k.shape[1]
-    explicit = softcap > 0  # beyond SDPA
+    explicit = softcap > 0 or sinks is not None  # beyond SDPA
     seen: Tensor | None = None
     if window or slopes is not None or 1 < queries < keys or (explicit and queries > 1):
         places = torch.arange(keys, device=q.device)
@@ -136,7 +148,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, 
             seen = (-slopes.view(-1, 1, 1) * distance).masked_fill(~seen, -math.inf)
     whole = seen is None and queries > 1  # a prompt from its first token on
     if explicit:
-        return attend_explicitly(q, k, v, seen, softcap)
+        return attend_explicitly(q, k, v, seen, softcap, sinks)
     heads_first = q.transpose(0, 1).unsqueeze(0)
     out = F.scaled_dot_product_attention(
         heads_first, k.unsqueeze(0), v.unsqueeze(0), attn_mask=seen, is_causal=whole, enable_gqa=True
@@ -144,7 +156,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, slopes: Tensor | None, 
     return out[0].transpose(0, 1)
 
 
-def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, softcap: float) -> Tensor:
+def attend_explicitly(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, softcap: float, sinks: Tensor | None
+) -> Tensor:
     """All scores in memory. `seen`: where a query may look, or what is added to the scores."""
     (queries, heads, head_dim), kv_heads = q.shape, k.shape[0]
     grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # (kv_heads, group · queries, head_dim)
@@ -152,5 +166,5 @@ def attend_explicitly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, soft
     scores = soft_cap(scores, softcap)
     if seen is not None:
         scores = scores + seen if seen.is_floating_point() else scores.masked_fill(~seen, -math.inf)
-    p = scores.softmax(dim=-1).type_as(v)
-    return (p.view(kv_heads, -1, p.shape[-1]) @ v).view(heads, queries, head_dim).transpose(0, 1)
+    p = sink_softmax(scores, None if sinks is None else sinks.view(-1, 1, 1)).type_as(v)
+    return (p.reshape(kv_heads, -1, p.shape[-1]) @ v).view(heads, queries, head_dim).transpose(0, 1)

@@ -91,6 +91,7 @@ def launch(
     window: int = 0,
     slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     invariant: bool = False,
     config: Config | None = None,
 ) -> Tensor:
@@ -120,6 +121,7 @@ def launch(
         metadata.seq_lens,
         metadata.query_start_loc,
         slopes,
+        sinks,
         math.log2(math.e) / math.sqrt(head_dim),
         metadata.block_tables.stride(0),
         cache.keys.stride(0) // each,
@@ -191,6 +193,7 @@ def attend_kernel(
     lengths_ptr,
     starts_ptr,
     slopes_ptr,
+    sinks_ptr,
     scale,  # log₂e / √head_dim: exponentials are powers of two
     table_stride,
     block_stride,
@@ -256,6 +259,14 @@ def attend_kernel(
     total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
     # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
     top = tl.full((ROWS,), -1e30, tl.float32)
+    if sinks_ptr is not None:
+        # As a key whose value is 0, seen before all others; of a split sequence by the first program alone.
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        if SPLIT:
+            begins = tl.program_id(0) == 0
+            top, total = tl.where(begins, sink, top), tl.where(begins, total + 1.0, total)
+        else:
+            top, total = sink, total + 1.0
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
     # Every row sees the whole of the tiles up to the first query, from the last one's window on.
     whole_low, whole_high = low, (length - queries + first + 1) // TILE

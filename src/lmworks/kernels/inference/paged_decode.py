@@ -12,7 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..scores import soft_cap
+from ..scores import sink_softmax, soft_cap
 from .paged_attention import AttentionMetadata, LayerCache, gathered
 
 GROUP_ELEMENTS = 2**20  # elements of keys that are gathered at once
@@ -42,6 +42,7 @@ def paged_decode(
     window: int = 0,
     slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `paged_attention.reference` where every sequence has one query: q (seqs, heads, head_dim)."""
     out = torch.zeros_like(q)
@@ -57,7 +58,7 @@ def paged_decode(
             begin += 1
         group = order[begin:end]
         out[group] = attend_group(
-            q[group], cache, metadata.block_tables[group, :blocks], lengths[begin:end], window, slopes, softcap
+            q[group], cache, metadata.block_tables[group, :blocks], lengths[begin:end], window, slopes, softcap, sinks
         )
         end = begin
     return out
@@ -71,6 +72,7 @@ def attend_group(
     window: int,
     slopes: Tensor | None,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """A few sequences of like length: q (seqs, heads, head_dim), tables (seqs, blocks)."""
     seqs, heads, head_dim = q.shape
@@ -90,5 +92,6 @@ def attend_group(
     if slopes is not None:
         scores = scores - slopes.view(-1, 1) * distance.unsqueeze(1)
     seen = valid & (distance < window) if window else valid
-    p = scores.masked_fill(~seen.unsqueeze(1), -math.inf).softmax(dim=-1).type_as(v)
-    return (p.view(seqs, kv_heads, -1, keys) @ v).view(seqs, heads, head_dim)
+    scores = scores.masked_fill(~seen.unsqueeze(1), -math.inf)
+    p = sink_softmax(scores, None if sinks is None else sinks.view(1, -1, 1)).type_as(v)
+    return (p.reshape(seqs, kv_heads, -1, keys) @ v).view(seqs, heads, head_dim)

@@ -38,6 +38,22 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(both)
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Take attention sinks (heads) into the accumulators, after the last tile: keys whose value is 0.
+
+    The backward pass of tiles needs no more: it takes P and D from the final out and lse.
+    """
+    both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
+    out.mul_((lse - both).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Of the sinks (heads), from the final out and lse: −Σ e^(sink − lse) · D."""
+    share = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
+    return -(share * (full(grad) * full(out)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
+
+
 # One operation to those who watch operations: selective recompute would otherwise keep the result of every tile.
 @torch.library.custom_op(
     "lmworks::attention_tile",
