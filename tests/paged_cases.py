@@ -27,9 +27,19 @@ class Case:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype | None = None  # what the cache holds, where that is not dtype
     invariant: bool = False
+    softcap: float = 0.0
+    with_sinks: bool = False
 
     def options(self, device: str = "cpu") -> dict[str, object]:
-        return {"window": self.window, "slopes": self.slopes(device), "invariant": self.invariant}
+        return {"invariant": self.invariant, **self.scores(device)}
+
+    def scores(self, device: str = "cpu") -> dict[str, object]:
+        rule = {"window": self.window, "slopes": self.slopes(device)}
+        return {**rule, "softcap": self.softcap, "sinks": self.sinks(device)}
+
+    def sinks(self, device: str = "cpu") -> Tensor | None:
+        heads = self.kv_heads * self.group
+        return torch.linspace(-1.0, 4.0, heads, device=device) if self.with_sinks else None
 
     def slopes(self, device: str = "cpu") -> Tensor | None:
         heads = self.kv_heads * self.group
@@ -96,7 +106,10 @@ def make(case: Case, seed: int = 0) -> Made:
 
 
 def expected(case: Case, made: Made) -> Tensor:
-    """By `scaled_dot_product_attention`, in fp64, sequence by sequence, the mask spelt out."""
+    """By `scaled_dot_product_attention`, in fp64, sequence by sequence, the mask spelt out.
+
+    With a cap or sinks, which it does not have, as on paper.
+    """
     out = torch.zeros(made.q.shape, dtype=torch.float64)
     slopes = case.slopes()
     starts = made.metadata.query_start_loc.tolist()
@@ -113,7 +126,17 @@ def expected(case: Case, made: Made) -> Tensor:
         mine = slice(starts[row], starts[row + 1])
         q, k, v = (x.double().transpose(0, 1) for x in (made.q[mine], made.keys[row], made.values[row]))
         k, v = (x.repeat_interleave(case.group, dim=0) for x in (k, v))
-        out[mine] = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(0, 1)
+        if not case.softcap and not case.with_sinks:
+            out[mine] = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(0, 1)
+            continue
+        scores = q @ k.transpose(1, 2) / case.head_dim**0.5
+        if case.softcap:
+            scores = case.softcap * (scores / case.softcap).tanh()
+        weights = (scores + bias).exp()
+        total = weights.sum(dim=-1, keepdim=True)
+        if (sinks := case.sinks()) is not None:
+            total = total + sinks.double().exp().view(-1, 1, 1)
+        out[mine] = (weights / total @ v).transpose(0, 1)
     return out
 
 
@@ -135,6 +158,8 @@ def random_case(seed: int, head_dims: tuple[int, ...] = (64, 80, 96, 128, 256)) 
         alibi=rng.random() < 0.25,
         stored=rng.choice((None, None, None, torch.int8, torch.float8_e4m3fn)),
         invariant=rng.random() < 0.3,
+        softcap=rng.choice((0.0, 0.0, 1.5, 50.0)),
+        with_sinks=rng.random() < 0.3,
     )
 
 
@@ -145,6 +170,11 @@ NAMED = {
     "chunks": Case((90, 140), (7, 71)),
     "window": Case((90, 140), (7, 71), window=20),
     "alibi": Case((90, 140), (7, 71), alibi=True),
+    "soft cap": Case((90, 140, 33), (7, 71, 33), softcap=1.5),
+    "soft cap of Gemma 2, alibi": Case((90, 140), (1, 1), softcap=50.0, alibi=True),
+    "sinks": Case((90, 0, 33), (7, 1, 33), with_sinks=True),
+    "sinks, decode": Case((37, 0, 130, 1), (1, 1, 1, 1), with_sinks=True, window=20),
+    "sinks, soft cap, int8": Case((90, 140), (1, 71), stored=torch.int8, with_sinks=True, softcap=1.5),
     "int8": Case((90, 140), (1, 71), stored=torch.int8),
     "fp8": Case((90, 140), (1, 1), stored=torch.float8_e4m3fn),
     "heads of 80": Case((35, 66), (3, 66), head_dim=80),

@@ -35,6 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "swiglu-bias": {"bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},
+    "soft-cap": {"attention_softcap": 1.0, "final_softcap": 3.0},
+    "sinks": {"attention_sinks": True, "sliding_window": 9},
     "no-positions": {"positions": "none"},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "moe": {"experts": 4, "top_k": 2, "shared_experts": 1, "balance_bias": 0.01},

@@ -23,7 +23,7 @@ def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest
     lengths = tuple(draw.choice((0, 1, draw.randint(2, 40), draw.randint(40, 200))) for _ in range(6))
     case: Case = dataclasses.replace(random_case(seed), lengths=lengths, queries=(1,) * 6)
     made = make(case, seed)
-    out = paged_decode.paged_decode(made.q, made.cache, made.metadata, case.window, case.slopes())
+    out = paged_decode.paged_decode(made.q, made.cache, made.metadata, **case.scores())
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 

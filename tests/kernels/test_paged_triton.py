@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +50,7 @@ def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int, least: i
     config = paged_attention_triton.Config(16, 16, 4, 2, splits, least)
     for _ in range(2):  # tickets are as they were
         check(Case((3, 0, 90), (3, 1, 2), kv_heads=2, window=window), 1, config=config)
+        check(Case((3, 0, 90), (3, 1, 2), window=window, with_sinks=True, softcap=1.5), 1, config=config)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +111,12 @@ def test_tiles_that_need_no_mask_get_none_and_others_do(window: int) -> None:
     check(Case((90, 100, 0), (20, 35, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 
-def test_invariant_bits() -> None:
+@pytest.mark.parametrize("traits", [{}, {"softcap": 1.5, "with_sinks": True}], ids=["plain", "soft cap and sinks"])
+def test_invariant_bits(traits: dict[str, Any]) -> None:
     """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
-    made = make(Case((100, 40), (100, 40), 1, 2))
-    launch = paged_attention_triton.launch
+    case = Case((100, 40), (100, 40), 1, 2, **traits)
+    made = make(case)
+    launch = partial(paged_attention_triton.launch, softcap=case.softcap, sinks=case.sinks())
     whole = launch(made.q, made.cache, made.metadata, invariant=True)[:100]
     for begin, end in itertools.pairwise([0, 1, 40, 65, 66, 100]):
         lengths = torch.tensor([40, end, 0], dtype=torch.int32)

@@ -16,6 +16,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True, "kv_heads": 2, "head_dim": 32},
     "alibi": {"positions": "alibi", "norm": "layer"},
+    "sinks": {"attention_sinks": True, "attention_softcap": 5.0, "final_softcap": 5.0, "kv_heads": 2},
     "moe": {"experts": 4, "expert_ffn": 48},
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
     "latent attention without query rank": {"kv_lora_rank": 12, "experts": 4},

@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 5, "kv_heads": 2},
     "alibi-window": {"positions": "alibi", "sliding_window": 5},
+    "soft cap": {"attention_softcap": 1.0, "final_softcap": 2.0, "kv_heads": 2},
+    "sinks": {"attention_sinks": True, "sliding_window": 5},
     "moe": {"experts": 4},
     "latent": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
@@ -49,7 +51,14 @@ def test_a_model_that_trains_with_flash_attention_generates_without_a_gpu() -> N
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("shape", "backend"),
-    [*((shape, "auto") for shape in SHAPES), ("window", "reference"), ("window", "flex"), ("alibi-window", "flex")],
+    [
+        *((shape, "auto") for shape in SHAPES),
+        ("window", "reference"),
+        ("window", "flex"),
+        ("alibi-window", "flex"),
+        ("soft cap", "flex"),
+        ("sinks", "flex"),
+    ],
 )
 def test_the_cache_equals_recomputation_token_for_token(shape: str, backend: str) -> None:
     model = lively(**SHAPES[shape], attention=backend)

@@ -31,7 +31,8 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 7},
     "documents": {},
     "alibi": {"positions": "alibi"},
-    "all at once": {"positions": "alibi", "sliding_window": 9, "kv_heads": 2},
+    "soft cap": {"attention_softcap": 0.5},
+    "all at once": {"positions": "alibi", "sliding_window": 9, "kv_heads": 2, "attention_softcap": 0.5},
 }
 
 
@@ -158,6 +159,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 2, "tie_embeddings": True},
     "learned": {"positions": "learned"},
     "window": {"sliding_window": 7, "positions": "alibi"},
+    "sinks": {"attention_sinks": True, "kv_heads": 2},
+    "sinks and caps": {"attention_sinks": True, "attention_softcap": 1.0, "final_softcap": 2.0},
 }
 
 
@@ -194,6 +197,9 @@ def whole_network(rank: int, cp: int, method: str, network: str, documents: bool
         (4, "ring", "grouped", True, "full"),
         (4, "ring", "learned", True, "mlp"),
         (2, "ring", "window", False, "none"),
+        (2, "ring", "sinks", True, "selective"),
+        (2, "ring", "sinks and caps", False, "full"),
+        (4, "ulysses", "sinks and caps", True, "none"),
         (2, "ulysses", "rope", True, "selective"),
         (4, "ulysses", "grouped", False, "full"),
         (2, "ulysses", "learned", True, "none"),

@@ -48,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "reference": {"attention": "reference", "kv_heads": 2},
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
     "latent attention, experts": {"kv_lora_rank": 12, "rope_head_dim": 4, "experts": 4, "top_k": 2},
+    "soft cap": {"attention_softcap": 5.0, "final_softcap": 5.0},
+    "sinks": {"attention_sinks": True, "kv_heads": 2},
 }
 
 

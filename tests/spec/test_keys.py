@@ -44,6 +44,9 @@ model.bias                          false
 model.qkv_bias                      false
 model.qk_norm                       false
 model.sliding_window                0               [0, inf)
+model.attention_softcap             0.0             [0, inf)
+model.final_softcap                 0.0             [0, inf)
+model.attention_sinks               false
 model.tie_embeddings                false
 model.experts                       0               [0, inf)
 model.top_k                         2               [1, inf)
