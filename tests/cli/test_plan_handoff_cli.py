@@ -19,10 +19,9 @@ from lmworks.plan.devices.machine import Machine
 from lmworks.plan.memory.sheet import run_budget
 from lmworks.plan.predict import predict
 from lmworks.plan.search.candidates import problem_of
-from lmworks.plan.search.handoff import chosen
 from lmworks.plan.search.request import read_request
 from lmworks.plan.search.search import search
-from lmworks.spec import Cluster, RunSpec, SpecError, load_run
+from lmworks.spec import Cluster, RunSpec, load_run
 from typed import lmworks
 
 DENSE = ["llama3-8b", "--cluster", "8xh100", "--seq", "4096", "--global-batch", "64"]
@@ -63,25 +62,19 @@ def test_the_first_row_is_what_the_planner_says_of_the_written_spec(
     assert told.time and told.time.total == pytest.approx(best["step_s"], rel=1e-9)
     assert told.time.parts == pytest.approx(best["parts"], rel=1e-9)
     exact = run_budget(spec).to_dict()
-    assert exact["allocated"] == pytest.approx(best["memory"]["allocated"], rel=0.04)
+    assert exact["allocated"] == pytest.approx(best["memory"]["allocated"], abs=40)
     states = ("parameters", "gradients", "optimizer", "master")
-    assert [exact[name] for name in states] == pytest.approx([best["memory"][name] for name in states], rel=0.01)
+    assert [exact[name] for name in states] == [best["memory"][name] for name in states]
 
 
-def test_what_is_written_fits_by_the_exact_sheet_too() -> None:
-    """Of two layouts the closed form takes the first to fit; the sheet says 74.9 GiB where there is room for 73.6."""
+def test_a_layout_has_the_bytes_of_its_run() -> None:
+    """What is found among thousands of candidates is what the memory sheet of the written run says."""
     asked = read_request("llama3-8b", [], ClusterRequest(seq=8192, global_batch=32), {}, clusters=["8xh100"])
     question = problem_of(asked.base, "8xh100", own=asked.cluster)
-    pinned = {"tp": 2, "zero": 2, "micro_batch": 2, "recompute": "none", "offload_activations": 2}
-    tight = search([replace(question, pinned=pinned)]).front[0]
-    roomy = search([replace(question, pinned={"tp": 2, "zero": 3, "micro_batch": 2, "recompute": "none"})]).front[0]
-    assert tight.step_s < roomy.step_s and tight.reserved <= question.safe_bytes < float(
-        run_budget(tight.spec(asked.base)).reserved
-    )
-    place, spec = chosen([tight, roomy], asked)
-    assert place == 1 and spec.parallel.strategy == "fsdp2"
-    with pytest.raises(SpecError, match="with all that the spec says no layout of the front fits"):
-        chosen([tight], asked)
+    front = search([replace(question, pinned={"tp": 2, "micro_batch": 2, "recompute": "none"})]).front
+    assert len(front) > 1
+    for found in front:
+        assert float(run_budget(found.spec(asked.base)).reserved) == pytest.approx(found.reserved, abs=40)
 
 
 def test_the_commands_say_the_same_of_the_written_spec(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -90,7 +83,7 @@ def test_the_commands_say_the_same_of_the_written_spec(capsys: pytest.CaptureFix
     run = json.loads(lmworks(capsys, "plan", str(tmp_path / "best.toml"), "--json")[1])
     memory = json.loads(lmworks(capsys, "plan", "memory", str(tmp_path / "best.toml"), "--json")[1])
     assert run["step_s"] == pytest.approx(best["step_s"], rel=1e-9)
-    assert memory["reserved"] == pytest.approx(best["memory"]["reserved"], rel=0.04)
+    assert memory["reserved"] == pytest.approx(best["memory"]["reserved"], abs=40)
     assert memory["layout"] == best["text"] and memory["fits"]
 
 

@@ -173,12 +173,10 @@ def prepared(data: DataSpec) -> dict[str, Index | None]:
     return {path: read_index(path) if path and Path(path).exists() else None for path in data.sources}
 
 
-def print_written(spec: RunSpec, out: Path, place: int) -> None:
+def print_written(spec: RunSpec, out: Path) -> None:
     """What the written spec trains on, and the command that starts it: here, or where the GPUs are."""
     from ..record.formatting import short
 
-    if place:
-        typer.echo(f"{out} is row {place + 1}: those above do not fit by the exact sheet of lmworks plan memory")
     steps, each = spec.optim.steps, spec.tokens_per_step
     typer.echo(
         f"wrote {out}: {steps:,} steps of {each:,} tokens, {short(steps * each)} in all; {spec.optim.warmup:,} of them "

@@ -83,8 +83,7 @@ def search(
     from ..plan.search.candidates import problem_of
     from ..plan.search.explain import explain as why
     from ..plan.search.explain import read_layout
-    from ..plan.search.handoff import chosen
-    from ..plan.search.request import read_request
+    from ..plan.search.request import read_request, run_of_layout
     from ..plan.search.search import search as find
     from ..spec.load import dump_toml
 
@@ -124,9 +123,9 @@ def search(
         "explained": explained(verdict) if verdict else None,
     }
     if out and result.front:
-        place, written = chosen(result.front, asked)
+        written = run_of_layout(result.front[0], asked)
         write_file(out, dump_toml(written.to_dict()), "--out")
-        facts["written"] = {"path": str(out), "row": place, "steps": written.optim.steps}
+        facts["written"] = {"path": str(out), "row": 0, "steps": written.optim.steps}
         facts["written"]["data"] = list(written.data.sources)
     if html:
         from ..report.plan_page import search_page
@@ -143,7 +142,7 @@ def search(
     if verdict:
         print_verdict(verdict)
     if out and result.front:
-        print_written(written, out, place)
+        print_written(written, out)
     if html:
         typer.echo(f"page: {html}")
 

@@ -42,7 +42,7 @@ class Software:
     saves_alternate_gemms: bool = False  # selective recompute saves every second GEMM, not all
     wgrad_placeholder: int = 0  # bytes per weight of autograd's dummy gradient with wgrad fusion
     fp8_experts: bool = True  # under fp8, GEMMs of routed experts are fp8 too
-    casts: float = 5.0  # bytes moved per GEMM operand element cast to fp8
+    casts: float = 5.0  # bytes moved per GEMM operand element cast to fp8; modelled
     # Factor on GEMMs of one GPU: see DENSE_GEMM_SLOWDOWN.
     gemm_slowdown: float = 1.0
     overlap: bool = True  # data-parallel communication with compute

@@ -13,7 +13,7 @@ are its moments, before and after it has made its first gradients. Numbers may b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -21,19 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec import components
-from ...spec.layout import IN_ROUNDS, RESIDENT_BLOCKS
+from ...spec.layout import RESIDENT_BLOCKS, SPLIT_BACKWARD
 from ..activation_offload import PAGE_BYTES, offloadable_bytes, pinned_bytes
 from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
-from ..pipelines.orders import order_of_rank, stages_of
+from ..pipelines.in_flight import Moment, padded, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .rank_weights import Place, RankWeights, distinct, rank_weights
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
 IN_BACKWARD = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
+MOMENTS: dict[Moment, str] = {
+    ("F", False): LOSS, ("B", False): TOP, ("F", True): IN_BACKWARD[LOSS], ("B", True): IN_BACKWARD[TOP],
+}  # fmt: skip
 
 # Bytes of one logit when the loss is highest, of code that holds all logits at once. Plain code has log p, its gradient
 # and that of the logits, in fp32, and over a vocabulary that is cut one more; compiled code the logits as they came and
@@ -51,18 +54,17 @@ class Row:
     how: str  # how it follows; of one candidate
 
 
-def row(name: str, size: Number, how: str | Callable[[], str]) -> Row:
-    if np.ndim(size):
-        return Row(name, size, "")
-    return Row(name, round(float(size)), how if isinstance(how, str) else how())
+def row(name: str, size: Number, how: str, *numbers: Any) -> Row:
+    """`how` is a template of these numbers, filled for one candidate."""
+    return Row(name, size, "") if np.ndim(size) else Row(name, round(float(size)), how.format(*numbers))
 
 
 def times(count: Number, rows: Iterable[Row]) -> list[Row]:
+    if not np.any(count):
+        return []
     if np.ndim(count):
         return [Row(one.name, count * one.bytes, "") for one in rows]
     count = int(count)
-    if not count:
-        return []
     return [Row(one.name, count * one.bytes, f"{count} × ({one.how})" if count > 1 else one.how) for one in rows]
 
 
@@ -221,7 +223,7 @@ class Activations:
         return [
             *found,
             row("activations outside blocks", outside, "embedding, position tables, final norm"),
-            row("loss: gradients", loss, lambda: f"{w} B × tokens × hidden + {g} B × vocab × hidden"),
+            row("loss: gradients", loss, "{} B × tokens × hidden + {} B × vocab × hidden", w, g),
         ]
 
     def kept_in_backward(self, stage: int, lowest: Number | None = None) -> list[Row]:
@@ -236,17 +238,16 @@ class Activations:
 
     def kept_by_blocks(self, stage: int, groups: Mapping[str, Any], away: Any, less: str) -> list[Row]:
         blocks = sum(count * self.saved[policy][1] for policy, count in groups.items()) - away
-
-        def how() -> str:
-            parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
-            host = f", less {self.offloaded_total:,.0f} B in host memory" * bool(self.offloaded_total)
-            return "; ".join(parts) + host + less
-
+        how = "" if np.ndim(blocks) else self.how_blocks(groups) + less
         casts = self.casts * groups.get("none", 0)
         return [
             row("activations of blocks", blocks, how),
             row("weight casts", casts, "2 B × matrices of blocks that are not computed again"),
         ]
+
+    def how_blocks(self, groups: Mapping[str, Any]) -> str:
+        parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
+        return "; ".join(parts) + f", less {self.offloaded_total:,.0f} B in host memory" * bool(self.offloaded_total)
 
     def outside(self, stage: int) -> Any:
         """What the embedding saves. Others keep what a rank received too, of which each of its stages has its part."""
@@ -281,7 +282,10 @@ class Activations:
             row(
                 "loss: chunk of logits",
                 chunk * last,
-                lambda: f"{load.chunk_rows:,} tokens × {load.logit_columns:,} logits, {chunk / logits:.3g} B each",
+                "{:,} tokens × {:,} logits, {:.3g} B each",
+                load.chunk_rows,
+                load.logit_columns,
+                chunk / logits,
             ),
             row("loss: inputs", inputs * last, "final hidden states, and casts of them and of the head under autocast"),
         ]
@@ -297,7 +301,7 @@ class Activations:
             weights = weights + (2 * load.width + code.reduce) * self.head
         logits = each / 2 * load.width * load.tokens * load.vocab
         return [
-            row("loss: logits", logits * last, lambda: f"{each * load.width / 2:.3g} B × tokens × vocab"),
+            row("loss: logits", logits * last, "{:.3g} B × tokens × vocab", each * load.width / 2),
             row("loss: inputs", inputs * last, "final hidden states and their gradient"),
             row("loss: gradients", weights * last, "the head, gathered, and its gradient"),
         ]
@@ -397,80 +401,12 @@ def at_end(work: Activations) -> list[Row]:
         row(
             "embedding gradient",
             copies * code.gradients * table,
-            lambda: f"{copies} × {code.gradients} B × vocab × hidden before it is added",
+            "{} × {} B × vocab × hidden before it is added",
+            copies,
+            code.gradients,
         ),
-        row("gradient of the stream", stream_bytes(work.net), lambda: f"{code.stream} B × tokens × hidden"),
+        row("gradient of the stream", stream_bytes(work.net), "{} B × tokens × hidden", code.stream),
     ]
-
-
-@dataclass(frozen=True)
-class PassStates:
-    """Distinct states of a rank in one kind of pass: micro-batches by stage (states, stages), and the stage at work."""
-
-    in_flight: NDArray[Any]  # whose activations are kept, without one that runs backward
-    pending: NDArray[Any]  # with gradients of inputs and not of weights
-    at_work: NDArray[Any]
-
-
-@functools.lru_cache(maxsize=2**14)
-def pass_states(
-    schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int, whole: bool
-) -> dict[str, PassStates]:
-    """By moment, of a pipeline rank. `whole`: backward passes are not split, as under recompute.
-
-    Without a pipeline every micro-batch is like the others, and gradients of earlier ones are there from the start.
-    """
-    if ranks == 1:
-        one, none, at = np.ones((1, 1)), np.zeros((1, 1)), np.zeros(1, dtype=int)
-        return {LOSS: PassStates(one, none, at), TOP: PassStates(none, none, at)}
-    place = {stage: slot for slot, stage in enumerate(stages_of(schedule, ranks, virtual, rank))}
-    in_flight, pending, moment, before = [0] * virtual, [0] * virtual, "", ("", -1, False)
-    seen: dict[str, dict[tuple[int, ...], None]] = {}
-    begun = False
-    for stage, kind, _ in order_of_rank(schedule, rank, ranks, virtual, repeating(schedule, ranks, micro_batches)):
-        slot, split = place[stage], kind == "I" and not whole  # else I is all of the backward pass
-        in_flight[slot] += {"F": 1, "W": 0}.get(kind, -1)
-        if kind != "W":
-            moment = LOSS if kind == "F" else TOP
-            states = seen.setdefault(IN_BACKWARD[moment] if begun else moment, {})
-            if (kind, slot, begun) != before:
-                states[*in_flight, *pending, slot] = None
-            elif kind == "F":  # of several in a row the last is the highest, of backward passes the first
-                states.popitem()
-                states[*in_flight, *pending, slot] = None
-            elif split:
-                states[*in_flight, *pending, slot] = None
-        before = (kind, slot, begun)
-        if split:  # activations stay until W
-            in_flight[slot] += 1
-            pending[slot] += 1
-        elif kind == "W" and not whole:
-            in_flight[slot] -= 1
-            pending[slot] -= pending[slot] > 0
-        begun = begun or kind != "F"
-    tables = {moment: undominated(np.array(list(states), dtype=float)) for moment, states in seen.items()}
-    return {
-        moment: PassStates(table[:, :virtual], table[:, virtual:-1], table[:, -1].astype(int))
-        for moment, table in tables.items()
-    }
-
-
-def undominated(states: NDArray[Any]) -> NDArray[Any]:
-    """Without states than which another, with the same stage at work (the last column), holds more of everything."""
-    least = (states[None, :, :-1] >= states[:, None, :-1]).all(-1) & (states[None, :, -1] == states[:, None, -1])
-    np.fill_diagonal(least, False)  # states are distinct
-    return states[~least.any(axis=1)]
-
-
-def repeating(schedule: str, ranks: int, micro_batches: int) -> int:
-    """Micro-batches after which a rank's states repeat, or all of them."""
-    if schedule in ("gpipe", "looped-bfs"):
-        return micro_batches
-    if schedule not in IN_ROUNDS:
-        return min(micro_batches, 4 * ranks)
-    rounds = max(1, micro_batches // ranks)
-    size = micro_batches // rounds  # of a round; other code bases may have a last one that is not full
-    return 4 * ranks if rounds > 4 and size == ranks else size * rounds
 
 
 def pass_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
@@ -508,30 +444,16 @@ def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, 
     slots, count = kept.shape
     keys = np.stack([np.broadcast_to(column, shape).reshape(-1) for column in columns], axis=-1)
     rows, where = np.unique(keys, axis=0, return_inverse=True)
-    whole = case.recompute != "none"
+    whole = case.recompute != "none" or case.schedule not in SPLIT_BACKWARD
     each = [pass_states(case.schedule, *row, whole) for row in rows.astype(int).tolist()]
     found = {}
     for moment in dict.fromkeys(moment for states in each for moment in states):
         table = padded([states.get(moment) for states in each], slots)[where.ravel()]  # candidates × states × columns
         in_flight, pending, at_work = table[..., :slots], table[..., slots : 2 * slots], table[..., 2 * slots :]
-        work = forward if moment in (LOSS, IN_BACKWARD[LOSS]) else backward
+        work = forward if moment[0] == "F" else backward
         totals = (in_flight @ kept.T[:, :, None] + pending @ waiting.T[:, :, None] + at_work @ work.T[:, :, None])[
             ..., 0
         ]
         best = table[np.arange(count), totals.argmax(axis=1)].T.reshape(3, slots, *shape)
-        found[moment] = (best[0], best[1], best[2])
+        found[MOMENTS[moment]] = (best[0], best[1], best[2])
     return found
-
-
-def padded(states: Sequence[PassStates | None], slots: int) -> NDArray[Any]:
-    """(pipelines, states, 3 × slots): in flight, pending, and 1 for the stage at work; 0 where there are fewer."""
-    most = max(len(one.at_work) for one in states if one)
-    table = np.zeros((len(states), most, 3 * slots))
-    for number, one in enumerate(states):
-        if one is None:
-            continue
-        count, stages = one.in_flight.shape
-        table[number, :count, :stages] = one.in_flight
-        table[number, :count, slots : slots + stages] = one.pending
-        table[number, np.arange(count), 2 * slots + one.at_work] = 1
-    return table

@@ -21,7 +21,10 @@ from ...spec import Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..case import Number
 
-RISK = 0.1  # of running out of memory, at which a layout still counts as one that fits
+RISK = 0.1  # probability of running out of memory at which a layout still counts as one that fits; chosen
+# Share of a datasheet's GB, taken as GiB, that a driver reports: 79.1 GiB of an A100 or H100 with 80, 139.8 of an H200
+# with 141, 95.0 of an H100 with 96.
+DRIVER_SHARE = 0.99
 CONSTANTS = Path(__file__).with_name("memory.toml")
 # PyTorch gives cuBLAS 32 MiB for each thread that calls it (on Hopper and later; 8 MiB before), forward and backward,
 # and its allocator counts them.
@@ -30,9 +33,11 @@ WORKSPACES = 2 * 32 * 2**20
 
 @dataclass(frozen=True)
 class Reserve:
-    slack: float  # of the bytes allocated
-    spread: float  # standard deviation of log(reserved / predicted)
-    context: float  # bytes of the CUDA context, its kernels and NCCL's buffers, which the allocator does not count
+    """Source: `validation/fit_memory.py`, from SimuMax's and torchtitan's runs."""
+
+    slack: float  # reserved / allocated − 1; fitted
+    spread: float  # standard deviation of log(reserved / predicted); fitted
+    context: float  # bytes of the CUDA context, its kernels and NCCL's buffers, outside the allocator; modelled
 
 
 @functools.cache
@@ -51,11 +56,10 @@ def reserved(allocated: Number, without: str = "") -> Number:
 
 
 def capacity(gpu: Gpu) -> float:
-    """Bytes that a driver reports. The GB of a datasheet are really GiB here, of which about 1 % is not for programs:
-    79.1 GiB of an A100 or H100 with 80, 139.8 of an H200 with 141, 95.0 of an H100 with 96."""
+    """Bytes that a driver reports."""
     if not gpu.memory_gb:
         raise SpecError(f"{gpu.name}: memory_gb is not in the catalogue; give it in one of your own, cluster.catalogue")
-    return 0.99 * gpu.memory_gb * 2**30
+    return DRIVER_SHARE * gpu.memory_gb * 2**30
 
 
 def usable(gpu: Gpu) -> float:

@@ -122,16 +122,14 @@ def static_rows(case: Case, state: Resident, work: Activations) -> list[Row]:
     tokens = case.micro_batch * case.seq * np.where(np.greater(case.pp, 1), case.accumulation, 1)[()]
     master = MASTER.get(each, "") if case.is_lmworks else "fp32 copies of what this rank updates"
 
-    def states() -> str:
-        count = state.parameters // each
-        return f"{case.optimizer.removesuffix('-bf16')}: {state.optimizer / max(1, count):.3g} B for each weight held"
-
+    count, name = state.parameters // each, case.optimizer.removesuffix("-bf16")
+    of_each = state.optimizer / np.maximum(1, count)
     return [
-        row("parameters", state.parameters, lambda: f"{each} B × {state.parameters // each:,}"),
+        row("parameters", state.parameters, "{} B × {:,}", each, count),
         row("padding", state.parameter_padding, "allocated with the parameters, and no part of any"),
         row("master weights", state.master, master),
-        row("optimizer states", state.optimizer, states),
-        row("batch", 8 * ids * tokens, lambda: f"int64 tokens and targets: {8 * ids} B × {tokens:,} tokens"),
+        row("optimizer states", state.optimizer, "{}: {:.3g} B for each weight held", name, of_each),
+        row("batch", 8 * ids * tokens, "int64 tokens and targets: {} B × {:,} tokens", 8 * ids, tokens),
         *pipeline_rows(case, work),
     ]
 
@@ -144,7 +142,7 @@ def pipeline_rows(case: Case, work: Activations) -> list[Row]:
     ends = np.where(np.greater(case.pp, 1), ends, 0)[()]
     size = case.software.stream * work.net.load.sp_tokens * case.model.hidden
     count = case.accumulation
-    return [row("pipeline buffers", ends * count * size, lambda: f"{ends} × {count} hidden states")]
+    return [row("pipeline buffers", ends * count * size, "{} × {} hidden states", ends, count)]
 
 
 def overhead_rows(case: Case, work: Activations) -> list[Row]:

@@ -20,8 +20,10 @@ from ...spec.schema import merge
 from ..cluster_request import ClusterRequest, given_keys, with_default_seq
 from .candidates import OFFLOAD_GIB, SearchProblem
 from .explain import Layout, refuse_nonsense
+from .search import Found
 
 TOKENS = 1e12  # to train on, where nobody says
+WARM_UP = 2000  # steps at most, as Llama 2 and 3 had
 MACHINES = ("gpu", "nodes", "gpus_per_node")
 PINS = {"data.micro_batch": "micro_batch", "parallel.virtual_stages": "virtual"}
 PINS |= {
@@ -137,3 +139,19 @@ def without(tables: Mapping[str, Any], *keys: str) -> dict[str, Any]:
         if isinstance(left.get(table), dict):
             left[table].pop(name, None)
     return left
+
+
+def run_of_layout(found: Found, request: Request) -> RunSpec:
+    """What the spec says itself holds. Else: as many steps as the tokens take, a warm-up of a tenth of them or 2,000,
+    and a checkpoint as often as the bill assumes.
+    """
+    spec, tokens = found.spec(request.base), request.tokens_on(found.problem)
+    steps = math.ceil(tokens / spec.tokens_per_step)
+    optim = {"steps": steps}
+    if "optim.warmup" not in request.said:
+        optim["warmup"] = min(WARM_UP, steps // 10)
+    checkpoint = spec.checkpoint
+    if "checkpoint.every" not in request.said:
+        every = float(found.bill(tokens).save_every_s) / found.step_s
+        checkpoint = checkpoint.replace(every=min(max(1, round(every)), steps))
+    return spec.replace(optim=spec.optim.replace(**optim), checkpoint=checkpoint)

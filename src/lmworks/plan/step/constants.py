@@ -31,7 +31,8 @@ REFERENCE_LAUNCH_S = 6e-6  # seconds per launch of a bare op on the host the con
 class Constants:
     """Factors multiply the time that rates of single kernels and idle links give; "*" is the default of a table.
 
-    All are fitted (see the module). Values here are the priors of the fit.
+    All are fitted (see the module). Values here are the priors of the fit. What each is worth, the error without it:
+    `validation/ablate_constants.py`, and a table of it in docs/log.md.
     """
 
     gemm: Mapping[str, float] = field(default_factory=dict)  # factor by chip family: heat and power in a long run
