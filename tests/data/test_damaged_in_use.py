@@ -30,7 +30,7 @@ def batches(path: Path) -> Batches:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shard_truncated_under_a_run_is_named(copy: Path, workers: int) -> None:
+def test_truncated_shard_is_reported_during_training(copy: Path, workers: int) -> None:
     """Not SIGBUS, in a worker as little as here."""
     made = batches(copy)
     shard = sorted(copy.glob("train-*.bin"))[0]
@@ -41,7 +41,7 @@ def test_a_shard_truncated_under_a_run_is_named(copy: Path, workers: int) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_a_token_beyond_the_vocabulary_is_named_with_its_place(copy: Path) -> None:
+def test_token_beyond_vocabulary_is_reported_with_position(copy: Path) -> None:
     made = batches(copy)
     shard = sorted(copy.glob("train-*.bin"))[0]
     tokens = np.memmap(shard, made.sources[0].index.token_dtype, mode="r+")
@@ -52,7 +52,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(copy: Path) -> No
             made.at(cursor)
 
 
-def test_a_stopped_worker_does_not_outlive_the_stream(copy: Path) -> None:
+def test_stopped_worker_ends_with_stream(copy: Path) -> None:
     stream = batches(copy).stream(0, 50, workers=1)
     next(stream)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -63,7 +63,7 @@ def test_a_stopped_worker_does_not_outlive_the_stream(copy: Path) -> None:
     assert not path.exists() or ") Z" in path.read_text() or os.waitpid(worker, 0)
 
 
-def test_pruning_does_not_follow_a_link(tmp_path: Path) -> None:
+def test_pruning_does_not_follow_symlinks(tmp_path: Path) -> None:
     target, link = tmp_path / "elsewhere", tmp_path / "step-000001"
     target.mkdir()
     (target / MARKER).write_text("committed")
@@ -72,7 +72,7 @@ def test_pruning_does_not_follow_a_link(tmp_path: Path) -> None:
     assert not link.is_symlink() and (target / MARKER).exists()
 
 
-def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_file_names_owner_without_kernel_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(descriptor: int, kind: int) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -94,13 +94,13 @@ def test_where_there_are_no_locks_a_file_says_who_holds_a_run(tmp_path: Path, mo
     assert not run.lock_file.exists()
 
 
-def test_a_panic_of_the_tokenizers_library_is_one_line() -> None:
+def test_tokenizers_panic_is_one_line_error() -> None:
     panic = type("PanicException", (BaseException,), {})
     with pytest.raises(DataError, match=r"^x: the tokenizers library fails in it \(Onig: over\)$"), convert_panics("x"):
         raise panic("Onig:\nover")
 
 
-def test_a_config_beyond_all_models_or_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+def test_oversized_or_deeply_nested_config_is_rejected(tmp_path: Path) -> None:
     sizes = '"num_attention_heads":4,"num_hidden_layers":2,"intermediate_size":64,"vocab_size":260'
     text = f'{{"model_type":"llama","architectures":["LlamaForCausalLM"],"hidden_size":1e12,{sizes}}}'
     (tmp_path / "config.json").write_text(text)
@@ -111,7 +111,7 @@ def test_a_config_beyond_all_models_or_nested_too_deeply_is_refused(tmp_path: Pa
         described(tmp_path)
 
 
-def test_an_edited_tokenizer_under_unchanged_shards_is_noticed(tmp_path: Path) -> None:
+def test_edited_tokenizer_is_detected(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"document {n} says something" for n in range(200)))
     prepare([str(text)], tmp_path / "bpe", tokenizer="bpe:300", workers=1, val_fraction=0)

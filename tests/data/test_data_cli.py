@@ -43,7 +43,7 @@ def test_prepare_then_inspect(lmworks: Run, corpus: Path, tmp_path: Path) -> Non
     assert "document " in shown
 
 
-def test_a_separator_may_be_escaped(lmworks: Run, tmp_path: Path) -> None:
+def test_separator_escapes(lmworks: Run, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("one\n\ntwo\n\nthree")
     _, out, _ = lmworks("prepare", tmp_path / "t.txt", "--separator", r"\n\n", "--out", tmp_path / "out", "--json")
     assert sum(split["documents"] for split in json.loads(out)["splits"].values()) == 3
@@ -61,7 +61,9 @@ def test_a_separator_may_be_escaped(lmworks: Run, tmp_path: Path) -> None:
         (["inspect", "stdlib:word"], 2, "stdlib:word"),
     ],
 )
-def test_bad_input_is_one_line(lmworks: Run, tmp_path: Path, arguments: list[str], code: int, culprit: str) -> None:
+def test_bad_input_is_one_line_error(
+    lmworks: Run, tmp_path: Path, arguments: list[str], code: int, culprit: str
+) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     found, _, err = lmworks(*[argument.replace("{}", str(tmp_path)) for argument in arguments])
     assert found == code
@@ -71,7 +73,7 @@ def test_bad_input_is_one_line(lmworks: Run, tmp_path: Path, arguments: list[str
     assert culprit in errors[0]
 
 
-def test_ctrl_c_says_how_to_go_on(lmworks: Run, corpus: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_how_to_continue(lmworks: Run, corpus: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, lmworks.data.assemble as a\n"
         "a.ShardWriter.write = lambda self, raw: os.kill(os.getpid(), signal.SIGINT)\n"

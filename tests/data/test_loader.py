@@ -51,7 +51,7 @@ def test_shapes_and_types(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_first_50_batches_are_the_same_at_any_number_of_ranks(prepared: Path, world: int) -> None:
+def test_first_50_batches_do_not_depend_on_ranks(prepared: Path, world: int) -> None:
     data = spec(prepared, document_mask=True)
     alone = Batches(data, seed=7)
     ranks = [Batches(data, seed=7, rank=rank, world=world) for rank in range(world)]
@@ -60,7 +60,7 @@ def test_the_first_50_batches_are_the_same_at_any_number_of_ranks(prepared: Path
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores, on purpose
-def test_the_first_50_batches_are_the_same_with_any_number_of_workers(prepared: Path) -> None:
+def test_first_50_batches_do_not_depend_on_workers(prepared: Path) -> None:
     batches = Batches(spec(prepared, document_mask=True), seed=7)
     expected = [batches.at(cursor) for cursor in range(50)]
     for workers in range(5):
@@ -69,7 +69,7 @@ def test_the_first_50_batches_are_the_same_with_any_number_of_workers(prepared: 
         assert all(same(a, b) for a, b in zip(expected, streamed, strict=True)), workers
 
 
-def test_reading_ahead_draws_nothing_from_the_global_generator(prepared: Path) -> None:
+def test_prefetching_does_not_use_global_generator(prepared: Path) -> None:
     """Else dropout would depend on the number of workers and on where a run was resumed."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -77,7 +77,7 @@ def test_reading_ahead_draws_nothing_from_the_global_generator(prepared: Path) -
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_epoch_is_every_window_once(prepared: Path) -> None:
+def test_epoch_has_every_window_once(prepared: Path) -> None:
     """Through three epochs that end in the middle of a batch."""
     batches, expected = Batches(spec(prepared), seed=1), windows(prepared)
     assert batches.windows == len(expected)
@@ -99,18 +99,18 @@ def test_epochs_are_counted(prepared: Path) -> None:
     assert batches.epoch_of(5 * batches.windows) == 40
 
 
-def test_resuming_anywhere_is_the_uninterrupted_stream(prepared: Path) -> None:
+def test_resume_at_any_cursor_equals_uninterrupted_stream(prepared: Path) -> None:
     whole = list(Batches(spec(prepared), seed=3).stream(0, 60))
     for cursor in (1, 13, 37, 59):
         resumed = list(Batches(spec(prepared), seed=3).stream(cursor, 60, workers=cursor % 2))
         assert all(same(a, b) for a, b in zip(whole[cursor:], resumed, strict=True))
 
 
-def test_another_seed_is_another_order(prepared: Path) -> None:
+def test_seed_changes_order(prepared: Path) -> None:
     assert rows(Batches(spec(prepared), seed=1).at(0)) != rows(Batches(spec(prepared), seed=2).at(0))
 
 
-def test_without_shuffle_windows_come_as_stored(prepared: Path) -> None:
+def test_without_shuffle_windows_are_in_storage_order(prepared: Path) -> None:
     """Over shard boundaries too: the corpus is stored in several."""
     expected = windows(prepared, "val")
     val = Batches(spec(prepared).replace(global_batch=2), seed=0, split="val", shuffle=False)
@@ -123,7 +123,7 @@ def test_without_shuffle_windows_come_as_stored(prepared: Path) -> None:
     ]
 
 
-def test_a_global_batch_left_open_is_one_micro_batch_a_rank(prepared: Path) -> None:
+def test_default_global_batch_is_one_micro_batch_per_rank(prepared: Path) -> None:
     data = spec(prepared).replace(global_batch=0)
     assert [len(Batches(data, seed=0, rank=r, world=3).at(0)) for r in range(3)] == [1, 1, 1]
 
@@ -139,7 +139,7 @@ def reference_mask(window: list[int], starts: list[bool]) -> tuple[list[int], li
     return targets, documents
 
 
-def test_document_mask_against_a_plain_reference(tmp_path: Path) -> None:
+def test_document_mask_equals_reference(tmp_path: Path) -> None:
     """Documents shorter and longer than a window, and one that begins exactly where a window does."""
     source = tmp_path / "source"
     source.mkdir()
@@ -178,7 +178,7 @@ def two_sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "lower-out", root / "upper-out"
 
 
-def test_a_mixture_has_its_proportions_and_every_source_its_epochs(two_sources: tuple[Path, Path]) -> None:
+def test_mixture_proportions_and_epochs_per_source(two_sources: tuple[Path, Path]) -> None:
     lower, upper = two_sources
     data = DataSpec(mix={str(lower): 0.75, str(upper): 0.25}, seq=SEQ, micro_batch=4, global_batch=8)
     batches = Batches(data, seed=0)
@@ -196,7 +196,7 @@ def test_a_mixture_has_its_proportions_and_every_source_its_epochs(two_sources: 
     assert batches.epoch_of(60) == 60 * 2 // len(windows(upper))
 
 
-def test_a_mixture_is_the_same_at_any_number_of_ranks(two_sources: tuple[Path, Path]) -> None:
+def test_mixture_does_not_depend_on_ranks(two_sources: tuple[Path, Path]) -> None:
     lower, upper = two_sources
     data = DataSpec(mix={str(lower): 0.7, str(upper): 0.3}, seq=SEQ, micro_batch=1, global_batch=4)
     alone = Batches(data, seed=5)
@@ -205,28 +205,28 @@ def test_a_mixture_is_the_same_at_any_number_of_ranks(two_sources: tuple[Path, P
         assert same(alone.at(cursor), [batch for rank in ranks for batch in rank.at(cursor)])
 
 
-def test_sources_of_a_mixture_must_share_a_tokenizer(prepared: Path, corpus: Path, tmp_path: Path) -> None:
+def test_mixture_sources_must_share_tokenizer(prepared: Path, corpus: Path, tmp_path: Path) -> None:
     prepare([str(corpus)], tmp_path / "bpe", "bpe:300", workers=1)
     data = DataSpec(mix={str(prepared): 1.0, str(tmp_path / "bpe"): 1.0}, seq=SEQ, micro_batch=1)
     with pytest.raises(DataError, match=r"data\.mix: .* has the tokenizer bytes and .*bpe another one, bpe:300"):
         Batches(data, seed=0)
 
 
-def test_a_source_shorter_than_a_window_says_how_long_it_is(prepared: Path) -> None:
+def test_source_shorter_than_window_is_rejected_with_its_length(prepared: Path) -> None:
     total = len(flat(prepared))
     with pytest.raises(DataError, match=rf"the train split has {total} tokens.*data\.seq of at most {total - 1}"):
         Batches(spec(prepared).replace(seq=total), seed=0)
     assert Batches(spec(prepared).replace(seq=total - 1), seed=0).windows == 1
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused(prepared: Path) -> None:
+def test_indivisible_global_batch_is_rejected(prepared: Path) -> None:
     with pytest.raises(
         SpecError, match=r"data\.global_batch = 8 is not divisible by data\.micro_batch × ranks = 2 × 3"
     ):
         Batches(spec(prepared), seed=0, world=3)
 
 
-def test_a_damaged_shard_stops_it_before_the_first_batch(prepared: Path, tmp_path: Path) -> None:
+def test_damaged_shard_is_rejected_before_first_batch(prepared: Path, tmp_path: Path) -> None:
     import shutil
 
     folder = Path(shutil.copytree(prepared, tmp_path / "copy"))
@@ -238,7 +238,7 @@ def test_a_damaged_shard_stops_it_before_the_first_batch(prepared: Path, tmp_pat
     Batches(spec(folder, verify=False), seed=0)
 
 
-def test_what_it_says_of_the_data(prepared: Path) -> None:
+def test_batches_properties(prepared: Path) -> None:
     batches = Batches(spec(prepared), seed=0)
     assert batches.vocab_size == 257
     assert batches.tokenizer.decode(batches.tokenizer.encode("é")) == "é"

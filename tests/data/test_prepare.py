@@ -16,7 +16,7 @@ from lmworks.data import Reading, TokenData, load_tokenizer, prepare
 from lmworks.spec import DataError, SpecError
 
 
-def test_every_document_is_stored_once_in_order(prepared: Path) -> None:
+def test_documents_are_stored_once_in_order(prepared: Path) -> None:
     texts = corpus_texts()
     train, val = stored_texts(prepared, "train"), stored_texts(prepared, "val")
     assert sorted(train + val) == sorted(texts)
@@ -26,7 +26,7 @@ def test_every_document_is_stored_once_in_order(prepared: Path) -> None:
     assert 3 <= len(val) <= 25  # 0.2 of 60, by hash
 
 
-def test_the_index_says_what_is_there(prepared: Path) -> None:
+def test_index_describes_shards(prepared: Path) -> None:
     index = json.loads((prepared / "index.json").read_text())
     assert (index["version"], index["dtype"], index["tokenizer"], index["eot"]) == (1, "uint16", "bytes", 256)
     assert len(index["splits"]["train"]) > 2
@@ -44,7 +44,7 @@ def test_the_index_says_what_is_there(prepared: Path) -> None:
             at += shard["documents"]
 
 
-def test_neither_workers_nor_parts_change_the_result(corpus: Path, tmp_path: Path) -> None:
+def test_result_does_not_depend_on_workers_or_parts(corpus: Path, tmp_path: Path) -> None:
     def made(name: str, workers: int, part_bytes: int) -> dict[str, bytes]:
         prepare([str(corpus)], tmp_path / name, "bpe:300", workers=workers, reading=Reading(part_bytes=part_bytes))
         return folder_bytes(tmp_path / name)
@@ -58,7 +58,7 @@ def test_neither_workers_nor_parts_change_the_result(corpus: Path, tmp_path: Pat
     assert made("large", 1, 10**6) == one
 
 
-def test_a_second_run_does_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_second_run_is_a_no_op(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert not prepare([str(corpus)], out, workers=1).up_to_date
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*")}
@@ -69,7 +69,7 @@ def test_a_second_run_does_nothing(corpus: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_changed_source_or_tokenizer_is_noticed(tmp_path: Path) -> None:
+def test_changed_source_or_tokenizer_is_detected(tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     make_corpus(source, documents=20)
     prepare([str(source)], out, workers=1)
@@ -84,7 +84,7 @@ def test_a_changed_source_or_tokenizer_is_noticed(tmp_path: Path) -> None:
     assert not (out / "tokenizer.json").exists()
 
 
-def test_a_damaged_folder_is_mended_by_running_again(corpus: Path, tmp_path: Path) -> None:
+def test_damaged_folder_is_rebuilt(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare([str(corpus)], out, workers=1)
     good = folder_bytes(out)
@@ -96,7 +96,7 @@ def test_a_damaged_folder_is_mended_by_running_again(corpus: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("failure", ["one document", "no text", "tokenizer", "full disk", "interrupted"])
-def test_a_finished_dataset_outlives_a_prepare_that_fails(
+def test_failed_prepare_keeps_old_dataset(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
     import lmworks.data.assemble as assemble
@@ -123,7 +123,7 @@ def test_a_finished_dataset_outlives_a_prepare_that_fails(
 
 
 @pytest.mark.parametrize("renames", range(6))
-def test_stopped_while_the_new_takes_the_place_of_the_old(
+def test_interrupted_swap_is_recovered(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
 ) -> None:
     """After any number of its renames the folder is not finished, and the same request finishes it."""
@@ -150,7 +150,7 @@ def test_stopped_while_the_new_takes_the_place_of_the_old(
     assert not (out / ".work").exists()
 
 
-def test_the_tokenizer_of_the_old_dataset_may_be_that_of_the_new(corpus: Path, tmp_path: Path) -> None:
+def test_tokenizer_of_old_dataset_can_be_reused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare([str(corpus)], out, "bpe:300", workers=1)
     given = (out / "tokenizer.json").read_bytes()
@@ -161,7 +161,7 @@ def test_the_tokenizer_of_the_old_dataset_may_be_that_of_the_new(corpus: Path, t
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 @pytest.mark.parametrize("content", ["", " \n"])
-def test_an_empty_file_is_called_empty(tmp_path: Path, content: str, tokenizer: str) -> None:
+def test_empty_file_is_reported(tmp_path: Path, content: str, tokenizer: str) -> None:
     (tmp_path / "afile").write_text(content)
     with pytest.raises(DataError, match=r"no text in .*afile: empty, or nothing but white space$"):
         prepare([str(tmp_path / "afile")], tmp_path / "out", tokenizer, workers=1)
@@ -180,7 +180,7 @@ prepare([source], out, "bpe:300", workers=int(workers), reading=Reading(part_byt
 
 
 @pytest.mark.parametrize(("stage", "count", "workers"), [("tokenize", 4, 2), ("write shards", 5, 1)])
-def test_killed_and_run_again_is_as_if_never_killed(
+def test_killed_prepare_resumes_to_same_result(
     corpus: Path, tmp_path: Path, stage: str, count: int, workers: int
 ) -> None:
     out = tmp_path / "out"
@@ -227,7 +227,7 @@ def assert_gone(pids: list[int], expected: int) -> None:
     assert not any(map(alive, pids))
 
 
-def test_duplicates_are_dropped_wherever_they_lie(tmp_path: Path) -> None:
+def test_duplicates_are_dropped_across_files(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     texts = make_corpus(first, documents=12)
     make_corpus(second, documents=12)
@@ -239,7 +239,7 @@ def test_duplicates_are_dropped_wherever_they_lie(tmp_path: Path) -> None:
     assert done.index.dropped == {"duplicate": 12, "empty": 1, "unreadable": 0}
 
 
-def test_more_documents_move_none_to_the_other_split(tmp_path: Path) -> None:
+def test_added_documents_keep_splits(tmp_path: Path) -> None:
     make_corpus(tmp_path / "few", documents=40)
     make_corpus(tmp_path / "many", documents=60)
     for name in ("few", "many"):
@@ -249,13 +249,13 @@ def test_more_documents_move_none_to_the_other_split(tmp_path: Path) -> None:
     assert not few & set(stored_texts(tmp_path / "many-out", "train"))
 
 
-def test_two_documents_are_enough_to_hold_one_out(tmp_path: Path) -> None:
+def test_two_documents_give_one_held_out(tmp_path: Path) -> None:
     make_corpus(tmp_path / "source", documents=2)
     index = prepare([str(tmp_path / "source")], tmp_path / "out", val_fraction=0.001, workers=1).index
     assert (index.documents("train"), index.documents("val")) == (1, 1)
 
 
-def test_one_document_cannot_be_split(tmp_path: Path) -> None:
+def test_single_document_is_not_split(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("all there is")
     with pytest.raises(DataError, match=r"one\.txt: only one document.*--separator.*--val-fraction 0"):
         prepare([str(tmp_path / "one.txt")], tmp_path / "out", workers=1)
@@ -265,7 +265,7 @@ def test_one_document_cannot_be_split(tmp_path: Path) -> None:
         TokenData.open(tmp_path / "out", "val")
 
 
-def test_bpe_is_trained_on_the_train_split_alone(tmp_path: Path) -> None:
+def test_bpe_is_trained_on_train_split_only(tmp_path: Path) -> None:
     """It is the tokenizer that one gets when the held-out documents are not there at all."""
     source = tmp_path / "source"
     make_corpus(source, documents=30)
@@ -283,7 +283,7 @@ def test_bpe_is_trained_on_the_train_split_alone(tmp_path: Path) -> None:
     assert tokenizer_of["with"] != tokenizer_of["without"]
 
 
-def test_a_given_tokenizer_goes_with_the_tokens(corpus: Path, tmp_path: Path) -> None:
+def test_given_tokenizer_is_copied(corpus: Path, tmp_path: Path) -> None:
     prepare([str(corpus)], tmp_path / "first", "bpe:300", workers=1)
     given = tmp_path / "first" / "tokenizer.json"
     prepare([str(corpus)], tmp_path / "second", str(given), workers=1)
@@ -292,7 +292,7 @@ def test_a_given_tokenizer_goes_with_the_tokens(corpus: Path, tmp_path: Path) ->
     assert first == second
 
 
-def test_a_large_vocabulary_needs_four_bytes(tmp_path: Path) -> None:
+def test_large_vocabulary_uses_uint32(tmp_path: Path) -> None:
     import tokenizers
 
     vocab = {chr(0x4E00 + i % 20000) + chr(97 + i // 20000): i for i in range(70_000)} | {"a": 70_000, "b": 70_001}
@@ -308,7 +308,7 @@ def test_a_large_vocabulary_needs_four_bytes(tmp_path: Path) -> None:
     assert data.read(0, len(data)).tolist() == [70_000, 70_001, 70_001, 70_000, 70_002]
 
 
-def test_two_processes_at_once_make_one_good_folder(corpus: Path, tmp_path: Path) -> None:
+def test_concurrent_prepares_make_one_folder(corpus: Path, tmp_path: Path) -> None:
     script = "import sys; from lmworks.data import prepare; print(prepare([sys.argv[1]], sys.argv[2]).up_to_date)"
     command = [sys.executable, "-c", script, str(corpus), str(tmp_path / "out")]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -316,7 +316,7 @@ def test_two_processes_at_once_make_one_good_folder(corpus: Path, tmp_path: Path
     TokenData.open(tmp_path / "out", "train", verify=True)
 
 
-def test_a_folder_of_someone_else_is_left_alone(corpus: Path, tmp_path: Path) -> None:
+def test_foreign_folder_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
     mine = tmp_path / "model" / "tokenizer.json"
     mine.parent.mkdir()
     mine.write_text("precious")
@@ -326,13 +326,13 @@ def test_a_folder_of_someone_else_is_left_alone(corpus: Path, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_folder_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(corpus: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(DataError, match="Permission denied"):
         prepare([str(corpus)], tmp_path / "out", workers=1)
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
+def test_full_disk_is_one_line_error_and_keeps_parts(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import lmworks.data.assemble as assemble
@@ -360,14 +360,14 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         ({"sources": []}, "no source"),
     ],
 )
-def test_a_wrong_request_starts_nothing(corpus: Path, tmp_path: Path, options: dict, message: str) -> None:
+def test_invalid_request_writes_nothing(corpus: Path, tmp_path: Path, options: dict, message: str) -> None:
     arguments = {"sources": [str(corpus)], "out": tmp_path / "out", "tokenizer": "bytes", **options}
     with pytest.raises(SpecError, match=message):
         prepare(**arguments)
     assert not (tmp_path / "out").exists()
 
 
-def test_long_documents_have_a_shard_to_themselves(tmp_path: Path) -> None:
+def test_long_documents_get_own_shard(tmp_path: Path) -> None:
     for number, words in enumerate([5, 400, 5, 5]):
         (tmp_path / "s").mkdir(exist_ok=True)
         (tmp_path / "s" / f"{number}.txt").write_text(make_text(number, words), encoding="utf-8")

@@ -21,7 +21,7 @@ def texts_of(source: str | Path, reading: Reading = Reading()) -> list[str]:
     return [document.text for part in parts for document in documents_of(part, reading) if not document.skipped]
 
 
-def test_jsonl_lines_are_each_in_one_part(tmp_path: Path) -> None:
+def test_jsonl_lines_are_in_exactly_one_part(tmp_path: Path) -> None:
     """Whatever the cut: parts shorter than a line, cuts on a newline, one part."""
     rng = random.Random(0)
     texts = ["é\n" * rng.randint(0, 40) + str(i) for i in range(50)]
@@ -46,14 +46,14 @@ def test_jsonl_other_field_and_blank_lines(tmp_path: Path) -> None:
         ("[1]", r"bad\.jsonl line 3 is not a JSON object"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_bad_line_is_reported(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         prepare([str(path)], tmp_path / "out", workers=1, reading=Reading(part_bytes=14))
 
 
-def test_an_error_in_a_worker_process_is_the_same_line(tmp_path: Path) -> None:
+def test_worker_error_is_same_message(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n' * 20 + "oops\n")
     with pytest.raises(DataError, match=r"bad\.jsonl line 21 is not JSON"):
@@ -71,20 +71,20 @@ def test_parquet_row_groups_are_parts(tmp_path: Path) -> None:
         texts_of(tmp_path / "a.parquet", Reading(text_field="n"))
 
 
-def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
+def test_broken_parquet_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "b.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"b\.parquet is not a readable parquet file"):
         texts_of(tmp_path / "b.parquet")
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'lmworks\[data\]'"):
         texts_of(tmp_path / "a.parquet")
 
 
-def test_text_files_whole_or_cut(tmp_path: Path) -> None:
+def test_text_files_with_and_without_separator(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("one\r\ntwo\n\nthree é".encode())
     assert texts_of(path) == ["one\r\ntwo\n\nthree é"]
@@ -94,7 +94,7 @@ def test_text_files_whole_or_cut(tmp_path: Path) -> None:
         texts_of(path)
 
 
-def test_a_folder_is_its_text_files(tmp_path: Path) -> None:
+def test_folder_reads_text_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for name, content in {
         "b.py": b"b",
@@ -115,7 +115,7 @@ def test_a_folder_is_its_text_files(tmp_path: Path) -> None:
         texts_of(source, Reading(glob="*.rs"))
 
 
-def test_the_standard_library_is_always_there() -> None:
+def test_stdlib_source() -> None:
     files = [Path(file) for file in stdlib_files()]
     names = {file.name for file in files}
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= names
@@ -124,12 +124,12 @@ def test_the_standard_library_is_always_there() -> None:
     assert len(files) > 300
 
 
-def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_source_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no source at 'gone\.txt': give a file, a folder, stdlib, or hf:NAME"):
         prepare(["gone.txt"], tmp_path / "out")
 
 
-def test_nothing_but_blanks_is_refused(tmp_path: Path) -> None:
+def test_blank_documents_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("  \n")
     with pytest.raises(DataError, match=r"no text in .*blank\.txt"):
         prepare([str(tmp_path / "blank.txt")], tmp_path / "out", workers=1)
@@ -167,7 +167,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     readers.hf_stream.cache_clear()
 
 
-def test_a_hub_dataset_is_streamed_shard_by_shard(hub: list[tuple], tmp_path: Path) -> None:
+def test_hub_dataset_is_streamed_by_shard(hub: list[tuple], tmp_path: Path) -> None:
     prepare(["hf:owner/web:sample:test"], tmp_path / "one", workers=1, val_fraction=0)
     assert set(hub) == {("owner/web", "sample", "test", True)}
     assert stored_texts(tmp_path / "one", "train") == [f"shard {s} row {r}" for s in range(3) for r in range(10)]
@@ -176,14 +176,14 @@ def test_a_hub_dataset_is_streamed_shard_by_shard(hub: list[tuple], tmp_path: Pa
     assert (tmp_path / "two" / "train-00000.bin").read_bytes() == (tmp_path / "one" / "train-00000.bin").read_bytes()
 
 
-def test_a_hub_that_does_not_answer_is_one_line(hub: list[tuple], tmp_path: Path) -> None:
+def test_unreachable_hub_is_one_line_error(hub: list[tuple], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^hf:gone cannot be opened: no such dataset on the hub$"):
         prepare(["hf:gone"], tmp_path / "out")
     with pytest.raises(SpecError, match="write hf:NAME"):
         prepare(["hf:a:b:c:d"], tmp_path / "out")
 
 
-def test_a_hub_dataset_without_the_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_package_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     readers.hf_stream.cache_clear()
     with pytest.raises(DataError, match=r"needs `datasets`: pip install 'lmworks\[data\]'"):

@@ -19,7 +19,7 @@ def flat(folder: Path, split: str) -> list[int]:
     return [token for document in stored_documents(folder, split) for token in [*document, 256]]
 
 
-def test_reading_goes_over_shard_boundaries(prepared: Path) -> None:
+def test_read_across_shard_boundaries(prepared: Path) -> None:
     data, whole = TokenData.open(prepared, "train"), flat(prepared, "train")
     assert len(data.shards) > 2
     assert len(data) == len(whole)
@@ -29,7 +29,7 @@ def test_reading_goes_over_shard_boundaries(prepared: Path) -> None:
     assert np.concatenate(list(data.chunks(700))).tolist() == whole
 
 
-def test_documents_start_where_their_first_token_is(prepared: Path) -> None:
+def test_document_starts(prepared: Path) -> None:
     data, whole = TokenData.open(prepared, "train"), flat(prepared, "train")
     starts = [0, *(i + 1 for i, token in enumerate(whole) if token == 256)][:-1]
     assert data.document_starts(0, len(whole)).tolist() == starts
@@ -40,7 +40,7 @@ def test_documents_start_where_their_first_token_is(prepared: Path) -> None:
     assert data.documents == len(starts)
 
 
-def test_a_pickle_carries_the_place_and_not_the_tokens(prepared: Path) -> None:
+def test_pickle_holds_path_not_tokens(prepared: Path) -> None:
     data = TokenData.open(prepared, "train")
     raw = pickle.dumps(data)
     assert len(raw) < 3000 + 500 * len(data.shards)
@@ -71,7 +71,7 @@ def lengthen(path: Path) -> None:
         (flip_bit, "is damaged: its SHA-256"),
     ],
 )
-def test_damage_is_found_and_named(copied: Copied, name: str, damage: Callable, message: str) -> None:
+def test_damage_is_detected_and_reported(copied: Copied, name: str, damage: Callable, message: str) -> None:
     folder = copied()
     damage(folder / name)
     with pytest.raises(DataError, match=f"{name} {message}") as caught:
@@ -80,13 +80,13 @@ def test_damage_is_found_and_named(copied: Copied, name: str, damage: Callable, 
     TokenData.open(folder, "val", verify=True)  # the other split is none the worse
 
 
-def test_only_verifying_reads_everything(copied: Copied) -> None:
+def test_only_verify_reads_all_bytes(copied: Copied) -> None:
     folder = copied()
     flip_bit(folder / "train-00000.bin")
     TokenData.open(folder, "train", verify=False)
 
 
-def test_ranks_share_the_checking(copied: Copied) -> None:
+def test_ranks_share_verification(copied: Copied) -> None:
     folder = copied()
     flip_bit(folder / "train-00001.bin")
     data, found = TokenData.open(folder, "train", verify=False), []
@@ -98,7 +98,7 @@ def test_ranks_share_the_checking(copied: Copied) -> None:
     assert found == [1]
 
 
-def test_a_folder_without_index_is_not_finished(copied: Copied, tmp_path: Path) -> None:
+def test_folder_without_index_is_incomplete(copied: Copied, tmp_path: Path) -> None:
     folder = copied()
     (folder / "index.json").unlink()
     with pytest.raises(DataError, match=r"index\.json is missing: preparing was not finished; run the same"):
@@ -126,14 +126,14 @@ def test_a_folder_without_index_is_not_finished(copied: Copied, tmp_path: Path) 
         (lambda raw: raw.replace('"train-00000"', '"/data/train-00000"'), "names a shard '/data/train-00000'"),
     ],
 )
-def test_a_damaged_index_is_named(copied: Copied, change: Callable[[str], str], message: str) -> None:
+def test_damaged_index_is_reported(copied: Copied, change: Callable[[str], str], message: str) -> None:
     path = copied() / "index.json"
     path.write_bytes(change(path.read_text()).encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError, match=rf"index\.json.*{message}|index\.json has {message}"):
         read_index(path.parent)
 
 
-def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path) -> None:
+def test_embedded_corpus_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: Path) -> None:
     import lmworks.data.sources as sources
 
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
@@ -150,7 +150,7 @@ def test_the_embedded_corpus_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve("stdlib:bytes") != folder
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_path_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.spec.files import cache_root
 
     monkeypatch.setenv("HOME", "/home/someone")
@@ -164,6 +164,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("path", ["stdlib", "stdlib:", "stdlib:word", "stdlib:bpe:9"])
-def test_an_embedded_corpus_of_another_name_is_refused(path: str) -> None:
+def test_unknown_embedded_corpus_is_rejected(path: str) -> None:
     with pytest.raises(SpecError, match="bpe:N"):
         resolve(path)

@@ -28,7 +28,7 @@ def tokenizer(request: pytest.FixtureRequest, bpe: Path) -> Tokenizer:
     return load_tokenizer("bytes" if request.param == "bytes" else bpe)
 
 
-def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_encode_decode_round_trip(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for text in ["", " ", "\r\n\t", "a\0b", *(random_text(rng) for _ in range(300))]:
         ids = tokenizer.encode(text)
@@ -36,14 +36,14 @@ def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
 
 
-def test_text_that_names_the_end_token_does_not_end(tokenizer: Tokenizer) -> None:
+def test_end_token_name_in_text_is_plain_text(tokenizer: Tokenizer) -> None:
     text = "before <|endoftext|> after"
     ids = tokenizer.encode(text)
     assert tokenizer.eot not in ids
     assert tokenizer.decode(ids) == text
 
 
-def test_a_character_cut_in_two_is_replaced(tokenizer: Tokenizer) -> None:
+def test_split_character_is_replaced(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🙂")
     assert tokenizer.decode(ids[:-1]) == "a\ufffd"
 
@@ -52,19 +52,19 @@ def test_end_of_text_decodes_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eot]) == "ab"
 
 
-def test_bytes_are_the_bytes_and_one_more() -> None:
+def test_byte_tokenizer_ids() -> None:
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.eot) == (257, 256)
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
 
 
-def test_bpe_has_the_size_asked_for_and_merges(bpe: Path) -> None:
+def test_bpe_has_requested_size_and_merges(bpe: Path) -> None:
     tokenizer = load_tokenizer(bpe)
     assert tokenizer.vocab_size == 280
     assert len(tokenizer.encode("return x")) < len("return x")
 
 
-def test_bpe_training_repeats() -> None:
+def test_bpe_training_is_deterministic() -> None:
     texts = [f"def name{i}(a, b): return a * {i} + b\n" * 3 for i in range(40)]
     assert train_bpe(texts, 400) == train_bpe(texts, 400)
 
@@ -84,7 +84,7 @@ def test_common_end_tokens_are_found(tmp_path: Path, name: str) -> None:
     assert tokenizer.vocab_size == 4
 
 
-def test_an_unusual_end_token_is_asked_for_and_taken(tmp_path: Path) -> None:
+def test_unusual_end_token_needs_eot_option(tmp_path: Path) -> None:
     path = with_specials(tmp_path / "t.json", "<finis>")
     with pytest.raises(DataError, match=r"t\.json has none of the usual.*--eot"):
         read_tokenizer(path)
@@ -94,12 +94,12 @@ def test_an_unusual_end_token_is_asked_for_and_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:x", "bpe:256", "bpe:-5", "bpe:1e4"])
-def test_a_wrong_bpe_size_says_what_works(name: str) -> None:
+def test_wrong_bpe_size_is_rejected(name: str) -> None:
     with pytest.raises(SpecError, match="at least 257"):
         bpe_size(name)
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text("{}")
     with pytest.raises(DataError, match=r"t\.json is not a tokenizer\.json"):

@@ -22,7 +22,7 @@ def data_of(**keys: object) -> DataSpec:
     return DataSpec.from_dict({"seq": 24, "micro_batch": 2, "global_batch": 8, **keys})
 
 
-def test_rows_are_the_sequences_of_all_ranks(prepared: Path) -> None:
+def test_rows_cover_all_ranks(prepared: Path) -> None:
     data = data_of(path=str(prepared))
     ranks = [Batches(data, seed=3, rank=rank, world=2) for rank in range(2)]
     rows = rows_at(ranks[1], 5)
@@ -48,7 +48,7 @@ def test_documents_are_counted_over_all_shards(prepared: Path) -> None:
         assert row.documents == (owner[start], owner[start + 24])
 
 
-def test_figures_tell_odd_sequences_from_ordinary_ones() -> None:
+def test_entropy_separates_outliers() -> None:
     assert repeated_share(np.arange(40)) == 0
     assert repeated_share(np.array([1, 2, 3] * 20)) == pytest.approx(1 - 3 / 53)
     assert repeated_share(np.array([7] * 5)) == 0  # too short to tell
@@ -64,7 +64,7 @@ def mixed(tmp_path: Path, prepared: Path) -> RunFolder:
     return RunFolder.create(tmp_path / "run", RunSpec.from_dict({"model": {"preset": "tiny"}, **table}))
 
 
-def test_an_event_tells_of_the_oddest_sequences_and_their_source(mixed: RunFolder) -> None:
+def test_event_lists_outliers_and_sources(mixed: RunFolder) -> None:
     spec = mixed.spec()
     told = describe(Batches(spec.data, seed=spec.seed), 4)
     assert list(told["sources"].values()) == [6, 2] and told["samples"] == [32, 39]
@@ -75,7 +75,7 @@ def test_an_event_tells_of_the_oddest_sequences_and_their_source(mixed: RunFolde
         assert row["z"] < -5
 
 
-def test_noise_is_as_odd_as_monotony(tmp_path: Path) -> None:
+def test_noise_and_repetition_are_outliers(tmp_path: Path) -> None:
     """In stored order: 20 windows of words, then one of every byte once, then one of a single letter."""
     text = ("the cat sat on the mat and the dog " * 60)[: 24 * 20]
     noise = "".join(chr(33 + number) for number in range(24))
@@ -93,7 +93,7 @@ def test_noise_is_as_odd_as_monotony(tmp_path: Path) -> None:
     )
 
 
-def test_figures_of_an_event_by_hand_and_as_json(mixed: RunFolder) -> None:
+def test_event_values_equal_manual_computation_and_are_json(mixed: RunFolder) -> None:
     spec = mixed.spec()
     batches = Batches(spec.data, seed=spec.seed)
     found = describe(batches, 4)
@@ -111,7 +111,7 @@ def test_figures_of_an_event_by_hand_and_as_json(mixed: RunFolder) -> None:
         assert row.top_share == pytest.approx(max(shares), abs=1e-4)
 
 
-def test_the_command_shows_them_oddest_first(mixed: RunFolder) -> None:
+def test_command_sorts_by_deviation(mixed: RunFolder) -> None:
     result = CliRunner().invoke(app, ["data", "window", str(mixed.path), "--cursor", "4", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)

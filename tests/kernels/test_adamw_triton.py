@@ -34,7 +34,7 @@ def from_bits(*bits: int) -> Tensor:
 # --- formats ---
 
 
-def test_a_split_number_is_whole_again() -> None:
+def test_split_and_join_round_trip() -> None:
     """All 65,536 low halves, under high halves of every kind: odd and even, negative, denormal, the largest."""
     highs = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x8000, 0x8001, 0xBF80, 0xBF81, 0xFF7F]
     lows = torch.arange(2**16, dtype=torch.int64)
@@ -48,7 +48,7 @@ def test_a_split_number_is_whole_again() -> None:
         assert weight[tie].float().abs() > wide[tie].abs()
 
 
-def test_infinities_and_nans_survive_a_split() -> None:
+def test_infinities_and_nans_survive_split() -> None:
     ends = from_bits(0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000)
     weight, low = adamw.split(ends)
     for back in (weight.float(), adamw.join_master(weight, low)):
@@ -58,7 +58,7 @@ def test_infinities_and_nans_survive_a_split() -> None:
     assert weight.isinf() and torch.equal(adamw.join_master(weight, low), largest)
 
 
-def test_stochastic_rounding_is_right_on_average() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     wide = torch.full((40_000,), 1.0 + 2.0**-9)  # a quarter of the way from 1 to the next bf16
     slot = Slot(torch.empty(40_000, dtype=BF16), torch.empty(0), torch.tensor(3.0), seed=5)
     rounded = adamw.narrow(wide, BF16, adamw.random_bits(slot)).float()
@@ -109,7 +109,7 @@ CASES = {
 
 @runs_kernels
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_equals_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small tensors in one launch and one of its own, whose two programs take two and three tiles; none is a
     multiple of a tile; scaled gradients."""
     from lmworks.kernels.training import adamw_triton
@@ -131,7 +131,7 @@ def test_the_kernel_is_the_reference(case: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @runs_kernels
-def test_the_kernel_leaves_alone_what_overflowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_skips_update_on_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.kernels.training import adamw_triton
 
     monkeypatch.setattr(adamw_triton, "SMALL", 100)
@@ -143,12 +143,12 @@ def test_the_kernel_leaves_alone_what_overflowed(monkeypatch: pytest.MonkeyPatch
             assert equal(slot, after) == same
 
 
-def test_an_implementation_that_is_not_there() -> None:
+def test_unknown_implementation_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"adamw has no implementation 'tritn'; did you mean 'triton'\?"):
         adamw.adamw([slot_of(5, BF16, BF16, True, BF16)], RULE, implementation="tritn")
 
 
-def test_the_reference_leaves_alone_what_overflowed() -> None:
+def test_reference_skips_update_on_overflow() -> None:
     slot = slot_of(50, BF16, BF16, True, BF16)
     for found_inf, same in ((1.0, True), (0.0, False)):
         after = copied(slot)

@@ -257,7 +257,7 @@ def test_kernels_compile_for_a_gpu(case: str, compiled: list[Any]) -> None:
         assert kernel.asm["cubin"]
 
 
-def test_no_register_is_read_that_was_never_written(compiled: list[Any], tmp_path: Path) -> None:
+def test_no_uninitialised_register_is_read(compiled: list[Any], tmp_path: Path) -> None:
     """ptxas 12.8 took bytes of pairs of e5m2 from the pointer to a stack that there is not: half of all numbers."""
     swiglu_fp8(14336)
     for kernel in compiled:
@@ -269,7 +269,7 @@ def test_no_register_is_read_that_was_never_written(compiled: list[Any], tmp_pat
 
 
 @pytest.mark.parametrize("case", ["decode-fp8", "decode-int8", "guesses-fp8"])
-def test_an_8_bit_cache_is_not_fetched_byte_by_byte(case: str, compiled: list[Any], tmp_path: Path) -> None:
+def test_8_bit_cache_is_loaded_in_wide_words(case: str, compiled: list[Any], tmp_path: Path) -> None:
     """Values lie turned for the product: a compiler that may take single bytes does, and keeps them in registers."""
     CASES[case]()
     (kernel,) = compiled
@@ -284,7 +284,7 @@ DECODING = ("norm-4096", "bf16-gate-1", "bf16-2", "int8-1", "fp8-rows", "fp8-2",
 
 
 @pytest.mark.parametrize("case", DECODING)
-def test_kernels_that_are_launched_early_move_nothing_before_they_waited(case: str, compiled: list[Any]) -> None:
+def test_early_launched_kernels_wait_before_memory_access(case: str, compiled: list[Any]) -> None:
     CASES[case]()
     kernels = [kernel for kernel in compiled if kernel.metadata.launch_pdl]
     assert kernels
@@ -297,9 +297,7 @@ def test_kernels_that_are_launched_early_move_nothing_before_they_waited(case: s
 
 
 @pytest.mark.parametrize("case", PASSES)
-def test_passes_over_memory_load_16_bytes_and_spill_no_registers(
-    case: str, compiled: list[Any], tmp_path: Path
-) -> None:
+def test_elementwise_kernels_load_16_bytes_without_spills(case: str, compiled: list[Any], tmp_path: Path) -> None:
     PASSES[case]()
     for kernel in compiled:
         assert stack_bytes(kernel, tmp_path) == 0
@@ -312,7 +310,7 @@ def test_passes_over_memory_load_16_bytes_and_spill_no_registers(
 @pytest.mark.parametrize(
     ("pattern", "spilt"), [({"group": 4}, 0), ({"window": 300}, 96), ({"packed": True}, 96)], ids=str
 )
-def test_flash_attention_keeps_to_registers_and_tensor_cores(
+def test_flash_attention_uses_tensor_cores_without_spills(
     head_dim: int, pattern: dict[str, Any], spilt: int, compiled: list[Any], tmp_path: Path
 ) -> None:
     """The heads that are tuned for: no spilt register (or few, where a window or a document has an edge), products on
@@ -327,7 +325,7 @@ def test_flash_attention_keeps_to_registers_and_tensor_cores(
         assert "cp.async.bulk.tensor.4d" in kernel.asm["ptx"]
 
 
-def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> None:
+def test_fp8_sums_are_promoted_every_step(compiled: list[Any]) -> None:
     """What they keep of a sum of fp8 is too little for a long one: it goes on in fp32 registers, of which a tile of
     128 channels and 16 rows has 8 in each of 256 threads."""
     module = importlib.import_module("lmworks.kernels.inference.decode_linear_triton")
@@ -339,7 +337,7 @@ def test_sums_of_fp8_leave_the_tensor_cores_every_step(compiled: list[Any]) -> N
 
 
 @pytest.mark.parametrize(("vocab", "each"), [(128_256, 4), (50_257, 2)])
-def test_the_loss_moves_16_bytes_at_a_time(vocab: int, each: int, compiled: list[Any], tmp_path: Path) -> None:
+def test_loss_kernel_loads_16_bytes(vocab: int, each: int, compiled: list[Any], tmp_path: Path) -> None:
     """A row of any vocabulary: 32 or 16 logits of each of 256 threads, read in both passes and written in one."""
     loss(vocab)
     for kernel, loads, stores in zip(compiled, (2, 1, 1), (2, 0, 1), strict=True):  # the first writes rows of zeros too
@@ -349,7 +347,7 @@ def test_the_loss_moves_16_bytes_at_a_time(vocab: int, each: int, compiled: list
 
 
 @pytest.mark.parametrize(("vocab", "again", "held"), [(128_256, 19, 13), (50_257, 0, 13), (32_000, 0, 8)])
-def test_a_row_of_the_loss_stays_in_registers(
+def test_one_pass_loss_keeps_row_in_registers(
     vocab: int, again: int, held: int, compiled: list[Any], tmp_path: Path
 ) -> None:
     """Blocks of 512 threads × 16 bytes: those held are loaded before the loop and in it, the others twice in it."""

@@ -142,13 +142,13 @@ def told_by(script: str, folder: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_steps_of_any_size_meet_no_new_kernel(tmp_path: Path) -> None:
+def test_any_step_size_uses_compiled_kernels(tmp_path: Path) -> None:
     """Triton compiles once more for numbers that divide by 16, for 1, and for addresses that do: half a second each,
     in the middle of an answer."""
     assert told_by(DRIVER + ANY_NUMBER, tmp_path) == {"norm": [], "added": [], "draw": []}
 
 
-def test_launches_only_compile_and_side_by_side(tmp_path: Path) -> None:
+def test_launches_compile_in_parallel_without_running(tmp_path: Path) -> None:
     told = told_by(DRIVER + APART, tmp_path)
     assert told["inside"] == []
     assert told["beside"] == [["twice", "loaded twice"]]  # another thread launches as ever

@@ -53,7 +53,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @with_triton
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(("vocab", "columns"), [(50, 50), (131, 192), (64, 64)])
-def test_logits_become_their_gradient(
+def test_logits_are_replaced_by_gradient(
     vocab: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps of 64 columns: less than one, two and a part with columns that are no tokens, exactly one."""
@@ -80,7 +80,7 @@ def test_logits_become_their_gradient(
 
 @with_triton
 @pytest.mark.parametrize(("vocab", "columns", "held"), [(500, 512, 13), (1000, 1000, 2), (1030, 1088, 3)])
-def test_a_row_that_is_read_once_has_the_same_gradient(
+def test_one_pass_gradient_equals_two_pass(
     vocab: int, columns: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 256 logits, all of them held or the last few, the last one cut; more rows than programs, so that each
@@ -106,7 +106,7 @@ def test_a_row_that_is_read_once_has_the_same_gradient(
 
 
 @with_triton
-def test_which_rows_are_read_once() -> None:
+def test_one_pass_eligibility() -> None:
     from lmworks.kernels.training.cross_entropy_one_pass_triton import fits
 
     rows = torch.empty(2, 50_304, dtype=torch.bfloat16)
@@ -118,7 +118,7 @@ def test_which_rows_are_read_once() -> None:
 
 
 @with_triton
-def test_a_target_that_is_no_token_is_seen_in_the_loss() -> None:
+def test_invalid_target_gives_nan_loss() -> None:
     from lmworks.kernels.training.cross_entropy_triton import loss_in_place
 
     logits = torch.zeros(3, 64, device=DEVICE)
@@ -129,7 +129,7 @@ def test_a_target_that_is_no_token_is_seen_in_the_loss() -> None:
 @with_triton
 @pytest.mark.parametrize("rows", [4, 64], ids=["chunks", "one chunk"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_loss_and_gradients_are_those_of_torch(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_equal_torch(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is kept in the precision of the products; its gradient is, too, however many chunks there are."""
     tokens, vocab, width = 11, 70, 16
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_IN_PLACE", rows * 128 * dtype.itemsize)
@@ -173,7 +173,7 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @with_triton
-def test_a_vocabulary_in_parts_gives_the_gradient_of_the_whole() -> None:
+def test_sharded_vocabulary_gives_full_gradient() -> None:
     """As two ranks have it: each the sums of its own columns, and the gradient once the sum of all is known."""
     from lmworks.kernels.training.cross_entropy_triton import gradient_in_place, row_sums
 
@@ -195,7 +195,7 @@ def test_a_vocabulary_in_parts_gives_the_gradient_of_the_whole() -> None:
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=with_triton)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_ranks_that_share_a_vocabulary_find_the_loss_of_the_whole(
+def test_vocab_parallel_loss_equals_full_loss(
     implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, one after the other: first each tells its own numbers, then it hears both."""
@@ -222,7 +222,7 @@ def test_ranks_that_share_a_vocabulary_find_the_loss_of_the_whole(
             torch.testing.assert_close(half.double(), part, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_large_chunks_are_few_and_alike() -> None:
+def test_chunk_sizes() -> None:
     assert chunk_rows(16_384, 128_256, "cuda", 2, in_place=True) == 2048
     assert chunk_rows(16_384, 128_256, "cuda", 2, in_place=False) == 1046
     assert chunk_rows(65_536, 50_304, "cuda", 2, in_place=True) == 20 * 256  # and the thirteenth has 16 · 256
@@ -232,7 +232,7 @@ def test_large_chunks_are_few_and_alike() -> None:
 
 
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_a_head_kept_in_bf16_adds_its_chunks_up_in_fp32(kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_head_accumulates_many_chunks_in_fp32(kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 chunks of one token each: a sum in bf16 would lose a part of each that comes late."""
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 16)
     generator = torch.Generator().manual_seed(0)
@@ -246,7 +246,7 @@ def test_a_head_kept_in_bf16_adds_its_chunks_up_in_fp32(kept: torch.dtype, monke
     assert off(weight.grad, exact.grad) < 3e-3  # a sum in bf16: 2e-2
 
 
-def test_few_chunks_are_summed_as_the_weight_is_kept() -> None:
+def test_few_chunks_accumulate_in_weight_dtype() -> None:
     half, wide = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
     assert [sum_dtype(half, half, chunks, True) for chunks in (1, 8, 16, 17)] == [half.dtype] * 3 + [wide.dtype]
     assert sum_dtype(half, half, 2, False) == sum_dtype(wide, half, 2, True) == torch.float32
@@ -254,7 +254,7 @@ def test_few_chunks_are_summed_as_the_weight_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("drift", "bounds"), [(0.0, (1.9, 2.3)), (1.0, (1.4, 1.7))], ids=["anywhere", "one way"])
-def test_eight_roundings_are_about_twice_one(drift: float, bounds: tuple[float, float]) -> None:
+def test_rounding_error_of_eight_chunks(drift: float, bounds: tuple[float, float]) -> None:
     """Beside the whole product rounded once, against fp64: √(9/2) = 2.1 where chunks point anywhere, 1.6 where they
     agree. Products that are rounded before they are added would be at 2.4 and 1.74."""
     generator = torch.Generator().manual_seed(0)
@@ -269,7 +269,7 @@ def test_eight_roundings_are_about_twice_one(drift: float, bounds: tuple[float, 
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_makes_no_gradient(mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_under_no_grad(mode: type, monkeypatch: pytest.MonkeyPatch) -> None:
     graded: list[bool] = []
 
     def chunk(_logits: Tensor, _target: Tensor, gradient: bool, *_: object, **__: object) -> Tensor:
@@ -284,7 +284,7 @@ def test_an_evaluation_makes_no_gradient(mode: type, monkeypatch: pytest.MonkeyP
     assert graded == [False]
 
 
-def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+def test_second_derivative_is_rejected() -> None:
     hidden, weight, targets = drawn(5, 9, 4, torch.float32)
     hidden.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, targets)
@@ -294,7 +294,7 @@ def test_a_second_derivative_is_refused_and_not_wrong() -> None:
 
 @pytest.mark.parametrize("implementation", ["torch", pytest.param("triton", marks=with_triton)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_a_graph_that_is_kept_can_be_gone_through_again(implementation: str, dtype: torch.dtype) -> None:
+def test_retained_graph_can_run_backward_again(implementation: str, dtype: torch.dtype) -> None:
     """As a pipeline's split backward pass does. Both gradients are scaled in place by whoever comes last."""
     hidden, weight, targets = drawn(9, 24, 16, dtype)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -306,7 +306,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_again(implementation: str, dty
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_no_tokens_have_no_gradient() -> None:
+def test_zero_tokens_give_zero_gradient() -> None:
     hidden, weight = torch.zeros(0, 4).requires_grad_(), torch.ones(6, 4).requires_grad_()
     loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64))
     loss.backward()
@@ -314,7 +314,7 @@ def test_no_tokens_have_no_gradient() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_a_first_product_is_written_over_whatever_was_there() -> None:
+def test_first_chunk_overwrites_buffer() -> None:
     total = OuterSum(torch.full((3, 2), torch.nan), fused=False)
     grad, hidden = torch.randn(5, 3), torch.randn(5, 2)
     total.add(grad, hidden)
@@ -322,7 +322,7 @@ def test_a_first_product_is_written_over_whatever_was_there() -> None:
     torch.testing.assert_close(total.rows(2), 2 * (grad.t() @ hidden)[:2])
 
 
-def test_logits_in_fp8_are_near_and_their_gradient_is_not_rounded() -> None:
+def test_fp8_logits_are_close_and_gradient_stays_bf16() -> None:
     hidden, weight, targets = (x.cpu() for x in drawn(32, 48, 32, torch.float32))
     hidden /= 4
     results = []

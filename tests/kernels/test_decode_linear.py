@@ -38,7 +38,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 # --- formats --------------------------------------------------------------------------------------------
 
 
-def test_int8_is_the_nearest_of_its_levels_and_multiplies_as_torch_does() -> None:
+def test_int8_rounds_to_nearest_and_matmul_equals_torch() -> None:
     weight, x = draw(48, 64), draw(3, 64, seed=1)
     weight[7] = 0
     q, scale = quantized.int8_quantize(weight)
@@ -53,7 +53,7 @@ def test_int8_is_the_nearest_of_its_levels_and_multiplies_as_torch_does() -> Non
 
 
 @pytest.mark.parametrize("group", [16, 128])
-def test_int4_keeps_eight_stretches_in_a_word_and_comes_back(group: int) -> None:
+def test_int4_pack_unpack_round_trip(group: int) -> None:
     q = torch.randint(-8, 8, (6, 4 * group), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     words = quantized.int4_pack(q, group)
     assert words.shape == (6, group // 2)
@@ -75,7 +75,7 @@ def test_int4_levels_and_product() -> None:
     assert off(explicit, x.double() @ weight.double().t()) < 0.15
 
 
-def test_the_group_is_what_the_inputs_allow() -> None:
+def test_int4_group_size() -> None:
     assert quantized.int4_group(4096) == 128
     assert quantized.int4_group(4096, 64) == 64
     assert quantized.int4_group(896) == 64
@@ -101,7 +101,7 @@ def test_fp8_rounds_weights_and_activations_by_row() -> None:
     assert torch.equal(quantized.fp8_linear(x.view(1, 3, 64), q, scale), found.view(1, 3, 48))
 
 
-def test_fp8_is_the_product_that_torch_has_for_it() -> None:
+def test_fp8_matmul_equals_scaled_mm() -> None:
     x, (q, scale) = draw(32, 64, seed=1).to(DEVICE, torch.bfloat16), quantized.fp8_quantize(draw(48, 64).to(DEVICE))
     p, s = quantized.fp8_quantize(x)
     theirs = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @with_triton
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), 70])  # one and three share a tile
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
-def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None:
+def test_kernels_equal_references(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile, nor do 70 rows two. 1,156 inputs are five steps of 256, the last not full, and 1,024
     are four pairs of groups: of three programs the last has one, or none. What lies behind x is no number."""
     from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
@@ -158,7 +158,7 @@ def test_kernels_compute_their_formulas(kind: str, rows: int, cut: None) -> None
 
 @with_triton
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
-def test_a_gated_product_is_swiglu_of_the_product_bit_for_bit(kind: str, cut: None) -> None:
+def test_gated_matmul_equals_swiglu_bitwise(kind: str, cut: None) -> None:
     """38 gates and what they are for: the last tile of either is not full."""
     from lmworks.kernels import swiglu_triton
     from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
@@ -184,7 +184,7 @@ def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 @with_triton
-def test_int8_is_widened_as_the_formula_says() -> None:
+def test_int8_dequantize_kernel_equals_reference() -> None:
     from lmworks.kernels.inference import int8_triton
 
     q, scale = quantized.int8_quantize(draw(11, 1056))
@@ -194,7 +194,7 @@ def test_int8_is_widened_as_the_formula_says() -> None:
 
 @with_triton
 @pytest.mark.parametrize("group", [16, 64])
-def test_int4_is_widened_as_the_formula_says(group: int) -> None:
+def test_int4_dequantize_kernel_equals_reference(group: int) -> None:
     from lmworks.kernels.inference import int4_triton
 
     words, scale = int4(draw(70, 256), group)
@@ -205,7 +205,7 @@ def test_int4_is_widened_as_the_formula_says(group: int) -> None:
 @with_triton
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int8 without words", "int4", "int4 in small groups", "fp8"])
-def test_every_product_has_a_way(kind: str, gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shape_has_a_kernel(kind: str, gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed below MANY rows; else, and where the kernel does not take the inputs, by cuBLAS."""
     from lmworks.kernels.training import float8_triton
 
@@ -263,7 +263,7 @@ def ptx(text: str, words: list[int], results: int) -> list[list[float]]:
     return [numbers(held[f"${t}"]) for t in range(results)]
 
 
-def test_words_are_spread_into_the_numbers_that_they_hold() -> None:
+def test_packed_words_are_unpacked() -> None:
     """By PTX, which the interpreter does not run: every byte in every place."""
     pytest.importorskip("triton")
     from lmworks.kernels.inference import int4_triton, int8_triton
@@ -276,14 +276,14 @@ def test_words_are_spread_into_the_numbers_that_they_hold() -> None:
         assert ptx(int4_triton.spread(), words, 8) == [[(word >> 4 * t & 15) - 8 for word in words] for t in range(8)]
 
 
-def test_small_linear_is_a_linear() -> None:
+def test_small_linear_equals_linear() -> None:
     x, weight, bias = draw(2, 3, 256).to(DEVICE, HALF), draw(90, 256).to(DEVICE, HALF), draw(90).to(DEVICE, HALF)
     assert off(small_linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [7, 8, 32, 33])
 @pytest.mark.parametrize("biased", [False, True])
-def test_on_a_cpu_the_side_of_the_weight_changes_nothing(rows: int, biased: bool) -> None:
+def test_transposed_cpu_matmul_gives_same_result(rows: int, biased: bool) -> None:
     x, weight, bias = draw(rows, 1, 96), draw(70, 96, seed=1), draw(70, seed=2) if biased else None
     found = small_linear(x, weight, bias)
     assert found.is_contiguous()
@@ -293,7 +293,7 @@ def test_on_a_cpu_the_side_of_the_weight_changes_nothing(rows: int, biased: bool
 # --- rows that do not know of each other ------------------------------------------------------------------
 
 
-def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
+def test_batch_invariance_on_cpu() -> None:
     x, weight, bias = draw(70, 200), draw(90, 200, seed=1), draw(90, seed=2)
     whole = fixed_linear(x.view(7, 10, 200), weight, bias)
     assert off(whole.view(70, 90), F.linear(x.double(), weight.double(), bias.double())) < 1e-6
@@ -306,7 +306,7 @@ def test_a_row_is_the_same_among_any_others_on_a_cpu() -> None:
 
 @with_triton
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_a_row_is_the_same_among_any_others_in_the_kernel(dtype: torch.dtype) -> None:
+def test_batch_invariance_of_kernel(dtype: torch.dtype) -> None:
     """1,100 inputs are cut into stretches; up to 64 rows programs share them, 70 rows are one program's a tile."""
     from lmworks.kernels.inference.batch_invariant_linear_triton import CUTS, fixed_rows, num_k_splits
 

@@ -55,7 +55,7 @@ def on(device: str, table: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA B200", {"tokens": 4096, "hidden": 8192}, "torch"),
     ],
 )
-def test_a_shape_goes_with_the_nearest_that_was_measured(
+def test_nearest_measured_shape_is_used(
     device: str, shape: dict[str, int], winner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(device, TABLE, tmp_path, monkeypatch)
@@ -64,13 +64,13 @@ def test_a_shape_goes_with_the_nearest_that_was_measured(
     assert dispatch.fastest("rms_norm", torch.device("cpu"), **shape) == "torch"
 
 
-def test_nothing_at_all_is_pytorchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_tensor_uses_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may hold no rows of any weight whose gradients are summed together."""
     on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
     assert dispatch.fastest("rms_norm", GPU, tokens=0, hidden=8192) == "torch"
 
 
-def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementation_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H100", TABLE, tmp_path, monkeypatch)
     known = ("torch", "triton")
     assert dispatch.pick("rms_norm", "triton", known, GPU, tokens=1, hidden=1) == "triton"
@@ -83,14 +83,14 @@ def test_somebody_may_ask_for_one_by_name(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "table", ['["NVIDIA H200".rms_norm]\n"hidden=many" = "torch"', "[", '[x.rms_norm]\n"a=0" = ""']
 )
-def test_a_damaged_file_is_named(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_table_is_reported(table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H200" if "H200" in table else "x", table, tmp_path, monkeypatch)
     with pytest.raises(LMWorksError, match=r"measured\.toml.*write it again: lmworks bench kernels --record"):
         dispatch.fastest("rms_norm", GPU, hidden=1)
 
 
 @pytest.mark.slow  # the compiler takes seconds to import
-def test_a_compiled_function_holds_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_is_constant_under_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on("NVIDIA H200", TABLE, tmp_path, monkeypatch)
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -100,7 +100,7 @@ def test_a_compiled_function_holds_the_answer(tmp_path: Path, monkeypatch: pytes
     assert double(torch.ones(1)).item() == 2
 
 
-def test_what_is_in_the_package_can_be_read() -> None:
+def test_packaged_table_is_valid() -> None:
     table = tomllib.loads(dispatch.MEASURED.read_text(encoding="utf-8"))
     for device, ops in table.items():
         dates = ops.pop("measured")
@@ -109,7 +109,7 @@ def test_what_is_in_the_package_can_be_read() -> None:
             assert len(dispatch.measured_points(op, device)) == len(points)
 
 
-def test_a_step_with_another_way_of_what_was_not_measured_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasured_op_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be the plain one under another name."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     options = importlib.import_module("compile_options")

@@ -102,7 +102,7 @@ def test_add_rms_norm_names_its_implementations() -> None:
         add_rms_norm(x, x, torch.ones(3), EPS, "tritn")
 
 
-def test_the_gradient_of_the_weight_is_a_sum_over_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradient_sums_over_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles of rows than programs: each takes several, in an order that is always the same."""
     x, weight = random(37, 24, seed=10), random(24, seed=11)
     monkeypatch.setattr(rms_norm_triton, "multiprocessors", lambda _device: 2)
@@ -116,7 +116,7 @@ def test_the_gradient_of_the_weight_is_a_sum_over_programs(monkeypatch: pytest.M
     close([x.detach() for x in found[0]], [wide[0].grad, wide[1].grad], [FP32, FP32])
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_batch_invariance() -> None:
     """What an engine with `batch_invariant` relies on."""
     x, weight = random(33, 64, seed=13).detach(), random(64, seed=14).detach()
     alone = torch.cat([rms_norm(row, weight, EPS, "triton") for row in x.split(1)])
@@ -135,7 +135,7 @@ def test_rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> N
         close(mine, theirs, [dtype] * 4)
 
 
-def test_rope_reads_heads_where_they_lie() -> None:
+def test_rope_reads_strided_heads() -> None:
     """Views of one projection, in a flat batch, and gradients in another order, as attention gives them."""
     turn = rope.tables(ModelSpec.from_preset("tiny", hidden=64, heads=4), torch.tensor([4, 0, 9]))
     qkv = random(3, 8 * 16, seed=17)
@@ -170,7 +170,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "recompute", [*(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "full")), "selective"]
 )
-def test_a_model_of_these_kernels(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_these_kernels_equals_torch(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients are those of PyTorch's formulas, also where a block is computed again."""
     spec = ModelSpec.from_preset("tiny", layers=1, hidden=32, heads=4, kv_heads=2, ffn=40, qk_norm=True)
     tokens = torch.randint(0, spec.vocab, (1, 4), generator=torch.Generator().manual_seed(21))
@@ -211,7 +211,7 @@ def test_random_shapes(seed: int) -> None:
     close(mine, results(lambda q, k: (rotate(q, *turn), rotate(k, *turn)), q.double(), k.double()), [FP32] * 4)
 
 
-def test_no_rows_at_all() -> None:
+def test_zero_rows() -> None:
     x, weight = torch.zeros(0, 40, requires_grad=True), random(40, seed=20)
     _, grad_x, grad_weight = results(lambda x, w: rms_norm(x, w, EPS, "triton"), x, weight)
     assert grad_x.shape == (0, 40)
@@ -219,6 +219,6 @@ def test_no_rows_at_all() -> None:
     assert swiglu(x, x, "triton").shape == (0, 40)
 
 
-def test_an_implementation_that_is_not_there() -> None:
+def test_unknown_implementation_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"swiglu has no implementation 'cuda'"):
         swiglu(torch.zeros(1, 2), torch.zeros(1, 2), "cuda")

@@ -26,7 +26,7 @@ def losses(weight: Tensor, hidden: Tensor, targets: Tensor) -> dict[str, list[Te
 
 @pytest.mark.parametrize("rows", [7, 40])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_tokens_that_fill_up_change_nothing(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_tokens_change_nothing(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits are negative: had the filling's (0, before it is masked) any weight, it would have most of it."""
     monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden, fp8: 128)
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", rows * 128)
@@ -41,7 +41,7 @@ def test_tokens_that_fill_up_change_nothing(rows: int, dtype: torch.dtype, monke
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_tensor_cores_cannot_take_is_filled_up() -> None:
+def test_only_unaligned_vocabularies_are_padded() -> None:
     with torch.device("meta"):
         narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
     assert filled(50257, narrow) == 50304

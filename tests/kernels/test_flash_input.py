@@ -29,18 +29,18 @@ def heads(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ),
     ],
 )
-def test_what_it_does_not_take(q: Tensor, k: Tensor, said: str) -> None:
+def test_unsupported_inputs_are_rejected(q: Tensor, k: Tensor, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         flash_attention(q, k, k, implementation="triton")
 
 
-def test_documents_are_of_the_batch() -> None:
+def test_documents_must_match_batch() -> None:
     q, documents = heads(2, 4, 1, 8), torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(SpecError, match=r"documents must be \(batch, seq\) = \(2, 4\); they are \(1, 4\)"):
         flash_attention(q, q, q, documents=documents)
 
 
-def test_a_cpu_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = heads(1, 4, 1, 8)
     with pytest.raises(SpecError, match=r"these tensors are on cpu; use model\.attention = 'sdpa'"):

@@ -94,11 +94,11 @@ def compare(case: Case, dtype: torch.dtype, atol: float) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_gradients_are_those_of_sdpa(name: str) -> None:
+def test_attention_and_gradients_equal_sdpa(name: str) -> None:
     compare(CASES[name], torch.float32, 1e-5)
 
 
-def test_sixteen_bits_round_no_more_than_they_must() -> None:
+def test_rounding_in_16_bits() -> None:
     """Weights and their gradients are rounded to 11 bits before a product, results once more. (The interpreter has no
     products in bf16; a GPU does those.)"""
     compare(Case(20), torch.float16, 4e-3)
@@ -127,7 +127,7 @@ def test_random_shapes(seed: int) -> None:
     )
 
 
-def test_the_log_sum_exp_is_that_of_the_scores() -> None:
+def test_log_sum_exp() -> None:
     case = CASES["heads that share keys"]
     q, k, v, _ = case.inputs()
     _, lse = flash_forward_triton.launch(q, k, v, None, 0, 0.5, case.tiles)
@@ -136,7 +136,7 @@ def test_the_log_sum_exp_is_that_of_the_scores() -> None:
     torch.testing.assert_close(lse.double(), scores.masked_fill(hidden, -torch.inf).logsumexp(-1), rtol=0, atol=1e-5)
 
 
-def test_what_the_copy_engine_cannot_read_is_copied() -> None:
+def test_unaligned_inputs_are_copied() -> None:
     """Heads cut out of one projection, at an address that is no multiple of 16, and a gradient that was spread out."""
     case = Case(20, heads=2, head_dim=6)
     _, _, _, grad = given = case.inputs()
@@ -190,7 +190,7 @@ def gradients_of(spec: ModelSpec, recompute: str = "none") -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_model_trains_with_it_and_selective_recompute_does_not_run_it_again() -> None:
+def test_training_with_selective_recompute_runs_it_once() -> None:
     want = gradients_of(small(attention="reference"))
     with patch.object(flash_forward_triton, "launch", wraps=flash_forward_triton.launch) as launched:
         got = gradients_of(small(attention="flash"), "selective")
@@ -202,7 +202,7 @@ def test_a_model_trains_with_it_and_selective_recompute_does_not_run_it_again() 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_operation_is_well_formed_for_compilers(documents: bool) -> None:
+def test_custom_op_passes_opcheck(documents: bool) -> None:
     """Schema, shapes without values, autograd, and the whole of it traced with sizes left open."""
     q, k, v, _ = (x.requires_grad_() for x in Case(20).inputs())
     bounds = Bounds.of(torch.tensor([[0] * 9 + [1] * 11])) if documents else None
@@ -211,7 +211,7 @@ def test_the_operation_is_well_formed_for_compilers(documents: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_function_gives_the_same() -> None:
+def test_compiled_equals_eager() -> None:
     q, k, v, grad = (x.requires_grad_() for x in Case(20).inputs())
 
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

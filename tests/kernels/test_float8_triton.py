@@ -36,7 +36,7 @@ def drawn(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("power", [False, True])
-def test_what_comes_back_is_near(dtype: torch.dtype, by_row: bool, power: bool) -> None:
+def test_quantize_dequantize_is_close(dtype: torch.dtype, by_row: bool, power: bool) -> None:
     x = drawn(6, 40)
     small = quantize(x, dtype, by_row=by_row, power_of_two=power, implementation="torch")
     assert small.scale.shape == ((6,) if by_row else ())
@@ -54,18 +54,18 @@ def test_what_comes_back_is_near(dtype: torch.dtype, by_row: bool, power: bool) 
         assert bool((used == LARGEST[dtype]).all())
 
 
-def test_a_power_of_two_is_the_next_that_is_not_below() -> None:
+def test_scale_rounds_up_to_power_of_two() -> None:
     scales = torch.tensor([1.0, 1.0000001, 0.75, 3.0, 2.0**-20])
     assert float8.round_up(scales).tolist() == [1.0, 2.0, 1.0, 4.0, 2.0**-20]
 
 
-def test_nothing_becomes_an_infinity_and_a_nan_stays_one() -> None:
+def test_cast_saturates_and_keeps_nan() -> None:
     x = torch.tensor([[3e4, -1e30, 0.0]])
     assert quantize(x, E5M2).values.float().abs().max() == LARGEST[E5M2]
     assert quantize(torch.tensor([[1.0, torch.nan]])).values.float().isnan().any()
 
 
-def test_a_product_is_the_one_that_torch_has_for_it() -> None:
+def test_linear_equals_scaled_mm() -> None:
     x, weight = drawn(32, 64).bfloat16().float(), drawn(48, 64)
     a, b = quantize(x), quantize(weight)
     theirs = torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.bfloat16)
@@ -75,7 +75,7 @@ def test_a_product_is_the_one_that_torch_has_for_it() -> None:
     assert float((ours - exact).norm() / exact.norm()) < 0.06
 
 
-def test_the_engine_quantizes_rows_the_same_way() -> None:
+def test_engine_row_quantization_is_equal() -> None:
     x = drawn(5, 33)
     values, scale = quantized.fp8_quantize(x)
     same = quantize(x, by_row=True, implementation="torch")
@@ -83,7 +83,7 @@ def test_the_engine_quantizes_rows_the_same_way() -> None:
     assert torch.equal(scale, same.scale)
 
 
-def test_rows_with_scales_of_their_own_are_not_transposed() -> None:
+def test_rowwise_scales_reject_transpose() -> None:
     with pytest.raises(SpecError, match=r"quantize x\.t\(\) by row instead"):
         quantize(torch.zeros(2, 2), by_row=True, transposed=True)
 
@@ -104,7 +104,7 @@ def exact(rows: int, columns: int, dtype: torch.dtype, power: bool, by_row: bool
 @with_triton
 @pytest.mark.parametrize("options", [{"by_row": True}, {}, {"transposed": True}], ids=["rows", "tensor", "turned"])
 @pytest.mark.parametrize(("dtype", "power"), [(E4M3, False), (E5M2, True)])
-def test_kernels_compute_the_formula(
+def test_kernels_equal_reference(
     dtype: torch.dtype, options: dict[str, bool], power: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shapes that fill no tile, and a tensor of more spans than there are programs for them."""
@@ -125,7 +125,7 @@ def test_kernels_compute_the_formula(
 
 @with_triton
 @pytest.mark.parametrize("by_row", [False, True])
-def test_kernels_give_values_back(by_row: bool) -> None:
+def test_dequantize_kernel_equals_reference(by_row: bool) -> None:
     small = quantize(drawn(5, 75), by_row=by_row, implementation="torch")
     found = dequantize(small, torch.float32, implementation="triton")
     assert torch.equal(found, dequantize(small, torch.float32, implementation="torch"))

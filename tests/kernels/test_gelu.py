@@ -10,7 +10,7 @@ from lmworks.kernels.training.gelu import gelu, sigmoid_gelu
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)])
-def test_values_and_gradients_are_torchs(dtype: torch.dtype, close: float) -> None:
+def test_values_and_gradients_equal_torch(dtype: torch.dtype, close: float) -> None:
     x = torch.cat([torch.linspace(-12, 12, 2001), torch.tensor([0.0, -0.0, 1e4, -1e4])]).to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
     wanted = F.gelu(exact, approximate="tanh")

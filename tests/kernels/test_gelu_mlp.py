@@ -45,9 +45,7 @@ def plain(x: Tensor, y: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_results_and_gradients_are_those_of_three_layers(
-    bias: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_and_gradients_equal_three_layers(bias: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "TYPES", {torch.float32: 0})
     given = drawn(bias, torch.float32)
 
@@ -67,7 +65,7 @@ def test_results_and_gradients_are_those_of_three_layers(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_derivative_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backward pass reads was made of x and weights, and it would be taken for constant."""
     monkeypatch.setattr(cublas, "TYPES", {torch.float32: 0})
     given = drawn(False, torch.float32)
@@ -77,7 +75,7 @@ def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         grad.sum().backward()
 
 
-def test_autocast_takes_both_products_with_it() -> None:
+def test_autocast_applies_to_both_matmuls() -> None:
     given = [drawn(True, torch.bfloat16)[0], *drawn(True, torch.float32)[1:]]
     with torch.autocast("cpu", torch.bfloat16):
         found = gelu_mlp.add_gelu_mlp(*given, implementation=CUBLAS)  # type: ignore[arg-type]
@@ -88,7 +86,7 @@ def test_autocast_takes_both_products_with_it() -> None:
     assert grad.dtype == torch.float32
 
 
-def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_inputs_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that do not divide into 16 bytes, wide numbers, no tokens, passes without gradients, no library."""
     monkeypatch.setattr(gelu_mlp.AddGeluMLP, "apply", lambda *_: pytest.fail("cuBLAS was asked"))
     ways = {"implementation": CUBLAS}
@@ -110,18 +108,18 @@ def test_what_cublas_does_not_take_is_left_to_pytorch(monkeypatch: pytest.Monkey
     gelu_mlp.add_gelu_mlp(x, y, *layers, **ways)  # type: ignore[arg-type]
 
 
-def test_an_unknown_way_is_refused() -> None:
+def test_unknown_algorithm_is_rejected() -> None:
     with pytest.raises(SpecError, match="linear_gelu has no implementation 'cublas 9'"):
         gelu_mlp.add_gelu_mlp(*drawn(False, torch.bfloat16), implementation="cublas 9")  # type: ignore[arg-type]
 
 
-def test_slope_is_the_derivative() -> None:
+def test_gelu_grad_is_derivative() -> None:
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, requires_grad=True)
     (wanted,) = torch.autograd.grad(F.gelu(x, approximate="tanh").sum(), x)
     torch.testing.assert_close(gelu_grad(x.detach()), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_uses_fused_mlp_when_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, int]]] = []
 
     def fastest(op: str, _device: torch.device, **shape: int) -> str:
@@ -140,7 +138,7 @@ def test_a_block_joins_its_products_where_it_may(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_on_layers_disable_fusion(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something is not finite, the layer is named; DeepSpeed's hooks gather its weights."""
     monkeypatch.setattr(dispatch, "fastest", lambda *_given, **_shape: CUBLAS)
     model = GPT(ModelSpec.from_preset("tiny").replace(mlp="gelu", norm="layer", ffn=64)).bfloat16()
@@ -169,7 +167,7 @@ def test_whoever_listens_to_its_layers_hears_them(compiled: bool, monkeypatch: p
         (("model.layers=4", "parallel.pp=2", "data.global_batch=32", "parallel.schedule=zbv"), False),
     ],
 )
-def test_blocks_of_plain_layers_may(words: tuple[str, ...], joined: bool) -> None:
+def test_only_plain_layers_are_fused(words: tuple[str, ...], joined: bool) -> None:
     spec = load_run("tiny", ["model.mlp=gelu", *words])
     with torch.device("meta"):
         part = GPT(spec.model)
@@ -177,7 +175,7 @@ def test_blocks_of_plain_layers_may(words: tuple[str, ...], joined: bool) -> Non
     assert gelu_blocks(part, spec) == (part.layers() if joined else [])
 
 
-def test_the_struct_is_that_of_the_c_interface() -> None:
+def test_heuristic_struct_matches_c_layout() -> None:
     """64 bytes of an algorithm, its workspace, status, waves and four reserved numbers: cublasLt.h."""
     import ctypes
 
@@ -231,7 +229,7 @@ def place_at(address: int, *shape: int) -> Tensor:
     return room[first : first + size].view(torch.bfloat16).view(shape)
 
 
-def test_ways_are_asked_for_numbers_as_they_lie(fake: FakeCublas) -> None:
+def test_algorithms_depend_on_alignment(fake: FakeCublas) -> None:
     """On the device of the numbers, and one that cuBLAS calls unfit is none."""
     product = cublas.Gemm(cublas.GemmSpec(8, 24, 16, True, cublas.PLAIN, 1, torch.bfloat16, device=3))
     weight, out = place_at(0, 24, 16), place_at(0, 8, 24)
@@ -245,14 +243,14 @@ def test_ways_are_asked_for_numbers_as_they_lie(fake: FakeCublas) -> None:
     assert len(fake.given("cublasLtMatmul")) == 4
 
 
-def test_numbers_that_cublas_cannot_read_are_copied() -> None:
+def test_unaligned_tensors_are_copied() -> None:
     odd = place_at(2, 4, 8)
     assert cublas.align(odd).data_ptr() % 16 == 0 and cublas.align(odd.t()).is_contiguous()
     even = place_at(16, 4, 8)
     assert cublas.align(even) is even
 
 
-def test_without_its_library_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a torch for other GPUs, or for none."""
     monkeypatch.setattr(torch.version, "cuda", None)
     cublas.library.cache_clear()

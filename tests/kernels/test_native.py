@@ -41,7 +41,7 @@ def tool(folder: Path, name: str, says: str = "") -> Path:
     return path
 
 
-def test_what_is_missing_is_named(tools: Path) -> None:
+def test_missing_compiler_is_reported(tools: Path) -> None:
     with pytest.raises(LMWorksError, match=r"rms_norm_native is built from C\+\+ .* no compiler 'c\+\+' here: install"):
         build.planned(NAME, SOURCES)
     tool(tools, "c++")
@@ -51,7 +51,7 @@ def test_what_is_missing_is_named(tools: Path) -> None:
     assert build.planned(NAME, SOURCES).sources == SOURCES[:1]  # no GPU here: the CPU's part alone
 
 
-def test_a_library_is_kept_for_what_it_was_made_from(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_key_depends_on_inputs(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tools / "op.cpp"
     source.write_text("int f();")
     plan = build.Build("op", (source,), (str(tool(tools, "c++", "c++ 12")),))
@@ -78,7 +78,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> build.Build:
     return build.Build("op", (source,), ())
 
 
-def test_one_builds_and_the_others_wait(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_builds_compile_once(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
     def slowly(_plan: build.Build) -> None:
@@ -95,7 +95,7 @@ def test_one_builds_and_the_others_wait(plan: build.Build, monkeypatch: pytest.M
     assert built == [1]
 
 
-def test_an_interrupted_build_is_done_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_build_is_repeated(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """cpp_extension's own lock, which a killed build leaves behind, would be waited for without end."""
     calls: list[bool] = []
 
@@ -113,7 +113,7 @@ def test_an_interrupted_build_is_done_again(plan: build.Build, monkeypatch: pyte
     assert calls == [False, False]
 
 
-def test_a_library_that_is_gone_is_built_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_rebuilt(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
 
     def compiled(_plan: build.Build) -> None:
@@ -129,7 +129,7 @@ def test_a_library_that_is_gone_is_built_again(plan: build.Build, monkeypatch: p
     assert built == [1, 1]
 
 
-def test_a_damaged_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_library_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
     damaged = build.Build("op", (), ())
     monkeypatch.setattr(build, "compile_sources", lambda _plan: damaged.library.write_text("no library"))
@@ -137,7 +137,7 @@ def test_a_damaged_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         build.load_library(damaged)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "file"))
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
         build.load_library(build.Build("op", (), ()))
 
 
-def test_what_failed_can_be_tried_again(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_build_can_be_retried(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same process: after a compiler was mended, and after a source was."""
     built: list[str] = []
 
@@ -164,7 +164,7 @@ def test_what_failed_can_be_tried_again(plan: build.Build, monkeypatch: pytest.M
     assert built == ["op", "op", "op"]
 
 
-def test_what_the_compiler_said_is_kept(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_output_is_in_error(plan: build.Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_args: object, **_named: object) -> None:
         raise RuntimeError("Error building extension 'op':\nop.cpp:3:7: error: 'x' was not declared\nninja: stopped\n")
 
@@ -196,7 +196,7 @@ def gradients(x: Tensor, weight: Tensor, grad: Tensor, norm: object) -> list[Ten
 @buildable
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 7), (3, 130), (2, 5, 3, 24), (200, 257), (0, 8)])
-def test_native_is_pytorch_s_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_native_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(shape, generator=rng).to(dtype) for _ in range(2))
     weight = torch.randn(shape[-1], generator=rng)
@@ -211,7 +211,7 @@ def test_native_is_pytorch_s_own(shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 @pytest.mark.slow
 @buildable
-def test_native_is_an_operator_like_any_other() -> None:
+def test_native_passes_opcheck() -> None:
     native.load()
     op = torch.ops.lmworks.rms_norm_native.default
     for dtype in (torch.float32, torch.bfloat16):
@@ -239,7 +239,7 @@ def test_native_in_a_compiled_graph() -> None:
 
 @pytest.mark.slow
 @buildable
-def test_threads_do_not_change_the_gradient_of_the_weight() -> None:
+def test_weight_gradient_does_not_depend_on_threads() -> None:
     native.load()
     rng = torch.Generator().manual_seed(1)
     x, grad = torch.randn(1000, 300, generator=rng), torch.randn(1000, 300, generator=rng)

@@ -35,7 +35,7 @@ def tool(folder: Path, name: str, does: str) -> Path:
     return path
 
 
-def test_a_command_of_several_words_compiles(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_with_several_words(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch is handed one program, which runs all of them."""
     said: list[str] = []
 
@@ -53,7 +53,7 @@ def test_a_command_of_several_words_compiles(tools: Path, monkeypatch: pytest.Mo
     assert os.environ["CXX"] == "wrap g++ '-DX=a b'"
 
 
-def test_its_options_are_part_of_what_a_library_is_kept_for(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_options_are_in_library_key(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for command in ("g++", "wrap g++", "wrap g++ -m32"):
         monkeypatch.setenv("CXX", command)
@@ -61,7 +61,7 @@ def test_its_options_are_part_of_what_a_library_is_kept_for(tools: Path, monkeyp
     assert len(set(keys)) == 3
 
 
-def test_a_path_with_spaces_is_one_program(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cxx_path_with_spaces(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tool(tools / "my tools", "g++", "echo g++ 13")
     monkeypatch.setenv("CXX", str(path))
     plan = build.planned(NAME, SOURCES)
@@ -80,7 +80,7 @@ def test_a_path_with_spaces_is_one_program(tools: Path, monkeypatch: pytest.Monk
         ("", "there is no compiler '' here"),
     ],
 )
-def test_what_is_missing_is_named(tools: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str) -> None:
+def test_missing_cxx_is_reported(tools: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str) -> None:
     monkeypatch.setenv("CXX", command)
     with pytest.raises(LMWorksError, match=missing) as refused:
         build.planned(NAME, SOURCES)

@@ -19,7 +19,7 @@ from paged_cases import NAMED, Case, expected, make, random_case
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_attention_over_pages_is_sdpa(name: str) -> None:
+def test_paged_attention_equals_sdpa(name: str) -> None:
     case = NAMED[name]
     made = make(case)
     torch.testing.assert_close(
@@ -31,7 +31,7 @@ def test_attention_over_pages_is_sdpa(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+def test_random_paged_attention_equals_sdpa(seed: int) -> None:
     case = random_case(seed)
     made = make(case, seed)
     torch.testing.assert_close(
@@ -51,7 +51,7 @@ def test_in_half_precision_only_the_result_is_rounded(name: str, dtype: torch.dt
     torch.testing.assert_close(found, expected(case, made), rtol=0, atol=2.5 * torch.finfo(dtype).eps)
 
 
-def test_queries_of_no_sequence_get_zero() -> None:
+def test_padding_queries_get_zero() -> None:
     made = make(Case((20, 0, 9), (5, 1, 9)))
     q = torch.cat((made.q, torch.full((3, *made.q.shape[1:]), torch.nan)))
     out = paged_attention(q, made.cache, made.metadata)
@@ -86,7 +86,7 @@ WORST = {torch.float32: 1e-6, torch.int8: 0.51 / 127, torch.float8_e4m3fn: 2**-4
 
 
 @pytest.mark.parametrize("stored", WORST)
-def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
+def test_kv_cache_write_is_norm_rope_write(stored: torch.dtype) -> None:
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=4, kv_heads=2, head_dim=64, qk_norm=True)
     rng = torch.Generator().manual_seed(0)
     qkv = torch.randn(7, 8 * 64, generator=rng) * 3
@@ -111,7 +111,7 @@ def test_place_is_norm_then_rope_then_write(stored: torch.dtype) -> None:
     assert not read(cache.keys, None, torch.tensor(untouched)).any()
 
 
-def test_place_without_norm_and_rope_only_splits() -> None:
+def test_kv_cache_write_without_norm_and_rope() -> None:
     qkv = torch.randn(3, 6 * 16)
     cache = empty_cache(1, 1, 8, 16, torch.float32)
     q = write_kv_cache(qkv, 4, 1, None, None, 0.0, None, cache, torch.tensor([2, 5, 7]))
@@ -120,13 +120,13 @@ def test_place_without_norm_and_rope_only_splits() -> None:
     assert torch.equal(cache.values[0, 0, [2, 5, 7]], qkv[:, 80:])
 
 
-def test_a_head_of_zeros_is_held_as_zeros() -> None:
+def test_zero_head_is_stored_as_zeros() -> None:
     cache = empty_cache(1, 1, 2, 16, torch.int8)
     write_kv_cache(torch.zeros(1, 48), 1, 1, None, None, 0.0, None, cache, torch.tensor([1]))
     assert not read(cache.keys, cache.key_scales, torch.tensor([1])).any()
 
 
-def test_swiglu_and_add_norm_are_the_model_s_own() -> None:
+def test_swiglu_and_add_norm_equal_model() -> None:
     x, delta, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
     torch.testing.assert_close(swiglu_packed(x), F.silu(x[:, :12]) * x[:, 12:])
     total, normed = add_rms_norm(x, delta, weight, 1e-5)

@@ -15,7 +15,7 @@ from paged_cases import Case, Made, expected, make, random_case
 
 @pytest.mark.parametrize("together", [1, 2**12, 2**21])
 @pytest.mark.parametrize("seed", range(12))
-def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_decode_equals_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, in groups of like length, and one by one."""
     monkeypatch.setattr(paged_decode, "GROUP_ELEMENTS", together)
     monkeypatch.setattr(paged_decode, "gather_buffers", paged_decode.GatherBuffers())
@@ -27,7 +27,7 @@ def test_decoding_together_is_sdpa(seed: int, together: int, monkeypatch: pytest
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
-def test_threads_have_gather_buffers_of_their_own() -> None:
+def test_gather_buffers_are_thread_local() -> None:
     case = Case((70, 33, 129), (1, 1, 1))
     many = [make(case, seed) for seed in range(8)]
 

@@ -33,19 +33,19 @@ def check(case: Case, seed: int, **options: object) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_attention_is_sdpa(name: str) -> None:
+def test_attention_equals_sdpa(name: str) -> None:
     check(NAMED[name], 0)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+def test_random_pages_equal_sdpa(seed: int) -> None:
     check(random_case(200 + seed), seed)
 
 
 @pytest.mark.parametrize(
     ("splits", "window", "least"), [(2, 40, 1), (5, 0, 1), (8, 40, 1), (8, 0, 1), (5, 0, 3), (5, 0, 20)]
 )
-def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int, least: int) -> None:
+def test_split_keys_merge(splits: int, window: int, least: int) -> None:
     """More splits than the six tiles as well: what was not computed must not be merged."""
     config = paged_attention_triton.Config(16, 16, 4, 2, splits, least)
     for _ in range(2):  # tickets are as they were
@@ -66,7 +66,7 @@ def test_parts_of_the_keys_merge_to_the_whole(splits: int, window: int, least: i
         (2048, 512, (1, 32)),
     ],
 )
-def test_keys_are_shared_out_where_that_fills_the_gpu(
+def test_keys_are_split_to_fill_gpu(
     walks: int, tiles: int, shared: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
@@ -74,7 +74,7 @@ def test_keys_are_shared_out_where_that_fills_the_gpu(
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_how_a_launch_is_cut_up(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_configuration(stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As measured on an H200 (benchmarks/results/paged_sweep.txt): rows, tile, warps, tiles under way, programs."""
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
     eight = stored.itemsize == 1
@@ -94,7 +94,7 @@ def test_how_a_launch_is_cut_up(stored: torch.dtype, monkeypatch: pytest.MonkeyP
     assert cut(32, 600) == ((64, 64, 4, 2, 1) if eight else (128, 64, 8, 3, 1))
 
 
-def test_queries_of_no_sequence_get_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_queries_get_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are as many queries as if all sequences had the most, too."""
     made = make(Case((5, 9), (2, 4)))
     fresh = torch.empty_like
@@ -105,14 +105,14 @@ def test_queries_of_no_sequence_get_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 16, 45])
-def test_tiles_that_need_no_mask_get_none_and_others_do(window: int) -> None:
+def test_masked_and_unmasked_tiles(window: int) -> None:
     """Tiles of 16 under 10 queries at a time: some are seen by all queries, some lie across an edge of the window."""
     config = paged_attention_triton.Config(32, 16, 4, 2)
     check(Case((90, 100, 0), (20, 35, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 
 @pytest.mark.parametrize("traits", [{}, {"softcap": 1.5, "with_sinks": True}], ids=["plain", "soft cap and sinks"])
-def test_invariant_bits(traits: dict[str, Any]) -> None:
+def test_batch_invariance(traits: dict[str, Any]) -> None:
     """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
     case = Case((100, 40), (100, 40), 1, 2, **traits)
     made = make(case)
@@ -134,7 +134,7 @@ def test_invariant_bits(traits: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (6, 2, 80), (3, 1, 128)], ids=str)
-def test_place_gives_what_its_steps_give(heads: tuple[int, int, int], stored: torch.dtype) -> None:
+def test_kv_cache_write_equals_reference(heads: tuple[int, int, int], stored: torch.dtype) -> None:
     queries, kv_heads, head_dim = heads
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=queries, kv_heads=kv_heads, head_dim=head_dim)
     rng = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ import torch
 from lmworks.kernels.rms_norm import rms_norm
 
 
-def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+def test_second_derivative_is_rejected() -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(8)
     (grad,) = torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):

@@ -37,7 +37,7 @@ def words(seeds: list[int], places: list[int], ids: int, bits: Callable[..., Ten
     return random.numpy().view(np.uint32)
 
 
-def test_the_mixers_are_those_that_were_published() -> None:
+def test_mixers_match_published_values() -> None:
     """First numbers of splitmix64 from seed 0, and MurmurHash3's finaliser of 1."""
     golden = counter_rng.signed(counter_rng.GOLDEN, 64)
     first = counter_rng.mix64(torch.tensor([1, 2, 3]) * golden).numpy().view(np.uint64)
@@ -45,7 +45,7 @@ def test_the_mixers_are_those_that_were_published() -> None:
     assert counter_rng.mix32(torch.tensor([1], dtype=torch.int32)).numpy().view(np.uint32)[0] == 0x514E28B7
 
 
-def test_bits_are_as_python_computes_them() -> None:
+def test_random_bits_equal_python() -> None:
     def mixed(x: int, shifts: tuple[int, ...], factors: tuple[int, ...], size: int) -> int:
         for by, factor in zip(shifts, factors, strict=False):
             x = (x ^ (x >> by)) * factor % 2**size
@@ -79,7 +79,7 @@ def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tenso
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 1000])
-def test_the_three_halves_are_unrelated(place: int) -> None:
+def test_random_halves_are_independent(place: int) -> None:
     """A weight, its mean and its square are rounded by them: each is uniform, and says nothing of the others."""
     random = counter_rng.quick_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
     halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, counter_rng.third_half(random))]
@@ -89,11 +89,11 @@ def test_the_three_halves_are_unrelated(place: int) -> None:
         assert independent(one >> 12, other >> 12, 16) > 1e-4
 
 
-def test_no_two_tokens_of_a_place_share_their_noise() -> None:
+def test_noise_differs_per_token() -> None:
     assert len(np.unique(words([1], [1], 200_000))) == 200_000
 
 
-def test_gumbel_noise_has_its_distribution_and_no_infinity() -> None:
+def test_gumbel_noise_distribution_is_finite() -> None:
     drawn = counter_rng.gumbel(counter_rng.bits(torch.tensor([1]), torch.tensor([2]), torch.arange(100_000)))[0].numpy()
     assert uniform((np.exp(-np.exp(-drawn)) * 100).astype(int), 100) > 1e-3  # its distribution function is uniform
     ends = counter_rng.gumbel(torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)).double()
@@ -126,7 +126,7 @@ def some_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> Te
         pytest.param(torch.float32, 5000, 4000, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid: int) -> None:
+def test_kernel_samples_same_tokens_as_reference(dtype: torch.dtype, vocab: int, valid: int) -> None:
     logits, rows = some_logits(5, vocab, dtype), rows_of(5)
     changed = logits[:, :valid].float().masked_fill(logits[:, :valid] > 6, -math.inf)
     for scores in (logits[:, :valid], changed):
@@ -139,7 +139,7 @@ def test_the_kernel_picks_the_same_tokens(dtype: torch.dtype, vocab: int, valid:
 
 
 @runs_kernels
-def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
+def test_kernel_batch_invariance() -> None:
     logits, rows = some_logits(6, 5000), rows_of(6)
     together = gumbel_sample_triton.launch(logits, logits, rows, True)
     for i in range(6):
@@ -152,7 +152,7 @@ def test_the_kernel_gives_a_row_the_same_alone_and_in_a_batch() -> None:
 
 
 @runs_kernels
-def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
+def test_kernel_breaks_ties_by_first_index() -> None:
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [8999, 4500, 4100, 4097]] = 1.0
     assert gumbel_sample_triton.launch(logits, logits, None, False).tokens.item() == 4097
@@ -160,7 +160,7 @@ def test_the_kernel_takes_the_first_of_equals_across_spans() -> None:
 
 @runs_kernels
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_kernel_flags_bad_rows(value: float) -> None:
+def test_kernel_flags_nonfinite_rows(value: float) -> None:
     logits = some_logits(3, 5000)
     logits[1, 4999] = value
     drawn = gumbel_sample_triton.launch(logits, logits[:, :4990], rows_of(3), False)
@@ -200,7 +200,7 @@ def cuts_of(vocab: int) -> top_k_top_p.TruncationParams:
 
 @runs_kernels
 @pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.bfloat16, 5000), (torch.float16, 40)])
-def test_the_search_finds_the_scores_that_a_sort_finds(dtype: torch.dtype, vocab: int) -> None:
+def test_threshold_search_equals_sort(dtype: torch.dtype, vocab: int) -> None:
     cuts = cuts_of(vocab)
     scores = some_logits(len(cuts.slots), vocab, dtype)
     scores[:, :3] = torch.tensor([-math.inf, 0.0, -0.0], dtype=dtype)
@@ -208,7 +208,7 @@ def test_the_search_finds_the_scores_that_a_sort_finds(dtype: torch.dtype, vocab
 
 
 @runs_kernels
-def test_tokens_below_the_least_score_are_not_picked() -> None:
+def test_tokens_below_threshold_are_not_sampled() -> None:
     logits, rows = some_logits(5, 300), rows_of(5)
     least = logits.topk(3, dim=1).values[:, -1].contiguous()
     expected = gumbel_sample.reference(logits, logits, rows, False, least)
@@ -218,7 +218,7 @@ def test_tokens_below_the_least_score_are_not_picked() -> None:
 
 
 @runs_kernels
-def test_tokens_outside_the_mask_are_not_picked() -> None:
+def test_masked_tokens_are_not_sampled() -> None:
     """Words whose sign bit is set or not, and a last word that reaches beyond the valid tokens."""
     logits, rows = some_logits(5, 5000), rows_of(5)
     mask = torch.randint(-(2**31), 2**31, (5, 157), generator=torch.Generator().manual_seed(2)).to(DEVICE, torch.int32)

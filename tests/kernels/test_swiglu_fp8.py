@@ -63,7 +63,7 @@ def with_gradients(way: Callable[[Tensor], Tensor], x: Tensor, weights: list[Ten
     return [result, *torch.autograd.grad(result, [leaf, *weights], drawn(*x.shape, seed=9).to(result.dtype))]
 
 
-def test_as_far_from_fp32_as_torchaos_layers_and_near_to_them() -> None:
+def test_error_is_similar_to_torchao() -> None:
     torchao = pytest.importorskip("torchao.float8")
     mlp, x = made(), drawn(2, 24, 64, seed=8)
     config = torchao.Float8LinearConfig(emulate=not GPU)
@@ -79,7 +79,7 @@ def test_as_far_from_fp32_as_torchaos_layers_and_near_to_them() -> None:
         assert off(mine, other) < 0.5 * off(other, right)  # they round a few numbers otherwise, the same way mostly
 
 
-def test_compiled_as_one_graph_it_is_the_same() -> None:
+def test_compiled_equals_eager() -> None:
     mlp, x = made(), drawn(48, 64, seed=8)
 
     def way(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_compiled_as_one_graph_it_is_the_same() -> None:
         assert off(mine, other) < (0.02 if GPU else 1e-6)
 
 
-def test_a_wide_stream_gets_a_wide_gradient() -> None:
+def test_fp32_input_gets_fp32_gradient() -> None:
     """As that of fp32 weights which FSDP2 gathers in 2 bytes."""
     mlp, x = made(), drawn(2, 24, 64, seed=8)
 
@@ -105,7 +105,7 @@ def test_a_wide_stream_gets_a_wide_gradient() -> None:
 
 
 @pytest.mark.parametrize("lying", ["x", "gate", "up", "down", "gradient"])
-def test_products_get_operands_whose_rows_lie_whole(lying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_operands_are_contiguous(lying: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the tensors lie that they are made of: tensor cores take no others."""
     given = {"x": drawn(48, 64), "gate": drawn(160, 64), "up": drawn(160, 64), "down": drawn(64, 160)}
     given["gradient"] = drawn(48, 64, seed=9)
@@ -124,13 +124,13 @@ def test_products_get_operands_whose_rows_lie_whole(lying: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("op", [swiglu_fp8.forward, swiglu_fp8.backward, swiglu_fp8.cast_transposed], ids=str)
-def test_operations_are_registered_as_torch_wants_them(op: Callable[..., object], whole: bool) -> None:
+def test_custom_ops_pass_opcheck(op: Callable[..., object], whole: bool) -> None:
     gate, scale = drawn(48, 32) if whole else drawn(32, 48).t(), torch.tensor(0.01, device=DEVICE)
     given = {swiglu_fp8.forward: (gate, gate), swiglu_fp8.backward: (gate, gate, gate, scale)}.get(op, (gate, scale))
     torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"))
 
 
-def test_layers_are_taken_as_one_operation_where_they_may(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_fused_when_possible(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one scale for a tensor, without a bias; experts that all tokens visit, too. Not where they are emulated."""
     torchao = pytest.importorskip("torchao.float8")
     monkeypatch.setattr(float8, "has_products", lambda device: device.type == "cuda")
@@ -152,7 +152,7 @@ def test_layers_are_taken_as_one_operation_where_they_may(dataset: Path, monkeyp
         assert (type(mlp) is Float8SwiGLU) == (converted == 3 and not bias)
 
 
-def test_it_is_taken_for_what_products_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_conditions_of_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of 2 bytes, of 16 tokens or a multiple, while gradients are wanted and nobody listens to a layer."""
     mlp, x = made(), drawn(16, 64)
     taken: list[Tensor] = []
@@ -199,7 +199,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 @with_triton
 @pytest.mark.parametrize("shape", [(48, 64), (20, 41), (72, 130), (64, 512)], ids=str)
-def test_kernels_compute_the_formulas(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_references(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that fill no tile, and more spans than there are programs for them."""
     from lmworks.kernels.training import swiglu_fp8_triton
 
@@ -221,7 +221,7 @@ def test_kernels_compute_the_formulas(shape: tuple[int, int], monkeypatch: pytes
 
 
 @with_triton
-def test_rows_that_are_no_fours_are_refused() -> None:
+def test_rows_must_be_multiple_of_four() -> None:
     from lmworks.kernels.training import swiglu_fp8_triton
 
     gate = drawn(18, 64)

@@ -86,7 +86,7 @@ def ready(spec: RunSpec, folder: Path) -> Trainer:
     return trainer
 
 
-def test_the_next_passes_come_before_the_figures_and_the_next_update_after(dataset: Path, tmp_path: Path) -> None:
+def test_next_passes_launch_before_scalars_are_read_and_update_after(dataset: Path, tmp_path: Path) -> None:
     trainer = ready(make_spec(dataset), tmp_path)
     order: list[str] = []
 
@@ -113,7 +113,7 @@ def test_the_next_passes_come_before_the_figures_and_the_next_update_after(datas
     assert differences(live(trainer), live(plain)) == []
 
 
-def test_who_waits_for_a_step_says_so(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phase_is_optimizer_while_host_waits(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step too, after which no batch is to be read: a report of a hang tells what a rank waits for."""
     trainer = ready(make_spec(dataset), tmp_path)
     finish, seen = trainer.reader.finish, []
@@ -124,7 +124,7 @@ def test_who_waits_for_a_step_says_so(dataset: Path, tmp_path: Path, monkeypatch
     assert seen == [("optimizer", 1), ("optimizer", 2), ("optimizer", 3)]
 
 
-def test_passes_over_other_batches_than_were_launched_are_new_ones(dataset: Path, tmp_path: Path) -> None:
+def test_other_batches_discard_launched_passes(dataset: Path, tmp_path: Path) -> None:
     trainer, plain = ready(make_spec(dataset), tmp_path / "one"), ready(make_spec(dataset), tmp_path / "other")
     with looking(True):
         one_step(trainer, 9)
@@ -134,7 +134,7 @@ def test_passes_over_other_batches_than_were_launched_are_new_ones(dataset: Path
     assert found == plain.train_step(plain.batches.at(7))["loss"]
 
 
-def test_a_step_is_settled_before_anybody_looks_at_the_state(dataset: Path) -> None:
+def test_sync_points_wait_for_step(dataset: Path) -> None:
     def alone(*overrides: str) -> list[int]:
         spec = make_spec(dataset, *overrides)
         return [number for number in range(1, 13) if is_sync_point(spec, number)]
@@ -147,14 +147,14 @@ def test_a_step_is_settled_before_anybody_looks_at_the_state(dataset: Path) -> N
     assert alone("log.profile=[1, 1]") == [1]
 
 
-def test_no_pass_begins_where_the_step_before_changes_it(dataset: Path) -> None:
+def test_no_early_passes_for_unsupported_specs(dataset: Path) -> None:
     experts = ("model.experts=2", "model.top_k=1", "model.expert_ffn=16")
     assert supports_async_step(make_spec(dataset))
     for overrides in (experts, ("precision.dtype=fp16",), ("parallel.offload=optimizer",)):
         assert not supports_async_step(make_spec(dataset, *overrides))
 
 
-def test_passes_over_a_skipped_batch_are_not_launched() -> None:
+def test_skipped_batch_is_not_launched() -> None:
     skipped_batches = SkippedBatches({5: "failed twice in step 4"}, step=9)
     assert [skipped_batches.contains(*at) for at in ((4, 5), (9, 20), (8, 20))] == [True, True, False]
     assert skipped_batches.skip_reason(9, 20) and not skipped_batches.contains(9, 21)
@@ -173,13 +173,11 @@ def test_passes_over_a_skipped_batch_are_not_launched() -> None:
     ],
     ids=["pauses", "documents and statistics", "bf16 weights", "sgd and workers"],
 )
-def test_a_run_that_looks_ahead_is_the_run_that_does_not(
-    overrides: tuple[str, ...], dataset: Path, tmp_path: Path
-) -> None:
+def test_async_run_equals_sync_run(overrides: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     ends_alike(make_spec(dataset, *overrides), tmp_path)
 
 
-def test_a_step_held_for_nothing_computes_its_gradients_again(dataset: Path, tmp_path: Path) -> None:
+def test_falsely_skipped_update_recomputes_gradients(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.steps=5", "optim.clip=0.1")
     plain = train(spec, tmp_path / "plain")
     with looking(True), mock.patch.object(Health, "limits", lambda _: (-1.0, -1.0)):
@@ -189,7 +187,7 @@ def test_a_step_held_for_nothing_computes_its_gradients_again(dataset: Path, tmp
 
 
 @pytest.mark.parametrize("action", ["log", "rewind", "lower_lr", "stop"])
-def test_a_spike_is_met_alike(action: str, dataset: Path, tmp_path: Path) -> None:
+def test_spike_is_handled_like_sync(action: str, dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *WATCH, "optim.steps=16", f"health.spike_loss={action}")
     run = ends_alike(spec, tmp_path, lambda trainer: see_data(trainer, as_it_is, bad=BAD))
     assert (events(run, "spike")[0]["step"], events(run, "spike")[0]["cursor"]) == (13, BAD)
@@ -221,14 +219,14 @@ def spoil(trainer: Trainer, cursor: int, times: int) -> None:
 
 
 @pytest.mark.parametrize("action", ["skip", "rewind", "stop"])
-def test_a_nan_is_met_alike(action: str, dataset: Path, tmp_path: Path) -> None:
+def test_nan_is_handled_like_sync(action: str, dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *WATCH, "optim.steps=16", f"health.nonfinite={action}")
     run = ends_alike(spec, tmp_path, lambda trainer: spoil(trainer, BAD, 1_000_000))
     (fault,) = events(run, "fault")
     assert (fault["step"], fault["module"], fault["transient"]) == (13, "blocks.0.mlp.up", False)
 
 
-def test_a_fault_of_the_machine_does_not_pass_unseen(dataset: Path, tmp_path: Path) -> None:
+def test_transient_fault_is_recorded(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *WATCH)
     run = ends_alike(spec.replace(health=spec.health.replace(rerun=True)), tmp_path, lambda one: spoil(one, BAD, 2))
     assert [(event["step"], event["transient"]) for event in events(run, "rerun")] == [(13, True)]
@@ -243,7 +241,7 @@ def test_a_fault_of_the_machine_does_not_pass_unseen(dataset: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [6, 7])
-def test_a_failure_of_the_next_passes_is_one_of_the_next_step(number: int, dataset: Path, tmp_path: Path) -> None:
+def test_failed_launch_is_raised_in_next_step(number: int, dataset: Path, tmp_path: Path) -> None:
     """Step 5 is saved, so that the passes of 6 are not launched ahead, and those of 7 are."""
 
     def break_at(trainer: Trainer) -> None:
@@ -268,7 +266,7 @@ def test_a_failure_of_the_next_passes_is_one_of_the_next_step(number: int, datas
     assert curve(run) == curve(tmp_path / "whole")
 
 
-def test_a_batch_that_cannot_be_read_fails_in_its_own_step(dataset: Path, tmp_path: Path) -> None:
+def test_unreadable_batch_fails_in_its_step(dataset: Path, tmp_path: Path) -> None:
     def hide(trainer: Trainer) -> None:
         read = trainer.batches.at
 
@@ -284,7 +282,7 @@ def test_a_batch_that_cannot_be_read_fails_in_its_own_step(dataset: Path, tmp_pa
 
 
 @pytest.mark.parametrize("number", [6, 12])
-def test_a_run_that_is_stopped_saves_the_step_that_it_took(number: int, dataset: Path, tmp_path: Path) -> None:
+def test_stopped_run_saves_taken_step(number: int, dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "checkpoint.every=5")
     run = ends_alike(
         spec, tmp_path / "both", lambda one: before_step(one, number, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -297,7 +295,7 @@ def test_a_run_that_is_stopped_saves_the_step_that_it_took(number: int, dataset:
     assert differences(saved(run), saved(tmp_path / "whole")) == []
 
 
-def test_a_run_that_dies_loses_no_settled_step(dataset: Path, tmp_path: Path) -> None:
+def test_killed_run_keeps_settled_steps(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "checkpoint.every=5")
     run = ends_alike(spec, tmp_path / "both", lambda trainer: before_step(trainer, 9, crash))
     assert [line[0] for line in curve(run)] == list(range(1, 9))
@@ -321,7 +319,7 @@ def on_each(rank: int, cases: dict[Path, RunSpec], stopped: Path) -> list[str]:
         return [*said, run_to_end(see_data(Trainer.resume(stopped, quiet=True), as_it_is, bad=BAD))]
 
 
-def test_ranks_look_ahead_together(dataset: Path, tmp_path: Path) -> None:
+def test_ranks_launch_early_passes_together(dataset: Path, tmp_path: Path) -> None:
     """A window that is computed again and gone back from, or taken all the same; ZeRO gathers after an update."""
     cases = {
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2", "health.spike_loss=rewind", "health.rerun=true"),

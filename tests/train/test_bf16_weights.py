@@ -38,7 +38,7 @@ def stepped(weight: Tensor, precision: PrecisionSpec, steps: int, optim: OptimSp
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_split_master_is_pytorchs_fp32_weight(kind: str) -> None:
+def test_split_master_equals_torch_adamw_fp32(kind: str) -> None:
     """PyTorch's optimizers in fp32 over the same gradients: within 4e-7 after 50 steps of AdamW.
 
     SGD decays by another formula, p − lr · (g + decay · p): there it is a unit in the last place a step.
@@ -54,7 +54,7 @@ def test_a_split_master_is_pytorchs_fp32_weight(kind: str) -> None:
     assert off.max() < 2**-8 + 1e-6  # what the forward pass sees is the nearest bf16 of it
 
 
-def test_small_updates_are_lost_to_the_nearest_and_kept_by_the_others() -> None:
+def test_nearest_rounding_loses_small_updates() -> None:
     """A weight of 1 and 400 updates of −1e-4: a bf16 of 1 has its lower neighbour 4e-3 away."""
     optim = OPTIM.replace(optimizer="sgd", lr=1e-4, weight_decay=0.0)
     found = {}
@@ -74,7 +74,7 @@ def test_small_updates_are_lost_to_the_nearest_and_kept_by_the_others() -> None:
     assert found["stochastic"] == pytest.approx(0.96, abs=2e-3)
 
 
-def test_bf16_second_moments_fall_as_fp32_ones_do() -> None:
+def test_bf16_second_moments_decay_like_fp32() -> None:
     """With β2 = 0.999 rounding to the nearest would keep them where they were."""
     optim = OPTIM.replace(beta2=0.999)
     weight = torch.nn.Parameter(torch.zeros(64, 64))
@@ -114,7 +114,7 @@ def test_a_state_dict_keeps_its_formats() -> None:
 # --- in a run -------------------------------------------------------------------------------------------
 
 
-def test_the_master_starts_as_the_weight_that_was_drawn(dataset: Path, tmp_path: Path) -> None:
+def test_master_starts_from_initial_weight(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *BF16)
     trainer = built(spec, tmp_path / "run")
     for shard in trainer.parallel_model.shards:
@@ -125,7 +125,7 @@ def test_the_master_starts_as_the_weight_that_was_drawn(dataset: Path, tmp_path:
 
 
 @pytest.mark.parametrize("change", [BF16, STOCHASTIC], ids=["master", "stochastic"])
-def test_a_resumed_run_is_the_same_to_the_last_bit(change: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(change: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.steps=6", "checkpoint.every=2", *change)
     train(spec, tmp_path / "whole")
     broken = Trainer(spec, tmp_path / "broken", quiet=True)
@@ -138,7 +138,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(change: tuple[str, ...], data
     assert any(name.endswith(".low") for name in saved(tmp_path / "whole")) == (change is BF16)
 
 
-def test_other_formats_are_refused_and_can_start_a_new_run(dataset: Path, tmp_path: Path) -> None:
+def test_changed_formats_are_rejected_on_resume(dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset, "optim.steps=2"), tmp_path / "run")
     spec_file = tmp_path / "run" / "spec.toml"
     text = spec_file.read_text()
@@ -156,7 +156,7 @@ def test_other_formats_are_refused_and_can_start_a_new_run(dataset: Path, tmp_pa
         assert not trainer.optimizer.state[shard.leaf]["low"].any()
 
 
-def test_an_export_has_the_weights_in_bf16(dataset: Path, tmp_path: Path) -> None:
+def test_export_writes_bf16_weights(dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset, "optim.steps=2", *BF16), tmp_path / "run")
     export(tmp_path / "run", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")

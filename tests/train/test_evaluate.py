@@ -31,7 +31,7 @@ def plainly(model: GPT, spec: RunSpec, windows: int | None = None) -> tuple[floa
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 7, 1000])
-def test_loss_equals_a_plain_loop_over_all_windows_whatever_the_batch(dataset: Path, micro_batch: int) -> None:
+def test_loss_equals_plain_loop_for_any_batch_size(dataset: Path, micro_batch: int) -> None:
     spec = make_spec(dataset, f"data.micro_batch={micro_batch}", "data.global_batch=0")
     model = GPT(spec.model, seed=1)
     batches = held_out(spec)
@@ -42,7 +42,7 @@ def test_loss_equals_a_plain_loop_over_all_windows_whatever_the_batch(dataset: P
     assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_limit_takes_the_first_windows(dataset: Path) -> None:
+def test_limit_uses_first_windows(dataset: Path) -> None:
     spec = make_spec(dataset)
     model = GPT(spec.model, seed=1)
     result = evaluate(model, held_out(spec), spec, limit=3)
@@ -52,7 +52,7 @@ def test_a_limit_takes_the_first_windows(dataset: Path) -> None:
     assert evaluate(model, held_out(spec), spec, limit=10**6) == whole
 
 
-def test_targets_in_the_next_document_are_left_out(dataset: Path) -> None:
+def test_targets_in_next_document_are_ignored(dataset: Path) -> None:
     spec = make_spec(dataset, "data.document_mask=true")
     batches = held_out(spec)
     result = evaluate(GPT(spec.model, seed=1), batches, spec)
@@ -61,7 +61,7 @@ def test_targets_in_the_next_document_are_left_out(dataset: Path) -> None:
     assert ends > 10 and result.tokens == batches.windows * 32 - ends
 
 
-def test_evaluating_leaves_no_gradient_and_draws_no_random_number(dataset: Path) -> None:
+def test_evaluation_leaves_gradients_and_rng_unchanged(dataset: Path) -> None:
     spec = make_spec(dataset)
     model = GPT(spec.model, seed=1)
     state = torch.get_rng_state()
@@ -70,7 +70,7 @@ def test_evaluating_leaves_no_gradient_and_draws_no_random_number(dataset: Path)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_trained_weights_are_those_of_the_asked_step(dataset: Path, tmp_path: Path) -> None:
+def test_load_trained_loads_requested_step(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "checkpoint.every=5", "checkpoint.keep=0", "log.eval_every=5", "log.eval_batches=0")
     trainer = train(spec, tmp_path / "run")
     recorded = {e["step"]: e["val_loss"] for e in trainer.folder.events() if e["kind"] == "eval"}

@@ -56,7 +56,7 @@ def shard(run: RunFolder, step: int) -> Path:
 
 @pytest.mark.parametrize("change", [{}, GPT2, MIXTRAL], ids=["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("limit", [10**9, 20_000, 1], ids=["one file", "shards", "a file a tensor"])
-def test_each_weight_is_read_once_and_let_go(tmp_path: Path, change: dict[str, object], limit: int) -> None:
+def test_weights_are_read_once_and_freed(tmp_path: Path, change: dict[str, object], limit: int) -> None:
     model = GPT(ModelSpec.from_preset("tiny", **{**SHAPE, **change}), seed=1)
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     reads: list[str] = []
@@ -103,7 +103,7 @@ print(memory.read(), written.params * 4, len(written.files))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for the peak")
-def test_the_peak_is_far_below_the_model(dataset: Path, tmp_path: Path) -> None:
+def test_peak_memory_is_below_model_size(dataset: Path, tmp_path: Path) -> None:
     """In a process of its own. Verifying takes four chunks of 16 MiB at a time, which is what there is to see."""
     wide = ("model.layers=32", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.ffn=2048")
     save_run(tmp_path / "small", dataset, 1)
@@ -119,9 +119,7 @@ def test_the_peak_is_far_below_the_model(dataset: Path, tmp_path: Path) -> None:
 # --- whole or not there -----------------------------------------------------------------------------------
 
 
-def test_an_export_that_fails_anywhere_leaves_the_earlier_one(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_export_keeps_earlier_export(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk refuses the first, second, … sync: what lies there is the old export, or at the very end the new one."""
     run, out, real = save_run(tmp_path / "run", dataset, 1, 2), tmp_path / "out", os.fsync
     whole = {step: GPT(make_spec(dataset).model, seed=step).embed.weight for step in (1, 2)}
@@ -159,7 +157,7 @@ def test_an_export_that_fails_anywhere_leaves_the_earlier_one(
     assert torch.equal(weights(out)["model.embed_tokens.weight"], whole[1])
 
 
-def test_leftovers_of_a_killed_export_are_swept(dataset: Path, tmp_path: Path) -> None:
+def test_leftovers_of_killed_export_are_removed(dataset: Path, tmp_path: Path) -> None:
     run, out = save_run(tmp_path / "run", dataset, 1), tmp_path / "out"
     out.mkdir()
     for name in (MARKER, "model-00007-of-00009.safetensors.part", "model-00001-of-00009.safetensors", "notes.txt"):
@@ -168,7 +166,7 @@ def test_leftovers_of_a_killed_export_are_swept(dataset: Path, tmp_path: Path) -
     assert sorted(path.name for path in out.iterdir()) == ["config.json", MARKER, "model.safetensors", "notes.txt"]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_exported(
+def test_damaged_checkpoint_falls_back_to_previous(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = save_run(tmp_path / "run", dataset, 1, 2)
@@ -184,7 +182,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_exported(
     assert not (tmp_path / "other").exists()
 
 
-def test_checkpoints_alone_are_enough(dataset: Path, tmp_path: Path) -> None:
+def test_export_from_checkpoint_folder_only(dataset: Path, tmp_path: Path) -> None:
     """A folder of them, or one, copied away from the run."""
     run = save_run(tmp_path / "run", dataset, 1, 2)
     run.checkpoints.rename(tmp_path / "copied")
@@ -194,7 +192,7 @@ def test_checkpoints_alone_are_enough(dataset: Path, tmp_path: Path) -> None:
         export(run.path, tmp_path / "c")
 
 
-def test_a_spec_that_is_not_the_checkpoint_s_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_mismatched_spec_is_rejected(dataset: Path, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", dataset, 1)
     text = run.spec_path.read_text()
     for old, new, said in (
@@ -209,7 +207,7 @@ def test_a_spec_that_is_not_the_checkpoint_s_is_refused(dataset: Path, tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission(dataset: Path, tmp_path: Path) -> None:
+def test_unwritable_output_is_reported(dataset: Path, tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", dataset, 1)
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises((CheckpointError, SpecError), match=r"locked.*: Permission denied"):

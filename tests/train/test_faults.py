@@ -36,7 +36,7 @@ def poison_weight(trainer: Trainer, name: str, value: float) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("poison", [poison_gradient, poison_weight])
-def test_the_step_is_refused_nothing_moves_and_the_parameter_is_named(
+def test_nonfinite_step_keeps_weights_and_names_parameter(
     dataset: Path, tmp_path: Path, poison: Callable[[Trainer, str, float], None], value: float
 ) -> None:
     trainer = built(make_spec(dataset, "model.layers=3"), tmp_path / "run")
@@ -50,7 +50,7 @@ def test_the_step_is_refused_nothing_moves_and_the_parameter_is_named(
     assert (fault["step"], fault["parameter"], fault["cursor"]) == (4, MIDDLE, 3)
 
 
-def test_a_gradient_that_overflows_only_in_its_norm_is_refused_too(dataset: Path, tmp_path: Path) -> None:
+def test_gradient_norm_overflow_is_rejected(dataset: Path, tmp_path: Path) -> None:
     """Every element is finite, their squares are not: Adam's second moment would be infinite for good."""
     trainer = built(make_spec(dataset, "optim.clip=0"), tmp_path / "run")
     poison_gradient(trainer, "norm.weight", 1e30)
@@ -60,9 +60,7 @@ def test_a_gradient_that_overflows_only_in_its_norm_is_refused_too(dataset: Path
     assert differences(live(trainer), before) == []
 
 
-def test_a_run_that_was_refused_resumes_from_its_checkpoint_and_ends_as_if_nothing_had_been(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_failed_run_resumes_bitwise(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "checkpoint.every=4")
     train(spec, tmp_path / "straight")
     trainer = Trainer(spec, tmp_path / "run", quiet=True)
@@ -82,7 +80,7 @@ def test_a_run_that_was_refused_resumes_from_its_checkpoint_and_ends_as_if_nothi
 FP16 = ("precision.dtype=fp16", "precision.loss_scale=16777216", "precision.loss_scale_window=4", "optim.steps=16")
 
 
-def test_overflow_skips_the_step_halves_the_scale_and_training_recovers(dataset: Path, tmp_path: Path) -> None:
+def test_fp16_overflow_skips_step_and_halves_scale(dataset: Path, tmp_path: Path) -> None:
     trainer = built(make_spec(dataset, *FP16), tmp_path / "run")
     start = live(trainer)
     (first,) = steps_of(trainer, 1)
@@ -100,13 +98,13 @@ def test_overflow_skips_the_step_halves_the_scale_and_training_recovers(dataset:
     assert len(skipped) < 8 and values[-1]["loss"] < first["loss"] - 0.5
 
 
-def test_a_skipped_step_is_recorded_with_what_its_norm_was(dataset: Path, tmp_path: Path) -> None:
+def test_skipped_step_records_norm(dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset, *FP16), tmp_path / "run")
     first = read_metrics(RunFolder(tmp_path / "run").metrics_path)[0]
     assert first["grad_norm"] is None and first["nonfinite"]["grad_norm"] in ("inf", "nan")
 
 
-def test_the_scale_and_its_count_survive_a_resume(dataset: Path, tmp_path: Path) -> None:
+def test_loss_scale_state_survives_resume(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *FP16, "checkpoint.every=6")
     whole = train(spec, tmp_path / "straight")
     trainer = Trainer(spec, tmp_path / "run", quiet=True)
@@ -123,7 +121,7 @@ def test_the_scale_and_its_count_survive_a_resume(dataset: Path, tmp_path: Path)
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 
 
-def test_fp16_gives_up_where_no_scale_helps(dataset: Path, tmp_path: Path) -> None:
+def test_fp16_stops_at_minimal_scale(dataset: Path, tmp_path: Path) -> None:
     """A gradient that is NaN by itself would otherwise be skipped for the rest of the run."""
     trainer = built(make_spec(dataset, *FP16, "precision.loss_scale=8"), tmp_path / "run")
     poison_gradient(trainer, "norm.weight", NAN)
@@ -134,7 +132,7 @@ def test_fp16_gives_up_where_no_scale_helps(dataset: Path, tmp_path: Path) -> No
     assert [event["loss_scale"] for event in events(tmp_path / "run", "overflow")] == [8, 4, 2]
 
 
-def test_a_nan_loss_is_refused_in_fp16_at_once(dataset: Path, tmp_path: Path) -> None:
+def test_nan_loss_is_rejected_in_fp16(dataset: Path, tmp_path: Path) -> None:
     trainer = built(make_spec(dataset, *FP16), tmp_path / "run")
     poison_weight(trainer, "norm.weight", NAN)
     with pytest.raises(TrainingError, match=r"step 1: loss nan, from the weight norm\.weight"):

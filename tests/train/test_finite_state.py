@@ -43,7 +43,7 @@ def steps_saved(run: Path) -> list[int]:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_any_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:
+def test_nonfinite_values_are_found(bad: float, dtype: torch.dtype) -> None:
     good = torch.randn(1000).to(dtype)
     for place in (0, 517, 999):
         spoilt = good.clone()
@@ -51,7 +51,7 @@ def test_any_value_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -
         assert first_nonfinite_tensor([("a", good), ("b", spoilt), ("c", spoilt)]) == ("b", 1)
 
 
-def test_numbers_whose_squares_overflow_are_finite() -> None:
+def test_large_finite_values_are_accepted() -> None:
     large = {"f32": torch.full((100,), 3e38), "f16": torch.full((100,), 6e4).half(), "empty": torch.empty(0)}
     assert (
         first_nonfinite_tensor(
@@ -65,9 +65,7 @@ def test_numbers_whose_squares_overflow_are_finite() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_a_step_that_a_nan_in_an_optimizer_state_spoils_is_not_saved(
-    dataset: Path, tmp_path: Path, asynchronous: str
-) -> None:
+def test_nan_in_optimizer_state_prevents_save(dataset: Path, tmp_path: Path, asynchronous: str) -> None:
     """Loss and gradient of that step are fine; the run ends by name, and goes on bitwise from the step before."""
     spec = make_spec(dataset, *SIX, f"checkpoint.asynchronous={asynchronous}")
     trainer = Trainer(spec, tmp_path / "run", quiet=True)
@@ -86,7 +84,7 @@ def test_a_step_that_a_nan_in_an_optimizer_state_spoils_is_not_saved(
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "whole")) == []
 
 
-def test_health_goes_back_where_the_spec_says_so(dataset: Path, tmp_path: Path) -> None:
+def test_nonfinite_state_rewinds_if_configured(dataset: Path, tmp_path: Path) -> None:
     """To the checkpoint before, and past the batch of the step that was spoilt."""
     spec = make_spec(dataset, *SIX, "health.nonfinite=rewind", "health.rewind_steps=1")
     trainer = Trainer(spec, tmp_path / "run", quiet=True)
@@ -113,7 +111,7 @@ def spoil_rank_1(rank: int, cases: dict[Path, RunSpec]) -> list[str]:
     return said
 
 
-def test_every_rank_ends_and_the_rank_that_has_it_is_named(dataset: Path, tmp_path: Path) -> None:
+def test_all_ranks_end_and_faulty_rank_is_named(dataset: Path, tmp_path: Path) -> None:
     layouts = {"ddp": "ddp", "fsdp1": "fsdp1", "fsdp2": "fsdp2"}
     specs = {tmp_path / k: layout(dataset, "parallel.dp=2", f"parallel.strategy={s}") for k, s in layouts.items()}
     first, second = on_ranks(2, spoil_rank_1, specs)
@@ -147,7 +145,7 @@ def command(*arguments: str | Path) -> tuple[int | None, str, str]:
     return process.returncode, out, err
 
 
-def test_a_spoilt_checkpoint_of_an_earlier_version_is_not_gone_on_from(six: Path, run: Path) -> None:
+def test_nonfinite_checkpoint_is_refused_on_resume(six: Path, run: Path) -> None:
     """It was committed before anything looked; a resume used to load it and fail in its first step, for ever."""
     folder = run / "checkpoints" / "step-000006"
     tensors = json.loads((folder / "index.json").read_text())["tensors"]
@@ -161,7 +159,7 @@ def test_a_spoilt_checkpoint_of_an_earlier_version_is_not_gone_on_from(six: Path
     assert differences(saved(run), saved(six)) == []
 
 
-def test_a_resume_goes_on_from_the_step_that_was_chosen(six: Path, run: Path) -> None:
+def test_resume_from_chosen_step(six: Path, run: Path) -> None:
     """Later checkpoints are out of the way at once, whatever becomes of this attempt, and are not lost."""
     code, out, err = command("resume", run, "--step", "2")
     assert (code, err) == (0, "")
@@ -175,7 +173,7 @@ def test_a_resume_goes_on_from_the_step_that_was_chosen(six: Path, run: Path) ->
     assert curve(run) == curve(six)
 
 
-def test_what_was_given_up_does_not_come_back(dataset: Path, run: Path) -> None:
+def test_set_aside_checkpoints_are_not_loaded(dataset: Path, run: Path) -> None:
     """Told to begin at step 2 with another rate and stopped at step 3, the run stands there for every reader."""
     spec = RunFolder(run).spec()
     spec = spec.replace(optim=spec.optim.replace(lr=1e-3))
@@ -199,20 +197,20 @@ def test_what_was_given_up_does_not_come_back(dataset: Path, run: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "said"), [("3", "has no checkpoint of step 3; steps there: 6, 4, 2"), ("0", "--step")]
 )
-def test_a_step_that_is_not_there_moves_nothing(run: Path, step: str, said: str) -> None:
+def test_missing_step_moves_nothing(run: Path, step: str, said: str) -> None:
     code, _, err = command("resume", run, "--step", step)
     assert code in (1, 2) and said in err and "Traceback" not in err
     assert steps_saved(run) == [2, 4, 6]
 
 
-def test_a_damaged_step_moves_nothing(run: Path) -> None:
+def test_damaged_step_moves_nothing(run: Path) -> None:
     path = run / "checkpoints" / "step-000002" / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     code, _, err = command("resume", run, "--step", "2")
     assert code == 1 and "no usable checkpoint" in err and steps_saved(run) == [2, 4, 6]
 
 
-def test_copies_of_what_was_given_up_go_when_the_step_has_been_copied(dataset: Path, tmp_path: Path) -> None:
+def test_remote_copies_of_set_aside_steps_are_deleted_after_copy(dataset: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
     train(make_spec(dataset, *SIX, f"checkpoint.remote=file://{there}"), tmp_path / "run")
     assert "step-000006" in {path.name for path in there.iterdir()}
@@ -226,7 +224,7 @@ def test_copies_of_what_was_given_up_go_when_the_step_has_been_copied(dataset: P
     assert {path.name for path in there.iterdir()} == {"step-000002"}
 
 
-def test_ranks_that_are_started_over_do_not_begin_there_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_ranks_ignore_chosen_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent starts them with the same command: they go on from what they have saved since."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one-launch")
     first = Trainer.resume(run, step=2, quiet=True)

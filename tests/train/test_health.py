@@ -49,7 +49,7 @@ def same(one: Path, other: Path) -> bool:
 # --- what is a spike -----------------------------------------------------------------------------------
 
 
-def test_a_height_is_the_robust_z_score() -> None:
+def test_spike_score_is_robust_z_score() -> None:
     draw = random.Random(0)
     before = [draw.gauss(3, 0.1) for _ in range(101)]
     middle = float(np.median(before))
@@ -61,12 +61,12 @@ def test_a_height_is_the_robust_z_score() -> None:
     assert (50.0 - statistics.mean(spoiled)) / statistics.stdev(spoiled) < 2  # what a plain z-score says
 
 
-def test_a_loss_that_hardly_moves_is_not_a_spike() -> None:
+def test_nearly_constant_loss_is_no_spike() -> None:
     assert spike_score(2.001, [2.0] * 32).z == pytest.approx(0.05)
     assert spike_score(1e-9, [0.0] * 8).z > 100  # nor is there a division by zero
 
 
-def test_nothing_is_a_spike_before_the_warm_up(dataset: Path) -> None:
+def test_no_spike_before_warmup(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     for number in range(5):
         assert health.check_step(100.0, 1.0, scaled=False) == []
@@ -78,7 +78,7 @@ def test_nothing_is_a_spike_before_the_warm_up(dataset: Path) -> None:
     assert [t.kind for t in health.check_step(0.0, 50.0, scaled=False)] == ["spike_grad"]
 
 
-def test_the_window_forgets_and_survives_being_saved(dataset: Path) -> None:
+def test_window_is_bounded_and_saved(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     for number in range(20):
         health.record_step(0.1 * number, 0.3 * number)
@@ -99,11 +99,11 @@ def clean(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_on(make_spec(dataset, *WATCH), tmp_path_factory.mktemp("clean") / "run")
 
 
-def test_a_healthy_run_raises_no_alarm(clean: Path) -> None:
+def test_healthy_run_has_no_issues(clean: Path) -> None:
     assert {event["kind"] for event in RunFolder(clean).events()} == {"start", "save", "eval", "finish"}
 
 
-def test_a_spike_is_logged_with_what_lay_in_the_batch(dataset: Path, tmp_path: Path, clean: Path) -> None:
+def test_spike_is_logged_with_its_batch(dataset: Path, tmp_path: Path, clean: Path) -> None:
     run_on(make_spec(dataset, *WATCH), tmp_path / "run", bad=BAD)
     (spike, *_) = events(tmp_path / "run", "spike")
     assert (spike["step"], spike["cursor"], spike["reason"], spike["action"]) == (13, BAD, "spike_loss", "log")
@@ -117,7 +117,7 @@ def test_a_spike_is_logged_with_what_lay_in_the_batch(dataset: Path, tmp_path: P
     assert curve(tmp_path / "run")[:12] == curve(clean)[:12]
 
 
-def test_a_skipped_window_is_as_if_it_had_never_been_there(dataset: Path, tmp_path: Path) -> None:
+def test_skipped_batch_equals_run_without_it(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *WATCH, "health.spike_loss=skip")
     run_on(spec, tmp_path / "run", bad=BAD)
     run_on(spec, tmp_path / "without", lambda cursor: cursor + (cursor >= BAD))
@@ -133,7 +133,7 @@ def test_a_skipped_window_is_as_if_it_had_never_been_there(dataset: Path, tmp_pa
 REWIND = (*WATCH, "health.spike_loss=rewind")
 
 
-def test_a_rewind_goes_back_and_past_the_data(dataset: Path, tmp_path: Path) -> None:
+def test_rewind_loads_checkpoint_and_skips_data(dataset: Path, tmp_path: Path) -> None:
     """Failed in step 13, at least 2 back, saved every 4: to step 8, and windows 8 to 12 are not trained on."""
     spec = make_spec(dataset, *REWIND)
     run_on(spec, tmp_path / "run", bad=BAD)
@@ -149,7 +149,7 @@ def test_a_rewind_goes_back_and_past_the_data(dataset: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("place", ["save", "delete_after"])
-def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, tmp_path: Path, place: str) -> None:
+def test_run_killed_during_rewind_rewinds_to_same_step(dataset: Path, tmp_path: Path, place: str) -> None:
     """With the state gone back to not yet saved again, or saved and the line that was given up still there."""
     spec = make_spec(dataset, *REWIND)
     run_on(spec, tmp_path / "straight", bad=BAD)
@@ -170,7 +170,7 @@ def test_a_run_killed_while_it_goes_back_comes_to_the_same_place(dataset: Path, 
 
 
 @pytest.mark.slow
-def test_a_save_under_way_is_waited_for_and_its_line_is_given_up(dataset: Path, tmp_path: Path) -> None:
+def test_rewind_waits_for_pending_save(dataset: Path, tmp_path: Path) -> None:
     """Step 12 is still being written when step 13 goes back to step 8."""
     spec = make_spec(dataset, *REWIND)
     run_on(spec, tmp_path / "run", bad=BAD)
@@ -180,13 +180,13 @@ def test_a_save_under_way_is_waited_for_and_its_line_is_given_up(dataset: Path, 
     assert kinds[:5] == [("save", 4), ("save", 8), ("save", 12), ("rewind", 13), ("save", 8)]
 
 
-def test_without_a_checkpoint_that_old_a_rewind_says_so(dataset: Path, tmp_path: Path) -> None:
+def test_rewind_without_old_checkpoint_fails(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *REWIND, "health.rewind_steps=10")
     with pytest.raises(TrainingError, match=r"step 13: loss .* no checkpoint of step 3 or before"):
         run_on(spec, tmp_path / "run", bad=BAD)
 
 
-def test_a_lowered_rate_holds_for_its_steps_and_over_a_resume(dataset: Path, tmp_path: Path, clean: Path) -> None:
+def test_lowered_lr_holds_for_its_steps_and_survives_resume(dataset: Path, tmp_path: Path, clean: Path) -> None:
     spec = make_spec(dataset, *WATCH, "health.spike_loss=lower_lr", "health.lr_factor=0.25", "health.lr_steps=3")
     run_on(spec, tmp_path / "run", bad=BAD)
     rates = [line[2] for line in curve(tmp_path / "run")]
@@ -219,7 +219,7 @@ def broken(
     return trainer
 
 
-def test_the_first_bad_module_is_named(dataset: Path, tmp_path: Path) -> None:
+def test_first_nonfinite_module_is_named(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=f"step 13: loss nan, first in the output of {MODULE};.*--cursor {BAD}"):
         broken(dataset, tmp_path / "run").run()
     (fault,) = events(tmp_path / "run", "fault")
@@ -227,7 +227,7 @@ def test_the_first_bad_module_is_named(dataset: Path, tmp_path: Path) -> None:
     assert fault["data"]["samples"] == [48, 51]
 
 
-def test_what_happens_between_modules_is_told_by_the_one_around_it(dataset: Path, tmp_path: Path) -> None:
+def test_nonfinite_between_modules_names_enclosing_module(dataset: Path, tmp_path: Path) -> None:
     trainer = Trainer(make_spec(dataset, *WATCH), tmp_path / "run", quiet=True)
 
     def overflow() -> None:
@@ -240,7 +240,7 @@ def test_what_happens_between_modules_is_told_by_the_one_around_it(dataset: Path
         trainer.run()
 
 
-def test_a_transient_fault_is_told_and_with_rerun_costs_nothing(dataset: Path, tmp_path: Path) -> None:
+def test_rerun_recovers_from_transient_fault(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="computed again it is finite, so the machine failed"):
         broken(dataset, tmp_path / "stopped", times=2).run()  # one a micro-batch
     assert events(tmp_path / "stopped", "fault")[0]["transient"] is True
@@ -252,7 +252,7 @@ def test_a_transient_fault_is_told_and_with_rerun_costs_nothing(dataset: Path, t
     assert events(tmp_path / "run", "fault") == []
 
 
-def test_a_persistent_fault_is_told_from_it(dataset: Path, tmp_path: Path) -> None:
+def test_persistent_fault_is_distinguished_from_transient(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="step 13: loss nan"):
         broken(dataset, tmp_path / "run", "health.rerun=true").run()
     (again,) = events(tmp_path / "run", "rerun")
@@ -262,7 +262,7 @@ def test_a_persistent_fault_is_told_from_it(dataset: Path, tmp_path: Path) -> No
     assert [(e["transient"], e["same_bits"]) for e in events(tmp_path / "spike", "rerun")] == [(False, True)]
 
 
-def test_what_does_not_help_is_not_tried_for_ever(dataset: Path, tmp_path: Path) -> None:
+def test_actions_are_limited(dataset: Path, tmp_path: Path) -> None:
     trainer = broken(dataset, tmp_path / "run", "health.nonfinite=skip", at=tuple(range(BAD, 99)))
     with pytest.raises(TrainingError, match=r"skip did not help 3 times within 8 steps"):
         trainer.run()
@@ -271,7 +271,7 @@ def test_what_does_not_help_is_not_tried_for_ever(dataset: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_trouble_right_after_a_rewind_goes_no_further_back(dataset: Path, tmp_path: Path) -> None:
+def test_second_rewind_goes_no_further_back(dataset: Path, tmp_path: Path) -> None:
     """Two bad windows in a row: to step 8, and to step 8 again, though that is fewer than two steps back."""
     rewinding = ("health.nonfinite=rewind", "checkpoint.every=4")
     broken(dataset, tmp_path / "run", *rewinding, at=(BAD, BAD + 1)).run()
@@ -281,7 +281,7 @@ def test_trouble_right_after_a_rewind_goes_no_further_back(dataset: Path, tmp_pa
     assert [(e["from_cursor"], e["to_cursor"]) for e in events(tmp_path / "run", "skip")] == [(8, 13), (13, 14)]
 
 
-def test_overflows_of_fp16_are_counted_over_a_resume(dataset: Path, tmp_path: Path) -> None:
+def test_fp16_overflow_count_survives_resume(dataset: Path, tmp_path: Path) -> None:
     fp16 = ("precision.dtype=fp16", "precision.loss_scale=16777216", "checkpoint.every=4", "optim.steps=10")
     train(make_spec(dataset, *fp16), tmp_path / "run")
     lines = read_metrics(RunFolder(tmp_path / "run").metrics_path)
@@ -313,6 +313,6 @@ DEEPSPEED = ("parallel.engine=deepspeed", "parallel.strategy=zero", "parallel.ze
         (("health.stats_every=5", *DEEPSPEED), "health.stats_every needs parallel.engine = 'native'"),
     ],
 )
-def test_what_cannot_work_is_refused(dataset: Path, overrides: tuple[str, ...], said: str) -> None:
+def test_invalid_health_options_are_rejected(dataset: Path, overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(SpecError, match=said.replace("(", r"\(")):
         make_spec(dataset, *overrides)

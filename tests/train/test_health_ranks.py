@@ -48,7 +48,7 @@ def strike(rank: int, cases: dict[Path, RunSpec], module: str) -> list[str]:
     return said
 
 
-def test_ranks_skip_and_rewind_together_and_name_the_module_of_one_of_them(dataset: Path, tmp_path: Path) -> None:
+def test_ranks_skip_and_rewind_together_and_name_faulty_rank(dataset: Path, tmp_path: Path) -> None:
     module = "blocks.1.mlp.down"
     cases = {"ddp": (*DDP, "health.spike_loss=skip"), "tp": (*TP, "health.spike_loss=rewind")}
     cases |= {"fsdp2": (*FSDP2, "health.spike_loss=rewind"), "pp": (*PP, "health.spike_loss=skip")}
@@ -91,7 +91,7 @@ def spoil_replica(rank: int, cases: dict[Path, RunSpec], weight: str) -> list[st
     return said
 
 
-def test_a_weight_that_is_nan_on_one_replica_is_named_with_its_rank(dataset: Path, tmp_path: Path) -> None:
+def test_nan_weight_on_one_replica_is_named_with_rank(dataset: Path, tmp_path: Path) -> None:
     weight = "blocks.1.mlp.down.weight"
     specs = {tmp_path / name: watched(dataset, *keys) for name, keys in {"ddp": DDP, "fsdp2": FSDP2}.items()}
     first, second = on_ranks(2, spoil_replica, specs, weight)
@@ -107,7 +107,7 @@ def test_a_weight_that_is_nan_on_one_replica_is_named_with_its_rank(dataset: Pat
 # --- copies that differ --------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_always_changes_the_digest() -> None:
+def test_flipped_bit_changes_digest() -> None:
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     for kind in (torch.float32, torch.bfloat16, torch.float64):
         numbers = value.to(kind)
@@ -126,14 +126,14 @@ def test_one_flipped_bit_always_changes_the_digest() -> None:
     assert combine_digests({"a": 1, "b": 2}) != combine_digests({"a": 2, "b": 1})
 
 
-def test_the_odd_one_is_the_one_against_the_majority() -> None:
+def test_outlier_is_minority() -> None:
     assert find_outliers({0: 7, 1: 7, 2: 9, 3: 7}) == [2]
     assert find_outliers({4: 7, 6: 9}) == [4, 6]
     assert find_outliers({0: 1, 1: 1, 2: 2, 3: 2}) == [0, 1, 2, 3]
     assert find_outliers({0: 1, 1: 1, 2: 1, 3: 2, 4: 3}) == [3, 4]
 
 
-def test_who_was_wrong_is_told_by_the_ranks_that_replay_and_by_no_others() -> None:
+def test_faulty_ranks_need_same_ranks_in_replay() -> None:
     suspects = {"step": 6, "part": "pp=0", "digests": {"0": 7, "1": 9}}
     assert faulty_ranks(suspects, {0: {"pp=0": 7}, 1: {"pp=0": 7}}) == [1]
     assert faulty_ranks(suspects, {0: {"pp=0": 7}}) == []  # one rank did not come back
@@ -182,7 +182,7 @@ def corrupt(rank: int, cases: dict[Path, tuple[RunSpec, int, str, int]]) -> list
 HASH = ("health.hash_every=2", "optim.steps=8", "checkpoint.every=4", "checkpoint.keep=0", "data.micro_batch=1")
 
 
-def test_the_rank_that_differs_is_named_and_a_replay_ends_as_if_nothing_had_been(dataset: Path, tmp_path: Path) -> None:
+def test_replica_mismatch_names_rank_and_replay_is_bitwise_equal(dataset: Path, tmp_path: Path) -> None:
     stop, back = layout(dataset, *HASH, *DDP), layout(dataset, *HASH, *DDP, "health.corruption=rewind")
     cases = {
         tmp_path / "clean": (stop, 1, "weight", 0),
@@ -212,9 +212,7 @@ def test_the_rank_that_differs_is_named_and_a_replay_ends_as_if_nothing_had_been
     assert "it differed before the rewind, too: the fault is permanent" in stays
 
 
-def test_of_more_than_two_copies_the_odd_one_is_known_and_no_layout_raises_a_false_alarm(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_outlier_of_three_replicas_and_no_false_alarms(dataset: Path, tmp_path: Path) -> None:
     every = ("health.hash_every=1", "optim.steps=3", "checkpoint.every=0")
     four = {
         tmp_path / "ddp": (layout(dataset, *HASH, "parallel.dp=4"), 2, "weight", 1),
@@ -248,7 +246,7 @@ def two_steps(rank: int, cases: dict[Path, RunSpec]) -> None:
         list(steps_of(built(spec, folder), 2))
 
 
-def test_statistics_are_what_a_hand_finds_and_the_same_under_every_layout(dataset: Path, tmp_path: Path) -> None:
+def test_statistics_equal_manual_computation_under_every_layout(dataset: Path, tmp_path: Path) -> None:
     spec = layout(dataset, "health.stats_every=2", "data.micro_batch=4", "model.tie_embeddings=true")
     trainer = built(spec, tmp_path / "one")
     list(steps_of(trainer, 1))
@@ -282,7 +280,7 @@ def test_statistics_are_what_a_hand_finds_and_the_same_under_every_layout(datase
             assert other[name] == pytest.approx(expected, rel=2e-3), (folder.name, name)
 
 
-def test_statistics_change_nothing(dataset: Path, tmp_path: Path) -> None:
+def test_statistics_do_not_change_training(dataset: Path, tmp_path: Path) -> None:
     steps = [list(steps_of(built(layout(dataset, *keys), tmp_path / name), 3)) for name, keys in
              {"with": ("health.stats_every=1",), "without": ()}.items()]  # fmt: skip
     assert [[v["loss"], v["grad_norm"]] for v in steps[0]] == [[v["loss"], v["grad_norm"]] for v in steps[1]]

@@ -58,7 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
     ids=["adamw", "sgd", "documents", "bf16 weights"],
 )
-def test_nothing_is_read_before_the_update_is_launched(
+def test_no_host_read_before_update_launch(
     overrides: tuple[str, ...], dataset: Path, tmp_path: Path, seen: list[str]
 ) -> None:
     trainer = built(make_spec(dataset, "data.global_batch=2", *overrides), tmp_path)
@@ -70,7 +70,7 @@ def test_nothing_is_read_before_the_update_is_launched(
     assert seen == ["updated", "tolist"]
 
 
-def test_the_next_batch_is_read_after_the_launch_and_before_the_wait(dataset: Path, tmp_path: Path) -> None:
+def test_next_batch_is_prefetched_between_launch_and_wait(dataset: Path, tmp_path: Path) -> None:
     trainer = built(make_spec(dataset), tmp_path)
     order: list[str] = []
     trainer.optimizer.register_step_post_hook(lambda *_: order.append("launched"))
@@ -86,7 +86,7 @@ def test_the_next_batch_is_read_after_the_launch_and_before_the_wait(dataset: Pa
 
 @pytest.mark.parametrize("clip", [0.0, 0.1, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_the_divisor_undoes_the_loss_scale_and_clips_as_pytorch_does(clip: float, scale: float) -> None:
+def test_grad_divisor_unscales_and_clips_like_torch(clip: float, scale: float) -> None:
     gradient = torch.randn(50, generator=torch.Generator().manual_seed(0))
     weight = torch.nn.Parameter(torch.zeros(50))
     weight.grad = gradient.clone()
@@ -104,14 +104,14 @@ def test_the_divisor_undoes_the_loss_scale_and_clips_as_pytorch_does(clip: float
     ("loss", "squares", "held"),
     [(2.0, 9.0, 0), (2.1, 9.0, 1), (2.0, 9.1, 1), (math.nan, 1.0, 1), (-math.inf, 1.0, 1), (1.0, math.inf, 1)],
 )
-def test_what_is_not_surely_fine_is_held(loss: float, squares: float, held: int) -> None:
+def test_update_gate_skips_uncertain_steps(loss: float, squares: float, held: int) -> None:
     gate, _ = make_gate(torch.tensor([loss, squares]).double(), 1, 1.0, 1.0, (2.0, 3.0), CPU)
     assert gate.skip.item() == held
     without_limits, _ = make_gate(torch.tensor([loss, squares]).double(), 1, 1.0, 1.0, EASY, CPU)
     assert without_limits.skip.item() == (not (math.isfinite(loss) and math.isfinite(squares)))
 
 
-def test_no_trouble_gets_through_a_limit_and_hardly_anything_else_is_held() -> None:
+def test_limits_catch_all_spikes_with_few_false_skips() -> None:
     draw = random.Random(0)
     for _ in range(300):
         before = [draw.lognormvariate(draw.choice([-20, 0, 20]), draw.choice([0, 0.1, 3])) for _ in range(9)]
@@ -123,7 +123,7 @@ def test_no_trouble_gets_through_a_limit_and_hardly_anything_else_is_held() -> N
         assert spike_score(most + 1e-6 * (abs(middle) + abs(most)), before).z > z
 
 
-def test_limits_are_those_of_the_judge(dataset: Path) -> None:
+def test_limits_match_health_checks(dataset: Path) -> None:
     health = Health(make_spec(dataset, *WATCH).health)
     assert health.limits() == EASY
     for number in range(health.spec.warmup):
@@ -139,7 +139,7 @@ def test_limits_are_those_of_the_judge(dataset: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not_held(
+def test_falsely_skipped_step_equals_unskipped_step(
     optimizer: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = make_spec(dataset, f"optim.optimizer={optimizer}", "optim.steps=5", "optim.clip=0.1")
@@ -151,7 +151,7 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not_held(
     assert curve(tmp_path / "launched") == curve(tmp_path / "held")
 
 
-def test_a_held_update_leaves_weights_states_and_counts(dataset: Path, tmp_path: Path) -> None:
+def test_skipped_update_leaves_weights_states_and_steps(dataset: Path, tmp_path: Path) -> None:
     trainer = built(make_spec(dataset), tmp_path)
     list(steps_of(trainer, 2))
     before = live(trainer)
@@ -182,7 +182,7 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
     )
 
 
-def test_a_prepared_batch_is_the_one_that_is_taken(prefetcher: Prefetcher) -> None:
+def test_prefetched_batch_is_used(prefetcher: Prefetcher) -> None:
     opened: list[int] = []
     stream = prefetcher.batches.stream
     prefetcher.batches.stream = lambda start, *rest: [opened.append(start), stream(start, *rest)][1]  # type: ignore
@@ -200,9 +200,7 @@ def test_a_prepared_batch_is_the_one_that_is_taken(prefetcher: Prefetcher) -> No
     assert not prefetcher.ready and opened == [3, 9]
 
 
-def test_what_cannot_be_prepared_fails_when_it_is_taken(
-    prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefetch_error_is_raised_on_take(prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     prefetcher.take(0, 5)
     at = prefetcher.batches.at
     monkeypatch.setattr(prefetcher.batches, "at", lambda cursor: (_ for _ in ()).throw(OSError(f"no {cursor}")))
@@ -213,7 +211,7 @@ def test_what_cannot_be_prepared_fails_when_it_is_taken(
     assert same(prefetcher.take(1, 4), at(1))
 
 
-def test_targets_are_counted_where_they_are_read(dataset: Path) -> None:
+def test_targets_are_counted_on_host(dataset: Path) -> None:
     batches = Batches(make_spec(dataset, "data.document_mask=true").data, seed=0)
     found = [batch for cursor in range(4) for batch in batches.at(cursor)]
     assert [batch.counted for batch in found] == [int((batch.targets != -100).sum()) for batch in found]
@@ -225,7 +223,7 @@ def test_targets_are_counted_where_they_are_read(dataset: Path) -> None:
 # --- the allocator --------------------------------------------------------------------------------------
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_unless_user_sets_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, str] = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setattr(os, "environ", given)
     use_expandable_segments()

@@ -44,12 +44,12 @@ def resumed(rank: int, run: Path) -> None:
 
 
 @RUNS
-def test_the_checkpoint_is_loaded_to_the_last_bit(name: str) -> None:
+def test_old_checkpoint_loads_bitwise(name: str) -> None:
     assert hashes(Path(name), 4) == EXPECTED[name]["saved"]
 
 
 @RUNS
-def test_the_run_resumes_and_ends_as_if_never_stopped(name: str) -> None:
+def test_old_run_resumes_bitwise(name: str) -> None:
     """Figures of the steps after the stop, within what another processor may round otherwise."""
     run = Path(name)
     on_ranks(2, resumed, run) if name == "experts" else resume(run)
@@ -61,7 +61,7 @@ def test_the_run_resumes_and_ends_as_if_never_stopped(name: str) -> None:
         assert {key: line[key] for key in figures} == pytest.approx(figures, rel=1e-5)
 
 
-def test_one_rank_resumes_what_two_ranks_saved() -> None:
+def test_one_rank_resumes_two_rank_checkpoint() -> None:
     """The layout is changed in spec.toml, as a user may."""
     run = Path("experts")
     text = RunFolder(run).spec_path.read_text()
@@ -84,7 +84,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @RUNS
-def test_eval_generate_and_report_read_the_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_generate_and_report_read_old_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(answer(capsys, "eval", name, "--json"))["step"] == 4
     (sample,) = json.loads(answer(capsys, "generate", name, "--prompt", "def", "--max-tokens", "5", "--json"))
     assert len(sample["tokens"]) == 5

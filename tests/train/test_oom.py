@@ -50,7 +50,7 @@ command()
 
 
 @pytest.mark.parametrize("force", [False, True], ids=["refused", "forced"])
-def test_one_rank_under_a_limit_ends_in_one_line(force: bool, dataset: Path, tmp_path: Path) -> None:
+def test_oom_of_one_rank_is_one_line_error(force: bool, dataset: Path, tmp_path: Path) -> None:
     """A real process, whose allocations really fail."""
     spec = make_spec(dataset, "data.micro_batch=65536", "data.global_batch=65536", "cluster.device=cpu")
     peak = total(peak_rows(spec, 0, "cpu"))
@@ -82,7 +82,7 @@ def run_short_of_memory(rank: int, spec: RunSpec, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("experts", [(), ("model.experts=4", "model.expert_ffn=64")], ids=["dense", "experts"])
-def test_the_rank_that_ran_out_is_named(experts: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
+def test_oom_names_rank(experts: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     words = ("parallel.dp=2", "data.micro_batch=32768", "data.global_batch=65536", "cluster.device=cpu", *experts)
     spec = make_spec(dataset, *words)
     peak = total(peak_rows(spec, 1, "cpu"))
@@ -110,13 +110,13 @@ def told_by_rank_1(rank: int) -> list[Any]:
     return [met.value.facts, broken.facts]
 
 
-def test_all_ranks_know_what_was_predicted_and_measured() -> None:
+def test_oom_facts_reach_all_ranks() -> None:
     between, broken = on_ranks(2, told_by_rank_1, timeout=100)[0]
     assert between == {"cause": "oom", "predicted_bytes": 5, "measured_bytes": 4}
     assert broken == {"cause": "oom", "predicted_bytes": 7, "measured_bytes": 6}
 
 
-def test_after_a_step_it_is_worth_another_try(dataset: Path, tmp_path: Path) -> None:
+def test_oom_after_a_step_is_not_final(dataset: Path, tmp_path: Path) -> None:
     trainer = built(make_spec(dataset), tmp_path / "run")
     for began, step, final in ((None, 0, True), (4, 4, True), (4, 5, False)):
         trainer.start_step, trainer.step = began, step
@@ -160,7 +160,7 @@ def supervised(spec: RunSpec, folder: RunFolder, words: list[str], restarts: int
     return ended.value.exit_code
 
 
-def test_a_rank_that_the_oom_killer_ended(
+def test_oom_killer_is_recognised(
     counter: Path, dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Real processes and a real SIGKILL; the counter is a file of ours. It is not started again: it took no step."""
@@ -181,13 +181,13 @@ def test_a_rank_that_the_oom_killer_ended(
     assert fail["cause"] == "oom" and 80 * MIB < fail["measured_bytes"] < 200 * MIB
 
 
-def test_any_other_sigkill_is_none(counter: Path, dataset: Path, tmp_path: Path, capfd: Any) -> None:
+def test_other_sigkill_is_not_oom(counter: Path, dataset: Path, tmp_path: Path, capfd: Any) -> None:
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
     assert supervised(spec, RunFolder(tmp_path / "run"), ["kill"], 0) == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "lmworks: error: rank 1 was ended by SIGKILL; the run can be resumed\n"
 
 
-def test_a_sigkill_of_ranks_that_do_not_fit_is_probably_one(dataset: Path, capfd: Any, tmp_path: Path) -> None:
+def test_sigkill_of_oversized_ranks_is_probably_oom(dataset: Path, capfd: Any, tmp_path: Path) -> None:
     """As with `--force`, where the counter of the OOM killer cannot be read."""
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
     killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1)
@@ -205,7 +205,7 @@ def test_a_sigkill_of_ranks_that_do_not_fit_is_probably_one(dataset: Path, capfd
     ), said
 
 
-def test_after_steps_the_ranks_are_started_again(dataset: Path, tmp_path: Path) -> None:
+def test_oom_after_steps_restarts_ranks(dataset: Path, tmp_path: Path) -> None:
     """As often as allowed: another process may have taken the memory."""
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
     folder = RunFolder.create(tmp_path / "run", spec)

@@ -50,7 +50,7 @@ def test_rate_follows_the_closed_form(schedule: str, step: int, expected: float)
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
-def test_last_step_has_exactly_the_lowest_rate(schedule: str, floor: float) -> None:
+def test_last_step_has_minimal_lr(schedule: str, floor: float) -> None:
     values = rates(schedule=schedule, min_lr_ratio=floor, lr=3e-4)
     assert values[-1] == 3e-4 * floor == min(values[10:])
 
@@ -58,7 +58,7 @@ def test_last_step_has_exactly_the_lowest_rate(schedule: str, floor: float) -> N
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 10, 60])
 @pytest.mark.parametrize("decay_ratio", [0.01, 0.2, 1.0])
-def test_rate_rises_then_never_rises_again_and_never_jumps(schedule: str, warmup: int, decay_ratio: float) -> None:
+def test_lr_rises_once_without_jumps(schedule: str, warmup: int, decay_ratio: float) -> None:
     values = rates(schedule=schedule, warmup=warmup, decay_ratio=decay_ratio)
     rise, fall = values[:warmup], values[warmup:]
     assert rise == sorted(rise)
@@ -68,7 +68,7 @@ def test_rate_rises_then_never_rises_again_and_never_jumps(schedule: str, warmup
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (5, 5)])
-def test_shortest_runs_train_at_the_peak(schedule: str, steps: int, warmup: int) -> None:
+def test_shortest_runs_use_peak_lr(schedule: str, steps: int, warmup: int) -> None:
     """With one step or none after the warm-up there is nothing to fall over."""
     assert rates(schedule=schedule, steps=steps, warmup=warmup)[-1] == 1.0
 
@@ -81,7 +81,7 @@ def small(**fields: object) -> GPT:
 
 
 @pytest.mark.parametrize("fields", [{}, {"bias": True, "norm": "layer", "positions": "learned"}, {"experts": 4}])
-def test_matrices_decay_and_gains_and_biases_do_not(fields: dict[str, object]) -> None:
+def test_weight_decay_on_matrices_only(fields: dict[str, object]) -> None:
     model = small(**fields)
     optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -90,7 +90,7 @@ def test_matrices_decay_and_gains_and_biases_do_not(fields: dict[str, object]) -
         assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.1), name
 
 
-def test_without_a_gradient_a_matrix_shrinks_by_the_decay_and_a_gain_stays() -> None:
+def test_zero_gradient_applies_decay_to_matrices_only() -> None:
     model = small(bias=True, norm="layer")
     nn.init.ones_(model.blocks["0"].mlp.up.bias)  # type: ignore[union-attr, arg-type]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -53,7 +53,7 @@ def spec_file(dataset: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "experts", [(), ("model.experts=4", "model.top_k=2", "model.expert_ffn=64")], ids=["dense", "experts"]
 )
-def test_train_is_refused_before_a_folder_is_made(
+def test_oversized_train_is_rejected_before_folder_is_created(
     experts: tuple[str, ...],
     spec_file: Path,
     tmp_path: Path,
@@ -71,7 +71,7 @@ def test_train_is_refused_before_a_folder_is_made(
     assert RunFolder(run).spec().optim.steps == 2
 
 
-def test_all_ranks_are_counted_before_one_is_started(
+def test_memory_of_all_ranks_is_checked_before_start(
     spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has its runtime to load too."""
@@ -96,7 +96,7 @@ def test_all_ranks_are_counted_before_one_is_started(
         start.assert_called_once()
 
 
-def test_resume_and_bench_are_refused(
+def test_oversized_resume_and_bench_are_rejected(
     spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -114,14 +114,14 @@ def refused_rank(rank: int, spec: RunSpec, folder: Path, size: int) -> str:
     return str(error.value)
 
 
-def test_ranks_that_somebody_else_started_agree(dataset: Path, tmp_path: Path) -> None:
+def test_external_ranks_agree_on_rejection(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "parallel.dp=2", "cluster.device=cpu")
     said = on_ranks(2, refused_rank, spec, tmp_path / "run", need(spec) - 1)
     assert said[0] == said[1] and "for the 2 ranks on this machine" in said[0]
     assert not (tmp_path / "run").exists()
 
 
-def test_another_machine_s_ranks_do_not_count(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_machines_are_not_counted(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(dataset, "parallel.dp=4", "data.micro_batch=1")
     give(monkeypatch, need(spec) // 2)
     with pytest.raises(SpecError, match="for the 4 ranks"):
@@ -134,7 +134,7 @@ def test_another_machine_s_ranks_do_not_count(dataset: Path, monkeypatch: pytest
         memory_preflight.refuse_oversized(spec, CPU)
 
 
-def test_a_gpu_has_what_is_free_on_it(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_gpu_memory_is_used(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what this process's allocator has kept. Another rank has a GPU of its own."""
     spec = make_spec(dataset, "parallel.dp=2")
     peak = total(peak_rows(spec, 1, "cuda"))
@@ -151,7 +151,7 @@ def test_a_gpu_has_what_is_free_on_it(dataset: Path, monkeypatch: pytest.MonkeyP
     memory_preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
 
 
-def test_parity_counts_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_memory_includes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.spec.layouts import layouts
 
     layout = layouts()["ddp"]
@@ -170,7 +170,7 @@ def test_parity_counts_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
         proof.prove(layout)
 
 
-def test_a_study_counts_all_strategies_of_a_rank(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_study_memory_counts_all_strategies(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec(dataset)
     both = [with_strategy(spec, 2, data_parallel.strategy_keys(name)) for name in (data_parallel.BASE, "FSDP2 reshard")]
     give(monkeypatch, sum(map(need, both)) - 1)
@@ -188,7 +188,7 @@ def test_a_study_counts_all_strategies_of_a_rank(dataset: Path, monkeypatch: pyt
         data_parallel.study(spec, 2, 1, ["fsdp2-reshard"], jobs=False)
 
 
-def test_the_study_of_precisions_is_refused_before_its_folder_is_made(
+def test_precision_study_is_rejected_before_folder_is_created(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give(monkeypatch, MIB)
@@ -197,9 +197,7 @@ def test_the_study_of_precisions_is_refused_before_its_folder_is_made(
     assert not (tmp_path / "out").exists()
 
 
-def test_simulate_holds_no_memory_and_refuses_nothing_for_size(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_has_no_memory_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Of experts for a GPU that is not here, on a machine with nothing left."""
     give(monkeypatch, 0)
     model = ("model.layers=1", "model.hidden=2048", "model.experts=16", "model.expert_ffn=4096", "data.seq=32")
@@ -235,7 +233,7 @@ def test_a_spec_that_names_a_gpu_needs_one(spec_file: Path, tmp_path: Path, caps
     assert lmworks(capsys, "eval", str(run))[0] == 0
 
 
-def test_a_run_of_a_gpu_goes_on_here_only_if_asked(
+def test_gpu_run_resumes_on_cpu_only_if_requested(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -250,14 +248,14 @@ def test_a_run_of_a_gpu_goes_on_here_only_if_asked(
     ("device", "says"),
     [("cuda", "cluster.device = 'cuda', but no CUDA device is "), ("tpu", "cluster.device = 'tpu' is not one of")],
 )
-def test_a_device_that_is_not_there_is_bad_usage(
+def test_missing_device_is_usage_error(
     device: str, says: str, spec_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = lmworks(capsys, "train", str(spec_file), "--device", device)
     assert code == 2 and says in err
 
 
-def test_the_reference_run_is_refused(
+def test_oversized_reference_run_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With what this machine really has: eight ranks of 78 GiB."""
@@ -273,7 +271,7 @@ def test_the_reference_run_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quantize_is_refused_before_it_loads(
+def test_oversized_quantize_is_rejected_before_loading(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

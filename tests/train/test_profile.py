@@ -35,7 +35,7 @@ def traces(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "traces").iterdir())
 
 
-def test_chosen_ranks_leave_a_trace_of_the_chosen_steps_with_their_collectives(dataset: Path, tmp_path: Path) -> None:
+def test_profile_traces_chosen_steps_and_ranks(dataset: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     spec = layout(dataset, *PROFILE, "parallel.dp=2", "parallel.strategy=fsdp2")
     on_ranks(2, train_profiled, {run: spec, tmp_path / "second": spec.replace(log=LogSpec(profile=[1, 1]))})
@@ -48,7 +48,7 @@ def test_chosen_ranks_leave_a_trace_of_the_chosen_steps_with_their_collectives(d
         assert "[memory]" in path.read_text()  # every allocation, where there is no device to take a snapshot of
 
 
-def test_a_run_that_fails_in_between_leaves_what_it_recorded(dataset: Path, tmp_path: Path) -> None:
+def test_failed_run_writes_partial_trace(dataset: Path, tmp_path: Path) -> None:
     trainer = Trainer(layout(dataset, *PROFILE, "log.profile_ranks=[0]"), tmp_path / "run", quiet=True)
     before_step(trainer, 4, crash)
     with pytest.raises(Crash):
@@ -68,13 +68,13 @@ def test_a_run_that_fails_in_between_leaves_what_it_recorded(dataset: Path, tmp_
         ("log.profile_ranks=[-1]", r"log.profile_ranks = \[-1\]"),
     ],
 )
-def test_values_that_would_record_nothing_are_refused(dataset: Path, key: str, said: str) -> None:
+def test_empty_profile_ranges_are_rejected(dataset: Path, key: str, said: str) -> None:
     with pytest.raises(SpecError, match=said):
         layout(dataset, "log.profile=[1,2]", "parallel.dp=2", key)
 
 
 @pytest.mark.slow
-def test_it_says_nothing() -> None:
+def test_profiler_is_silent() -> None:
     """In a process of its own: the profiler asks once how much it should say."""
     code = (
         "import torch; from lmworks.train.profile import recorder\n"

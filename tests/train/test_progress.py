@@ -37,7 +37,7 @@ def test_plain_lines_every_so_many_steps(capsys):
     assert all(character.isprintable() or character == "\n" for character in printed)
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+def test_dumb_terminal_prints_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with Progress(total=1, stream=terminal) as progress:
         progress.step(line(1))
@@ -45,7 +45,7 @@ def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_a_terminal_gets_one_live_line(terminal):
+def test_terminal_has_one_live_line(terminal):
     with Progress(total=3, start=1, stream=terminal) as progress:
         progress.step(line(2))
         progress.note("saved [bold]step-000002")
@@ -58,20 +58,20 @@ def test_a_terminal_gets_one_live_line(terminal):
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_quiet_says_nothing(terminal, capsys):
+def test_quiet_prints_nothing(terminal, capsys):
     with Progress(total=1, quiet=True, stream=terminal) as progress:
         progress.step(line(1))
         progress.note("saved")
     assert terminal.getvalue() == capsys.readouterr().out == ""
 
 
-def test_a_loss_that_is_not_there(capsys):
+def test_missing_loss(capsys):
     with Progress(total=1) as progress:
         progress.step({"step": 1, "loss": None})
     assert capsys.readouterr().out.startswith("step 1/1  loss -  ETA")
 
 
-def test_the_eta_follows_the_latest_pace(monkeypatch):
+def test_eta_uses_recent_pace(monkeypatch):
     clock_now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock_now[0])
     progress = Progress(total=1000, quiet=True)

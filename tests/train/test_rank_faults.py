@@ -72,9 +72,7 @@ def raised(trainer: Trainer) -> tuple[str, bool, int]:
     return str(caught.value), caught.value.collective, caught.value.exit_code
 
 
-def test_a_full_disk_and_a_nan_on_one_rank_end_all_of_them_and_keep_the_checkpoint(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_full_disk_or_nan_on_one_rank_ends_all_and_keeps_checkpoint(dataset: Path, tmp_path: Path) -> None:
     spec = layout(dataset, *FSDP2, "optim.steps=5")
     runs = tmp_path / "full", tmp_path / "broken"
     do([Job(tmp_path / "straight", spec)])
@@ -107,7 +105,7 @@ def fail_before_the_first_step(server: socket.socket, rank: int, spec: RunSpec, 
         run.with_name("said").write_text(f"{type(error).__name__}: {error}")
 
 
-def test_a_rank_that_fails_before_the_first_step_tells_the_others(
+def test_early_failure_of_one_rank_reaches_all(
     dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     context = mp.get_context("fork")
@@ -133,7 +131,7 @@ def overflow(rank: int, specs: dict[Path, RunSpec]) -> None:
         trainer.run()
 
 
-def test_ranks_skip_a_step_together_though_one_of_them_overflows(dataset: Path, tmp_path: Path) -> None:
+def test_overflow_on_one_rank_is_skipped_by_all(dataset: Path, tmp_path: Path) -> None:
     fp16 = ("precision.dtype=fp16", "precision.loss_scale=1024", "precision.loss_scale_window=2", "optim.steps=6")
     layouts = {"fsdp2": FSDP2, "zero": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2")}
     layouts["pp"] = ("parallel.pp=2",)
@@ -164,7 +162,7 @@ def losses(rank: int, cases: dict[Path, RunSpec]) -> list[tuple[float, int]]:
     return found
 
 
-def test_held_out_data_give_every_layout_the_loss_of_one_rank(tmp_path: Path) -> None:
+def test_held_out_loss_is_equal_under_every_layout(tmp_path: Path) -> None:
     """Ranks that have no micro-batch left take part all the same, and a short last one counts as what it holds."""
     source = write_documents(tmp_path / "text.jsonl")
     source.write_text("".join(source.read_text().splitlines(keepends=True)[:100]))
@@ -187,7 +185,7 @@ def test_held_out_data_give_every_layout_the_loss_of_one_rank(tmp_path: Path) ->
         assert found[1::2] == [(pytest.approx(some, rel=1e-6), three)] * (len(found) // 2)
 
 
-def test_a_run_done_twice_is_the_same_run(dataset: Path, tmp_path: Path) -> None:
+def test_deterministic_run_repeats_bitwise(dataset: Path, tmp_path: Path) -> None:
     layouts = {"ddp": ("parallel.dp=2",), "tp-sp": ("parallel.tp=2", "parallel.sp=true")}
     specs = {name: layout(dataset, "deterministic=true", *keys) for name, keys in layouts.items()}
     do([Job(tmp_path / f"{name}-{again}", spec) for name, spec in specs.items() for again in (1, 2)])
@@ -210,7 +208,7 @@ def begin_on_a_full_disk(rank: int, spec: RunSpec, run: Path) -> tuple[str, bool
     return str(caught.value), alive
 
 
-def test_a_full_disk_before_the_first_step_is_one_line(dataset: Path, tmp_path: Path) -> None:
+def test_full_disk_before_first_step_is_one_line_error(dataset: Path, tmp_path: Path) -> None:
     first, second = on_ranks(2, begin_on_a_full_disk, layout(dataset, *FSDP2), tmp_path / "run")
     place = tmp_path / "run" / "watch" / "rank-1.life"
     assert first == (f"rank 1: cannot write {place}: No space left on device", False)

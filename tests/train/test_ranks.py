@@ -79,14 +79,14 @@ def runs(request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
-def test_a_run_that_goes_on_in_its_layout_ends_bitwise_where_it_would_have(runs: Path, name: str) -> None:
+def test_resume_in_same_layout_is_bitwise_equal(runs: Path, name: str) -> None:
     assert RunFolder(runs / f"{name}-again").next_attempt() == 2  # it was taken up, once
     assert differences(saved(runs / name), saved(runs / f"{name}-again")) == []
     assert curve(runs / name) == curve(runs / f"{name}-again")
 
 
 @pytest.mark.parametrize("move", [pytest.param(move, id="-to-".join(move), marks=marks_of(move[0])) for move in MOVES])
-def test_another_layout_takes_a_checkpoint_up_exactly_and_at_the_same_data(runs: Path, move: tuple[str, str]) -> None:
+def test_resume_in_other_layout_loads_exactly(runs: Path, move: tuple[str, str]) -> None:
     """Weights, optimizer states, and buffers are equal to the bit; so are the samples that follow."""
     source, target = runs / move[0], runs / "-to-".join(move)
     assert differences(saved(source, 2), saved(target, 2)) == []
@@ -95,7 +95,7 @@ def test_another_layout_takes_a_checkpoint_up_exactly_and_at_the_same_data(runs:
     assert after[5] == pytest.approx(before[5], rel=1e-5)  # and after it, on held-out data
 
 
-def test_one_process_uses_what_fsdp1_trained_with_experts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_process_loads_fsdp1_experts(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bias by which experts are chosen has the model's own name, so that everybody finds it."""
     run, name = runs / "fsdp1-moe", "model.blocks.0.mlp.choice_bias"
     assert saved(run).keys() == saved(runs / "one-moe").keys()
@@ -116,7 +116,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return out.out
 
 
-def test_names_that_fsdp1_left_in_earlier_checkpoints_are_read(runs: Path, tmp_path: Path) -> None:
+def test_old_fsdp1_names_are_read(runs: Path, tmp_path: Path) -> None:
     """As `…_fsdp_wrapped_module.mlp.choice_bias`; the bytes are those of a checkpoint that was written so."""
     run = tmp_path / "run"
     shutil.copytree(runs / "fsdp1-moe", run)

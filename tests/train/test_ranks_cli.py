@@ -73,7 +73,7 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"rank {rank} is not running")
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_bitwise(dataset: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_resume_is_bitwise_equal(dataset: Path, tmp_path: Path) -> None:
     """As a terminal sends it; ranks have sessions of their own, and the command hands it on to them."""
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
     process = Forked("train", file, *FSDP2, "--run-dir", run)
@@ -93,7 +93,7 @@ def refuse(path: Path, reason: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_run_goes_on_under_another_layout(dataset: Path, tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_run_resumes_in_other_layout(dataset: Path, tmp_path: Path) -> None:
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
     process = start("train", file, *FSDP2, "--run-dir", run)
     wait_for_step(run, 3, process)
@@ -131,7 +131,7 @@ main()
 """
 
 
-def test_an_error_of_one_rank_ends_the_others_with_one_line(dataset: Path, tmp_path: Path) -> None:
+def test_error_of_one_rank_is_one_line(dataset: Path, tmp_path: Path) -> None:
     run, script = tmp_path / "run", tmp_path / "failing.py"
     script.write_text(FAILING)
     file = write_spec(layout(dataset, *ENDLESS, "checkpoint.every=1"), tmp_path / "spec.toml")
@@ -172,7 +172,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
     return code or 0, out.out, out.err
 
 
-def test_one_process_uses_what_four_ranks_trained(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_process_loads_four_rank_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained / "pp"
     code, out, _ = call(capsys, "eval", run, "--json")
     assert code == 0 and json.loads(out)["loss"] == pytest.approx(curve(run)[-1][5], rel=1e-6)
@@ -185,7 +185,7 @@ def test_one_process_uses_what_four_ranks_trained(trained: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("name", ["pp", "tp"])
-def test_an_export_gives_transformers_the_same_logits(
+def test_export_has_same_logits_in_transformers(
     trained: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -207,7 +207,7 @@ def test_an_export_gives_transformers_the_same_logits(
     assert json.loads((out / "lmworks_export.json").read_text())["step"] == 3
 
 
-def test_an_export_leaves_other_folders_alone(
+def test_export_does_not_overwrite_other_folders(
     trained: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs, file = tmp_path / "theirs", tmp_path / "file"

@@ -23,7 +23,7 @@ from lmworks.train.device import pick_device
 from tiny import make_spec
 
 
-def test_too_few_ranks_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_world_size_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SpecError, match="needs 4 ranks, but 2 were started") as error:
@@ -31,7 +31,7 @@ def test_too_few_ranks_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.collective
 
 
-def test_a_rank_without_gpu_is_told_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_reports_gpu_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -41,7 +41,7 @@ def test_a_rank_without_gpu_is_told_how_many_there_are(monkeypatch: pytest.Monke
         pick_device(Cluster())
 
 
-def test_a_run_that_is_changed_to_fp16_starts_its_scale_anew() -> None:
+def test_change_to_fp16_resets_loss_scale() -> None:
     scale = LossScale(PrecisionSpec(dtype="fp16", loss_scale=512.0))
     scale.load_state_dict(LossScale(PrecisionSpec(dtype="bf16")).state_dict())
     assert scale.scale == 512
@@ -50,7 +50,7 @@ def test_a_run_that_is_changed_to_fp16_starts_its_scale_anew() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
-def test_schedules_that_an_older_pytorch_cannot_run(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_unsupported_by_older_torch_are_rejected(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with 2.11, where the metadata of such a node is no attribute."""
     monkeypatch.setattr(pipeline, "splits_backward", lambda: False)
     spec = load_run(
@@ -63,7 +63,7 @@ def test_schedules_that_an_older_pytorch_cannot_run(schedule: str, monkeypatch: 
         refuse_impossible(spec, torch.device("cpu"))
 
 
-def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_folder_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "spec.toml").write_text("")
     with mock.patch.object(command, "supervise") as start, pytest.raises(SpecError, match="already holds a run"):
@@ -80,7 +80,7 @@ def test_a_folder_that_is_taken_starts_no_ranks(tmp_path: Path, monkeypatch: pyt
         (("model.attention=flash", "cluster.device=cpu"), "'flash' needs a GPU, and this run is on cpu; use 'sdpa'"),
     ],
 )
-def test_what_this_machine_cannot_do_makes_no_folder(
+def test_unsupported_spec_creates_no_folder(
     overrides: tuple[str, ...], says: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
@@ -103,7 +103,7 @@ def go_on(rank: int, run: Path) -> str:
     return str(error.value)
 
 
-def test_a_run_in_use_is_refused_on_every_rank(dataset: Path, tmp_path: Path) -> None:
+def test_locked_run_is_rejected_on_every_rank(dataset: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", make_spec(dataset, "parallel.dp=2"))
     with folder.locked():
         said = on_ranks(2, go_on, folder.path)
@@ -128,7 +128,7 @@ time.sleep(600)
 
 
 @ON_LINUX
-def test_a_rank_ends_with_the_command_that_started_it() -> None:
+def test_rank_ends_with_its_launcher() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTER, RANK], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None and starter.stdout.readline() == "ready\n"
         starter.kill()
@@ -136,7 +136,7 @@ def test_a_rank_ends_with_the_command_that_started_it() -> None:
 
 
 @ON_LINUX
-def test_a_rank_whose_starter_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_launcher_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from lmworks.cli.ranks import die_with_parent\ndie_with_parent()"
     monkeypatch.setenv("LMWORKS_STARTED_BY", "1")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == (

@@ -61,7 +61,7 @@ def cursors_of(trainer: Trainer) -> list[int]:
 # --- what the records say ------------------------------------------------------------------------------
 
 
-def test_attempts_are_read_from_what_they_left(dataset: Path, tmp_path: Path) -> None:
+def test_attempts_are_read_from_records(dataset: Path, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", make_spec(dataset))
     folder.event("start", 0, attempt=0, launch="L1")
     for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4, 2, 3))):  # the second one went back by itself
@@ -94,13 +94,11 @@ def test_attempts_are_read_from_what_they_left(dataset: Path, tmp_path: Path) ->
         ([], 0),
     ],
 )
-def test_a_crash_loop_is_two_deaths_in_a_row_in_one_step(past: list[Attempt], step: int) -> None:
+def test_crash_loop_is_two_failures_in_one_step(past: list[Attempt], step: int) -> None:
     assert crashed_twice(past) == step
 
 
-def test_a_restart_is_recorded_with_its_cause_and_what_it_lost(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_event_has_cause_and_lost_steps(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, spec = tmp_path / "run", make_spec(dataset, *SPEC)
     dies(Trainer(spec, run, quiet=True), 6)
     started_again(monkeypatch, 1)
@@ -115,7 +113,7 @@ def test_a_restart_is_recorded_with_its_cause_and_what_it_lost(
     assert differences(saved(run), saved(tmp_path / "straight")) == []
 
 
-def test_under_torchrun_the_cause_is_what_the_run_recorded(
+def test_torchrun_restart_cause_comes_from_records(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(make_spec(dataset, *SPEC), tmp_path / "run", quiet=True)
@@ -137,9 +135,7 @@ def died_twice(dataset: Path, run: Path, monkeypatch: pytest.MonkeyPatch, *overr
     dies(Trainer.resume(run, quiet=True), 6)
 
 
-def test_a_step_that_fails_twice_ends_the_run_with_its_cause(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_loop_ends_run_with_cause(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     died_twice(dataset, run, monkeypatch)
     for count in (2, 3):  # torchrun starts it over all the same
@@ -152,7 +148,7 @@ def test_a_step_that_fails_twice_ends_the_run_with_its_cause(
     assert cursors_of(Trainer.resume(run, quiet=True)) == [4, 5, 6, 7]
 
 
-def test_deaths_under_another_agent_are_not_counted(
+def test_failures_of_other_agents_are_not_counted(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died_twice(dataset, tmp_path / "run", monkeypatch)
@@ -160,9 +156,7 @@ def test_deaths_under_another_agent_are_not_counted(
     assert cursors_of(Trainer.resume(tmp_path / "run", quiet=True)) == [4, 5, 6, 7]
 
 
-def test_the_batch_of_a_step_that_fails_twice_is_passed_by_if_asked_and_stays_so(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_loop_skip_persists(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     died_twice(dataset, run, monkeypatch, "fault.crash_loop=skip")
     started_again(monkeypatch, 2)
@@ -179,9 +173,7 @@ def test_the_batch_of_a_step_that_fails_twice_is_passed_by_if_asked_and_stays_so
 # --- who takes what up ---------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_started_again_take_up_their_own_run_only(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_ranks_resume_only_their_run(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not is_restart(folder)  # the first generation died before it had made one
@@ -205,9 +197,7 @@ def keep(path: Path, has: Any, until: Any) -> None:
         until.wait()
 
 
-def test_the_lock_of_a_rank_that_is_ending_is_waited_for(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_waits_for_lock_of_ending_rank(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("fork")
     folder = RunFolder.create(tmp_path / "run", make_spec(dataset, "optim.steps=2"))
     has, until = context.Event(), context.Event()
@@ -275,7 +265,7 @@ def all_ranks(parts: Sequence[Samples]) -> Samples:
     return {cursor: sorted(rows) for cursor, rows in whole.items()}
 
 
-def test_four_ranks_go_on_as_two_with_the_same_samples_and_losses(dataset: Path, tmp_path: Path) -> None:
+def test_elastic_resume_from_four_to_two_ranks(dataset: Path, tmp_path: Path) -> None:
     """No sample is repeated or dropped, and what differs is the order of sums: 1e-6."""
     spec, straight, killed = layout(dataset, *DP4), tmp_path / "straight", tmp_path / "killed"
     both = on_ranks(4, straight_and_killed, spec, straight, killed)

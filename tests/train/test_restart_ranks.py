@@ -59,9 +59,7 @@ def spec(dataset: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow  # so does tests/prove/test_chaos.py every day, and compares more
-def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
-    spec: Path, straight: Path, tmp_path: Path
-) -> None:
+def test_killed_rank_restarts_and_run_is_bitwise_equal(spec: Path, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start("train", spec, "--run-dir", run, "--max-restarts", "1")
     wait_until(came_to(run, 7), process)
@@ -76,7 +74,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_again_and_they_take_up_their_run(spec: Path, straight: Path, tmp_path: Path) -> None:
+def test_torchrun_restart_resumes_run(spec: Path, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "2", "-m", "lmworks.train", str(spec), "--run-dir", str(run)]
@@ -93,9 +91,7 @@ def test_torchrun_starts_ranks_again_and_they_take_up_their_run(spec: Path, stra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_ranks_whose_agent_is_killed_save_and_end_and_the_run_goes_on(
-    spec: Path, straight: Path, tmp_path: Path, asynchronous: str
-) -> None:
+def test_killed_agent_makes_ranks_save_and_end(spec: Path, straight: Path, tmp_path: Path, asynchronous: str) -> None:
     run = tmp_path / "run"
     saves = f"checkpoint.asynchronous={asynchronous}"
     process = start("train", spec, saves, "--run-dir", run, "--max-restarts", "1")
@@ -114,7 +110,7 @@ def test_ranks_whose_agent_is_killed_save_and_end_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_everyone_gets_sigterm_and_the_run_saves_and_ends_with_75(spec: Path, straight: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_75(spec: Path, straight: Path, tmp_path: Path) -> None:
     """As a scheduler does it: the command and all its ranks; the command hands it on, so the ranks get two."""
     run = tmp_path / "run"
     process = start("train", spec, "--run-dir", run, "--max-restarts", "3")
@@ -132,7 +128,7 @@ def test_everyone_gets_sigterm_and_the_run_saves_and_ends_with_75(spec: Path, st
 
 
 @pytest.mark.slow
-def test_one_rank_is_looked_after_too_and_goes_on_bitwise(dataset: Path, tmp_path: Path) -> None:
+def test_single_rank_restarts_bitwise(dataset: Path, tmp_path: Path) -> None:
     one = layout(dataset, *LENGTH, "fault.max_restarts=1")
     do([Job(tmp_path / "straight", one)])  # without an agent
     run = tmp_path / "run"
@@ -146,7 +142,7 @@ def test_one_rank_is_looked_after_too_and_goes_on_bitwise(dataset: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_as_one(dataset: Path, straight: Path, tmp_path: Path) -> None:
+def test_elastic_resume_from_two_to_one_rank(dataset: Path, straight: Path, tmp_path: Path) -> None:
     """The same samples in every step; sums in another order: losses within 1e-6 of each other after a few steps."""
     spec = layout(dataset, *FSDP2, *LENGTH, "optim.steps=12", "fault.elastic=true")
     do([Job(tmp_path / "straight", spec)])

@@ -80,9 +80,7 @@ def thirty_spec(dataset: Path, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("deaths", [[16], [18], [3], [16, 23], [7, 7, 29]], ids=str)
-def test_a_resumed_run_is_the_same_run_to_the_last_bit(
-    dataset: Path, tmp_path: Path, thirty: Path, deaths: list[int]
-) -> None:
+def test_resume_is_bitwise_equal(dataset: Path, tmp_path: Path, thirty: Path, deaths: list[int]) -> None:
     """Dying before step 16 leaves step 15 saved; before 18, two steps are replayed; before 3, all of them."""
     run_dir = tmp_path / "run"
     crashed(thirty_spec(dataset), run_dir, deaths[0])
@@ -96,7 +94,7 @@ def test_a_resumed_run_is_the_same_run_to_the_last_bit(
     assert starts == expected
 
 
-def test_random_numbers_go_on_where_they_stood(dataset: Path, tmp_path: Path) -> None:
+def test_resume_restores_rng_state(dataset: Path, tmp_path: Path) -> None:
     """Nothing in a step draws from them today; dropout will."""
 
     def drawing(trainer: Trainer, drawn: dict[int, tuple[float, ...]]) -> Trainer:
@@ -122,13 +120,13 @@ def test_random_numbers_go_on_where_they_stood(dataset: Path, tmp_path: Path) ->
     assert differences(saved(tmp_path / "run"), saved(tmp_path / "straight")) == []
 
 
-def test_a_run_with_read_ahead_workers_resumes_as_one_without(dataset: Path, tmp_path: Path, thirty: Path) -> None:
+def test_resume_with_data_workers(dataset: Path, tmp_path: Path, thirty: Path) -> None:
     crashed(thirty_spec(dataset, "data.workers=2"), tmp_path / "run", 18)
     resume(tmp_path / "run")
     assert_same_run(tmp_path / "run", thirty)
 
 
-def test_a_run_whose_checkpoints_are_out_of_sight_does_not_begin_anew(dataset: Path, tmp_path: Path) -> None:
+def test_missing_checkpoints_are_an_error(dataset: Path, tmp_path: Path) -> None:
     """As where a disk is not mounted: training from step 0 over the old records would look like going on."""
     train(make_spec(dataset, "optim.steps=2", "checkpoint.every=1"), tmp_path / "run")
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
@@ -138,7 +136,7 @@ def test_a_run_whose_checkpoints_are_out_of_sight_does_not_begin_anew(dataset: P
     assert resume(tmp_path / "run").step == 2
 
 
-def test_a_finished_run_resumes_to_nothing_but_its_result(dataset: Path, tmp_path: Path) -> None:
+def test_finished_run_returns_result(dataset: Path, tmp_path: Path) -> None:
     first = train(make_spec(dataset), tmp_path / "run")
     metrics, state = curve(tmp_path / "run"), saved(tmp_path / "run")
     again = Trainer.resume(tmp_path / "run", quiet=True)
@@ -151,7 +149,7 @@ def test_a_finished_run_resumes_to_nothing_but_its_result(dataset: Path, tmp_pat
 # --- damage --------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+def test_damaged_newest_checkpoint_falls_back(
     dataset: Path, tmp_path: Path, thirty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
@@ -167,7 +165,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert_same_run(run_dir, thirty)
 
 
-def test_with_every_checkpoint_damaged_the_run_refuses_and_deletes_nothing(dataset: Path, tmp_path: Path) -> None:
+def test_all_checkpoints_damaged_is_an_error(dataset: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(make_spec(dataset, "checkpoint.every=4"), run_dir)
     for step in (4, 8, 12):
@@ -179,7 +177,7 @@ def test_with_every_checkpoint_damaged_the_run_refuses_and_deletes_nothing(datas
     assert {path: path.read_bytes() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()} == before
 
 
-def test_other_data_under_a_run_are_refused(tmp_path: Path) -> None:
+def test_changed_data_are_rejected(tmp_path: Path) -> None:
     prepare([str(write_documents(tmp_path / "a.jsonl"))], tmp_path / "data", workers=1)
     crashed(make_spec(tmp_path / "data", "checkpoint.every=4"), tmp_path / "run", 6)
     prepare([str(write_documents(tmp_path / "b.jsonl", seed=1))], tmp_path / "data", workers=1)
@@ -190,7 +188,7 @@ def test_other_data_under_a_run_are_refused(tmp_path: Path) -> None:
 # --- two at once ---------------------------------------------------------------------------------------
 
 
-def test_a_run_in_use_is_refused(dataset: Path, tmp_path: Path) -> None:
+def test_locked_run_is_rejected(dataset: Path, tmp_path: Path) -> None:
     crashed(make_spec(dataset, "checkpoint.every=4"), tmp_path / "run", 6)
     files = sorted((tmp_path / "run").rglob("*"))
     with RunFolder(tmp_path / "run").locked(), pytest.raises(SpecError, match="is in use"):
@@ -199,7 +197,7 @@ def test_a_run_in_use_is_refused(dataset: Path, tmp_path: Path) -> None:
     resume(tmp_path / "run")
 
 
-def test_a_folder_that_holds_a_run_is_not_started_over(dataset: Path, tmp_path: Path) -> None:
+def test_existing_run_folder_is_rejected(dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset), tmp_path / "run")
     state = saved(tmp_path / "run")
     with pytest.raises(SpecError, match=f"already holds a run; continue it with `lmworks resume {tmp_path / 'run'}`"):
@@ -257,7 +255,7 @@ def working(run_dir: Path, process: Forked, steps: int = 1) -> None:
 
 
 @pytest.mark.slow  # tests/prove/test_chaos.py kills ranks too, at every phase and at random moments
-def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(dataset: Path, tmp_path: Path) -> None:
+def test_ten_random_kills_are_bitwise_equal(dataset: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(make_spec(dataset, *LONG), tmp_path / "straight")
     spec = write_spec(make_spec(dataset, *LONG), tmp_path / "spec.toml")
@@ -285,7 +283,7 @@ def test_killed_ten_times_at_random_moments_it_ends_bitwise_as_if_never_killed(d
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_go_on(
+def test_signal_saves_checkpoint_and_prints_resume_command(
     dataset: Path, tmp_path: Path, brief: Path, number: signal.Signals
 ) -> None:
     """The signal goes to the whole group, as from a terminal or a batch system: read-ahead workers get it too."""
@@ -306,7 +304,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_and_the_way_to_g
     assert differences(saved(run_dir), saved(brief)) == []
 
 
-def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_path: Path, brief: Path) -> None:
+def test_second_ctrl_c_ends_at_once(dataset: Path, tmp_path: Path, brief: Path) -> None:
     run_dir, go = tmp_path / "run", tmp_path / "go"
     spec = write_spec(make_spec(dataset, *BRIEF, "checkpoint.every=5"), tmp_path / "spec.toml")
     process = Forked("train", spec, "--run-dir", run_dir, first=waiting_in_step(9, go))
@@ -322,9 +320,7 @@ def test_a_second_ctrl_c_ends_it_at_once_and_harms_nothing(dataset: Path, tmp_pa
     assert_same_run(run_dir, brief)
 
 
-def test_a_full_disk_during_a_save_is_one_clear_line_and_costs_nothing_but_the_save(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_full_disk_during_save_is_one_line_error(dataset: Path, tmp_path: Path) -> None:
     """A limit on file sizes stands in for the disk: weights fit at first, the optimizer's moments do not."""
     overrides = ("checkpoint.every=4", "checkpoint.keep=0", "model.hidden=64")
     straight = train(make_spec(dataset, *overrides), tmp_path / "straight")

@@ -41,7 +41,7 @@ def edit(run: Path, *overrides: str) -> None:
         (("model.layers=2",), "model.layers = 2, was 1 in step 2"),
     ],
 )
-def test_data_and_model_stay_as_they_were(run: Path, overrides: tuple[str, ...], said: str) -> None:
+def test_changed_data_or_model_keys_are_rejected(run: Path, overrides: tuple[str, ...], said: str) -> None:
     edit(run, "optim.steps=4", *overrides)
     process = Forked("resume", run)
     _, err = process.communicate(120)
@@ -50,16 +50,14 @@ def test_data_and_model_stay_as_they_were(run: Path, overrides: tuple[str, ...],
     assert events(run, "resume") == [] and not (run / "checkpoints" / "step-000004").exists()
 
 
-def test_other_tokens_under_another_path_are_refused_and_the_same_are_not(
-    run: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_moved_data_must_have_same_tokens(run: Path, dataset: Path, tmp_path: Path) -> None:
     shutil.copytree(dataset, tmp_path / "moved")
     edit(run, "optim.steps=4", f"data.path={tmp_path / 'moved'}", "optim.lr=1e-3", "data.micro_batch=1")
     assert resume(run).step == 4
     assert [event["step"] for event in events(run, "resume")] == [2]
 
 
-def test_what_was_changed_is_what_the_next_resume_compares_with(run: Path) -> None:
+def test_next_resume_compares_with_changed_spec(run: Path) -> None:
     """Each checkpoint holds the spec that it was saved with: a sanctioned change stays one."""
     edit(run, "optim.steps=4", "optim.lr=1e-3")
     resume(run)

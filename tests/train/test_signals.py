@@ -92,14 +92,14 @@ def interrupted(stop: StopSignals, say: Callable[[str], None]) -> None:
     stand_still()
 
 
-def test_the_deadline_ends_a_rank_that_stands_in_a_collective() -> None:
+def test_deadline_ends_rank_blocked_in_collective() -> None:
     child = Child(stuck, deadline_s=0.2)
     child.hears("in a step")
     child.kill()
     assert child.code() == 75
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
+def test_sigterm_before_first_step_ends_at_once() -> None:
     def work(stop: StopSignals, say: Callable[[str], None]) -> None:
         say("loading")
         stand_still()
@@ -110,7 +110,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for() -> None:
     assert child.code() == 75
 
 
-def test_one_that_ends_in_time_ends_by_itself() -> None:
+def test_deadline_is_not_enforced_if_met() -> None:
     child = Child(noting)
     child.hears("in a step")
     child.kill()
@@ -118,7 +118,7 @@ def test_one_that_ends_in_time_ends_by_itself() -> None:
     assert child.code() == 0
 
 
-def test_a_second_sigterm_ends_it_at_once() -> None:
+def test_second_sigterm_ends_at_once() -> None:
     def work(stop: StopSignals, say: Callable[[str], None]) -> None:
         noting(stop, say)
         stand_still()
@@ -132,7 +132,7 @@ def test_a_second_sigterm_ends_it_at_once() -> None:
     assert child.code() == 75
 
 
-def test_an_echo_of_the_first_is_no_second() -> None:
+def test_repeated_sigterm_within_window_counts_once() -> None:
     """A scheduler signals every process of a job, and the agent its ranks: each gets it twice."""
     with mock.patch.object(signals, "ONE_REQUEST_S", LONG):
         child = Child(lambda stop, say: noting(stop, say, count=2))
@@ -144,7 +144,7 @@ def test_an_echo_of_the_first_is_no_second() -> None:
     assert child.code() == 0
 
 
-def test_sigterm_after_ctrl_c_does_not_wait_either() -> None:
+def test_sigterm_after_ctrl_c_ends_at_once() -> None:
     with mock.patch.object(signals, "ONE_REQUEST_S", 0.0):
         child = Child(interrupted)
     child.hears("in a step")
@@ -154,7 +154,7 @@ def test_sigterm_after_ctrl_c_does_not_wait_either() -> None:
     assert child.code() == 75
 
 
-def test_a_second_ctrl_c_ends_it_by_the_signal() -> None:
+def test_second_ctrl_c_ends_by_signal() -> None:
     child = Child(interrupted)
     child.hears("in a step")
     child.kill(signal.SIGINT)
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_ends_it_by_the_signal() -> None:
     assert child.code() == -signal.SIGINT
 
 
-def test_a_signal_to_a_process_that_was_forked_is_not_taken_for_ours() -> None:
+def test_signal_to_forked_child_is_ignored() -> None:
     """Data workers are forked from the rank, with the pipe that wakes its watcher."""
 
     def work(stop: StopSignals, say: Callable[[str], None]) -> None:
@@ -194,7 +194,7 @@ def stand_still_in_python() -> None:
         time.sleep(0.01)
 
 
-def test_what_was_there_before_is_there_again() -> None:
+def test_signal_handlers_are_restored() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with StopSignals(LONG) as stop:
         assert signal.getsignal(signal.SIGTERM) == stop.note

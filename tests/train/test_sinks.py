@@ -26,7 +26,7 @@ def feed(folder, spec, steps, start=0):
         sink.close()
 
 
-def test_none_are_opened_unasked(tmp_path):
+def test_no_sinks_by_default(tmp_path):
     folder, spec = make(tmp_path)
     assert open_sinks(spec.log, folder, spec) == []
     assert [entry.name for entry in folder.path.iterdir()] == ["spec.toml"]
@@ -51,7 +51,7 @@ def test_tensorboard_reads_back(tmp_path):
         ({"wandb": "offline"}, "wandb", r"log\.wandb.*lmworks\[wandb\]"),
     ],
 )
-def test_a_missing_package_names_its_extra(tmp_path, monkeypatch, log, module, extra):
+def test_missing_package_names_extra(tmp_path, monkeypatch, log, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     folder, spec = make(tmp_path, **log)
     with pytest.raises(SpecError, match=extra):
@@ -103,7 +103,7 @@ def test_two_runs_have_two_ids(tmp_path, wandb):
     assert wandb.runs[0].options["id"] != wandb.runs[1].options["id"]
 
 
-def test_wandb_that_cannot_log_in_is_one_line(tmp_path, wandb):
+def test_wandb_login_failure_is_one_line_error(tmp_path, wandb):
     def refuse(**options):
         raise wandb.Error("No API key configured.\nUse `wandb login` to log in.")
 

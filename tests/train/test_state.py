@@ -93,7 +93,7 @@ def save(root: Path, step: int, model: Net, optimizer: torch.optim.AdamW) -> Non
 
 @pytest.mark.parametrize("saved_at", [0, 1, 5])
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, saved_at: int, options: dict[str, Any]) -> None:
+def test_loaded_state_continues_bitwise(tmp_path: Path, saved_at: int, options: dict[str, Any]) -> None:
     """Dropout draws from the restored generator, moments and step counts go on."""
     straight = build(1, **options)
     expected = train(*straight, 0, saved_at + 5)
@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, saved_at: int, options: d
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_saving_changes_nothing(tmp_path: Path, steps: int) -> None:
+def test_saving_does_not_change_state(tmp_path: Path, steps: int) -> None:
     """Neither weights, gradients, generators nor step counts; PyTorch alone would leave a fresh optimizer at step 1."""
     plain = build(1)
     train(*plain, 0, steps)
@@ -132,7 +132,7 @@ def test_saving_changes_nothing(tmp_path: Path, steps: int) -> None:
     assert_equal(everything(*saved), everything(*plain))
 
 
-def test_the_state_is_keyed_by_name_not_by_order(tmp_path: Path) -> None:
+def test_state_is_keyed_by_name(tmp_path: Path) -> None:
     model, optimizer = build(1)
     train(model, optimizer, 0, 3)
     save(tmp_path, 3, model, optimizer)
@@ -145,7 +145,7 @@ def test_the_state_is_keyed_by_name_not_by_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [False, True])  # with and without a second Gaussian waiting
-def test_random_numbers_repeat(tmp_path: Path, odd: bool) -> None:
+def test_rng_state_round_trip(tmp_path: Path, odd: bool) -> None:
     def draw() -> list[Any]:
         return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
 
@@ -160,7 +160,7 @@ def test_random_numbers_repeat(tmp_path: Path, odd: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_numbers_repeat(tmp_path: Path) -> None:
+def test_cuda_rng_state_round_trip(tmp_path: Path) -> None:
     torch.rand(3, device="cuda")
     checkpoint.save(tmp_path, 1, {"rng": rng_state()}, {})
     expected = torch.rand(5, device="cuda")

@@ -58,9 +58,7 @@ def plain_loop(model: Any, spec: RunSpec) -> list[float]:
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_losses_and_weights_equal_a_plain_loop_over_hugging_face(
-    dataset: Path, tmp_path: Path, family: tuple[str, ...]
-) -> None:
+def test_losses_and_weights_equal_hugging_face_loop(dataset: Path, tmp_path: Path, family: tuple[str, ...]) -> None:
     from transformers import AutoModelForCausalLM
 
     spec = make_spec(dataset, "model.layers=2", "optim.steps=8", "optim.clip=0.5", "seed=3", *family)
@@ -119,7 +117,7 @@ def whole_batch(spec: RunSpec) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, counts
 
 
-def test_uneven_micro_batches_weigh_as_their_tokens_do(dataset: Path, tmp_path: Path) -> None:
+def test_uneven_micro_batches_are_weighted_by_tokens(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.clip=0", *UNEVEN)
     loss, gradients, counts = whole_batch(spec)
     assert len(set(counts)) > 1, "the rows must differ in tokens, or a mean of means would pass too"
@@ -134,7 +132,7 @@ def test_uneven_micro_batches_weigh_as_their_tokens_do(dataset: Path, tmp_path: 
             assert error <= 1e-6, f"{name}, micro-batch {micro_batch}: {error:.1e}"
 
 
-def test_a_mean_of_means_would_have_been_noticed(dataset: Path) -> None:
+def test_mean_of_means_differs(dataset: Path) -> None:
     """The test above has the power to tell: on this batch, the classic mistake is off by far more than 1e-6."""
     spec = make_spec(dataset, *UNEVEN)
     loss, gradients, _ = whole_batch(spec)
@@ -152,9 +150,7 @@ def test_a_mean_of_means_would_have_been_noticed(dataset: Path) -> None:
 # --- clipping ------------------------------------------------------------------------------------------
 
 
-def test_recorded_norm_is_the_one_before_clipping_and_the_step_uses_the_clipped_gradient(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_recorded_norm_is_before_clipping(dataset: Path, tmp_path: Path) -> None:
     free, raw = one_step(make_spec(dataset, "optim.clip=0"), tmp_path / "free")
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in raw.values()))
     assert free["grad_norm"] == pytest.approx(norm, rel=1e-6)
@@ -174,7 +170,7 @@ def test_recorded_norm_is_the_one_before_clipping_and_the_step_uses_the_clipped_
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_changes_no_bit(dataset: Path, tmp_path: Path, recompute: str) -> None:
+def test_recompute_is_bitwise_equal(dataset: Path, tmp_path: Path, recompute: str) -> None:
     spec = make_spec(dataset, "model.layers=2", "optim.steps=4")
     kept = train(spec, tmp_path / "kept")
     again = train(spec.replace(parallel=spec.parallel.replace(recompute=recompute)), tmp_path / "again")
@@ -195,7 +191,7 @@ def test_compiled_blocks_train_as_eager_ones(dataset: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mask", ["true", "false"])
-def test_workers_change_no_bit(dataset: Path, tmp_path: Path, mask: str) -> None:
+def test_data_workers_are_bitwise_equal(dataset: Path, tmp_path: Path, mask: str) -> None:
     runs = {workers: tmp_path / f"by-{workers}" for workers in (0, 2)}
     for workers, run_dir in runs.items():
         train(make_spec(dataset, f"data.workers={workers}", f"data.document_mask={mask}"), run_dir)
@@ -219,7 +215,7 @@ def test_half_precision_stays_close_to_fp32(dataset: Path, tmp_path: Path, dtype
 # --- what is written down ------------------------------------------------------------------------------
 
 
-def test_a_mixture_of_experts_says_how_evenly_it_is_used_and_its_bias_evens_it(dataset: Path, tmp_path: Path) -> None:
+def test_expert_load_is_recorded_and_balanced_by_bias(dataset: Path, tmp_path: Path) -> None:
     moe = ("model.experts=4", "model.top_k=1", "optim.steps=40", "optim.lr=1e-5", "optim.warmup=0")
     loads = {}
     for rate in (0, 0.01):
@@ -230,7 +226,7 @@ def test_a_mixture_of_experts_says_how_evenly_it_is_used_and_its_bias_evens_it(d
     assert sum(loads[0.01][-5:]) < 0.9 * sum(loads[0][-5:])
 
 
-def test_every_step_writes_a_line_with_the_promised_keys(dataset: Path, tmp_path: Path) -> None:
+def test_metrics_keys_of_every_step(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "log.eval_every=5", "checkpoint.every=4", "optim.schedule=wsd")
     trainer = train(spec, tmp_path / "run")
     lines = [json.loads(line) for line in trainer.folder.metrics_path.read_text().splitlines()]
@@ -256,7 +252,7 @@ def test_every_step_writes_a_line_with_the_promised_keys(dataset: Path, tmp_path
     assert (end["kind"], end["step"]) == ("finish", 12)
 
 
-def test_first_loss_is_that_of_guessing(dataset: Path, tmp_path: Path) -> None:
+def test_first_loss_is_log_vocab(dataset: Path, tmp_path: Path) -> None:
     trainer = train(make_spec(dataset, "optim.steps=2"), tmp_path / "run")
     assert curve(trainer.folder.path)[0][1] == pytest.approx(math.log(320), abs=0.05)
 
@@ -269,7 +265,7 @@ def test_targets_in_the_next_document_are_not_counted_as_tokens(dataset: Path, t
         assert line["tokens"] == sum(int((batch.targets != -100).sum()) for batch in micro_batches) < 128
 
 
-def test_mfu_is_model_flops_over_the_peak_where_that_is_known(dataset: Path, tmp_path: Path) -> None:
+def test_mfu_is_model_flops_over_peak(dataset: Path, tmp_path: Path) -> None:
     trainer = Trainer(make_spec(dataset, "optim.steps=2"), tmp_path / "run", quiet=True)
     trainer.peak_flops = 1e12
     trainer.run()
@@ -277,7 +273,7 @@ def test_mfu_is_model_flops_over_the_peak_where_that_is_known(dataset: Path, tmp
         assert line["mfu"] == pytest.approx(line["model_tflops"])
 
 
-def test_same_spec_is_the_same_run_whatever_ran_in_the_process_before(dataset: Path, tmp_path: Path) -> None:
+def test_run_does_not_depend_on_earlier_process_state(dataset: Path, tmp_path: Path) -> None:
     import random
 
     import numpy as np
@@ -290,7 +286,7 @@ def test_same_spec_is_the_same_run_whatever_ran_in_the_process_before(dataset: P
     assert differences(saved(tmp_path / "first"), saved(tmp_path / "second")) == []
 
 
-def test_another_seed_is_another_run(dataset: Path, tmp_path: Path) -> None:
+def test_seed_changes_run(dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset, "optim.steps=2"), tmp_path / "zero")
     train(make_spec(dataset, "optim.steps=2", "seed=1"), tmp_path / "one")
     assert {line[1] for line in curve(tmp_path / "zero")}.isdisjoint(line[1] for line in curve(tmp_path / "one"))
@@ -307,9 +303,7 @@ def test_another_seed_is_another_run(dataset: Path, tmp_path: Path) -> None:
         (["cluster.device=cuda"], "cluster.device = 'cuda'"),
     ],
 )
-def test_a_run_that_cannot_start_leaves_no_folder(
-    dataset: Path, tmp_path: Path, overrides: list[str], named: str
-) -> None:
+def test_failed_start_leaves_no_folder(dataset: Path, tmp_path: Path, overrides: list[str], named: str) -> None:
     if torch.cuda.is_available() and "cuda" in named:
         pytest.skip("there is a CUDA device")
     with pytest.raises(Exception, match=named):
@@ -317,9 +311,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_planner_does_not_predict_is_said_and_not_made_up(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_prediction_is_reported(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise SpecError("memory of this layout is not predicted yet")
 
@@ -330,7 +322,7 @@ def test_what_the_planner_does_not_predict_is_said_and_not_made_up(
     assert "memory_bytes" not in prediction
 
 
-def test_a_bare_error_is_recorded_as_a_failure(dataset: Path, tmp_path: Path) -> None:
+def test_unexpected_error_is_recorded_as_failure(dataset: Path, tmp_path: Path) -> None:
     trainer = Trainer(make_spec(dataset), tmp_path / "run", quiet=True)
 
     def fail() -> None:
@@ -346,7 +338,7 @@ def test_a_bare_error_is_recorded_as_a_failure(dataset: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("dtype", "supported", "lines"), [("bf16", False, 1), ("fp8", False, 1), ("bf16", True, 0), ("fp32", False, 0)]
 )
-def test_a_cpu_that_emulates_bf16_is_named_in_one_line(
+def test_emulated_bf16_prints_one_line(
     dtype: str,
     supported: bool,
     lines: int,

@@ -96,7 +96,7 @@ def never_send(rank: int, mesh: Mesh) -> None:
     threading.Event().wait()
 
 
-def test_a_stopped_rank_is_named_by_the_state_of_its_process(tmp_path: Path) -> None:
+def test_stopped_rank_is_named_by_process_state(tmp_path: Path) -> None:
     verdict = hang(tmp_path, stop_itself, dp=2)
     assert verdict["text"] == (
         "rank 0 waits in all_reduce #7 of group world (backward of step 3); rank 1 is stopped "
@@ -105,12 +105,12 @@ def test_a_stopped_rank_is_named_by_the_state_of_its_process(tmp_path: Path) -> 
     assert (verdict["kind"], verdict["ranks"]) == ("stopped", [1])
 
 
-def test_a_rank_that_asks_a_stopped_store_hangs_too(tmp_path: Path) -> None:
+def test_rank_waiting_for_stopped_store_is_detected(tmp_path: Path) -> None:
     verdict = hang(tmp_path, stop_the_store, dp=2)
     assert (verdict["kind"], verdict["ranks"]) == ("stopped", [0])
 
 
-def test_a_rank_that_never_comes_is_found_through_the_groups_of_others(tmp_path: Path) -> None:
+def test_late_rank_is_found_across_groups(tmp_path: Path) -> None:
     """Of dp=2 × tp=2, rank 0 waits for rank 2, and ranks 1 and 3, done with their own group, wait for those two."""
     verdict = hang(tmp_path, sleep_in_forward, dp=2, tp=2)
     waiting = verdict["text"].split("; ")
@@ -122,7 +122,7 @@ def test_a_rank_that_never_comes_is_found_through_the_groups_of_others(tmp_path:
     assert "sleep_in_forward" in reports[2].stacks and "take_steps" in reports[0].stacks
 
 
-def test_a_collective_that_others_did_not_enter_is_named(tmp_path: Path) -> None:
+def test_mismatched_collective_is_named(tmp_path: Path) -> None:
     def both(rank: int) -> str:
         return take_steps(rank, tmp_path, {"dp": 3}, gather_instead)
 
@@ -134,7 +134,7 @@ def test_a_collective_that_others_did_not_enter_is_named(tmp_path: Path) -> None
     assert all("rank 1 entered all_gather where the others entered all_reduce" in text for text in said), said
 
 
-def test_a_message_that_is_never_sent_is_a_hang_though_nothing_records_it(tmp_path: Path) -> None:
+def test_missing_send_is_detected(tmp_path: Path) -> None:
     verdict = hang(tmp_path, never_send, dp=2)
     assert "rank 0 waits in a message to or from a neighbour (forward of step 3)" in verdict["text"]
     assert verdict["text"].endswith("rank 1 is in forward of step 3 and never came: rank 1 is the cause")
@@ -167,13 +167,13 @@ def lose_rank_1(run: Path, fault: Fault) -> str:
     return said.read_text()
 
 
-def test_a_rank_that_dies_is_named_at_once(tmp_path: Path) -> None:
+def test_dead_rank_is_named_at_once(tmp_path: Path) -> None:
     """Its neighbour finds the connection closed, and looks at the processes; no alarm is raised, no hang recorded."""
     assert lose_rank_1(tmp_path, die) == f"{LOST}; the run can be resumed"
     assert not (tmp_path / "hangs").exists()
 
 
-def test_a_rank_that_the_oom_killer_ended_is_named_so_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_killed_rank_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter of the control group, here a file of ours, has grown since the watchdog was started."""
     monkeypatch.setattr(host, "PROC", tmp_path)
     monkeypatch.setattr(host, "CGROUPS", tmp_path)
@@ -205,7 +205,7 @@ class Pausing:
         self.now += 10
 
 
-def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_rechecks_after_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends closes its connections first, and is gone a moment later."""
     monkeypatch.setattr(world, "time", Pausing())
     seen = iter([None, "rank 1 is gone"])
@@ -214,7 +214,7 @@ def test_who_slept_too_long_looks_once_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert world.wait_for_error(dist.HashStore(), None) is None
 
 
-def test_a_run_that_ends_well_leaves_no_trace(tmp_path: Path) -> None:
+def test_finished_run_leaves_no_heartbeats(tmp_path: Path) -> None:
     assert on_ranks(2, take_steps, tmp_path, {"dp": 2}, lambda rank, mesh: None, NO_HANG_S) == ["done", "done"]
     assert not list(tmp_path.iterdir())
 
@@ -238,5 +238,5 @@ def limits(rank: int) -> set[int]:
     return {entry["timeout_ms"] for entry in trace["entries"][-3:]}
 
 
-def test_groups_of_some_ranks_give_up_when_the_group_of_all_does() -> None:
+def test_subgroup_timeouts_equal_world_timeout() -> None:
     assert on_ranks(4, limits) == [{30_000}] * 4

@@ -22,7 +22,7 @@ from tiny import events
 SPEC = WatchSpec(straggler=1.5, straggler_steps=3)
 
 
-def test_a_rank_is_named_after_some_steps_in_a_row_and_once() -> None:
+def test_straggler_is_reported_once_after_consecutive_steps() -> None:
     skew = Skew(SPEC, [[0, 1, 2, 3]])
     slow, well = [0.4, 0.9, 0.5, 0.5], [0.5, 0.6, 0.5, 0.5]
     assert [skew.update(busy) for busy in (slow, slow, well, slow, slow)] == [[]] * 5
@@ -32,13 +32,13 @@ def test_a_rank_is_named_after_some_steps_in_a_row_and_once() -> None:
     assert skew.update(well) == [Straggler(1, 1.2, recovered=True)]
 
 
-def test_of_two_ranks_the_other_one_is_the_measure_and_small_shares_mean_nothing() -> None:
+def test_two_ranks_compare_with_each_other_above_minimal_share() -> None:
     skew = Skew(SPEC, [[0, 1]])
     assert [skew.update([0.1, 0.4]) for _ in range(5)] == [[]] * 5  # both wait, for the network
     assert [skew.update([0.3, 0.9]) for _ in range(3)][-1] == [Straggler(1, 3.0, recovered=False)]
 
 
-def test_stages_of_a_pipeline_have_different_work_and_are_not_compared() -> None:
+def test_pipeline_stages_are_not_compared() -> None:
     assert stages(Grid.of(ParallelSpec(pp=2, dp=2))) == [[0, 1], [2, 3]]
     skew = Skew(SPEC, [[0, 1], [2, 3], [4]])
     busy = [0.3, 0.3, 0.9, 0.9, 1.0]
@@ -73,7 +73,7 @@ def be_slow_for_a_while(rank: int, run: Path) -> int:
     return step
 
 
-def test_a_slow_rank_is_named_and_told_when_it_keeps_up_again(
+def test_straggler_and_recovery_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lmworks.train.watch.watchdog.WINDOW", 20)

@@ -32,7 +32,7 @@ def plain_bigram(train: list[int], val: list[int], vocab: int) -> float:
     return loss / (len(val) - 1)
 
 
-def test_bigram_loss_is_that_of_plain_counting(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bigram_loss_equals_plain_counting(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, val = TokenData.open(prepared, "train"), TokenData.open(prepared, "val")
     expected = plain_bigram(flat(prepared, "train"), flat(prepared, "val"), 257)
     assert bigram_loss(train, val, 257) == pytest.approx(expected, rel=1e-12)
@@ -54,7 +54,7 @@ def test_bigram_probabilities_sum_to_one(tmp_path: Path) -> None:
     assert total == pytest.approx(1, rel=1e-9)
 
 
-def test_survey_counts_what_is_there(prepared: Path) -> None:
+def test_survey_counts(prepared: Path) -> None:
     result = survey(prepared, samples=2, top=3)
     for split, figures in result.splits.items():
         tokens, documents = flat(prepared, split), stored_documents(prepared, split)
@@ -75,7 +75,7 @@ def test_survey_counts_what_is_there(prepared: Path) -> None:
     assert all(text.startswith("document ") for text in result.samples)
 
 
-def test_survey_finds_what_leaks_into_validation(tmp_path: Path) -> None:
+def test_survey_finds_validation_leaks(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     passage = "the same long passage stands in every one of these files. " * 3
@@ -87,7 +87,7 @@ def test_survey_finds_what_leaks_into_validation(tmp_path: Path) -> None:
     assert result.val_spans_in_train > 0.6
 
 
-def test_survey_of_very_little(tmp_path: Path) -> None:
+def test_survey_of_tiny_dataset(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("ab")
     prepare([str(tmp_path / "t.txt")], tmp_path / "out", val_fraction=0, workers=1)
     result = survey(tmp_path / "out", samples=5)
