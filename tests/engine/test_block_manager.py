@@ -23,7 +23,7 @@ def computed(pool: BlockPool, tokens: list[int], tenant: str = "", adapter: str 
     return each
 
 
-def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
+def test_cached_blocks_are_found_after_free() -> None:
     pool = BlockPool(8, 4)
     first = computed(pool, list(range(10)))
     held = list(first.blocks)
@@ -35,13 +35,13 @@ def test_full_blocks_are_found_again_even_after_they_are_freed() -> None:
     assert pool.find_cached_prefix(sequence([99, *range(1, 10)])) == []
 
 
-def test_a_later_block_is_not_found_without_those_before_it() -> None:
+def test_prefix_match_is_contiguous() -> None:
     pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3, 4, 5])
     assert pool.find_cached_prefix(sequence([9, 9, 3, 4, 5])) == []
 
 
-def test_one_token_is_always_left_to_compute() -> None:
+def test_prefix_match_leaves_one_token() -> None:
     pool = BlockPool(8, 4)
     held = computed(pool, list(range(8))).blocks
     assert pool.find_cached_prefix(sequence(list(range(8)))) == held[:1]
@@ -49,7 +49,7 @@ def test_one_token_is_always_left_to_compute() -> None:
     assert pool.find_cached_prefix(sequence([0])) == []
 
 
-def test_tenants_and_adapters_do_not_share() -> None:
+def test_tenants_and_adapters_do_not_share_blocks() -> None:
     pool = BlockPool(8, 2)
     computed(pool, [1, 2, 3], tenant="a", adapter="x")
     assert pool.find_cached_prefix(sequence([1, 2, 3], tenant="a", adapter="x"))
@@ -57,17 +57,17 @@ def test_tenants_and_adapters_do_not_share() -> None:
         assert pool.find_cached_prefix(sequence([1, 2, 3], tenant, adapter)) == []
 
 
-def test_names_that_join_alike_hash_apart() -> None:
+def test_concatenated_names_do_not_collide() -> None:
     names = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")]
     assert len({root_hash(sequence([1], tenant, adapter)) for tenant, adapter in names}) == len(names)
 
 
-def test_hashes_see_every_token_and_their_order() -> None:
+def test_hash_depends_on_all_tokens_in_order() -> None:
     prompts = [[1, 2], [2, 1], [1, 258], [257, 2], [1, 2**33]]
     assert len({block_hash(b"", tokens) for tokens in prompts}) == len(prompts)
 
 
-def test_tokens_that_are_not_known_are_not_offered() -> None:
+def test_unknown_tokens_are_not_cached() -> None:
     pool = BlockPool(8, 2)
     running = computed(pool, [1, 2, 3])
     running.tokens.append(PLACEHOLDER_TOKEN)
@@ -79,7 +79,7 @@ def test_tokens_that_are_not_known_are_not_offered() -> None:
     assert pool.find_cached_prefix(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
 
 
-def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
+def test_eviction_is_lru_and_from_the_end() -> None:
     pool = BlockPool(6, 1)
     old, new = computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
     first, second = list(old.blocks), list(new.blocks)
@@ -89,7 +89,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -
     assert not pool.cached_blocks and not pool.block_hashes
 
 
-def test_using_a_cached_block_makes_it_recent() -> None:
+def test_cache_hit_refreshes_lru() -> None:
     pool = BlockPool(4, 1)
     old, new = computed(pool, [1, 2]), computed(pool, [3, 4])
     first, second = list(old.blocks), list(new.blocks)
@@ -103,7 +103,7 @@ def test_using_a_cached_block_makes_it_recent() -> None:
     assert pool.allocate(3) == [first[1], *reversed(second)]
 
 
-def test_blocks_without_content_to_find_go_before_all_others() -> None:
+def test_uncached_blocks_are_evicted_first() -> None:
     pool = BlockPool(4, 2)
     cached, nothing = computed(pool, [1, 2]), computed(pool, [3])
     plain = list(nothing.blocks)
@@ -113,7 +113,7 @@ def test_blocks_without_content_to_find_go_before_all_others() -> None:
     assert pool.allocate(1) == plain
 
 
-def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
+def test_fork_shares_full_blocks_and_copies_partial_block() -> None:
     pool = BlockPool(8, 4)
     parent = computed(pool, list(range(10)))
     blocks, copies = pool.fork(parent, 9)
@@ -123,7 +123,7 @@ def test_a_branch_shares_full_blocks_and_copies_the_one_that_is_cut() -> None:
     assert pool.fork(parent, 8) == (parent.blocks[:2], [])
 
 
-def test_a_shared_block_is_free_when_the_last_holder_lets_go() -> None:
+def test_shared_block_is_freed_by_last_reference() -> None:
     pool = BlockPool(8, 4)
     parent = computed(pool, list(range(8)))
     child = sequence(list(range(8)))
@@ -147,7 +147,7 @@ def test_uncached_blocks_are_not_matched() -> None:
     pool.check([])
 
 
-def test_without_a_prefix_cache_nothing_is_found() -> None:
+def test_disabled_prefix_cache_finds_nothing() -> None:
     pool = BlockPool(8, 2, prefix_cache=False)
     computed(pool, [1, 2, 3, 4])
     assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
@@ -158,7 +158,7 @@ def two_running() -> tuple[BlockPool, Sequence, Sequence]:
     return pool, computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
 
 
-def test_the_check_names_what_is_wrong() -> None:
+def test_integrity_check_reports_errors() -> None:
     pool, a, b = two_running()
     pool.check([a, b])
     with pytest.raises(IntegrityError, match=rf"blocks \[{b.blocks[0]}, {b.blocks[1]}\] are neither free nor held"):
@@ -196,7 +196,7 @@ def test_the_check_names_what_is_wrong() -> None:
         pool.check([a, b])
 
 
-def test_a_block_that_is_found_by_another_blocks_hash_is_never_used() -> None:
+def test_hash_collision_is_not_used() -> None:
     pool, a, b = two_running()
     pool.cached_blocks[pool.block_hashes[a.blocks[0]]] = b.blocks[0]
     with pytest.raises(IntegrityError, match=f"block {b.blocks[0]} is cached under another hash"):

@@ -60,7 +60,7 @@ def write_config(folder: Path, template: object) -> None:
 
 @pytest.mark.parametrize("template", [CHATML, WITH_BOS], ids=["chatml", "bos"])
 @pytest.mark.parametrize("where", ["config", "named", "file"])
-def test_ids_are_those_of_transformers(folder: Path, template: str, where: str) -> None:
+def test_ids_equal_transformers(folder: Path, template: str, where: str) -> None:
     named = [{"name": "tool_use", "template": "{{ 1 / 0 }}"}, {"name": "default", "template": template}]
     write_config(folder, {"config": template, "named": named, "file": "not this one"}[where])
     if where == "file":
@@ -90,7 +90,7 @@ THINKING = (
     [{}, {"enable_thinking": False}, {"who": ["a", 1]}, {"add_generation_prompt": False}, {"eos_token": "!"}],
     ids=str,
 )
-def test_variables_and_tools_reach_the_template_as_in_transformers(folder: Path, variables: dict[str, Any]) -> None:
+def test_template_variables_and_tools_equal_transformers(folder: Path, variables: dict[str, Any]) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     how = {"chat_template": THINKING, "tokenize": True, "return_dict": False, "add_generation_prompt": True} | variables
     tokenizer = load_tokenizer(folder)
@@ -100,7 +100,7 @@ def test_variables_and_tools_reach_the_template_as_in_transformers(folder: Path,
         assert chat.encode(chat.render(TALK, tools, variables)) == expected
 
 
-def test_a_template_of_ones_choice_comes_before_the_folders(folder: Path) -> None:
+def test_given_template_overrides_folder_template(folder: Path) -> None:
     write_config(folder, "theirs")
     tokenizer = load_tokenizer(folder)
     assert Chat.of(folder, tokenizer, tokenizer.encode, "{{ eos_token }}mine").render(TALK) == "<|im_end|>mine"
@@ -112,13 +112,13 @@ def test_a_template_of_ones_choice_comes_before_the_folders(folder: Path) -> Non
     assert chat.encode(chat.render(TALK)) == [97, 256, 98, 256]
 
 
-def test_what_only_a_template_knows_is_refused_without_one() -> None:
+def test_tools_without_template_are_rejected() -> None:
     for tools, variables, said in ((TOOLS, {}, "no tools"), ((), {"a": 1}, "no chat_template_kwargs")):
         with pytest.raises(SpecError, match=rf"{said} \(lmworks serve --chat-template FILE"):
             plain(TALK[:1], tools, variables)
 
 
-def test_without_a_template_it_is_a_dialogue() -> None:
+def test_no_template_gives_plain_dialogue() -> None:
     tokenizer = ByteTokenizer()
     chat = Chat.of(None, tokenizer, tokenizer.encode)
     ids, _ = chat.prompt([{"role": "system", "content": "Be kind."}, *TALK[:1]], room=1000)
@@ -126,7 +126,7 @@ def test_without_a_template_it_is_a_dialogue() -> None:
     assert chat.stop == ("\nUser:",)
 
 
-def test_the_oldest_exchange_is_let_go_first() -> None:
+def test_oldest_exchange_is_dropped_first() -> None:
     tokenizer = ByteTokenizer()
     chat = Chat.of(None, tokenizer, tokenizer.encode)
     system: Message = {"role": "system", "content": "s"}
@@ -148,14 +148,14 @@ def test_the_oldest_exchange_is_let_go_first() -> None:
         ("{{ messages[9].content }}", "refuses these messages"),
     ],
 )
-def test_a_bad_template_is_named(folder: Path, template: str, said: str) -> None:
+def test_bad_template_is_reported(folder: Path, template: str, said: str) -> None:
     write_config(folder, template)
     tokenizer = load_tokenizer(folder)
     with pytest.raises(SpecError, match=said):
         Chat.of(folder, tokenizer, tokenizer.encode).prompt(TALK, 100)
 
 
-def test_a_template_that_is_no_text_is_named(folder: Path) -> None:
+def test_non_text_template_is_reported(folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(SpecError, match=r"chat_template\.jinja: cannot be read as text"):
@@ -163,13 +163,13 @@ def test_a_template_that_is_no_text_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [["{{ a }}"], [{"template": "x"}], [{"name": "default"}], 5])
-def test_a_config_without_a_usable_template_is_a_dialogue(folder: Path, template: Any) -> None:
+def test_config_without_template_gives_plain_dialogue(folder: Path, template: Any) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = load_tokenizer(folder)
     assert Chat.of(folder, tokenizer, tokenizer.encode).render is plain
 
 
-def test_what_to_install_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jinja2_names_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(folder, CHATML)
     tokenizer = load_tokenizer(folder)
     for name in ("jinja2", "jinja2.exceptions", "jinja2.sandbox"):

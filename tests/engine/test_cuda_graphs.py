@@ -75,7 +75,7 @@ def step_of(counts: list[int], start: int = 0, wanted: int = 1) -> Step:
 
 
 @pytest.mark.parametrize("max_seqs", [1, 8, 256, 2048])
-def test_mixed_buckets_are_few_and_hold_their_steps(max_seqs: int, pretended: Pretended) -> None:
+def test_mixed_buckets_are_few_and_large_enough(max_seqs: int, pretended: Pretended) -> None:
     prompts = prefill_buckets(ModelSpec.from_preset("tiny"), EngineSpec(max_batch_tokens=1000))
     graphs = graphs_of(max_seqs, prompts)
     draw = random.Random(0)
@@ -105,7 +105,7 @@ def test_mixed_buckets_are_few_and_hold_their_steps(max_seqs: int, pretended: Pr
     assert 5 < len(found) <= graphs_module.MAX_MIXED_BUCKETS
 
 
-def test_full_steps_of_the_workload_are_of_one_kind(pretended: Pretended) -> None:
+def test_full_steps_share_one_bucket(pretended: Pretended) -> None:
     prompts = prefill_buckets(ModelSpec.from_preset("qwen3-0.6b"), EngineSpec(max_batch_tokens=8192))
     graphs, draw = graphs_of(256, prompts), random.Random(0)
     for singles in range(0, 256, 9):
@@ -145,20 +145,20 @@ def test_launch_bound_steps_are_captured() -> None:
     assert prefill_buckets(ModelSpec.from_preset("llama3-8b"), EngineSpec(max_batch_tokens=64)).max_tokens == 916
 
 
-def test_a_buffer_holds_the_largest_of_both_kinds() -> None:
+def test_buffer_size_covers_all_buckets() -> None:
     largest, prompts = decode_bucket(4, 5), PrefillBuckets((64, 96), 1000)
     assert buffer_size(largest, 8, PrefillBuckets()) == decode_bucket(4, 5)._replace(width=8).size
     assert buffer_size(largest, 8, prompts) == mixed_bucket(4, 64, 96, 256)._replace(width=8).size
     assert buffer_size(decode_bucket(512, 5), 8, prompts) == decode_bucket(512, 5)._replace(width=8).size
 
 
-def test_sizes_reach_the_last() -> None:
+def test_capture_sizes_reach_maximum() -> None:
     assert capture_sizes(1) == [1]
     assert capture_sizes(100)[-2:] == [96, 100]
     assert capture_sizes(256)[-4:] == [160, 192, 224, 256]
 
 
-def test_a_step_runs_once_and_is_replayed_then(pretended: Pretended) -> None:
+def test_step_is_captured_then_replayed(pretended: Pretended) -> None:
     ran: list[int] = []
     graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: ran.append(len(batch.tokens)))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
@@ -170,7 +170,7 @@ def test_a_step_runs_once_and_is_replayed_then(pretended: Pretended) -> None:
     assert len(ran) == 6
 
 
-def test_graphs_without_a_sampler_give_their_logits_in_one_place(pretended: Pretended) -> None:
+def test_graphs_without_sampler_return_logits(pretended: Pretended) -> None:
     """Else each keeps memory for its own, which no other graph of the pool can use."""
     graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: torch.full((len(batch.tokens), 5), 7.0))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)

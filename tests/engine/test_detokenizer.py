@@ -80,7 +80,7 @@ def mended(ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_the_text_is_that_of_all_tokens_at_once(name: str) -> None:
+def test_incremental_text_equals_full_decode(name: str) -> None:
     """Random ids: broken characters, runs of bytes, special tokens, ids that no token has."""
     tokenizer, draw = TOKENIZERS[name], random.Random(0)
     for _ in range(400):
@@ -113,14 +113,14 @@ def test_characters_in_byte_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FALLBACK)
-def test_a_broken_byte_spoils_no_characters_around_it(name: str) -> None:
+def test_invalid_byte_does_not_affect_neighbours(name: str) -> None:
     text = IncrementalDetokenizer(TOKENIZERS[name])
     assert [text.push(2 + byte) for byte in b"\n\xc3\xa9\xe2\x82A\xff\xc3"] == ["\n", "", "é", "", "", "��A", "�", ""]
     assert text.flush() == "�"
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte-level", *FALLBACK])
-def test_half_a_character_waits_and_whole_ones_do_not(name: str) -> None:
+def test_incomplete_characters_are_held_back(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     written = "a🙂é, 名前a"
     ids = tokenizer.encode(written) if name not in FALLBACK else [2 + byte for byte in written.encode()]
@@ -130,7 +130,7 @@ def test_half_a_character_waits_and_whole_ones_do_not(name: str) -> None:
         assert parts == ["a", "", "", "", "🙂", "", "é", ",", " ", "", "", "名", "", "", "前", "a", ""]
 
 
-def test_a_character_that_is_never_finished_is_replaced_in_the_end() -> None:
+def test_unfinished_character_is_replaced_at_end() -> None:
     text = IncrementalDetokenizer(ByteTokenizer())
     assert [text.push(0xF0), text.push(0x9F), text.flush()] == ["", "", "\ufffd"]
 
@@ -167,30 +167,30 @@ def test_stop_strings_across_tokens() -> None:
         assert (text.stopped is None) == (expected == "".join(pieces))
 
 
-def test_text_that_begins_a_stop_string_is_held_back_and_no_more() -> None:
+def test_possible_stop_prefix_is_held_back() -> None:
     text = IncrementalDetokenizer(ByteTokenizer(), ["END", "\n\n"])
     assert [text.push(byte) for byte in b"xEN, END."] == ["x", "", "", "EN,", " ", "", "", "", ""]
     assert text.stopped == "END" and text.flush() == "" and text.text == "xEN, "
 
 
-def test_include_stop_shows_the_string_itself() -> None:
+def test_include_stop_emits_stop_string() -> None:
     text = IncrementalDetokenizer(ByteTokenizer(), ["END"], include_stop=True)
     assert "".join(map(text.push, b"an END and more")) == "an END" and text.stopped == "END"
 
 
-def test_text_at_the_end_that_only_began_a_stop_string_is_shown() -> None:
+def test_unfinished_stop_prefix_is_emitted_at_end() -> None:
     text = IncrementalDetokenizer(ByteTokenizer(), ["END"])
     assert "".join(map(text.push, b"an EN")) == "an " and text.flush() == "EN" and text.stopped is None
 
 
-def test_a_stop_string_completed_by_what_waited() -> None:
+def test_stop_string_completed_by_held_back_text() -> None:
     """The library turns the half character into U+FFFD in the end, and that may be what was looked for."""
     text = IncrementalDetokenizer(ByteTokenizer(), ["\ufffd"])
     assert text.push(ord("a")) + text.push(0xC3) + text.flush() == "a" and text.stopped == "\ufffd"
 
 
 @pytest.mark.parametrize("name", FALLBACK)
-def test_a_stop_string_in_byte_tokens_is_found_with_its_last_byte(name: str) -> None:
+def test_stop_string_in_byte_tokens(name: str) -> None:
     text = IncrementalDetokenizer(TOKENIZERS[name], ["\n", "é"])
     assert text.push(2 + ord("a")) == "a" and text.stopped is None
     assert text.push(2 + ord("\n")) == "" and text.stopped == "\n" and text.text == "a"
@@ -205,7 +205,7 @@ def test_no_stop_before_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama"])
-def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
+def test_cost_per_token_is_constant(name: str) -> None:
     """Also where nothing ever settles: broken characters, spaces, a text that keeps beginning a stop string."""
     tokenizer = TOKENIZERS[name]
     assert isinstance(tokenizer, FileTokenizer)

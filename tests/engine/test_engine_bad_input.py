@@ -34,7 +34,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_request_is_refused_alone(name: str) -> None:
+def test_bad_request_does_not_affect_others(name: str) -> None:
     bad, message = BAD[name]
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.adapters.add("french")
@@ -52,14 +52,14 @@ def test_a_bad_request_is_refused_alone(name: str) -> None:
         assert result is not None and result.token_ids == alone(request.prompt, request.params.seed or 0, 8, VOCAB)
 
 
-def test_every_answer_of_a_refused_request_says_why() -> None:
+def test_all_answers_of_rejected_request_have_error() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.add(Request([], SamplingParams(n=3)))
     [piece] = engine.run()
     assert piece.result is not None and [answer.error is not None for answer in piece.result.answers] == [True] * 3
 
 
-def test_the_largest_request_that_fits_the_pool_is_served() -> None:
+def test_largest_fitting_request_is_served() -> None:
     """Five blocks of four hold 20 tokens; the last token of an answer is never computed."""
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.add(Request([1] * 10, SamplingParams(max_tokens=11, seed=1)))
@@ -67,7 +67,7 @@ def test_the_largest_request_that_fits_the_pool_is_served() -> None:
     assert piece.result is not None and piece.result.token_ids == alone([1] * 10, 1, 11, VOCAB)
 
 
-def test_the_same_id_twice_is_refused_and_the_first_goes_on() -> None:
+def test_duplicate_request_id_is_rejected() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     for _ in range(2):
         engine.add(Request([1], SamplingParams(max_tokens=4, seed=1), id=10**6))

@@ -145,11 +145,11 @@ def verify(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", ["ahead", "at once", "guesses"])
-def test_everyone_ends_as_if_alone(seed: int, kind: str) -> None:
+def test_results_equal_single_requests(seed: int, kind: str) -> None:
     verify(live(World(seed, synchronous=kind == "at once", guesses=kind == "guesses")))
 
 
-def test_the_worlds_are_eventful() -> None:
+def test_random_schedules_cover_all_events() -> None:
     """Otherwise the test above shows nothing: all that can go wrong must happen often."""
     outcomes = [live(World(seed)) for seed in range(6)]
     metrics = [outcome.engine.metrics for outcome in outcomes]
@@ -199,7 +199,7 @@ def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool
         (Scheduler, "allocate_slots", no_preempting),
     ],
 )
-def test_planted_bugs_are_found(
+def test_injected_bugs_are_found(
     where: type, name: str, bug: object, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong blocks are found by the check, and with the check switched off they give wrong answers."""
@@ -226,7 +226,7 @@ class Later(FakeDevice):
 
 
 @pytest.mark.parametrize("kind", ["ahead", "at once"])
-def test_a_real_network_answers_as_if_alone(kind: str) -> None:
+def test_real_model_results_equal_single_requests(kind: str) -> None:
     """The same with a tiny network on a CPU, where the same request gives bitwise the same result in any batch."""
     torch.manual_seed(0)
     shape = {"vocab": VOCAB, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}

@@ -79,7 +79,7 @@ def test_equal_to_transformers(family: str, speculate: str, tmp_path: Path) -> N
     assert compare_two_ranks(family, speculate, tmp_path, "cpu") == 0
 
 
-def test_a_run_whose_heads_are_shared(dataset: Path, tmp_path: Path) -> None:
+def test_run_folder_with_two_ranks(dataset: Path, tmp_path: Path) -> None:
     """From a run folder; two ranks have queries of one key head, and each knows the slopes of its own queries.
 
     Log-probabilities of prompts too, and requests that are refused or come to nothing.
@@ -145,7 +145,7 @@ def greedy(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> None:
+def test_worker_exit_is_reported(how: str, tmp_path: Path) -> None:
     """Of a model with experts, which two ranks share like the rest."""
     shape = {"layers": 2, "hidden": 48, "heads": 4, "vocab": VOCAB, "context": 64, "experts": 4, "expert_ffn": 32}
     GPT(ModelSpec.from_dict({**shape, "init_std": 0.2}), seed=1).save_hf(tmp_path)
@@ -173,7 +173,7 @@ def test_the_end_of_a_follower_is_an_error_here(how: str, tmp_path: Path) -> Non
     assert gone([follower.pid])
 
 
-def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_never_starts(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short_lived() -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(3)"], stdin=pipe, stdout=pipe)
@@ -183,7 +183,7 @@ def test_a_follower_that_never_comes(llama: Path, monkeypatch: pytest.MonkeyPatc
         LLM(llama, tp=2, **SMALL)
 
 
-def test_the_cause_is_the_follower_that_ended_first() -> None:
+def test_first_failed_worker_is_root_cause() -> None:
     """Others hear of it when a peer's connection is closed, and end too."""
 
     def follower(command: str) -> subprocess.Popen[bytes]:
@@ -201,7 +201,7 @@ def test_the_cause_is_the_follower_that_ended_first() -> None:
         assert str(executor.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"
 
 
-def test_layouts_that_tp_cannot_divide() -> None:
+def test_indivisible_tp_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"engine.tp = 3 does not divide the model's heads = 4"):
         check_tp_divides(MetaModel(ModelSpec.from_preset("tiny", heads=4)), 3)
     odd = ModelSpec.from_preset("tiny", hidden=192, heads=12, kv_heads=3, vocab=512, ffn=256)

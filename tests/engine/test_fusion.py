@@ -23,7 +23,7 @@ def bytes_of(model: GPT) -> int:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_are_held_once(shape: str) -> None:
+def test_fused_weights_share_memory(shape: str) -> None:
     model = lively(**SHAPES[shape])
     before = bytes_of(model)
     replaced = [weakref.ref(block.attention.q) for block in model.layers()]
@@ -35,7 +35,7 @@ def test_weights_are_held_once(shape: str) -> None:
     assert len(merged) >= model.spec.layers  # and what was not merged lies where it lay
 
 
-def test_what_is_fused() -> None:
+def test_fused_layers() -> None:
     dense, moe = lively(), lively(**SHAPES["moe"])
     for model in (dense, moe):
         fuse(model, 64)
@@ -61,7 +61,7 @@ def with_doubled(model: GPT) -> GPT:
     return model
 
 
-def test_other_layers_stay_as_they_are() -> None:
+def test_other_layers_are_unchanged() -> None:
     model = with_doubled(lively(qk_norm=True))
     prompts = prompts_of([21, 6])
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 2
@@ -88,13 +88,13 @@ def test_quantised_layers_are_merged(scheme: str) -> None:
     assert [result.logprobs for result in together] == [result.logprobs for result in alone]
 
 
-def test_invariance_refuses_layers_it_does_not_know() -> None:
+def test_batch_invariance_rejects_unknown_layers() -> None:
     with pytest.raises(SpecError, match=r"batch_invariant = true cannot be kept by attention.k, which is a Doubled"):
         fuse(with_doubled(lively()), 64, invariant=True)
 
 
 @pytest.mark.parametrize("scaling", [{}, {"type": "yarn", "factor": 4.0}, {"type": "llama3", "factor": 8.0}])
-def test_rotations_that_are_looked_up(scaling: dict[str, object]) -> None:
+def test_rotary_cache_equals_tables(scaling: dict[str, object]) -> None:
     spec = ModelSpec.from_preset("tiny", rope_scaling=scaling)
     positions = torch.tensor([0, 99, 7, 7, 127])
     for mine, theirs in zip(
@@ -103,12 +103,12 @@ def test_rotations_that_are_looked_up(scaling: dict[str, object]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-def test_a_context_too_long_to_look_up_is_named() -> None:
+def test_too_long_context_is_rejected() -> None:
     with pytest.raises(LMWorksError, match=r"rotations of 1,000,000,000,000,000 positions .* engine\.context"):
         RotaryCache(ModelSpec.from_preset("tiny"), 10**15, torch.device("cpu"))
 
 
-def test_the_trainers_copy_is_not_touched() -> None:
+def test_original_model_is_unchanged() -> None:
     """A runner takes its model over; one that was copied before still trains."""
     model = lively()
     kept = copy.deepcopy(model)

@@ -115,7 +115,7 @@ def test_json_fits_its_schema(name: str) -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_alternatives_of_one_of_are_chosen_from() -> None:
+def test_one_of_alternatives() -> None:
     """Also such that a value could fit several of: pydantic writes them for unions."""
     shapes = [
         {"type": "object", "properties": {key: {"type": "integer", "maximum": 9}}, "required": [key]} for key in "ab"
@@ -147,7 +147,7 @@ def test_the_answer_is_one_of_the_choices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "pieces"])
-def test_an_answer_may_spell_the_name_of_a_special_token(name: str) -> None:
+def test_special_token_name_as_text(name: str) -> None:
     """By other tokens: the special one would end the text, or not be seen in it."""
     tokenizer = TOKENIZERS[name]
     assert isinstance(tokenizer, FileTokenizer)
@@ -158,7 +158,7 @@ def test_an_answer_may_spell_the_name_of_a_special_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [{"choice": ["<think>"]}, {"regex": "<think>[a-z]{3}</think>x"}], ids=str)
-def test_an_answer_may_be_forced_to_hold_an_added_token(shape: dict[str, Any]) -> None:
+def test_added_token_in_grammar(shape: dict[str, Any]) -> None:
     for seed in range(4):
         text, matcher = answer("added", seed, SamplingParams(**shape))
         assert matcher.done and re.fullmatch(shape.get("regex", "<think>"), text)
@@ -177,7 +177,7 @@ def allowed(name: str, matcher: Matcher) -> set[int]:
     return {i for i in range(TOKENIZERS[name].vocab_size + PADDING) if mask[0, i // 32].item() >> (i % 32) & 1}
 
 
-def test_the_end_is_allowed_only_where_the_answer_is_complete() -> None:
+def test_end_is_allowed_only_when_complete() -> None:
     matcher = GRAMMARS["bytes"].matcher(SamplingParams(regex="ab?"))
     assert matcher is not None and allowed("bytes", matcher) == {ord("a")}
     matcher.accept(ord("a"))
@@ -186,14 +186,14 @@ def test_the_end_is_allowed_only_where_the_answer_is_complete() -> None:
     assert matcher.done and allowed("bytes", matcher) == {256}
 
 
-def test_other_ends_of_text_are_as_good() -> None:
+def test_all_end_tokens_are_allowed() -> None:
     grammars = Grammars(bpe(), 500, ends=[7])
     matcher = grammars.matcher(SamplingParams(regex="x*"))
     mask = grammars.masks([matcher], "cpu")
     assert mask is not None and mask[0, 0].item() & 1 and mask[0, 0].item() >> 7 & 1
 
 
-def test_a_forbidden_token_is_an_error_of_that_answer() -> None:
+def test_forbidden_token_is_an_error() -> None:
     first, second = (GRAMMARS["bytes"].matcher(SamplingParams(choice=["yes", "no"])) for _ in range(2))
     assert first is not None and second is not None
     first.accept(ord("x"))
@@ -232,7 +232,7 @@ def test_json_is_not_padded(schema: dict[str, Any], blank: str) -> None:
     jsonschema.validate(json.loads(padded), schema)
 
 
-def test_compiled_grammars_are_kept_within_a_bound() -> None:
+def test_compiled_cache_is_bounded() -> None:
     grammars = Grammars(ByteTokenizer(), 257)
     for i in range(CACHE_SIZE + 10):
         grammars.matcher(SamplingParams(choice=["always"]))
@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_shape_is_refused_at_once(name: str) -> None:
+def test_invalid_grammar_is_rejected(name: str) -> None:
     shape, message = REFUSED[name]
     grammars = GRAMMARS["byte-level"]
     start = time.process_time()
@@ -338,7 +338,7 @@ HEAVY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HEAVY)
-def test_no_shape_holds_up_the_others(name: str) -> None:
+def test_complex_grammar_does_not_block_others(name: str) -> None:
     """Each either works or ends with an error of its own, and no token takes long."""
     grammars = GRAMMARS["byte-level"]
     draw, vocab = torch.Generator().manual_seed(0), TOKENIZERS["byte-level"].vocab_size
@@ -398,7 +398,7 @@ def is_running(process: str) -> bool:
         return False
 
 
-def test_a_trial_that_is_ended_takes_its_fork_along() -> None:
+def test_ended_sandbox_kills_its_fork() -> None:
     trial = GrammarSandbox(LIMITS)
     with ThreadPoolExecutor(1) as pool:
         heavy = pool.submit(trial.check, grammar(SamplingParams(regex=r"\w*" * 20_000)), Budget(1000, 2**33))
@@ -413,7 +413,7 @@ def test_a_trial_that_is_ended_takes_its_fork_along() -> None:
     assert not is_running(forked[0])
 
 
-def test_a_smaller_budget_refuses_for_now_and_the_full_one_for_good() -> None:
+def test_small_budget_rejection_is_temporary() -> None:
     grammars = Grammars(ByteTokenizer(), 257)
     slow = grammar(SamplingParams(json_schema={"type": "integer", "multipleOf": 99_991}))  # about a second
     with pytest.raises(TooComplex, match=r"more than 0\.1 s"):
@@ -424,7 +424,7 @@ def test_a_smaller_budget_refuses_for_now_and_the_full_one_for_good() -> None:
     assert 10 * 2**20 < grammars.compiled.bytes < CACHE_BYTES, "its memory was measured"
 
 
-def test_refused_grammars_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(ByteTokenizer(), 257)
     monkeypatch.setattr(grammars.refused, "most", 3)
     check_in_sandbox: list[str] = []

@@ -51,7 +51,7 @@ def test_several_answers(family: str) -> None:
     assert compare(engine, family, random_prompts([6, 15]), [12, 12], n=3) == 0
 
 
-def test_a_wrong_token_is_not_excused() -> None:
+def test_wrong_token_is_detected() -> None:
     """The comparison itself: only a lead below 1e-4 excuses, and it is counted."""
     expected = Greedy([3, 4, 5], [1.0, 5e-5, 1.0])
     assert excuses(expected, [3, 4, 5]) == 0

@@ -25,7 +25,7 @@ SPEC = EngineSpec(device="cpu", max_seqs=20, max_batch_tokens=64, context=64, sp
 
 
 @pytest.mark.parametrize("preset", ["tiny", "gpt2-small"])
-def test_every_size_is_taken_once_and_the_largest_step(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_covers_every_size(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts fill a step, and decoding steps have the sizes of graphs: what is left out is compiled too late."""
     sizes, launched = [], []
     work, launch = ModelRunner.forward_and_sample, ModelRunner.launch
@@ -117,7 +117,7 @@ def test_a_failed_warm_up_is_logged_and_left_to_the_engine(
     assert "kernels were not compiled ahead: RuntimeError: no memory" in caplog.text
 
 
-def test_a_load_that_fails_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_does_not_wait_for_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_warmup, "is_worthwhile", lambda *_: True)
     over, waited = threading.Event(), list[bool]()
     monkeypatch.setattr(kernel_warmup, "warm_up_or_log", lambda *_: waited.append(over.wait(20)))

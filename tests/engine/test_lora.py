@@ -135,7 +135,7 @@ def all_at_once(family: str, adapters: dict[str | None, Made | None], engine: En
     assert (plain - expected_logprobs(family, adapters["first"], results[1].prompt_token_ids)).abs().max() > 0.1
 
 
-def test_the_same_prompt_by_every_adapter(tmp_path: Path) -> None:
+def test_adapters_differ_for_same_prompt(tmp_path: Path) -> None:
     """One after another: cached blocks of one adapter mean nothing to the next. With guesses, nothing changes."""
     adapters = two_adapters("llama")
     (prompt,) = random_prompts([30])
@@ -163,7 +163,7 @@ def test_adapter_mask_covers_steps_with_draft_tokens(tmp_path: Path) -> None:
     assert engine.metrics.proposed_guesses > 0
 
 
-def test_bitwise_the_same_in_any_batch(tmp_path: Path) -> None:
+def test_batch_invariance(tmp_path: Path) -> None:
     adapters = two_adapters("qwen3")
     prompts = random_prompts([9, 14, 5])
     params = [SamplingParams(temperature=0, max_tokens=6, adapter=name, logprobs=0) for name in adapters]
@@ -174,7 +174,7 @@ def test_bitwise_the_same_in_any_batch(tmp_path: Path) -> None:
         assert alone.logprobs == result.logprobs
 
 
-def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
+def test_unknown_adapter_does_not_affect_others(tmp_path: Path) -> None:
     engine = engine_with("llama", two_adapters("llama"), tmp_path)
     params = [SamplingParams(temperature=0, max_tokens=4, adapter=name) for name in ("first", "frist", None)]
     good, bad, other = answers(engine, random_prompts([4, 5, 6]), params)
@@ -183,7 +183,7 @@ def test_an_unknown_adapter_fails_alone(tmp_path: Path) -> None:
     assert len(good.token_ids) == len(other.token_ids) == 4
 
 
-def test_an_overflow_stays_with_its_own_sequences(tmp_path: Path) -> None:
+def test_adapter_overflow_does_not_spread(tmp_path: Path) -> None:
     """All numbers of the adapter are within fp16, and its products are not: the others do not see it."""
     wild = make_adapter("llama", LAYERS["llama"])
     for down, _ in wild.pairs.values():
@@ -223,7 +223,7 @@ def test_an_overflow_stays_with_its_own_sequences(tmp_path: Path) -> None:
         ({"lora_alpha": 1e300}, r"q_proj\.lora_B' has numbers up to .*e\+299, .*: no engine\.dtype reaches that"),
     ],
 )
-def test_what_is_not_computed_is_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unsupported_adapters_are_rejected(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     engine = make_engine("llama")
     folder = make_adapter("llama", ["q_proj"]).save(tmp_path / "adapter", **changes)
     with pytest.raises(LMWorksError, match=says):
@@ -232,7 +232,7 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], says: str, tmp
     assert len(result.token_ids) == 2
 
 
-def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_unknown_target_layers_are_rejected(tmp_path: Path) -> None:
     a, b = torch.ones(4, 48), torch.ones(VOCAB, 4)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
     engine = make_engine("llama")
@@ -267,9 +267,7 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
         ("bf16", "B", 3e38, r"has numbers up to 6e\+38, .* bfloat16 ends at 3\.39e\+38: no engine\.dtype reaches that"),
     ],
 )
-def test_numbers_that_the_engine_cannot_hold_are_refused(
-    dtype: str, side: str, value: float, says: str, tmp_path: Path
-) -> None:
+def test_unrepresentable_values_are_rejected(dtype: str, side: str, value: float, says: str, tmp_path: Path) -> None:
     """By the name of their tensor; the others go on."""
     made = make_adapter("llama", ["q_proj", "down_proj"])
     made.pairs["model.layers.1.mlp.down_proj"]["AB".index(side)][1, 2] = value
@@ -288,7 +286,7 @@ def test_numbers_that_the_engine_cannot_hold_are_refused(
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 @pytest.mark.parametrize("value", [{"(": 4}, ["q_proj"], 4])
-def test_patterns_that_are_none_are_named(key: str, value: Any, tmp_path: Path) -> None:
+def test_invalid_patterns_are_rejected(key: str, value: Any, tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, key: value}
     made = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 48), torch.ones(64, 4))})
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: rank_pattern or alpha_pattern cannot be read"):
@@ -309,7 +307,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         engine.add_adapter("mine", folder)
 
 
-def test_a_name_is_given_once(tmp_path: Path) -> None:
+def test_duplicate_adapter_name_is_rejected(tmp_path: Path) -> None:
     engine = engine_with("llama", two_adapters("llama"), tmp_path)
     with pytest.raises(SpecError, match="an adapter named 'first' is already there"):
         engine.add_adapter("first", tmp_path / "second")
@@ -317,7 +315,7 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
         engine.add_adapter("", tmp_path / "second")
 
 
-def test_one_that_does_not_fit_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = two_adapters("llama")
     engine = engine_with("llama", {"first": made["first"]}, tmp_path)
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]

@@ -93,7 +93,7 @@ def log_probabilities(model: GPT, tokens: list[int]) -> torch.Tensor:
 
 
 @each_shape
-def test_log_probabilities_are_the_trainers(shape: str) -> None:
+def test_logprobs_equal_training_model(shape: str) -> None:
     """Within 1e-5, of every token sampled, with prompts in chunks beside sequences that decode."""
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11])
@@ -110,7 +110,7 @@ def test_log_probabilities_are_the_trainers(shape: str) -> None:
 
 
 @each_shape
-def test_greedy_answers_are_those_of_generation(shape: str) -> None:
+def test_greedy_tokens_equal_generation(shape: str) -> None:
     model = lively(**SHAPES[shape])
     prompts = prompts_of([9, 41])
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)] * 2
@@ -126,7 +126,7 @@ def sequence_of(runner: ModelRunner, prompt: list[int], slot: int, blocks: list[
     return sequence
 
 
-def test_tokens_that_the_host_does_not_know_yet() -> None:
+def test_tokens_unknown_to_host() -> None:
     """Ten steps are launched before the first is read; each takes its token from the device's table, by slot."""
     model = lively()
     prompts = prompts_of([9, 14])
@@ -171,7 +171,7 @@ class Unrecorded(CUDAGraphs[Any]):
 
 @pytest.mark.parametrize("shape", ["gqa", "gpt2", "alibi", "window"])
 @pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"repetition_penalty": 1.3}])
-def test_padded_steps_give_the_same(shape: str, cut: dict[str, Any]) -> None:
+def test_padded_steps_equal_unpadded(shape: str, cut: dict[str, Any]) -> None:
     """With the sampler in the graph, and (for a penalty) behind it."""
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11, 20])
@@ -185,9 +185,7 @@ def test_padded_steps_give_the_same(shape: str, cut: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("at", ["the network", "the likeliest tokens"])
-def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
-    at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oom_step_retries_without_prefill_graphs(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the first try is left: not a token is counted twice."""
     model, prompts = lively(), prompts_of([30, 3])
     ask = SamplingParams(temperature=0.7, max_tokens=9, seed=1, ignore_eos=True, logprobs=2, frequency_penalty=2)
@@ -213,7 +211,7 @@ def test_a_step_without_memory_is_taken_again_without_graphs_of_prompts(
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_padded_steps_with_draft_tokens_give_the_same(source: str, temperature: float) -> None:
+def test_padded_draft_steps_equal_unpadded(source: str, temperature: float) -> None:
     """Sequences with and without guesses in one padded step, judged as in a step that is not padded."""
     model = lively()
     prompts = [prompt * 4 for prompt in prompts_of([7, 3, 12, 5])]
@@ -285,7 +283,7 @@ def test_blocks_are_copied_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_quantised_cache_is_close(kind: str) -> None:
+def test_quantized_cache_is_close(kind: str) -> None:
     """Not the same, and near: a scale that is forgotten or misplaced would be far off."""
     model = lively()
     prompts = prompts_of([40])
@@ -320,7 +318,7 @@ def test_batch_invariance(shape: str) -> None:
     )
 
 
-def test_zeros_are_filled_in() -> None:
+def test_defaults_are_resolved() -> None:
     model = lively()
     spec = runner_of(model, max_batch_tokens=0).spec
     assert (spec.dtype, spec.context, spec.max_batch_tokens) == ("fp32", 128, 512)
@@ -330,14 +328,14 @@ def test_zeros_are_filled_in() -> None:
         runner_of(model, context=129)
 
 
-def test_no_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.engine.core.model_runner.CPU_BYTES", 1000)
     with pytest.raises(LMWorksError, match=r"no memory is left for the cache: one block of 4 tokens takes 2,048 bytes"):
         runner_of(lively())
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_heads_of_odd_width_have_no_8_bit_cache(kind: str) -> None:
+def test_odd_head_dim_rejects_8_bit_cache(kind: str) -> None:
     """Kernels read it in pairs."""
     model = lively(hidden=60, heads=4, kv_heads=4, positions="alibi")
     with pytest.raises(SpecError, match=rf"kv_dtype = '{kind}'.*even.*head_dim = 15.*'auto'"):
@@ -346,7 +344,7 @@ def test_heads_of_odd_width_have_no_8_bit_cache(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
-def test_bytes_of_a_block_are_what_it_takes(kind: str) -> None:
+def test_block_bytes_match_allocation(kind: str) -> None:
     shape = KVCacheShape.of(ModelSpec.from_preset("tiny"), EngineSpec(kv_dtype=kind), torch.bfloat16)
     cache = KVCache(shape, 3, torch.device("cpu"))
     held = cache.store.nbytes + (0 if cache.scales is None else cache.scales.nbytes)
@@ -365,7 +363,7 @@ def decoding(packer: Packer, count: int, length: int) -> Step:
     return Step(chunks)
 
 
-def test_packing_a_step_takes_little_time() -> None:
+def test_step_packing_is_fast() -> None:
     """256 sequences of a thousand tokens: half a millisecond on the host, at best: the machine may be busy."""
     packer = Packer(EngineSpec(context=4096, max_batch_tokens=8192), vocab=1000, pinned=False)
     step = decoding(packer, 256, 1000)
@@ -399,7 +397,7 @@ def test_a_padded_step_adds_padding_rows() -> None:
     ].query_start_loc.tolist() == list(range(5))
 
 
-def test_a_frame_for_prompts_beside_answers() -> None:
+def test_mixed_prefill_decode_bucket() -> None:
     """Longer chunks lie behind all the places for single tokens, and late tables count from there."""
     packer = Packer(EngineSpec(context=256, max_seqs=8, max_batch_tokens=64), vocab=1000, pinned=False)
     singles = decoding(packer, 3, 20).chunks

@@ -62,20 +62,20 @@ def test_a_stop_string_in_byte_tokens_ends_the_answer(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokenizer", [SENTENCES, ByteTokenizer()], ids=["byte tokens", "bytes"])
 @pytest.mark.parametrize("most", [2, 20], ids=["length", "end of text"])
-def test_a_stop_string_that_only_the_end_completes(tokenizer: Tokenizer, most: int, stream: bool) -> None:
+def test_stop_string_completed_at_end(tokenizer: Tokenizer, most: int, stream: bool) -> None:
     """Half a character is U+FFFD once nothing follows: the text is cut there, so that is why it ended."""
     script = [A, BROKEN, SENTENCES.eot] if tokenizer is SENTENCES else [ord("a"), 0xC3, ByteTokenizer.eot]
     result = written(script, SamplingParams(max_tokens=most, stop="\ufffd"), stream, tokenizer)
     assert (result.text, result.finish_reason, result.answers[0].stop_reason) == ("a", "stop", "\ufffd")
 
 
-def test_streamed_or_not_the_text_is_the_same() -> None:
+def test_streamed_text_equals_unstreamed() -> None:
     for script in ([A, NEWLINE, BROKEN], [NEWLINE, BROKEN, NEWLINE, A], [BROKEN]):
         whole, streamed = (written(script, SamplingParams(max_tokens=7), stream) for stream in (False, True))
         assert whole.text == streamed.text and "\ufffd" in whole.text
 
 
-def test_best_of_gives_log_probabilities_only_where_they_are_asked_for() -> None:
+def test_best_of_returns_logprobs_only_on_request() -> None:
     def answers(logprobs: int | None) -> Result:
         engine = Engine(FakeDevice(SPEC))
         engine.add(Request([1, 2], SamplingParams(max_tokens=5, seed=3, n=2, best_of=6, logprobs=logprobs)))

@@ -70,7 +70,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_quantized_network_is_the_network_of_its_dequantized_weights(scheme: str, shape: str) -> None:
+def test_quantized_model_equals_dequantized_model(scheme: str, shape: str) -> None:
     """fp8 rounds activations too: there a layer in front of each linear does it, with torch's own cast."""
     model = small(shape)
     plain = copy.deepcopy(model)
@@ -115,7 +115,7 @@ def test_layers_merge_along_their_outputs(scheme: str, shape: str) -> None:
     assert merge([attention.q, apply_quantization(small(shape), other).layers()[1].attention.k]) is None
 
 
-def test_a_copy_has_a_head_of_its_own() -> None:
+def test_deepcopy_copies_head() -> None:
     model = apply_quantization(small(), "int4")
     copied, tokens = copy.deepcopy(model), some_tokens(model)
     wanted = model(tokens)
@@ -126,7 +126,7 @@ def test_a_copy_has_a_head_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_loss_without_logits_is_the_one_with_them(scheme: str) -> None:
+def test_chunked_loss_equals_full_loss(scheme: str) -> None:
     """The weight of a head means nothing without its scales."""
     model = apply_quantization(small(), scheme)
     tokens, targets = some_tokens(model), some_tokens(model).roll(1)
@@ -137,7 +137,7 @@ def test_a_loss_without_logits_is_the_one_with_them(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_cast_leaves_the_format_as_it_is(scheme: str) -> None:
+def test_cast_keeps_quantized_format(scheme: str) -> None:
     model = apply_quantization(small("gpt2"), scheme)
     before = copy.deepcopy(model.layers()[0].mlp.up)
     after = model.bfloat16().layers()[0].mlp.up
@@ -148,7 +148,7 @@ def test_a_cast_leaves_the_format_as_it_is(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_fixed_layer_gives_a_row_the_same_bits_among_any_others(scheme: str) -> None:
+def test_batch_invariant_layer(scheme: str) -> None:
     model = apply_quantization(small(), scheme)
     layer = model.layers()[0].mlp.down
     x = torch.randn(33, layer.in_features, generator=torch.Generator().manual_seed(0))
@@ -162,7 +162,7 @@ def test_a_fixed_layer_gives_a_row_the_same_bits_among_any_others(scheme: str) -
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_fixed_layer_in_half_precision_is_no_further_off(scheme: str, dtype: torch.dtype) -> None:
+def test_batch_invariant_layer_in_half_precision(scheme: str, dtype: torch.dtype) -> None:
     """Before they are scaled, sums of 8-bit numbers are more than fp16 holds."""
     model = apply_quantization(small(), scheme)
     layer = model.layers()[0].mlp.down
@@ -172,7 +172,7 @@ def test_a_fixed_layer_in_half_precision_is_no_further_off(scheme: str, dtype: t
     assert off(layer(x), wanted) < 2 * torch.finfo(dtype).eps
 
 
-def test_what_cannot_be_quantized_is_said() -> None:
+def test_unquantizable_models_are_rejected() -> None:
     with pytest.raises(SpecError, match=r"int9.*did you mean.*int8|int9.*known"):
         apply_quantization(small(), "int9")
     with pytest.raises(SpecError, match="quantized already"):
@@ -186,14 +186,14 @@ def test_what_cannot_be_quantized_is_said() -> None:
 # --- calibrated rounding ----------------------------------------------------------------------------------
 
 
-def test_inputs_that_do_not_move_together_leave_plain_rounding() -> None:
+def test_uncorrelated_inputs_give_plain_rounding() -> None:
     """With a diagonal H there is nothing to compensate: every weight goes to its nearest level."""
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
     q, scale = gptq(weight, torch.eye(64), 16)
     assert torch.equal(q, int4_round(weight, scale))
 
 
-def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> None:
+def test_calibration_improves_correlated_inputs() -> None:
     """Features 0 … 127 and 128 … 255 move together: what the first lose is made up for by the second, too."""
     draw = torch.Generator().manual_seed(0)
     layer = Linear(256, 96)
@@ -213,7 +213,7 @@ def test_calibrated_rounding_keeps_the_output_of_inputs_that_move_together() -> 
     assert off(better, wanted) < 0.4 * off(plain, wanted)
 
 
-def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
+def test_error_is_measured_on_held_out_inputs() -> None:
     model = small()
     block = model.layers()[0]
     states = [torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -228,7 +228,7 @@ def test_layers_are_measured_on_inputs_that_they_were_not_fitted_to() -> None:
     assert not block.mlp.down._forward_pre_hooks
 
 
-def test_later_blocks_see_what_quantized_ones_give() -> None:
+def test_calibration_uses_quantized_earlier_blocks() -> None:
     model = small()
     batches = [some_tokens(model), some_tokens(model, rows=3)]
     reports = {layer.name: layer for layer in quantize_layers(model, SCHEMES["int4"], batches, 128)}
@@ -261,7 +261,7 @@ def text(dataset: Path, trained: GPT) -> Calibration:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: Calibration) -> None:
+def test_report_has_loss_and_size(scheme: str, trained: GPT, text: Calibration) -> None:
     model = copy.deepcopy(trained)
     report = quantize(model, scheme, text)
     windows = torch.cat(text.measure)
@@ -283,7 +283,7 @@ def test_the_report_says_what_was_lost_and_won(scheme: str, trained: GPT, text: 
 
 
 @pytest.mark.parametrize("broken", ["blocks.0.mlp.up", "head"])
-def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT, text: Calibration) -> None:
+def test_broken_scale_is_rejected_by_layer(broken: str, trained: GPT, text: Calibration) -> None:
     def damaged(name: str, layer: Linear, seen: InputStats) -> QuantLinear:
         new = rounded(SCHEMES["int8"], layer)
         if name == broken:
@@ -307,7 +307,7 @@ def test_a_broken_scale_is_refused_and_its_layer_named(broken: str, trained: GPT
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_that_gives_no_numbers_is_refused_before_any_work(scheme: str, trained: GPT, text: Calibration) -> None:
+def test_nonfinite_model_is_rejected(scheme: str, trained: GPT, text: Calibration) -> None:
     model = copy.deepcopy(trained)
     model.layers()[0].mlp.up.weight.data[0, 0] = math.nan
     with pytest.raises(LMWorksError, match=r"the loss of the model as it is, on .*, is nan"):
@@ -337,7 +337,7 @@ def folder(request: pytest.FixtureRequest, trained: GPT, text: Calibration, tmp_
     return model, out
 
 
-def test_a_folder_comes_back_bit_for_bit(folder: tuple[GPT, Path]) -> None:
+def test_folder_round_trip_is_bitwise(folder: tuple[GPT, Path]) -> None:
     model, out = folder
     back = load_quantized(out)
     states = [
@@ -361,7 +361,7 @@ def test_a_folder_comes_back_bit_for_bit(folder: tuple[GPT, Path]) -> None:
     assert about["report"]["calibration_fingerprint"]
 
 
-def test_weights_that_bf16_holds_are_stored_in_it(text: Calibration, trained: GPT, tmp_path: Path) -> None:
+def test_bf16_weights_are_stored_in_bf16(text: Calibration, trained: GPT, tmp_path: Path) -> None:
     model = copy.deepcopy(trained).bfloat16().float()
     save_quantized(model, tmp_path / "q", quantize(model, "int8", text))
     stored = load_file(tmp_path / "q" / "model.safetensors")
@@ -370,7 +370,7 @@ def test_weights_that_bf16_holds_are_stored_in_it(text: Calibration, trained: GP
 
 
 @pytest.mark.parametrize("folder", ["int4"], indirect=True)
-def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path], tmp_path: Path) -> None:
+def test_damaged_and_foreign_folders_are_rejected(folder: tuple[GPT, Path], tmp_path: Path) -> None:
     model, out = folder
     original = {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -415,7 +415,7 @@ def test_damaged_mixed_and_foreign_folders_are_refused(folder: tuple[GPT, Path],
         fill(model, out / "model.safetensors")
 
 
-def test_a_folder_with_other_things_in_it_is_left_alone(trained: GPT, text: Calibration, tmp_path: Path) -> None:
+def test_foreign_output_folder_is_not_overwritten(trained: GPT, text: Calibration, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     model = copy.deepcopy(trained)
     report = quantize(model, "int8", text)
@@ -428,7 +428,7 @@ def test_a_folder_with_other_things_in_it_is_left_alone(trained: GPT, text: Cali
 
 
 @pytest.mark.parametrize("folder", ["int8"], indirect=True)
-def test_drift_is_seen_when_inputs_change_and_only_then(folder: tuple[GPT, Path], text: Calibration) -> None:
+def test_drift_is_detected_only_on_change(folder: tuple[GPT, Path], text: Calibration) -> None:
     _, out = folder
     model = load_quantized(out)
     assert not any(layer._forward_pre_hooks for layer in quantized_layers(model))  # off by default
@@ -452,7 +452,7 @@ def test_drift_is_seen_when_inputs_change_and_only_then(folder: tuple[GPT, Path]
 
 
 @pytest.mark.parametrize("folder", ["int8", "int4"], indirect=True)
-def test_drift_of_a_model_that_is_served(folder: tuple[GPT, Path]) -> None:
+def test_drift_of_served_model(folder: tuple[GPT, Path]) -> None:
     """Merged layers are known by their first part; every token that a step computes is seen once."""
     from lmworks import LLM, SamplingParams
 
@@ -471,7 +471,7 @@ def test_drift_of_a_model_that_is_served(folder: tuple[GPT, Path]) -> None:
         llm.watch_drift()
 
 
-def test_a_monitor_needs_records() -> None:
+def test_drift_monitor_needs_calibration() -> None:
     with pytest.raises(SpecError, match="no quantized layer"):
         DriftMonitor(small(), {"blocks.0.mlp.up": Inputs(1, 1)})
 
@@ -479,7 +479,7 @@ def test_a_monitor_needs_records() -> None:
 # --- served ---------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_serves_a_folder_as_the_plain_network_would(folder: tuple[GPT, Path]) -> None:
+def test_engine_equals_plain_quantized_model(folder: tuple[GPT, Path]) -> None:
     """Merged, paged and batched it takes the tokens that the whole network, run anew for each, finds likeliest."""
     from lmworks import LLM, SamplingParams
 

@@ -98,7 +98,7 @@ def theirs(logits: Tensor, tokens: list[int], params: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("params", CUTS, ids=str)
-def test_probabilities_are_those_of_transformers(params: dict[str, Any]) -> None:
+def test_probabilities_equal_transformers(params: dict[str, Any]) -> None:
     for trial in range(20):
         logits = some_logits(seed=trial)
         sampler = sampler_of(sequence(answer=[9, 9], **params))
@@ -108,7 +108,7 @@ def test_probabilities_are_those_of_transformers(params: dict[str, Any]) -> None
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_of_a_batch_do_not_touch_each_other() -> None:
+def test_rows_are_independent() -> None:
     everyone = [sequence(seed, answer=[9], **params) for seed, params in enumerate(CUTS)]
     together, logits = sampler_of(*everyone), some_logits(len(CUTS))
     slots, places = torch.arange(len(CUTS)), torch.arange(len(CUTS)) * 3
@@ -150,7 +150,7 @@ def test_seeds_are_independent_and_repeatable() -> None:
 # --- greedy, and the ends of the range ---
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_breaks_ties_by_first_index() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [11, 30, 31]] = 2.0
     assert one(sampler_of(sequence(temperature=0)), logits).tokens.item() == 11
@@ -172,7 +172,7 @@ def test_a_huge_temperature_is_uniform() -> None:
     assert fit(tokens, torch.full((VOCAB,), 1 / VOCAB)) > 1e-3
 
 
-def test_ids_beyond_the_valid_are_never_picked() -> None:
+def test_invalid_ids_are_never_sampled() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 40:] = 50.0
     for params in ({}, {"temperature": 0}, {"top_k": 3}, {"logit_bias": {1: 1.0}}):
@@ -186,7 +186,7 @@ def test_ids_beyond_the_valid_are_never_picked() -> None:
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"top_p": 0.5, "repetition_penalty": 1.1, "logprobs": 2}])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_bad_row_is_flagged_and_the_others_go_on(params: dict[str, Any], value: float) -> None:
+def test_nonfinite_row_is_flagged(params: dict[str, Any], value: float) -> None:
     logits = some_logits(3)
     logits[1, 7] = value
     sampler = sampler_of(*(sequence(i, **params) for i in range(3)))
@@ -200,7 +200,7 @@ def test_a_bad_row_is_flagged_and_the_others_go_on(params: dict[str, Any], value
 # --- penalties, bias, bans, masks ---
 
 
-def test_presence_and_frequency_count_the_answer_alone() -> None:
+def test_penalties_count_output_only() -> None:
     logits = some_logits(seed=3)
     sampler = sampler_of(sequence(answer=[9, 9, 11], presence_penalty=0.5, frequency_penalty=-1.25))
     expected = logits.clone()
@@ -227,7 +227,7 @@ def test_sampled_tokens_are_counted_for_penalties() -> None:
     assert one(sampler, close, slot=2).tokens.item() == order[0]
 
 
-def test_bias_is_added_and_gone_with_its_sequence() -> None:
+def test_logit_bias_is_removed_with_sequence() -> None:
     logits = some_logits(seed=5)
     bias = {0: 1.5, 17: -100.0, 30: 2.25}
     sampler = sampler_of(sequence(logit_bias=bias), sequence(logit_bias={5: 1.0}), sequence())
@@ -249,7 +249,7 @@ def test_stop_tokens_are_banned_until_min_tokens() -> None:
     assert one(sampler, logits, slot=1).tokens.item() == 8
 
 
-def test_a_stop_token_whose_score_has_no_bound_is_banned_too() -> None:
+def test_infinite_stop_score_is_banned() -> None:
     sampler = sampler_of(sequence(temperature=0, min_tokens=2, ends=(3,), repetition_penalty=1e-38))  # 3 was seen
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 9] = 50.0, 1.0
@@ -276,7 +276,7 @@ def test_a_mask_allows_only_its_bits() -> None:
 # --- log-probabilities ---
 
 
-def test_logprobs_are_the_models_own() -> None:
+def test_logprobs_are_before_temperature() -> None:
     logits = some_logits(2, seed=8)
     params = {"temperature": 0.3, "top_k": 2, "repetition_penalty": 3.0, "logit_bias": {1: 5.0}}
     sampler = sampler_of(sequence(logprobs=3, **params), sequence(logprobs=0, temperature=0))
@@ -288,7 +288,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert torch.equal(sampled.top_ids, expected.topk(3, dim=1).indices)
 
 
-def test_only_what_is_wanted_is_computed() -> None:
+def test_only_requested_outputs_are_computed() -> None:
     sampler = sampler_of(sequence(temperature=0), sequence(), sequence(top_p=0.5, frequency_penalty=1.0))
     assert sampler.sampling_metadata([0]) == SamplingMetadata() and sampler.sampling_metadata(
         [0, 1]
@@ -301,7 +301,7 @@ def test_only_what_is_wanted_is_computed() -> None:
     sampler(some_logits(), torch.tensor([4]), torch.tensor([0]), None, sampler.sampling_metadata([4]))
 
 
-def test_tokens_that_the_model_does_not_have_are_refused() -> None:
+def test_unknown_tokens_are_rejected() -> None:
     with pytest.raises(SpecError, match=r"logit_bias names token 50: the model's tokens are 0 to 49"):
         check(SamplingParams(logit_bias={50: 1.0}), VOCAB)
     with pytest.raises(SpecError, match="stop_token_ids names token -1"):

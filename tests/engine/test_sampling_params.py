@@ -50,7 +50,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wishes", "message"), WRONG, ids=[str(wishes) for wishes, _ in WRONG])
-def test_what_is_wrong_is_named_at_once(wishes: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_rejected(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         SamplingParams(**wishes)
 

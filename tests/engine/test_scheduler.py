@@ -67,7 +67,7 @@ def done(request: Request) -> bool:
     return all(each.state is SequenceStatus.FINISHED for each in request.sequences)
 
 
-def test_a_long_prompt_is_cut_and_decoding_goes_first() -> None:
+def test_decode_precedes_chunked_prefill() -> None:
     scheduler = make(tokens=10)
     short = add(scheduler, 4, answer=10)
     assert shape(run(scheduler), short) == [(0, 0, 4, 1)]
@@ -80,14 +80,14 @@ def test_a_long_prompt_is_cut_and_decoding_goes_first() -> None:
     assert shape(run(scheduler), *both) == [(0, 7, 1, 1), (1, 21, 1, 1), (2, 3, 1, 1)]
 
 
-def test_chunks_of_one_token_come_first_whoever_computes_them() -> None:
+def test_single_token_chunks_come_first() -> None:
     scheduler = make(tokens=10)
     add(scheduler, 9)
     add(scheduler, 4)
     assert [chunk.count for chunk in run(scheduler).chunks] == [1, 9]
 
 
-def test_tokens_that_are_on_their_way_are_unknown_and_nothing_is_computed_past_the_limit() -> None:
+def test_in_flight_tokens_respect_limit() -> None:
     scheduler = make()
     request = add(scheduler, 4, answer=2)
     [sequence] = request.sequences
@@ -109,7 +109,7 @@ def test_admission_by_priority_then_arrival() -> None:
     assert order == [2, 1, 3, 0]
 
 
-def test_out_of_blocks_the_latest_gives_up_its_own_and_goes_on_later() -> None:
+def test_latest_sequence_is_preempted_and_resumed() -> None:
     scheduler = make(blocks=6, cache=False)
     first, second = add(scheduler, 8, answer=12), add(scheduler, 8, answer=12)
     until(scheduler, lambda: scheduler.preemptions > 0)
@@ -125,14 +125,14 @@ def test_out_of_blocks_the_latest_gives_up_its_own_and_goes_on_later() -> None:
     assert scheduler.pool.num_used_blocks == 0
 
 
-def test_the_less_urgent_gives_way_even_if_it_came_first() -> None:
+def test_lower_priority_is_preempted() -> None:
     scheduler = make(blocks=6, cache=False)
     relaxed, urgent = add(scheduler, 8, answer=12, priority=1), add(scheduler, 8, answer=12)
     until(scheduler, lambda: scheduler.preemptions > 0)
     assert (relaxed.sequences[0].preempted, urgent.sequences[0].preempted) == (1, 0)
 
 
-def test_an_urgent_request_takes_the_place_of_less_urgent_ones() -> None:
+def test_high_priority_request_preempts() -> None:
     scheduler = make(seqs=2)
     relaxed = [add(scheduler, 4, answer=100, priority=1) for _ in range(2)]
     run(scheduler)
@@ -202,7 +202,7 @@ def test_the_first_in_rank_is_never_preempted() -> None:
     assert all(map(done, requests)) and scheduler.preemptions > 5
 
 
-def test_prompts_that_begin_alike_share_blocks_and_are_computed_once() -> None:
+def test_shared_prefix_is_computed_once() -> None:
     scheduler = make()
     prompt = list(range(10))
     first = add(scheduler, prompt)
@@ -216,7 +216,7 @@ def test_prompts_that_begin_alike_share_blocks_and_are_computed_once() -> None:
     assert (scheduler.prefix_hits, scheduler.prefix_queries) == (8, 31)
 
 
-def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
+def test_preempted_sequence_reuses_cached_blocks() -> None:
     scheduler = make(blocks=6)
     first, second = add(scheduler, 8, answer=12), add(scheduler, 8, answer=12)
     until(scheduler, lambda: second.sequences[0].preempted > 0)
@@ -225,7 +225,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert chunk.sequence is second.sequences[0] and chunk.start >= 8
 
 
-def test_answers_share_their_prompt_and_the_cut_block_is_copied() -> None:
+def test_n_answers_share_prompt_blocks() -> None:
     scheduler = make(tokens=8)
     request = add(scheduler, 10, n=3)
     run(scheduler)
@@ -251,7 +251,7 @@ def test_sequences_waiting_for_a_shared_prompt_do_not_block_others() -> None:
     assert other.sequences[0].state is SequenceStatus.RUNNING
 
 
-def test_an_answer_whose_lead_is_gone_computes_the_prompt_itself() -> None:
+def test_cancelled_first_answer_leaves_prompt_to_next() -> None:
     scheduler = make(seqs=1, cache=False)
     request = add(scheduler, 6, answer=1, n=2)
     run(scheduler)

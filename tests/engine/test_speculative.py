@@ -171,7 +171,7 @@ def wished(source: str, tokens: int = 40, **spec: Any) -> tuple[Engine, list[Res
 
 
 @either_way
-def test_lookup_gives_what_the_seed_gives(behind: bool) -> None:
+def test_ngram_output_equals_seeded_output(behind: bool) -> None:
     """Token for token, log-probabilities too, for all that a request may ask; some in the batch never speculate."""
     _, plain = wished("")
     engine, guessed = wished("ngram", behind=behind)
@@ -188,7 +188,7 @@ def test_lookup_gives_what_the_seed_gives(behind: bool) -> None:
 
 
 @either_way
-def test_an_invariant_draft_gives_what_the_seed_gives(behind: bool) -> None:
+def test_batch_invariant_draft_equals_seeded_output(behind: bool) -> None:
     """How many guesses a step has depends on who else is there; a result that may not depend on it, does not."""
     _, plain = wished("", 12, batch_invariant=True)
     engine, guessed = wished("draft", 12, batch_invariant=True, behind=behind)
@@ -198,7 +198,7 @@ def test_an_invariant_draft_gives_what_the_seed_gives(behind: bool) -> None:
         assert [a.logprobs for a in one.answers] == [a.logprobs for a in other.answers]  # bitwise
 
 
-def test_a_draft_reports_the_logprobs_of_its_tokens() -> None:
+def test_draft_logprobs() -> None:
     """Of accepted guesses and of what stands in for refused ones, as the model itself gives them."""
     engine, results = wished("draft")
     assert 0 < engine.metrics.acceptance_rate < 1
@@ -270,7 +270,7 @@ def fit_of_triples(source: str, device: str = "cpu") -> tuple[float, Engine]:
 
 
 @pytest.mark.parametrize("source", ["ngram", "draft"])
-def test_the_distribution_is_the_models(source: str) -> None:
+def test_output_distribution_equals_model(source: str) -> None:
     fit, engine = fit_of_triples(source)
     assert engine.metrics.proposed_guesses > 1.5 * DRAWS
     assert 0.1 < engine.metrics.acceptance_rate < 0.9
@@ -288,7 +288,7 @@ def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor)
 
 
 @pytest.mark.parametrize("planted", [always, from_p])
-def test_a_planted_bias_is_seen(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_bias_is_detected(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_module, "rejection_sample", planted)
     fit, _ = fit_of_triples("draft")
     assert fit < 1e-6
@@ -338,14 +338,14 @@ def test_a_draft_token_rejected_by_rounding_is_replaced_by_a_draw_from_p() -> No
         {"propose": pick},  # with the numbers that its replacement is drawn with
     ],
 )
-def test_a_bias_in_the_rule_is_seen(planted: dict[str, Any]) -> None:
+def test_biased_acceptance_is_detected(planted: dict[str, Any]) -> None:
     assert judged_alone(1.0, **planted)[0] < 1e-6
 
 
 # --- when -------------------------------------------------------------------------------------------------
 
 
-def test_a_large_batch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batch_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight at once are too many here; when few are left, guessing begins."""
     monkeypatch.setattr(verification, "LARGEST", 8)
     engine = hf_engine("llama", "ngram", guesses=3)
@@ -393,7 +393,7 @@ def test_no_synchronisation_without_draft_tokens() -> None:
     assert device.ahead == engine.metrics.steps - 1
 
 
-def test_a_match_is_taken_up_one_step_late() -> None:
+def test_match_is_used_one_step_later() -> None:
     """And then followed with all tokens known, as by an engine that waits for each of them."""
 
     def answered(**fake: Any) -> tuple[Engine, Watched]:
@@ -406,7 +406,7 @@ def test_a_match_is_taken_up_one_step_late() -> None:
     assert engine.metrics.steps == waiting.metrics.steps + 1
 
 
-def test_running_ahead_loses_few_draft_tokens() -> None:
+def test_async_steps_lose_few_draft_tokens() -> None:
     (waiting, _), (ahead, _) = (wished("ngram", behind=behind) for behind in (False, True))
     assert ahead.metrics.accepted_guesses > 0.9 * waiting.metrics.accepted_guesses
 
@@ -445,7 +445,7 @@ def test_speculation_may_stop_while_a_step_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_everyone_ends_as_if_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_equal_single_requests(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals, cancellations and preemption at random, with so few tokens that looking back often finds some."""
     monkeypatch.setattr(lives, "VOCAB", 3)
     monkeypatch.setattr(lives, "Guesser", lambda draw: Speculator(EngineSpec(guesses=1 + seed % 4), NgramProposer()))
@@ -454,7 +454,7 @@ def test_everyone_ends_as_if_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -
     assert outcome.engine.spec.max_batch_tokens == 1 or outcome.engine.metrics.accepted_guesses > 10
 
 
-def test_a_draft_that_does_not_fit_is_refused() -> None:
+def test_mismatched_draft_model_is_rejected() -> None:
     def structured(**changes: Any) -> GPT:
         return GPT(ModelSpec.from_dict({"layers": 1, "hidden": 16, "heads": 2, "vocab": 96, "context": 64, **changes}))
 

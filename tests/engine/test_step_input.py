@@ -84,7 +84,7 @@ def check(batch: Batch, step: Step, bucket: Layout) -> None:
 
 @pytest.mark.parametrize("kind", ["decoding", "guesses", "prompts"])
 @pytest.mark.parametrize("framed", [False, True])
-def test_a_step_is_packed_as_token_by_token(kind: str, framed: bool) -> None:
+def test_packed_step_equals_reference(kind: str, framed: bool) -> None:
     draw = random.Random(0)
     frames = {
         "decoding": decode_bucket(8),

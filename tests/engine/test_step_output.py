@@ -20,7 +20,7 @@ from lmworks.spec import EngineSpec, ModelSpec
 VALID = 300  # of 320 rows
 
 
-def test_ids_that_no_token_has_are_never_listed() -> None:
+def test_invalid_ids_are_not_listed() -> None:
     """Rows beyond the vocabulary are the likeliest of all here."""
     torch.manual_seed(0)
     model = GPT(ModelSpec.from_preset("tiny", tie_embeddings=False)).eval()
@@ -42,13 +42,13 @@ def test_ids_that_no_token_has_are_never_listed() -> None:
         assert one is not None and abs(one.logprob - float(whole[index, one.token])) < 1e-4
 
 
-def test_log_probabilities_are_computed_where_someone_uses_them() -> None:
+def test_logprobs_are_computed_on_request() -> None:
     assert not metadata_of(SamplingParams(n=2, best_of=2), ()).logprobs  # all that are made are given
     assert metadata_of(SamplingParams(n=1, best_of=2), ()).logprobs
     assert metadata_of(SamplingParams(logprobs=0), ()).logprobs
 
 
-def test_prompts_are_scored_row_by_row_where_batches_must_not_matter() -> None:
+def test_batch_invariant_prompt_logprobs() -> None:
     """A sum over a large vocabulary is cut up among threads otherwise where there are several rows."""
     states = 3 * torch.randn(29, 151_936, generator=torch.Generator().manual_seed(0))
     head: Any = SimpleNamespace(logits=lambda rows: rows, spec=SimpleNamespace(vocab=states.shape[1]))

@@ -60,7 +60,7 @@ def shares(whole: QuantLinear, dim: int, tp: int) -> list[QuantLinear]:
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 6])
 @pytest.mark.parametrize(("scheme", "group"), [("int8", 0), ("fp8", 0), ("int4", 128), ("int4", 16)])
-def test_shares_are_the_whole_bit_for_bit(scheme: str, group: int, tp: int) -> None:
+def test_shards_join_to_whole_bitwise(scheme: str, group: int, tp: int) -> None:
     """Of groups of 128, a rank has three, a pair, one and a half, or one: pairs are cut apart, and groups too."""
     whole = a_layer(scheme, group, inputs=768, bias=True)
     for dim in (OUTPUTS, INPUTS):
@@ -74,7 +74,7 @@ def test_shares_are_the_whole_bit_for_bit(scheme: str, group: int, tp: int) -> N
     assert torch.equal(torch.cat([part.bias for part in shares(whole, OUTPUTS, tp)]), whole.bias)
 
 
-def test_a_group_that_cannot_be_cut_is_refused_by_name() -> None:
+def test_indivisible_group_is_rejected() -> None:
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=2, ffn=192)
     groups = {"blocks.0.attention.q": 32, "blocks.0.attention.out": 32, "blocks.0.mlp.down": 32}
     outline = MetaModel(spec, "int4", groups)
@@ -89,7 +89,7 @@ def test_a_group_that_cannot_be_cut_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_products_of_shares_add_up(scheme: str) -> None:
+def test_shard_outputs_sum_to_whole(scheme: str) -> None:
     """In fp8 each rank rounds its inputs by a scale of their own, never a coarser one: no further from the truth."""
     whole = a_layer(scheme)
     x = torch.randn(200, 192, generator=torch.Generator().manual_seed(2))
@@ -197,7 +197,7 @@ class ByHalves(nn.Module):
         ),
     ],
 )
-def test_two_ranks_answer_as_one(scheme: str, shape: str, kv_dtype: str, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(scheme: str, shape: str, kv_dtype: str, tmp_path: Path) -> None:
     """Of fp8, exactly as one that rounds the inputs of `out` and `down` by halves, and nearly as one that does not.
 
     From the latter, log-probabilities that range from -2 to -10 differ by 0.1 to 0.15 on average.
@@ -225,7 +225,7 @@ def test_two_ranks_answer_as_one(scheme: str, shape: str, kv_dtype: str, tmp_pat
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_scales_that_were_stored_in_bf16_are_wide_again(scheme: str, tmp_path: Path) -> None:
+def test_bf16_scales_are_converted_to_fp32(scheme: str, tmp_path: Path) -> None:
     """Kernels take no others."""
     largest = {"int8": 127, "fp8": 448}[scheme]
     model = lively("llama")
@@ -241,7 +241,7 @@ def test_scales_that_were_stored_in_bf16_are_wide_again(scheme: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+def test_damaged_folder_is_rejected(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "quantized", "int4", "llama")
     flip_a_bit(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: it is damaged, or from another model"):
@@ -251,7 +251,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
 # --- adapters ---------------------------------------------------------------------------------------------
 
 
-def test_adapters_are_held_by_all_ranks_or_by_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_load_is_atomic_over_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower that cannot read one is an error for the caller; all go on with those that came before, and after.
 
     The engine is a batch-invariant one: whoever runs beside a request, its bits are the same.
@@ -306,7 +306,7 @@ def adapter_for(spec: ModelSpec, seed: int) -> Made:
     return Made({"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}, pairs)
 
 
-def test_an_adapter_that_one_rank_cannot_load_is_unloaded_on_the_others() -> None:
+def test_failed_adapter_is_unloaded_on_all_ranks() -> None:
     class RecordingExecutor(Executor):
         def __init__(self, answers: list[str | None]) -> None:
             self.tp, self.sent, self.replies = 1 + len(answers), [], {}
@@ -336,7 +336,7 @@ def test_an_adapter_that_one_rank_cannot_load_is_unloaded_on_the_others() -> Non
         ("gpt2", "int4", 2),
     ],
 )
-def test_adapters_beside_shared_layers(shape: str, scheme: str, ranks: int, tmp_path: Path) -> None:
+def test_adapters_with_row_parallel_layers(shape: str, scheme: str, ranks: int, tmp_path: Path) -> None:
     """Two of them and none in a batch, as one rank: beside plain and quantized layers, with biases after the sum."""
     model = lively(shape)
     made = {name: adapter_for(model.spec, seed).save(tmp_path / name) for seed, name in enumerate(("a", "b"))}
@@ -370,7 +370,7 @@ def refuse_other_bits(llm: LLM, adapters: Sequence[str | None] = (None,) * len(P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "tp"), [("", 4), ("int8", 4), ("int4", 2), ("fp8", 4), ("experts", 4)])
-def test_bitwise_the_same_in_any_batch(scheme: str, tp: int, tmp_path: Path) -> None:
+def test_batch_invariance(scheme: str, tp: int, tmp_path: Path) -> None:
     """Prompts are cut where a step is full: elsewhere among others than alone."""
     if scheme == "experts":
         lively("llama", experts=4, expert_ffn=32).save_hf(tmp_path / "model")
@@ -382,7 +382,7 @@ def test_bitwise_the_same_in_any_batch(scheme: str, tp: int, tmp_path: Path) -> 
         refuse_other_bits(llm)
 
 
-def test_not_promised_of_several_gpus() -> None:
+def test_batch_invariance_on_several_gpus_is_rejected() -> None:
     spec = EngineSpec(tp=2, batch_invariant=True)
     with pytest.raises(SpecError, match=r"batch_invariant = true with engine.tp = 2 is for CPUs.* use engine.tp = 1"):
         Executor("tiny", spec, None, 0, torch.device("cuda"))

@@ -157,7 +157,7 @@ def test_vllm_results_are_translated() -> None:
     assert (one := result.prompt_logprobs[1]) is not None and (one.token, one.top) == (6, ())
 
 
-def test_a_bad_prompt_is_refused_alone() -> None:
+def test_bad_prompt_does_not_affect_others() -> None:
     engine = VLLM("folder", EngineSpec(), seed=0)
     results = engine.generate([[], [1], list(range(10)), ""], [SamplingParams(max_tokens=2)] * 4, progress=False)
     assert [result.finish_reason for result in results] == ["error", "length", "error", "error"]
@@ -167,7 +167,7 @@ def test_a_bad_prompt_is_refused_alone() -> None:
     assert [answer.finish_reason for answer in twice.answers] == ["error", "error"]
 
 
-def test_pieces_add_up_to_the_answer() -> None:
+def test_stream_deltas_add_up_to_answer() -> None:
     engine = VLLM("folder", EngineSpec(), seed=0)
     pieces = list(engine.stream([1], SamplingParams(max_tokens=3, n=2)))
     assert [(piece.index, piece.token_ids, piece.text) for piece in pieces if piece.index == 1] == [
@@ -187,7 +187,7 @@ def test_leaving_a_stream_cancels_it() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_streams_take_steps_for_one_another(first: int) -> None:
+def test_streams_share_steps(first: int) -> None:
     """The last piece of the short one comes in a step that the other asked for, or the other way round."""
     engine = VLLM("folder", EngineSpec(), seed=0)
     streams = [engine.stream([1], SamplingParams(max_tokens=length)) for length in (6, 3)]
@@ -200,7 +200,7 @@ def test_streams_take_steps_for_one_another(first: int) -> None:
     assert engine.inner.llm_engine.aborted == []
 
 
-def test_a_stream_that_is_left_takes_nothing_from_the_others() -> None:
+def test_closed_stream_does_not_affect_others() -> None:
     engine = VLLM("folder", EngineSpec(), seed=0)
     left, read = (engine.stream([1], SamplingParams(max_tokens=4)) for _ in range(2))
     assert (next(left).text, next(read).text, next(left).text) == ("a", "a", "b")
@@ -208,7 +208,7 @@ def test_a_stream_that_is_left_takes_nothing_from_the_others() -> None:
     assert "".join(piece.text for piece in read) == "bcd"
 
 
-def test_generate_waits_for_no_stream() -> None:
+def test_generate_does_not_wait_for_streams() -> None:
     """vLLM's own call runs until nothing is under way, and would take the end of a stream for one of its results."""
     engine = VLLM("folder", EngineSpec(), seed=0)
     stream = engine.stream([1], SamplingParams(max_tokens=4))
@@ -219,7 +219,7 @@ def test_generate_waits_for_no_stream() -> None:
     assert engine.generate([[1]], [SamplingParams(max_tokens=2)], progress=False)[0].text == "ab"
 
 
-def test_sizes_reach_it_and_zeros_do_not() -> None:
+def test_engine_options_are_passed() -> None:
     VLLM("folder", EngineSpec(dtype="bf16", kv_dtype="fp8", tp=2, context=2048, graphs=False, memory=0.5), seed=5)
     options = TheirLLM.made.llm.options
     assert options == {
@@ -249,7 +249,7 @@ def test_options_without_vllm_support_are_rejected_by_name(spec: EngineSpec, par
         VLLM("folder", spec, seed=0).generate([[1]], [params], progress=False)
 
 
-def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(LMWorksError, match="pip install vllm"):
         VLLM("folder", EngineSpec(), seed=0)

@@ -79,13 +79,13 @@ TOLD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("event", "told"), TOLD, ids=[str(event["kind"]) for event, _ in TOLD])
-def test_an_event_in_words(event: dict[str, Any], told: str) -> None:
+def test_event_text(event: dict[str, Any], told: str) -> None:
     said = describe_event({"time": "2026-11-15T12:00:00", "step": 3, **event})
     assert said.startswith(told)
     assert not set("{}[]'\"\n") & set(said)
 
 
-def test_every_kind_that_is_written_has_a_sentence() -> None:
+def test_every_event_kind_has_text() -> None:
     """A new kind of event: add its sentence, and an example above."""
     written = set()
     for file in Path(lmworks.__file__).parent.rglob("*.py"):
@@ -101,7 +101,7 @@ def test_every_kind_that_is_written_has_a_sentence() -> None:
     assert set(DESCRIPTIONS) == {event["kind"] for event, _ in TOLD}
 
 
-def test_what_is_not_known_is_told_field_by_field() -> None:
+def test_unknown_event_lists_fields() -> None:
     event = {"time": "", "kind": "landed", "step": 3, "at": {"x": 1.23456, "y": [1, 2]}, "by": None, "ok": True}
     assert describe_event(event) == "at (x 1.235, y 1, 2), ok True"
     assert describe_event({"time": "", "kind": "spike", "step": 4, "zscore": 12.34567}) == "zscore 12.35"

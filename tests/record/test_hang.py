@@ -31,7 +31,7 @@ def verdict(*reports: Report, world: int = 4, beats: dict[int, Heartbeat] | None
     return find_cause(world, {one.rank: one for one in reports}, beats or {})
 
 
-def test_the_one_who_never_came() -> None:
+def test_late_rank() -> None:
     waiting = [report(rank, done(411), call(412)) for rank in (0, 1, 3)]
     found = verdict(*waiting, report(2, done(411), phase="forward"))
     assert (found.kind, found.ranks) == ("late", (2,))
@@ -41,7 +41,7 @@ def test_the_one_who_never_came() -> None:
     )
 
 
-def test_a_chain_over_groups_ends_at_its_cause_and_not_at_those_in_between() -> None:
+def test_cause_is_followed_across_groups() -> None:
     found = verdict(
         report(0, call(5, "gloo:1")),  # waits for 2
         report(1, done(7, "gloo:2"), call(9)),  # waits for 0 and 2
@@ -52,7 +52,7 @@ def test_a_chain_over_groups_ends_at_its_cause_and_not_at_those_in_between() -> 
     assert "rank 0 waits in all_reduce #5 of group dp (ranks 0, 2)" in found.text
 
 
-def test_different_collectives_sizes_and_types_at_one_place() -> None:
+def test_mismatch_of_op_size_or_dtype() -> None:
     others = [report(rank, call(4)) for rank in (0, 2, 3)]
     cases = {
         "rank 1 entered all_gather where the others entered all_reduce": call(4, op="all_gather"),
@@ -65,7 +65,7 @@ def test_different_collectives_sizes_and_types_at_one_place() -> None:
         assert found.text == f"{text} (#4 of group world, in backward of step 17): rank 1 is the cause"
 
 
-def test_of_two_ranks_that_differ_neither_is_called_the_cause() -> None:
+def test_two_rank_mismatch_has_no_single_cause() -> None:
     """Nobody is there to say which of them is right."""
     cases = {
         "rank 0 entered all_gather and rank 1 entered all_reduce": call(4, op="all_gather"),
@@ -77,7 +77,7 @@ def test_of_two_ranks_that_differ_neither_is_called_the_cause() -> None:
         assert found.text == f"{text} (#4 of group world, in backward of step 17): either may be the cause"
 
 
-def test_of_two_mismatches_the_earlier_is_reported() -> None:
+def test_earliest_mismatch_is_reported() -> None:
     """What follows a mismatch is often its consequence."""
     found = verdict(
         report(0, call(9), call(4, "gloo:3")),
@@ -88,7 +88,7 @@ def test_of_two_mismatches_the_earlier_is_reported() -> None:
     assert "(#4 of group pp (ranks 0, 1)," in found.text
 
 
-def test_uneven_messages_of_an_all_to_all_are_no_mismatch() -> None:
+def test_uneven_all_to_all_is_no_mismatch() -> None:
     found = verdict(*(report(rank, call(4, op="all_to_all", elements=rank)) for rank in range(4)))
     assert found.kind == "stuck" and "look at the network" in found.text
 
@@ -102,36 +102,36 @@ def test_uneven_messages_of_an_all_to_all_are_no_mismatch() -> None:
         ("unknown", "silent", "rank 3 does not answer, and neither does its host, last seen in optimizer of step 16"),
     ],
 )
-def test_who_does_not_report_is_told_by_its_process(state: str, kind: str, text: str) -> None:
+def test_silent_rank_is_classified_by_process_state(state: str, kind: str, text: str) -> None:
     beat = Heartbeat(3, "b", 7, 1, 0.0, "optimizer", 16)
     found = verdict(*(report(rank, call(4), rank_3=state) for rank in range(3)), beats={3: beat})
     assert (found.kind, found.ranks) == (kind, (3,))
     assert found.text.endswith(f"; {text}: rank 3 is the cause")
 
 
-def test_what_one_host_has_seen_is_not_lost_to_what_another_cannot_see() -> None:
+def test_known_states_override_unknown() -> None:
     found = verdict(report(0, call(4), rank_3="stopped"), report(1, call(4), rank_3="unknown"), report(2, call(4)))
     assert found.kind == "stopped"
 
 
-def test_messages_are_followed_to_the_rank_that_does_not_send() -> None:
+def test_missing_sender_is_cause() -> None:
     recv = call(1, op="recv 1<-2", peer=2)
     found = verdict(report(0, call(9)), report(1, recv), report(2, phase="forward"), report(3, call(9)))
     assert (found.kind, found.ranks) == ("late", (2,))
 
 
-def test_a_message_off_the_record_is_one_to_a_neighbour_of_the_pipeline() -> None:
+def test_unrecorded_message_is_to_pipeline_neighbour() -> None:
     found = verdict(report(0, waits=True), report(1, phase="forward"), report(2, call(9)), report(3, call(9)))
     assert (found.kind, found.ranks) == ("late", (1,))
     assert "rank 0 waits in a message to or from a neighbour" in found.text
 
 
-def test_groups_in_different_orders_are_a_circle() -> None:
+def test_group_order_deadlock() -> None:
     found = verdict(report(0, call(5)), report(1, call(2, "gloo:3")), world=2)
     assert (found.kind, found.ranks) == ("circle", (0, 1))
 
 
-def test_reports_and_signs_of_life_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_reports_and_heartbeats_round_trip(tmp_path: Path) -> None:
     folder = tmp_path / "hangs" / "attempt-12"
     folder.mkdir(parents=True)
     written = report(2, call(3, peer=1), rank_1="gone")

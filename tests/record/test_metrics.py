@@ -20,7 +20,7 @@ def write(path, attempt, steps):
             metrics.write(step, {"loss": loss})
 
 
-def test_a_line_a_step(tmp_path):
+def test_one_line_per_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     before = datetime.now(UTC)
     write(path, 0, [(1, 5.5), (2, 5.25)])
@@ -30,14 +30,14 @@ def test_a_line_a_step(tmp_path):
     assert before - timedelta(milliseconds=1) <= times[0] <= times[1] <= datetime.now(UTC)
 
 
-def test_a_line_is_there_as_soon_as_it_is_written(tmp_path):
+def test_lines_are_flushed(tmp_path):
     metrics = MetricsWriter(tmp_path / "metrics.jsonl", 0)
     metrics.write(1, {"loss": 5.5})
     (line,) = read_metrics(metrics.path)
     assert (line["step"], line["attempt"], line["loss"]) == (1, 0, 5.5)
 
 
-def test_the_highest_attempt_of_a_step_wins(tmp_path):
+def test_highest_attempt_wins(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)])
     write(path, 1, [(3, 30.0)])
@@ -50,7 +50,7 @@ def test_the_highest_attempt_of_a_step_wins(tmp_path):
     ]
 
 
-def test_what_an_attempt_wrote_before_it_went_back_is_void(tmp_path):
+def test_rewound_steps_are_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, [(1, 1.0), (2, 2.0), (3, 3.0)])
     write(path, 1, [(3, 30.0), (4, 40.0), (5, 50.0), (4, 41.0)])
@@ -60,7 +60,7 @@ def test_what_an_attempt_wrote_before_it_went_back_is_void(tmp_path):
     assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 22.0)]
 
 
-def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
+def test_nonfinite_numbers_are_valid_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, 0) as metrics:
         metrics.write(1, {"loss": float("nan"), "grad_norm": float("-inf"), "lr": 0.1})
@@ -72,7 +72,7 @@ def test_numbers_that_are_not_finite_stay_valid_json(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step":3,"att', b"{", b'{"step":3,"note":"\xc3', b"x" * 10_000])
-def test_a_torn_last_line_is_left_out_and_does_not_swallow_the_next(tmp_path, torn):
+def test_torn_last_line_is_ignored(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, [(1, 1.0), (2, 2.0)])
     with path.open("ab") as file:
@@ -84,7 +84,7 @@ def test_a_torn_last_line_is_left_out_and_does_not_swallow_the_next(tmp_path, to
         json.loads(line)
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
+def test_last_line_without_newline_is_kept(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step":1,"attempt":0,"loss":1.0}')
     assert [m["step"] for m in read_metrics(path)] == [1]
@@ -92,7 +92,7 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     assert [(m["step"], m["loss"]) for m in read_metrics(path)] == [(1, 1.0), (2, 2.0)]
 
 
-def test_damage_inside_the_file_names_file_and_line(tmp_path):
+def test_damage_reports_file_and_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 0, [(1, 1.0), (2, 2.0), (3, 3.0)])
     lines = path.read_text().splitlines(keepends=True)
@@ -101,7 +101,7 @@ def test_damage_inside_the_file_names_file_and_line(tmp_path):
         read_metrics(path)
 
 
-def test_a_line_without_a_step_is_damage(tmp_path):
+def test_line_without_step_is_damage(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"loss":1.0}\n')
     with pytest.raises(LMWorksError, match=r"metrics\.jsonl, line 1 .*'step'"):
@@ -112,7 +112,7 @@ def test_no_file_is_no_steps(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_full_disk_is_one_line_error(tmp_path):
     full = tmp_path / "metrics.jsonl"
     full.symlink_to("/dev/full")
     with MetricsWriter(full, 0) as metrics, pytest.raises(LMWorksError, match=r"metrics\.jsonl: No space left"):

@@ -15,7 +15,7 @@ from lmworks.spec import RunSpec, SpecError, load_run
 SPEC = RunSpec.from_dict({"name": "first", "seed": 7, "optim": {"steps": 5, "warmup": 1}})
 
 
-def test_the_spec_comes_back_equal(tmp_path):
+def test_spec_round_trip(tmp_path):
     folder = RunFolder.create(tmp_path / "a" / "b", SPEC)
     assert folder.spec() == SPEC
     assert load_run(folder.path) == SPEC
@@ -23,20 +23,20 @@ def test_the_spec_comes_back_equal(tmp_path):
     assert RunFolder.open(folder.path) == folder
 
 
-def test_a_run_is_never_written_over(tmp_path):
+def test_existing_run_is_not_overwritten(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     with pytest.raises(SpecError, match=r"already holds a run; continue it with `lmworks resume .*run`.*--run-dir"):
         RunFolder.create(folder.path, SPEC.replace(seed=8))
     assert folder.spec().seed == 7
 
 
-def test_a_folder_with_checkpoints_but_no_spec_is_a_run_too(tmp_path):
+def test_folder_with_checkpoints_counts_as_run(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(SpecError, match="already holds a run"):
         RunFolder.create(tmp_path / "run", SPEC)
 
 
-def test_places_that_cannot_hold_a_run(tmp_path):
+def test_invalid_run_folders(tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(SpecError, match=r"cannot create the run folder .*file: a file of that name"):
@@ -49,13 +49,13 @@ def test_places_that_cannot_hold_a_run(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_unwritable_place(tmp_path):
+def test_unwritable_folder(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(SpecError, match="Permission denied"):
         RunFolder.create(tmp_path / "run", SPEC)
 
 
-def test_open_says_what_is_missing(tmp_path):
+def test_open_reports_missing_files(tmp_path):
     with pytest.raises(SpecError, match="is not a run folder: it does not exist"):
         RunFolder.open(tmp_path / "nowhere")
     with pytest.raises(SpecError, match=r"is not a run folder: it has no spec\.toml"):
@@ -79,7 +79,7 @@ def test_events_are_lines_with_a_time(tmp_path):
     assert abs(datetime.now(UTC) - stamp) < timedelta(minutes=1)
 
 
-def test_an_event_can_hold_anything_a_fault_leaves(tmp_path):
+def test_events_accept_any_value(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     folder.event("fault", 3, losses=[1.5, float("nan")], worst={"norm": float("-inf")}, text="ü\n")
     (event,) = folder.events()
@@ -97,7 +97,7 @@ def test_attempts_count_from_zero(tmp_path):
     assert folder.next_attempt() == 5
 
 
-def test_an_attempt_that_hung_before_its_first_event_is_counted(tmp_path):
+def test_hung_attempt_is_counted(tmp_path):
     """Else the next one finds the old alarm, takes it for its own, and ends at once."""
     folder = RunFolder.create(tmp_path / "run", SPEC)
     folder.event("start", 0, attempt=0)
@@ -105,7 +105,7 @@ def test_an_attempt_that_hung_before_its_first_event_is_counted(tmp_path):
     assert folder.next_attempt() == 2
 
 
-def test_only_one_process_holds_a_run(tmp_path):
+def test_run_is_locked_by_one_process(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     assert not folder.is_locked()
     holder = "import sys; from lmworks.record import RunFolder\nwith RunFolder.open(sys.argv[1]).locked(): pass"
@@ -118,7 +118,7 @@ def test_only_one_process_holds_a_run(tmp_path):
     assert not folder.is_locked()
 
 
-def test_others_can_read_a_run_but_not_change_it(tmp_path):
+def test_locked_run_is_readable(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     mask = os.umask(0o002)
     try:
@@ -130,7 +130,7 @@ def test_others_can_read_a_run_but_not_change_it(tmp_path):
     assert stat.S_IMODE(folder.metrics_path.stat().st_mode) == 0o644
 
 
-def test_a_kill_lets_go_of_the_run(tmp_path):
+def test_kill_releases_lock(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     holder = (
         "import sys, time; from lmworks.record import RunFolder\n"

@@ -7,7 +7,7 @@ from lmworks.record.run_summary import summarize, wall_seconds
 from lmworks.report import predicted_vs_measured
 
 
-def test_figures_follow_from_the_metrics(make_run):
+def test_summary_equals_metrics(make_run):
     folder = make_run(total=9)
     summary = summarize(folder)
     assert (summary.steps, summary.total_steps) == (4, 9)
@@ -47,7 +47,7 @@ def test_status(make_run):
     assert summarize(resumed).status == "finished"
 
 
-def test_a_run_that_never_took_a_step(make_run):
+def test_run_without_steps(make_run):
     folder = make_run(steps=0, end=None)
     folder.events_path.unlink()
     summary = summarize(folder)

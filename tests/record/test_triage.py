@@ -46,7 +46,7 @@ CORRUPT = {"kind": "corrupt", "step": 6, "rank": 2, "copies": [0, 1, 2], "parame
         ([{**CORRUPT, "rank": None}], "machine", "no side has the majority"),
     ],
 )
-def test_a_cause_follows_from_the_events(events: list[dict[str, Any]], cause: str, why: str) -> None:
+def test_cause_from_events(events: list[dict[str, Any]], cause: str, why: str) -> None:
     (found,) = findings([{"kind": "start", "step": 0}, *events])
     assert found.cause == cause and why in found.why
 

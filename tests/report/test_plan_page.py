@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("name", ["memory", "search"])
-def test_nothing_comes_from_outside(name):
+def test_page_is_self_contained(name):
     text = memory_page(memory_facts()) if name == "memory" else search_page(search_facts())
     assert "default-src 'none'" in text
     page = Page(text)
@@ -66,13 +66,13 @@ def keys(facts):
     return {key: None if key in ("parts", "hidden", "tags") else keys(value) for key, value in facts.items()}
 
 
-def test_facts_of_memory_are_those_of_the_command(capsys):
+def test_memory_data_equal_command(capsys):
     code, out, _ = lmworks(capsys, "plan", "memory", "tiny", "--cluster", "2xh100", "--pp", "2", "--json")
     assert code == 0
     assert keys(json.loads(out)) == keys(memory_facts())
 
 
-def test_facts_of_a_search_are_those_of_the_command(capsys):
+def test_search_data_equal_command(capsys):
     asked = ["--cluster", "2xh100", "--explain", "tp=2 zero=1"]
     code, out, _ = lmworks(capsys, "plan", "search", "tiny", *asked, "--json")
     assert code == 0
@@ -82,12 +82,12 @@ def test_facts_of_a_search_are_those_of_the_command(capsys):
     assert real == ours
 
 
-def test_the_page_carries_the_facts():
+def test_page_embeds_data():
     assert Page(memory_page(memory_facts())).facts == memory_facts()
     assert Page(search_page(search_facts())).facts == search_facts()
 
 
-def test_memory_in_words():
+def test_memory_text():
     text = Page(memory_page(memory_facts())).text
     assert "small|fits|8 × H100-SXM-80GB · pp=2, dp=4 ZeRO-1|" in text
     assert "reserved|52 GiB|" in text and "allocated|47 GiB|" in text
@@ -98,7 +98,7 @@ def test_memory_in_words():
     assert "small|does not fit|" in text and "host|3 GiB|" in text
 
 
-def test_the_front_as_a_table():
+def test_pareto_front_table():
     text = Page(search_page(search_facts())).text
     assert "12,345 legal layouts, 321 fit, 4 on the front" in text
     assert "tp=1, pp=2, recompute none|210k|1.25 s|64.0%|60.0|25%|125|1|2|4|none|" in text
@@ -114,7 +114,7 @@ def two_clusters():
     return facts | {"fronts": fronts, "fastest": [front[0] for front in fronts]}
 
 
-def test_the_answer_and_its_cost_come_first():
+def test_answer_and_cost_come_first():
     text = search_page(search_facts())
     page = Page(text)
     assert (
@@ -125,14 +125,14 @@ def test_the_answer_and_its_cost_come_first():
     assert places == sorted(places) and text.index("Fastest: 10 days") < places[0]
 
 
-def test_a_price_that_nobody_knows():
+def test_unknown_price():
     facts = search_facts()
     for one in facts["front"]:
         one["bill"]["dollars"] = None
     assert "10 days and a price that is not known (cluster.price_hour sets it)" in Page(search_page(facts)).text
 
 
-def test_each_cluster_has_its_own_front():
+def test_front_per_cluster():
     page = Page(search_page(two_clusters()))
     assert (
         "Cheapest: 10 days and $50k for 1T tokens, with tp=1, pp=1, recompute none on 16 × A100-SXM-80GB.|" in page.text
@@ -145,7 +145,7 @@ def test_each_cluster_has_its_own_front():
     assert "Cluster by cluster" not in Page(search_page(search_facts())).text
 
 
-def test_the_search_finds_a_front_for_each_cluster():
+def test_search_returns_front_per_cluster():
     base = load_run("tiny", [])
     questions = [problem_of(base, text, own=base.cluster) for text in ("2xh100", "2xa100")]
     found = search(questions)
@@ -159,7 +159,7 @@ def test_the_search_finds_a_front_for_each_cluster():
     assert search(questions[:1]).fronts == ()
 
 
-def test_filters_are_of_what_differs():
+def test_filters_cover_varying_keys():
     page = Page(search_page(search_facts()))
     assert page.filters() == ["tp", "pp", "dp_shard", "recompute"]
     assert "pipeline|any|1|2|4|" in page.text
@@ -167,7 +167,7 @@ def test_filters_are_of_what_differs():
     assert (slider["min"], slider["max"], slider["value"]) == ("30", "70", "70")
 
 
-def test_several_clusters_can_be_told_apart():
+def test_clusters_are_distinguished():
     facts = search_facts()
     facts["front"][3] |= {"gpu": "A100-SXM-80GB", "gpus": 16}
     page = Page(search_page(facts))
@@ -176,18 +176,18 @@ def test_several_clusters_can_be_told_apart():
 
 
 @pytest.mark.parametrize("front", [[], search_facts()["front"][:1]])
-def test_fronts_of_none_and_of_one(front):
+def test_empty_and_single_fronts(front):
     page = Page(search_page(search_facts(front=front)))
     assert page.filters() == []
     assert ("No layout fits." in page.text) == (not front)
 
 
-def test_why_not_this_layout():
+def test_layout_explanation():
     text = Page(search_page(search_facts(explained=verdict_facts()))).text
     assert "Asked about: tp=8 zero=1|" in text and "needs 99 GiB|" in text and "zero=3 & more|" in text
 
 
-def test_names_cannot_become_tags():
+def test_names_are_escaped():
     evil = "</script><script>alert(1)</script><b onclick=x>"
     facts = search_facts(model=evil)
     facts["front"][0] |= {"text": evil, "gpu": evil}
@@ -200,7 +200,7 @@ def test_names_cannot_become_tags():
         assert tags.count("script") == clean.count("script") and "b" not in tags
 
 
-def test_what_is_no_number_is_left_open():
+def test_missing_numbers_are_blank():
     facts = search_facts()
     facts["front"][0]["mfu"] = float("nan")
     page = Page(search_page(facts))
@@ -225,6 +225,6 @@ def test_a_front_without_timelines():
     assert Page(search_page(search_facts(front=[one]))).facts["front"][0]["timeline"] is None
 
 
-def test_the_script_never_parses_html():
+def test_script_does_not_use_inner_html():
     script = resource_text("plan_charts.js") + resource_text("plan_page.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|Function\(|fetch\(", script)

@@ -53,23 +53,21 @@ def why(folder: RunFolder) -> str:
         ({"step_s": 0.1, "tokens_per_s": 1000.0}, [0.9] * 30, ""),  # a run of before there were ranges
     ],
 )  # fmt: skip
-def test_what_is_outside_its_range_is_explained(
+def test_out_of_range_is_explained(
     run_of: Callable[..., RunFolder], said: dict[str, Any], seconds: list[float], text: str
 ) -> None:
     found = why(run_of(said, *seconds))
     assert text in found and bool(text) == bool(found)
 
 
-def test_tokens_have_the_range_of_their_steps(run_of: Callable[..., RunFolder]) -> None:
+def test_token_rate_range_follows_step_time(run_of: Callable[..., RunFolder]) -> None:
     folder = run_of(QUIET, *[0.1] * 3)
     rows = {row.name: row for row in compare(folder, read_metrics(folder.metrics_path))}
     assert rows["tokens_per_s"].range == pytest.approx((1000 / 1.3, 1000 / 0.85))
     assert rows["step_s"].cells == ["100 ms", "100 ms", "1.00", "85 ms to 130 ms"]
 
 
-def test_a_busy_machine_is_said_in_the_table_and_in_the_report(
-    run_of: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_busy_machine_note(run_of: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_of(BUSY, *[0.8] * 30)
     demo.compare(folder)
     out = capsys.readouterr().out
@@ -80,7 +78,7 @@ def test_a_busy_machine_is_said_in_the_table_and_in_the_report(
     assert busy_note(QUIET) == busy_note({}) == ""
 
 
-def test_a_ratio_outside_its_range_is_coloured(
+def test_out_of_range_ratio_is_coloured(
     run_of: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = run_of(QUIET, *[0.84] * 30)
@@ -96,7 +94,7 @@ def test_a_ratio_outside_its_range_is_coloured(
     assert '<p class="note outside">step time: measured 8.40 × predicted' in page
 
 
-def test_pages_of_before_can_still_be_made(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
+def test_old_predictions_are_readable(make_run: Callable[..., RunFolder], tmp_path: Path) -> None:
     folder = make_run()
     assert compare(folder, read_metrics(folder.metrics_path)) == []
     assert "Predicted against measured" not in write_report(folder).read_text()

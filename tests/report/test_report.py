@@ -43,7 +43,7 @@ class Page(HTMLParser):
         return [json.loads(attrs["data-chart"])["lines"] for tag, attrs in self.tags if tag == "svg"]
 
 
-def test_the_numbers_are_those_of_the_metrics(make_run):
+def test_numbers_equal_metrics(make_run):
     folder = make_run()
     folder.prediction_path.write_text(json.dumps({"step_s": 0.2}))
     page = Page(write_report(folder).read_text())
@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_metrics(make_run):
         assert share in page.text
 
 
-def test_events_and_spec_are_in_it(make_run):
+def test_events_and_spec_are_included(make_run):
     folder = make_run(end="interrupt")
     folder.event("resume", 2, attempt=1)
     folder.event("finish", 4)
@@ -77,7 +77,7 @@ def test_events_and_spec_are_in_it(make_run):
     assert folder.spec_path.read_text().strip() in page.text
 
 
-def test_what_comes_from_the_user_is_text(make_run, tmp_path):
+def test_user_text_is_escaped(make_run, tmp_path):
     evil = "<script>alert(1)<script>"
     folder = make_run(name=evil, path=tmp_path / "run")
     folder.event("fault", 4, error="<img src=x onerror=alert(2)> \"quoted\" & 'more'")
@@ -90,7 +90,7 @@ def test_what_comes_from_the_user_is_text(make_run, tmp_path):
     assert "img" not in [tag for tag, _ in page.tags]
 
 
-def test_it_loads_nothing_from_anywhere(make_run):
+def test_report_is_self_contained(make_run):
     text = write_report(make_run()).read_text()
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|url\(|@import|\bsrc=|\bhref=", text)
@@ -118,7 +118,7 @@ def struck(make_run):
     return folder
 
 
-def test_events_are_sentences_with_their_date_on_one_line(make_run):
+def test_events_are_text_with_date(make_run):
     text = write_report(struck(make_run)).read_text()
     page = Page(text)
     assert "|3|spike|loss 9 is 12 robust deviations above 3|" in page.text
@@ -129,7 +129,7 @@ def test_events_are_sentences_with_their_date_on_one_line(make_run):
     assert ".whole { white-space: nowrap; }" in text
 
 
-def test_spikes_restarts_and_saves_are_on_the_loss(make_run):
+def test_loss_chart_has_event_marks(make_run):
     text = write_report(struck(make_run)).read_text()
     loss, *others = [json.loads(attrs["data-chart"]) for tag, attrs in Page(text).tags if tag == "svg"]
     assert {mark["name"]: mark["points"] for mark in loss["marks"]} == {
@@ -147,7 +147,7 @@ def test_spikes_restarts_and_saves_are_on_the_loss(make_run):
         assert f'<li class="mark {style}"><b>{glyph}</b>' in text
 
 
-def test_marks_that_cannot_be_told_apart_are_one():
+def test_overlapping_marks_are_merged():
     marks = EventMarks("save", "save", "◆", [(step, f"at {step}") for step in range(-5, 1001)], low=True)
     chart = line_chart([Line("loss", [(0, 1.0), (1000, 2.0)], "s0")], marks=[marks])
     assert 100 < chart.count("◆") < 200
@@ -166,12 +166,12 @@ def test_axes_have_names(make_run):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_run_with_hardly_a_step(make_run, steps):
+def test_run_with_few_steps(make_run, steps):
     page = Page(write_report(make_run(steps=steps, end=None)).read_text())
     assert f"{steps} of 4 steps" in page.text
 
 
-def test_a_loss_that_was_not_finite_is_a_gap(make_run):
+def test_nonfinite_loss_is_a_gap(make_run):
     folder = make_run()
     with MetricsWriter(folder.metrics_path, 1) as metrics:
         metrics.write(3, {"loss": float("nan"), "grad_norm": float("inf")})
@@ -179,7 +179,7 @@ def test_a_loss_that_was_not_finite_is_a_gap(make_run):
     assert [step for step, _ in loss[0]["points"]] == [1, 2, 4]
 
 
-def test_long_histories_are_cut(make_run, monkeypatch):
+def test_long_histories_are_truncated(make_run, monkeypatch):
     monkeypatch.setattr(run_report, "MAX_EVENTS", 3)
     folder = make_run()
     for step in range(10):
@@ -189,7 +189,7 @@ def test_long_histories_are_cut(make_run, monkeypatch):
     assert "9 earlier ones" in page.text
 
 
-def test_pngs_where_matplotlib_is(make_run, plots):
+def test_pngs_with_matplotlib(make_run, plots):
     pytest.importorskip("matplotlib")
     folder = make_run()
     write_report(folder)
@@ -197,7 +197,7 @@ def test_pngs_where_matplotlib_is(make_run, plots):
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in folder.plots.iterdir())
 
 
-def test_without_matplotlib_it_says_how_to_get_them(make_run, plots, monkeypatch):
+def test_missing_matplotlib_names_extra(make_run, plots, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = make_run()
     page = Page(write_report(folder).read_text())
@@ -236,7 +236,7 @@ def test_smoothing_does_not_lag():
     assert smooth([]) == []
 
 
-def test_a_flat_line_can_be_drawn():
+def test_constant_series():
     assert "NaN" not in line_chart([Line("flat", [(1, 0.0), (2, 0.0)], "s0")], zero=True)
 
 
@@ -244,7 +244,7 @@ def test_no_string_of_the_script_is_broken_by_a_newline():
     assert all(line.count('"') % 2 == 0 and line.count("`") % 2 == 0 for line in SCRIPT.splitlines())
 
 
-def test_columns_of_figures_and_columns_that_do_not_wrap_are_the_ones_named():
+def test_numeric_and_nowrap_columns():
     rows = [["save", "2", "a < b"]]
     header = "<tr><th>a</th><th>b</th><th>c</th></tr>"
     assert f"{header}<tr><td>save</td><td>2</td><td>a &lt; b</td></tr>" in table(["a", "b", "c"], rows)

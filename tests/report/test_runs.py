@@ -36,7 +36,7 @@ def test_listing(make_run, tmp_path):
     assert (two["steps"], two["total_steps"], two["status"], two["loss"]) == (2, 4, "interrupted", 4.0)
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(make_run, tmp_path):
+def test_unreadable_run_does_not_hide_others(make_run, tmp_path):
     make_run("good")
     bad = make_run("bad")
     bad.spec_path.write_text("optim = 3")
@@ -108,7 +108,7 @@ def test_overlay(make_run, tmp_path, lmworks):
     assert error == "lmworks: error: --plot loss.docx: name a file that ends in .png, .svg, .pdf\n"
 
 
-def test_a_pipe_gets_whole_names(make_run, tmp_path, lmworks):
+def test_names_are_not_truncated_in_pipes(make_run, tmp_path, lmworks):
     name = "[bold]" + "long-name-" * 12
     make_run("odd", path=tmp_path / "runs" / name)
     _, shown, _ = lmworks("runs")

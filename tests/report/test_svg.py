@@ -30,7 +30,7 @@ def coordinates(points: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in (pair.split(",") for pair in points.split())]
 
 
-def test_a_line_goes_through_its_points_and_dots_lie_on_it() -> None:
+def test_line_and_dots_at_points() -> None:
     svg = drawing(line_chart([Line("loss", [(0, 4.0), (50, 2.0), (100, 0.0)], "s0", dots=True)]))
     left, right, top, bottom = plot_area(svg)
     (line,) = svg.findall("polyline")
@@ -92,14 +92,14 @@ def test_tick_labels_are_at_their_values() -> None:
     assert [abs(label - line) < 6 for label, line in zip(labels.values(), grid, strict=True)] == [True] * 5
 
 
-def test_the_tooltip_knows_which_step_is_where() -> None:
+def test_tooltip_positions() -> None:
     svg = drawing(line_chart([Line("loss", [(10, 4.0), (110, 2.0)], "s0")]))
     left, right, _, _ = plot_area(svg)
     place = json.loads(svg.attrib["data-chart"])["place"]
     assert place == {"left": left, "right": right, "low": 10, "high": 110}
 
 
-def test_stacked_areas_lie_on_one_another() -> None:
+def test_stacked_areas() -> None:
     chart = stacked_chart(["a", "b"], [(0, [1.0, 3.0]), (10, [2.0, 2.0])], str, "s")
     first, second = (coordinates(area.attrib["points"]) for area in drawing(chart).findall("polygon"))
     _, _, top, bottom = plot_area(drawing(chart))
@@ -116,7 +116,7 @@ def test_memory_is_in_the_unit_that_fits_its_peak() -> None:
     assert scaled([]) == ([], "MiB")
 
 
-def test_evaluations_and_lone_points_are_marked_in_images(tmp_path: Path) -> None:
+def test_evaluations_and_single_points_have_markers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     steps = [{"step": 1, "loss": 4.0, "val_loss": 4.5}, {"step": 2, "loss": 3.0, "val_loss": 3.5}]
     figure, axes = new_axes("loss")

@@ -51,7 +51,7 @@ def counted(url: str) -> int:
 
 
 @pytest.mark.slow
-def test_two_processes_serve_and_count_as_one(tmp_path: Path) -> None:
+def test_api_processes_share_limits_and_metrics(tmp_path: Path) -> None:
     config = tmp_path / "keys.toml"
     config.write_text(CONFIG)
     with served("--api-processes", "2", "--config", str(config)) as (process, url), ThreadPoolExecutor(8) as many:

@@ -78,7 +78,7 @@ def locked(house: House, config: Path) -> Api:
         "Bearer é",
     ],
 )
-def test_without_a_key_nothing_is_told(locked: Api, path: str, shown: str | None) -> None:
+def test_missing_key_reveals_nothing(locked: Api, path: str, shown: str | None) -> None:
     headers = {} if shown is None else {"authorization": shown.encode()}
     answer = locked.http.get(path, headers=headers)
     assert answer.status_code == 401 and answer.json()["error"]["code"] in ("missing_api_key", "invalid_api_key")
@@ -94,7 +94,7 @@ def test_the_right_key(locked: Api) -> None:
         locked.client("wrong-wrong").completions.create(**BODY)  # type: ignore[call-overload]
 
 
-def test_a_model_that_is_not_for_this_key(locked: Api) -> None:
+def test_model_not_allowed_for_key(locked: Api) -> None:
     client = locked.client(CAROL)
     assert list(client.models.list()) == []
     with pytest.raises(openai.PermissionDeniedError):
@@ -108,7 +108,7 @@ def test_limits_of_one_request(locked: Api) -> None:
     assert locked.post("/v1/completions", BODY | {"max_tokens": 11}, headers=header(DAVE)).status_code == 400
 
 
-def test_requests_a_minute_hold_among_many_clients_at_once(locked: Api) -> None:
+def test_requests_per_minute_with_concurrent_clients(locked: Api) -> None:
     def ask(_: int) -> tuple[int, str | None]:
         answer = locked.post("/v1/completions", BODY, headers=header(BOB))
         return answer.status_code, answer.headers.get("retry-after")
@@ -120,7 +120,7 @@ def test_requests_a_minute_hold_among_many_clients_at_once(locked: Api) -> None:
     assert locked.post("/v1/completions", BODY, headers=header(ALICE)).status_code == 200
 
 
-def test_tokens_a_minute_are_those_that_were_used(locked: Api) -> None:
+def test_tokens_per_minute_charge_used_tokens(locked: Api) -> None:
     body = BODY | {"prompt": [7] * 100, "max_tokens": 10, "ignore_eos": True}
     statuses = [locked.post("/v1/completions", body, headers=header(FRANK)).status_code for _ in range(12)]
     assert statuses == [200] * 9 + [429] * 3, "110 tokens each, 1,000 a minute"
@@ -129,7 +129,7 @@ def test_tokens_a_minute_are_those_that_were_used(locked: Api) -> None:
 LONG = BODY | {"max_tokens": 400, "ignore_eos": True, "n": 16, "seed": HELD}  # until its client leaves
 
 
-def test_a_full_house_sheds_and_says_when_to_come_back(house: House, tmp_path: Path) -> None:
+def test_full_queue_returns_429_with_retry_after(house: House, tmp_path: Path) -> None:
     """64 answers at once and none that waits: four requests of 16."""
     path = tmp_path / "full.toml"
     path.write_text("[limits]\nqueue = 0\n")
@@ -147,7 +147,7 @@ def test_a_full_house_sheds_and_says_when_to_come_back(house: House, tmp_path: P
     assert api.post("/v1/completions", BODY).status_code == 200
 
 
-def test_a_request_that_takes_too_long_is_ended(house: House, tmp_path: Path) -> None:
+def test_request_timeout(house: House, tmp_path: Path) -> None:
     path = tmp_path / "hasty.toml"
     path.write_text("[limits]\nrequest_seconds = 0.15\n")
     api = house.open(path)
@@ -162,7 +162,7 @@ def test_a_request_that_takes_too_long_is_ended(house: House, tmp_path: Path) ->
     until(house.idle)
 
 
-def test_two_keys_share_no_cache(locked: Api, house: House, tmp_path: Path) -> None:
+def test_keys_do_not_share_prefix_cache(locked: Api, house: House, tmp_path: Path) -> None:
     body = BODY | {"prompt": list(range(1, 201)), "max_tokens": 1}
 
     def cached(api: Api, key: str) -> int:
@@ -182,7 +182,7 @@ def test_two_keys_share_no_cache(locked: Api, house: House, tmp_path: Path) -> N
     assert cached(shared, ALICE) == 0 and cached(shared, other) > 150
 
 
-def test_the_file_is_read_again(locked: Api, config: Path) -> None:
+def test_config_is_reloaded(locked: Api, config: Path) -> None:
     new = "erins-new-key"
     assert locked.http.get("/v1/models", headers=header(new)).status_code == 401
     config.write_text(CONFIG + f'[[keys]]\nname = "erin"\nsecret = "{new}"\n')
@@ -193,7 +193,7 @@ def test_the_file_is_read_again(locked: Api, config: Path) -> None:
     config.write_text(CONFIG)
 
 
-def test_logs_tell_who_and_how_much_and_nothing_of_what(locked: Api, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_contain_usage_but_no_content(locked: Api, caplog: pytest.LogCaptureFixture) -> None:
     secret = "Xylophone-Quasar"
     with caplog.at_level(logging.DEBUG):
         headers = {**header(ALICE), "x-request-id": "my-id.1"}
@@ -213,7 +213,7 @@ def test_logs_tell_who_and_how_much_and_nothing_of_what(locked: Api, caplog: pyt
     assert secret not in written and ALICE not in written
 
 
-def test_the_file_of_the_documentation_can_be_used(tmp_path: Path) -> None:
+def test_documented_config_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     path = tmp_path / "serve.toml"
@@ -222,7 +222,7 @@ def test_the_file_of_the_documentation_can_be_used(tmp_path: Path) -> None:
     assert [config.tenant(key) for key in config.keys] == ["alice", "alice"] and config.limits.queue_seconds == 60
 
 
-def test_what_anyone_may_see(locked: Api) -> None:
+def test_public_endpoints(locked: Api) -> None:
     for path in ("/health", "/ready", "/metrics", "/openapi.json", "/"):
         assert locked.http.get(path).status_code == 200
     metrics = locked.http.get("/metrics").text
@@ -234,7 +234,7 @@ def test_what_anyone_may_see(locked: Api) -> None:
         assert f"\nlmworks:{name}{{" in metrics, name
 
 
-def test_other_sites_are_let_in_by_name_alone(locked: Api, house: House) -> None:
+def test_cors_origins(locked: Api, house: House) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in locked.http.get("/health", headers=asked).headers
     open_to_one = house.open(origins=["https://app.example"])
@@ -265,9 +265,7 @@ def test_other_sites_are_let_in_by_name_alone(locked: Api, house: House) -> None
         ({"host": "localhost:8000", "origin": "http://localhost:9000"}, "foreign_origin"),
     ],
 )
-def test_a_local_server_without_keys_is_not_for_foreign_pages(
-    house: House, headers: dict[str, str], code: str | None
-) -> None:
+def test_foreign_origin_is_rejected_without_keys(house: House, headers: dict[str, str], code: str | None) -> None:
     """DNS rebinding: a page's own name, which its author lets stand for 127.0.0.1."""
     api = house.open(local=True, origins=["https://app.example"])
     for found in (api.http.get("/health", headers=headers), api.post("/v1/completions", BODY, headers=headers)):
@@ -275,6 +273,6 @@ def test_a_local_server_without_keys_is_not_for_foreign_pages(
         assert code is None or found.json()["error"]["code"] == code
 
 
-def test_with_keys_names_do_not_matter(house: House) -> None:
+def test_host_is_not_checked_with_keys(house: House) -> None:
     api = house.open(keys=[ALICE], local=True)
     assert api.post("/v1/completions", BODY, headers={**header(ALICE), "host": "my.name"}).status_code == 200

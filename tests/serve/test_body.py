@@ -49,7 +49,7 @@ def containers_of(found: Any) -> int:
     return 0 if inside is None else 1 + sum(map(containers_of, inside))
 
 
-def test_nesting_is_told_however_the_bytes_come() -> None:
+def test_nesting_depth_for_any_chunking() -> None:
     draw = random.Random(0)
     for _ in range(400):
         found = made(draw, 6)
@@ -71,7 +71,7 @@ def test_nesting_is_told_however_the_bytes_come() -> None:
                 NestingLimiter(depth - 1, 10**6).feed(raw)
 
 
-def test_values_are_counted_while_they_come() -> None:
+def test_values_are_counted_incrementally() -> None:
     for part in (b"[],", b'"a",', b"{},"):
         seen = NestingLimiter(5, 1000)
         seen.feed(b"[" + part * 990)
@@ -105,7 +105,7 @@ TOO_MANY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TOO_MANY)
-def test_too_many_are_refused_before_they_are_validated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_values_are_rejected_before_validation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, more = TOO_MANY[name]
     kind = ChatRequest if base is CHAT else CompletionRequest
     parse(None, json.dumps(base).encode(), kind, LIMITS)
@@ -115,7 +115,7 @@ def test_too_many_are_refused_before_they_are_validated(name: str, monkeypatch: 
     assert (refusal.value.status, refusal.value.param) == (400, name.partition(":")[0])
 
 
-def test_token_ids_come_as_arrays() -> None:
+def test_token_ids_are_parsed_as_arrays() -> None:
     for prompt, expected in (
         ([1, 2], array("i", [1, 2])),
         ([[1], [2, 3]], [array("i", [1]), array("i", [2, 3])]),
@@ -128,7 +128,7 @@ def test_token_ids_come_as_arrays() -> None:
 # --- worker processes -------------------------------------------------------------------------------------
 
 
-def test_work_is_done_in_another_process_with_the_tokenizer_of_the_model() -> None:
+def test_worker_process_uses_model_tokenizer() -> None:
     processor = PromptProcessor("m", PromptTokenizer(ByteTokenizer()))
 
     async def use() -> None:
@@ -149,7 +149,7 @@ def test_work_is_done_in_another_process_with_the_tokenizer_of_the_model() -> No
     asyncio.run(use())
 
 
-def test_keys_take_turns_and_a_lost_process_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_pool_is_fair_and_restarts_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     async def use() -> None:
@@ -182,7 +182,7 @@ def test_keys_take_turns_and_a_lost_process_is_replaced(monkeypatch: pytest.Monk
 # --- what it costs ----------------------------------------------------------------------------------------
 
 
-def test_tokenizing_and_refused_requests_are_charged(house: House, tmp_path: Path) -> None:
+def test_tokenize_and_rejected_requests_are_charged(house: House, tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     keys = [
         ("tokens", "tokens_per_minute = 1000"),

@@ -30,7 +30,7 @@ def chat(api: Api, **wishes: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_call_that_the_model_chooses_to_make(api: Api) -> None:
+def test_automatic_tool_call(api: Api) -> None:
     """The grammar writes for the model, which knows nothing."""
     tools = [{"type": "function", "function": {"name": "f", "description": "Does it."}}]
     shape = {"guided_choice": [f"Well. {CALL}"], "max_tokens": 100, "tools": tools}
@@ -48,7 +48,7 @@ def test_a_call_that_the_model_chooses_to_make(api: Api) -> None:
     assert plain["message"]["content"] == f"Well. {CALL}", "nobody asked for calls"
 
 
-def test_the_template_sees_the_conversation(api: Api) -> None:
+def test_template_gets_conversation(api: Api) -> None:
     """Tools, calls and their results all are in the prompt: it has as many tokens as the text has bytes."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     said = [
@@ -78,7 +78,7 @@ def test_variables_for_the_chat_template(api: Api) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, len(CALL)))
-def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
+def test_tool_calls_in_any_stream_chunking(cut: int) -> None:
     reader = ToolCallParser()
     found = [reader.push(("a" + CALL + "b")[:cut]), reader.push(("a" + CALL + "b")[cut:]), reader.flush()]
     assert "".join(text for text, _ in found) == "ab"
@@ -86,13 +86,13 @@ def test_calls_are_found_wherever_the_text_is_cut(cut: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", "<tool_ca", "<tool_call>{"])
-def test_what_is_no_call_is_text(text: str) -> None:
+def test_invalid_tool_call_is_text(text: str) -> None:
     reader = ToolCallParser()
     (shown, calls), (rest, last) = reader.push(text), reader.flush()
     assert shown + rest == text and not calls and not last
 
 
-def test_a_lone_call_where_one_is_wanted() -> None:
+def test_required_tool_call() -> None:
     reader = ToolCallParser(most=1)
     assert len(reader.push(CALL + CALL)[1]) == 1
 
@@ -116,7 +116,7 @@ def allows(schema: dict[str, Any], answer: Any) -> bool:
     return matcher.done
 
 
-def test_tools_with_definitions_of_one_name_keep_their_own(api: Api) -> None:
+def test_tool_definitions_are_separate(api: Api) -> None:
     tools = tools_of(f=referring("mine", additionalProperties=False), g=referring(7, additionalProperties=False))
     for name, value in (("f", "mine"), ("g", 7)):
         wanted = {"type": "function", "function": {"name": name}}
@@ -132,7 +132,7 @@ def test_tools_with_definitions_of_one_name_keep_their_own(api: Api) -> None:
     [{}, {"$id": "https://example.com/same"}, {"$schema": "http://json-schema.org/draft-04/schema#"}, {"$id": 5}],
     ids=["plain", "one id", "draft 4", "no id"],
 )
-def test_references_of_a_tool_stay_within_its_schema(more: dict[str, Any]) -> None:
+def test_tool_references_stay_in_schema(more: dict[str, Any]) -> None:
     tree = {"type": "object", "properties": {"child": {"$ref": "#"}}, "additionalProperties": False}
     tools = tools_of(f=referring("mine", **more), g=referring(7, **more), tree=tree | more)
     body = ChatRequest.model_validate({"model": "m", "messages": MESSAGES, "tools": tools})
@@ -154,7 +154,7 @@ def test_line_separators_are_escaped_in_streams(api: Api) -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == said
 
 
-def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(api: Api) -> None:
+def test_engine_death_ends_streams_with_error(api: Api) -> None:
     backend = api.house.backend
     restarts = backend.restarts
     wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True, "seed": HELD}
@@ -171,7 +171,7 @@ def test_streams_end_with_an_error_when_the_engine_dies_and_the_next_is_served(a
     assert f'engine_restarts_total{{model_name="tiny"}} {backend.restarts}' in api.http.get("/metrics").text
 
 
-def test_health_tells_an_engine_that_hangs(api: Api) -> None:
+def test_health_reports_stuck_engine(api: Api) -> None:
     """It lives, its process is there, and it takes no step."""
     backend = api.house.backend
     assert api.http.get("/health").json()["status"] == "ok" and backend.handle is not None

@@ -27,7 +27,7 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 
-def test_a_run_is_served_with_a_template_of_ones_choice(dataset: Path, tmp_path: Path) -> None:
+def test_chat_template_option(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "model.context=512")
     run = RunFolder.create(tmp_path / "mine", spec)
     state = {"model": GPT(spec.model, seed=1).state_dict()}

@@ -67,7 +67,7 @@ async def left(tasks: list[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_keys_take_turns() -> None:
+def test_queue_is_round_robin_over_keys() -> None:
     lane, done = Lane(), []
     for key in "aaaabbc":
         lane.put(CompileJob(key, CHOICE, lambda: True, done.append))
@@ -79,7 +79,7 @@ def test_keys_take_turns() -> None:
     assert lane.take(busy={"a"}) is None and lane.take() is not None and lane.take() is None
 
 
-def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run: Run) -> None:
+def test_compiling_is_not_a_stall(engine: EngineProcess, run: Run) -> None:
     """They take longer than an engine with work may go without a step."""
 
     async def main() -> list[str | BackendError]:
@@ -103,7 +103,7 @@ def test_a_healthy_engine_is_not_killed_for_grammars(engine: EngineProcess, run:
 
 
 @pytest.mark.parametrize("share", ["other", "hostile"], ids=["of another key", "of the same key"])
-def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess, run: Run, share: str) -> None:
+def test_small_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess, run: Run, share: str) -> None:
     async def main() -> tuple[int, int]:
         several = range(100, 108) if share == "other" else range(200, 208)
         crowd = [asyncio.create_task(outcome(engine, EngineRequest([1], hostile(i), share="hostile"))) for i in several]
@@ -123,7 +123,7 @@ def test_an_honest_grammar_does_not_wait_for_hostile_ones(engine: EngineProcess,
     assert schema >= 6
 
 
-def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> None:
+def test_compile_timeout_is_separate(engine: EngineProcess, run: Run) -> None:
     """The time in the queue begins when the grammar is there."""
     late = run(outcome(engine, EngineRequest([1], hostile(300), compile_seconds=0.2, queue_seconds=60)))
     assert isinstance(late, BackendError) and (late.kind, late.started, late.retry_after) == ("timeout", False, 1)
@@ -147,7 +147,7 @@ def test_grammars_have_a_clock_of_their_own(engine: EngineProcess, run: Run) -> 
     assert waited is not None and waited.kind == "timeout" and "could not be started" in str(waited)
 
 
-def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess, run: Run) -> None:
+def test_hang_during_compile_is_detected(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         assert engine.handle is not None
         engine.stall_timeouts = StallTimeouts(stuck=0.6, kill=0.0)
@@ -166,9 +166,7 @@ def test_a_process_that_hangs_while_it_compiles_is_noticed(engine: EngineProcess
     assert engine.restarts == 0
 
 
-def test_one_key_has_so_many_grammars_in_the_queue(
-    engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queue_limit_per_key(engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "MAX_COMPILING", 3)
     one, two, three = (replace(CHOICE, choice=["yes", f"no {number}"]) for number in range(3))
 
@@ -195,7 +193,7 @@ def test_one_key_has_so_many_grammars_in_the_queue(
     run(asyncio.wait_for(main(), 60))
 
 
-def test_nobody_compiles_for_those_who_left() -> None:
+def test_cancelled_requests_are_not_compiled() -> None:
     """Those who ask for large shapes and leave would else keep all others from theirs."""
     grammars = Grammars(ByteTokenizer(), 257)
     queue, done, over = CompileQueue(grammars), list[Any](), threading.Event()
@@ -206,7 +204,7 @@ def test_nobody_compiles_for_those_who_left() -> None:
     assert over.wait(60) and len(done) == len(grammars.compiled) == 1
 
 
-def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, tried = Grammars(ByteTokenizer(), 257), list[Any]()
     check = grammars.check_in_sandbox
     monkeypatch.setattr(
@@ -221,7 +219,7 @@ def test_many_that_wait_for_the_same_slow_grammar_have_it_compiled_once(monkeypa
     assert tried.count(2.0) == 1 and tried.count(0.1) <= 3, "three threads may begin with it at once"
 
 
-def test_what_a_job_comes_to_is_told_whatever_it_is() -> None:
+def test_job_results_and_errors_are_delivered() -> None:
     queue, done, over = CompileQueue(Grammars(ByteTokenizer(), 257)), list[Any](), threading.Semaphore(0)
     for params in (SamplingParams(regex="("), CHOICE, SamplingParams(choice=["x" * 70_000])):
         queue.put(CompileJob("a", params, lambda: True, lambda found: (done.append(found), over.release())))

@@ -34,7 +34,7 @@ def by_hand(ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("prompt", [PROMPT, list(PROMPT.encode())])
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_judged(api: Api, prompt: str | list[int], max_tokens: int, stream: bool) -> None:
+def test_echo_with_prompt_logprobs(api: Api, prompt: str | list[int], max_tokens: int, stream: bool) -> None:
     """As lm-eval asks: echo, logprobs = 1, one token or none."""
     wishes = {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 1, "echo": True}
     found = streamed(api, **wishes)[0]["choices"][0] if stream else api.complete(**wishes)["choices"][0]
@@ -69,7 +69,7 @@ def test_echo_without_logprobs(api: Api) -> None:
     assert bare["choices"][0]["text"] == PROMPT and bare["usage"]["completion_tokens"] == 0
 
 
-def test_a_stop_string_and_what_follows(api: Api) -> None:
+def test_stop_string(api: Api) -> None:
     """A model that can write nothing but `ab`."""
     shape = {"guided_regex": "(ab){20}", "max_tokens": 60, "prompt": "x"}
     assert api.complete(**shape)["choices"][0] | {"logprobs": None} == {
@@ -82,7 +82,7 @@ def test_a_stop_string_and_what_follows(api: Api) -> None:
     assert api.complete(prompt="x", guided_choice=["yes", "no"])["choices"][0]["text"] in ("yes", "no")
 
 
-def test_best_of_is_the_likeliest(api: Api) -> None:
+def test_best_of_returns_most_likely(api: Api) -> None:
     wishes = {"temperature": 1.0, "seed": 3, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
     every = api.complete(**wishes, n=8)["choices"]
     best = api.complete(**wishes, n=1, best_of=8)
@@ -91,7 +91,7 @@ def test_best_of_is_the_likeliest(api: Api) -> None:
     assert best["usage"]["completion_tokens"] == 48
 
 
-def test_a_second_ask_finds_its_prompt_in_the_cache(api: Api) -> None:
+def test_repeated_prompt_hits_prefix_cache(api: Api) -> None:
     prompt = list(range(200))
     assert api.complete(prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert api.complete(prompt=prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
@@ -131,7 +131,7 @@ class Recording:
     async def close(self) -> None: ...
 
 
-def test_an_adapter_is_a_model_of_its_own() -> None:
+def test_adapter_as_model() -> None:
     backend = Recording()
     transport = httpx.ASGITransport(make_app(Serving(Settings(), [LocalModel(backend)])))
 
@@ -166,7 +166,7 @@ def test_single_tokens_as_text() -> None:
     assert [places.next(token) for token in [*ids, 0]][-4:] == [len(text) - 2, len(text) - 1, len(text) - 1, len(text)]
 
 
-def test_a_top_k_of_minus_one_is_none(api: Api) -> None:
+def test_top_k_minus_one(api: Api) -> None:
     """As vLLM has it."""
     wishes = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
     texts = [api.complete(**wishes, **more)["choices"][0]["text"] for more in ({"top_k": -1}, {"top_k": 0}, {})]

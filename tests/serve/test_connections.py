@@ -54,7 +54,7 @@ def hasty(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 @pytest.mark.parametrize("path", [b"/no/such/path", b"/health", b"/v1/models"])
-def test_a_body_that_nobody_reads_does_not_pin_its_connection(hasty: Api, path: bytes) -> None:
+def test_unread_body_closes_connection(hasty: Api, path: bytes) -> None:
     """Neither with silence nor with a byte now and then: the answer says that the connection ends, and it does."""
     for drip in (b"", b"x"):
         with connect(hasty) as one:
@@ -65,14 +65,14 @@ def test_a_body_that_nobody_reads_does_not_pin_its_connection(hasty: Api, path: 
             until(lambda: empty(hasty))
 
 
-def test_a_body_that_does_not_come(hasty: Api) -> None:
+def test_body_timeout(hasty: Api) -> None:
     with connect(hasty) as one:
         one.sendall(COMPLETIONS + b'content-length: 99\r\n\r\n{"')
         assert answer(received(one))[1]["code"] == "body_timeout"
     until(lambda: empty(hasty))
 
 
-def test_an_idle_connection_ends_also_where_it_is_kept_awake(hasty: Api) -> None:
+def test_idle_timeout(hasty: Api) -> None:
     """Empty lines before a request are allowed, and are no request."""
     with connect(hasty) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -95,7 +95,7 @@ def closed_or_sent(one: socket.socket, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("times", [1, 200])
-def test_an_answer_that_is_not_read_is_not_kept(hasty: Api, times: int) -> None:
+def test_unread_answer_is_dropped(hasty: Api, times: int) -> None:
     """One of a megabyte, and a pipeline of small ones."""
     content = json.dumps({"model": MODEL, "prompt": "x" * 2**20}).encode()
     asked = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
@@ -108,7 +108,7 @@ def test_an_answer_that_is_not_read_is_not_kept(hasty: Api, times: int) -> None:
     until(lambda: not hasty.server.server_state.tasks)
 
 
-def test_so_many_and_no_more(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.2)
     path = tmp_path / "narrow.toml"
     path.write_text("[limits]\nconnections = 5\nconnections_per_address = 3\n")
@@ -130,7 +130,7 @@ def test_so_many_and_no_more(house: House, tmp_path: Path, monkeypatch: pytest.M
         api.http.close()
 
 
-def test_a_host_on_ipv6_is_its_network() -> None:
+def test_ipv6_address_counts_as_its_64() -> None:
     assert (
         client_address(("2001:db8::1", 1))
         == client_address(("2001:db8::ffff:2", 1))
@@ -141,7 +141,7 @@ def test_a_host_on_ipv6_is_its_network() -> None:
     )
 
 
-def test_length_and_chunks_together_are_closed(api: Api) -> None:
+def test_content_length_with_chunks_is_rejected(api: Api) -> None:
     """RFC 9112, 6.1: what one server takes for the body may be another request to the next."""
     smuggled = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     framing = b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
@@ -151,7 +151,7 @@ def test_length_and_chunks_together_are_closed(api: Api) -> None:
     assert answer(found)[0] == 400 and found.count(b"HTTP/1.1") == 1 and b"connection: close" in found.lower()
 
 
-def test_a_body_in_very_many_chunks(api: Api) -> None:
+def test_too_many_chunks(api: Api) -> None:
     with connect(api) as one:
         one.sendall(COMPLETIONS + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 10_000)
         assert answer(received(one))[1]["code"] == "body_too_large"

@@ -65,7 +65,7 @@ class Reading(threading.Thread):
                 self.lines += [line] if line else []
 
 
-def test_sigterm_finishes_what_is_under_way() -> None:
+def test_sigterm_finishes_open_requests() -> None:
     with served() as (process, url):
         reading = Reading(url)
         until(lambda: reading.lines)
@@ -92,7 +92,7 @@ def connects(url: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_not_finished_in_time_is_told_so_and_a_second_signal_ends_at_once() -> None:
+def test_drain_timeout_and_second_signal() -> None:
     with served("--drain-seconds", "0") as (process, url):
         reading = Reading(url)
         until(lambda: reading.lines)
@@ -141,12 +141,12 @@ def test_the_curl_line_of_the_help_works(api: Api, capsys: pytest.CaptureFixture
         (["tiny", "--chat-template", f"tny={__file__}"], "no model is called 'tny'; did you mean 'tiny'"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(arguments: list[str], said: str) -> None:
+def test_startup_errors_are_one_line(arguments: list[str], said: str) -> None:
     with pytest.raises(LMWorksError, match=said):
         app(["serve", "--port", "0", *arguments], standalone_mode=False)
 
 
-def test_a_port_is_taken_before_anybody_listens() -> None:
+def test_port_in_use_is_detected_early() -> None:
     """Two servers that load their models at the same time: the second is told so at once, not after minutes."""
     with bind_socket("127.0.0.1", 0) as first, pytest.raises(LMWorksError, match="in use"):
         bind_socket("127.0.0.1", first.getsockname()[1])

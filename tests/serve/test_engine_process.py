@@ -114,7 +114,7 @@ def direct(prompt: list[int], params: SamplingParams) -> Result:
     ],
     ids=["greedy", "n and logprobs", "best of", "stop", "choice"],
 )
-def test_answers_are_those_of_the_engine(engine: EngineProcess, run: Run, params: SamplingParams, stream: bool) -> None:
+def test_answers_equal_engine(engine: EngineProcess, run: Run, params: SamplingParams, stream: bool) -> None:
     prompt = list(b"What is the answer?")
     result = direct(prompt, params)
     events = run(collect_events(engine, EngineRequest(prompt, params, stream=stream)))
@@ -134,7 +134,7 @@ def test_answers_are_those_of_the_engine(engine: EngineProcess, run: Run, params
     assert stream or len(events) == params.n
 
 
-def test_it_introduces_itself(engine: EngineProcess) -> None:
+def test_engine_process_info(engine: EngineProcess) -> None:
     card = engine.card
     assert (card.id, card.context, card.vocab, card.max_seqs) == ("tiny", 512, 257, 64)
     assert engine.prompt_tokenizer.encode("é") == [*"é".encode()]
@@ -164,7 +164,7 @@ HOPELESS = [
 ]
 
 
-def test_what_can_never_be_served_is_refused_and_harms_nobody(engine: EngineProcess, run: Run) -> None:
+def test_invalid_request_does_not_affect_others(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         other, first = await beginning(engine, EngineRequest([1], LONG))
         for ask, says in HOPELESS:
@@ -177,7 +177,7 @@ def test_what_can_never_be_served_is_refused_and_harms_nobody(engine: EngineProc
     assert engine.restarts == 0
 
 
-def test_tenants_share_no_prefix(engine: EngineProcess, run: Run) -> None:
+def test_tenants_do_not_share_prefixes(engine: EngineProcess, run: Run) -> None:
     prompt = list(range(1, 65))
 
     async def cached(tenant: str) -> int:
@@ -195,7 +195,7 @@ def test_tenants_share_no_prefix(engine: EngineProcess, run: Run) -> None:
 # --- leaving ----------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_takes_the_request_back(engine: EngineProcess, run: Run) -> None:
+def test_disconnect_cancels_request(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         before = engine.state.metrics.get("finished", {}).get("cancelled", 0)
         stream, _ = await beginning(engine, EngineRequest([1], HELD))
@@ -213,7 +213,7 @@ def test_who_leaves_takes_the_request_back(engine: EngineProcess, run: Run) -> N
     run(main())
 
 
-def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProcess, run: Run) -> None:
+def test_disconnect_during_compile_cancels(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         taken_in = engine.state.metrics["prompt_tokens"]
         for number in range(20):
@@ -231,7 +231,7 @@ def test_who_leaves_before_a_shape_is_compiled_leaves_nothing(engine: EngineProc
     run(main())
 
 
-def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_rank_ends_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is told by its process, which is started again when it ends."""
     monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 0.01)
     answers = iter(["", "", "rank 1: it ended"])
@@ -241,7 +241,7 @@ def test_an_engine_that_lost_a_rank_ends_though_nobody_asks(monkeypatch: pytest.
         loop.run()
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
+def test_events_after_end_are_dropped() -> None:
     """One who reads slowly gets no more than what was there when its time was over."""
 
     async def main() -> None:
@@ -257,7 +257,7 @@ def test_what_comes_after_the_end_is_dropped() -> None:
     asyncio.run(main())
 
 
-def test_who_is_slow_gets_larger_events_and_is_no_reason_to_worry(engine: EngineProcess, run: Run) -> None:
+def test_slow_consumer_gets_merged_events(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         stream, first = await beginning(engine, EngineRequest([1], HELD))
         os.kill(pid(engine), signal.SIGCONT)
@@ -273,7 +273,7 @@ def test_who_is_slow_gets_larger_events_and_is_no_reason_to_worry(engine: Engine
     run(main())
 
 
-def test_waiting_and_running_have_their_time(run: Run) -> None:
+def test_queue_and_request_timeouts(run: Run) -> None:
     async def main() -> None:
         backend = EngineProcess("one", partial(tiny_engine.fragile, max_seqs=1))
         await backend.start()
@@ -320,13 +320,13 @@ async def recovers(backend: EngineProcess, end: Callable[[], Awaitable[Any]], sa
     assert backend.state.healthy
 
 
-def test_a_loop_that_fails_is_told_and_replaced(engine: EngineProcess, run: Run) -> None:
+def test_failed_engine_loop_is_restarted(engine: EngineProcess, run: Run) -> None:
     """One that is killed is in test_load_1000."""
     end = partial(outcome, engine, EngineRequest([13], LONG))
     run(recovers(engine, end, "RuntimeError: the device is on fire"))
 
 
-def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> None:
+def test_hung_process_is_detected(engine: EngineProcess, run: Run) -> None:
     """Stopped and let go again: it is unwell for as long as it does not advance, and then well."""
 
     async def main() -> None:
@@ -344,9 +344,7 @@ def test_a_process_that_hangs_is_noticed(engine: EngineProcess, run: Run) -> Non
     assert engine.restarts == restarts
 
 
-def test_a_process_that_hangs_is_not_written_to_for_ever(
-    engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_to_hung_process_are_bounded(engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "MAX_UNSENT_BYTES", 2**20)
 
     async def main() -> None:
@@ -364,14 +362,14 @@ def test_a_process_that_hangs_is_not_written_to_for_ever(
     run(main())
 
 
-def test_a_signal_without_a_name(engine: EngineProcess, run: Run) -> None:
+def test_unnamed_signal(engine: EngineProcess, run: Run) -> None:
     async def end() -> None:
         os.kill(pid(engine), signal.SIGRTMIN + 1)
 
     run(recovers(engine, end, f"killed by signal {signal.SIGRTMIN + 1}"))
 
 
-def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: Run) -> None:
+def test_hung_process_is_killed_and_replaced(engine: EngineProcess, run: Run) -> None:
     async def hang() -> None:
         os.kill(pid(engine), signal.SIGSTOP)
         engine.stall_timeouts = StallTimeouts(stuck=0.3, kill=0.5)  # not before: it may have been slow to begin
@@ -383,7 +381,7 @@ def test_a_process_that_hangs_for_long_is_replaced(engine: EngineProcess, run: R
     run(recovers(engine, hang, "took no step"))
 
 
-def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run: Run) -> None:
+def test_engine_ignores_server_signals(engine: EngineProcess, run: Run) -> None:
     async def main() -> None:
         stream, _ = await beginning(engine, EngineRequest([1], HELD))
         os.kill(pid(engine), signal.SIGTERM)
@@ -397,14 +395,14 @@ def test_signals_for_the_server_do_not_end_the_engine(engine: EngineProcess, run
 # --- beginning and end ------------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_loaded_says_so(run: Run) -> None:
+def test_load_failure_is_reported(run: Run) -> None:
     backend = EngineProcess("missing", tiny_engine.missing)
     with pytest.raises(SpecError, match="no model is there"):
         run(backend.start())
     assert (backend.state.alive, backend.restarts) == (False, 0)
 
 
-def test_draining_lets_some_finish_and_cuts_off_others(run: Run) -> None:
+def test_drain_finishes_or_cancels_requests(run: Run) -> None:
     async def main() -> None:
         backend = EngineProcess("tiny", tiny_engine.fragile)
         await backend.start()
@@ -426,7 +424,7 @@ def test_draining_lets_some_finish_and_cuts_off_others(run: Run) -> None:
     run(main())
 
 
-def test_closing_in_the_middle_of_a_start(run: Run) -> None:
+def test_close_during_start(run: Run) -> None:
     async def main() -> None:
         backend = EngineProcess("tiny", tiny_engine.tiny)
         starting = asyncio.create_task(backend.start())
@@ -456,7 +454,7 @@ asyncio.run(main())
 """
 
 
-def test_no_engine_outlives_its_server() -> None:
+def test_engine_ends_with_server() -> None:
     """Neither one that waits for requests nor one that is still being loaded."""
     code = ORPHANS.format(folder=str(Path(tiny_engine.__file__).parent))
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -141,7 +141,7 @@ FRAMING = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_the_loop_goes_on(spoken: Api, beat: Beat, name: str) -> None:
+def test_event_loop_is_not_blocked(spoken: Api, beat: Beat, name: str) -> None:
     path, made, expected = ATTACKS[name]
     content = made()
     assert len(content) <= 4 * MIB
@@ -154,9 +154,7 @@ def test_the_loop_goes_on(spoken: Api, beat: Beat, name: str) -> None:
     until(lambda: spoken.serving.workers.busy.total() == 0)
 
 
-def test_a_large_answer_is_written_bit_by_bit(
-    house: House, api: Api, beat: Beat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_answer_is_written_in_parts(house: House, api: Api, beat: Beat, monkeypatch: pytest.MonkeyPatch) -> None:
     """161,280 log-probabilities: no callback of the loop, and no call that holds the lock in a thread, takes long."""
     longest, plain = [0.0], text_endpoint.encode
 

@@ -139,7 +139,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str | None]] = {
 }
 
 
-def test_a_body_that_is_wrong_all_over_is_not_read_to_its_end(api: Api) -> None:
+def test_invalid_body_is_not_read_to_end(api: Api) -> None:
     """Telling 300,000 mistakes apart took seconds, in which nobody else was served."""
     found = api.post(COMPLETIONS, GOOD | {f"x{i}": 1 for i in range(2000)})
     assert "2000 places" in refused(found.status_code, found.content)["message"]
@@ -149,7 +149,7 @@ def test_a_body_that_is_wrong_all_over_is_not_read_to_its_end(api: Api) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_is_wrong(api: Api, name: str) -> None:
+def test_invalid_bodies(api: Api, name: str) -> None:
     path, change, param = BODIES[name]
     base = {COMPLETIONS: GOOD, CHATS: CHAT}.get(path, {"model": MODEL})
     body = {key: value for key, value in (base | change).items() if value is not None}
@@ -180,13 +180,13 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_content_that_is_no_body(api: Api, name: str) -> None:
+def test_invalid_content(api: Api, name: str) -> None:
     answer = api.http.post(COMPLETIONS, content=CONTENTS[name], headers={"content-type": "application/json"})
     assert refused(answer.status_code, answer.content)["type"] == "invalid_request_error"
     good_still(api)
 
 
-def test_a_body_that_is_too_large(api: Api) -> None:
+def test_body_too_large(api: Api) -> None:
     large = b'{"model": "tiny", "prompt": "' + b"x" * (5 * 2**20) + b'"}'
     answer = api.http.post(COMPLETIONS, content=large, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and refused(413, answer.content)["code"] == "body_too_large"
@@ -200,7 +200,7 @@ def test_a_body_that_is_too_large(api: Api) -> None:
     good_still(api)
 
 
-def test_another_kind_of_content(api: Api) -> None:
+def test_unsupported_content_type(api: Api) -> None:
     answer = api.http.post(COMPLETIONS, content=b"x", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and refused(415, answer.content)
     answer = api.http.post(COMPLETIONS, files={"file": b"x"})
@@ -230,7 +230,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_that_is_none(api: Api, name: str) -> None:
+def test_invalid_http(api: Api, name: str) -> None:
     found = api.raw(REQUESTS[name])
     if found:  # where the server closed before all was sent, the answer may be lost on the way
         head, _, content = found.partition(b"\r\n\r\n")
@@ -240,7 +240,7 @@ def test_a_request_that_is_none(api: Api, name: str) -> None:
     good_still(api)
 
 
-def test_a_body_that_never_comes(api: Api) -> None:
+def test_missing_body_times_out(api: Api) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", api.port)) as waiting:
         waiting.sendall(head)
@@ -248,7 +248,7 @@ def test_a_body_that_never_comes(api: Api) -> None:
     until(api.house.idle)
 
 
-def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_headers_time_out(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one who says nothing nor one who says a letter now and then."""
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.4)
     for drip in (b"", b"x"):
@@ -271,7 +271,7 @@ def test_who_does_not_get_to_the_point_is_not_waited_for(api: Api, monkeypatch: 
     good_still(api)
 
 
-def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_disconnected(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "STALLED_S", 0.3)
     rate_limiter, admitted = api.serving.rate_limiter, list[Admission]()
     admit = rate_limiter.admit
@@ -291,7 +291,7 @@ def test_who_does_not_read_does_not_keep_his_place(api: Api, monkeypatch: pytest
     good_still(api)
 
 
-def test_clients_that_leave_are_not_computed_for(api: Api) -> None:
+def test_disconnected_clients_are_cancelled(api: Api) -> None:
     """A hundred streams and whole answers, left in the middle: the engine has nothing to do afterwards."""
     bodies = [GOOD | {"max_tokens": 400, "ignore_eos": True, "stream": number % 2 == 0} for number in range(100)]
     for body in bodies:

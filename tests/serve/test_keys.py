@@ -47,7 +47,7 @@ def settings(tmp_path: Path, text: str = FILE, *api_keys: str) -> Settings:
     return Settings(write(tmp_path / "serve.toml", text), api_keys, Clock())
 
 
-def test_keys_are_known_by_themselves_and_by_their_digest(tmp_path: Path) -> None:
+def test_keys_by_secret_and_digest(tmp_path: Path) -> None:
     config = settings(tmp_path).config
     assert (config.authenticate(ALICE).name, config.authenticate(BOB).requests_per_minute) == ("alice", 5)
     assert config.limits.queue == 7
@@ -60,13 +60,13 @@ def test_wrong_keys_are_refused(tmp_path: Path, wrong: str) -> None:
     assert (refusal.value.status, refusal.value.code) == (401, "invalid_api_key")
 
 
-def test_no_key_is_told_how_to_send_one(tmp_path: Path) -> None:
+def test_missing_key_error_explains_header(tmp_path: Path) -> None:
     with pytest.raises(APIError, match="Bearer") as refusal:
         settings(tmp_path).config.authenticate(None)
     assert refusal.value.status == 401
 
 
-def test_every_key_is_compared_whichever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[bytes] = []
 
     def compare(one: bytes, other: bytes) -> bool:
@@ -79,18 +79,18 @@ def test_every_key_is_compared_whichever_it_is(tmp_path: Path, monkeypatch: pyte
     assert compared == [hashlib.sha256(key.encode()).digest() for key in (ALICE, BOB)]
 
 
-def test_without_keys_anyone_comes_in() -> None:
+def test_no_keys_allow_all() -> None:
     assert Config().authenticate(None) is ANONYMOUS
     assert Config().authenticate("whatever") is ANONYMOUS
 
 
-def test_keys_from_the_command_line_stand_beside_the_file(tmp_path: Path) -> None:
+def test_command_line_keys_are_added(tmp_path: Path) -> None:
     both = settings(tmp_path, FILE, "sk-from-the-shell").config
     assert [both.authenticate(key).name for key in (ALICE, "sk-from-the-shell")] == ["alice", "api-key-1"]
     assert Settings(None, ["sk-from-the-shell"]).current().authenticate("sk-from-the-shell").name == "api-key-1"
 
 
-def test_tenants_part_caches_unless_shared(tmp_path: Path) -> None:
+def test_tenant_cache_separation(tmp_path: Path) -> None:
     config = settings(tmp_path).config
     alice, bob = config.authenticate(ALICE), config.authenticate(BOB)
     assert (config.tenant(alice), config.tenant(bob)) == ("team", "bob")
@@ -98,19 +98,19 @@ def test_tenants_part_caches_unless_shared(tmp_path: Path) -> None:
     assert {shared.tenant(alice), shared.tenant(bob)} == {""}
 
 
-def test_a_secret_is_shown_nowhere(tmp_path: Path) -> None:
+def test_secret_is_never_shown(tmp_path: Path) -> None:
     config = settings(tmp_path).config
     assert ALICE not in repr(config) + repr(config.keys[0]) + str(config.to_dict())
 
 
 @pytest.mark.parametrize("text", ["keys = ['12345678']", "[[keys]]\nname = 'a'\nsecret = 12345678"])
-def test_nor_where_the_file_is_wrong(tmp_path: Path, text: str) -> None:
+def test_secret_is_not_in_config_errors(tmp_path: Path, text: str) -> None:
     with pytest.raises(SpecError) as caught:
         settings(tmp_path, text)
     assert "12345678" not in str(caught.value)
 
 
-def test_a_secret_that_no_header_can_carry(tmp_path: Path) -> None:
+def test_invalid_secret_characters(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="space"):
         settings(tmp_path, "[[keys]]\nname = 'a'\nsecret = 'alices-secret '")
 
@@ -148,17 +148,17 @@ def test_bearer(header: str | None, key: str | None) -> None:
         ("[[keys", "not TOML"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_config_reports_position(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         settings(tmp_path, text)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_missing_config() -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         Settings(Path("/nowhere/serve.toml"))
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_changed_config_is_reloaded(tmp_path: Path) -> None:
     live = settings(tmp_path)
     assert live.current() is live.current()
     write(live.path or tmp_path, FILE.replace(ALICE, "sk-alice-has-another"))
@@ -168,7 +168,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[[keys", "", "[limits]\nqueue = -1", None], ids=["broken", "empty", "wrong", "gone"])
-def test_a_file_that_turns_bad_changes_nothing_and_is_logged_once(
+def test_invalid_reload_keeps_config_and_logs_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     """An empty file is TOML without keys: it must not open the doors."""
@@ -184,7 +184,7 @@ def test_a_file_that_turns_bad_changes_nothing_and_is_logged_once(
     assert live.current().limits.queue == 8
 
 
-def test_the_file_is_looked_at_once_a_second(tmp_path: Path) -> None:
+def test_config_is_checked_once_per_second(tmp_path: Path) -> None:
     now = 0.0
     live = Settings(write(tmp_path / "serve.toml", FILE), clock=lambda: now)
     write(tmp_path / "serve.toml", FILE.replace("queue = 7", "queue = 8"))

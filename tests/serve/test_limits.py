@@ -84,18 +84,18 @@ class House:
         (SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias"),
     ],
 )
-def test_one_more_than_allowed_is_refused(params: SamplingParams, param: str) -> None:
+def test_limit_exceeded(params: SamplingParams, param: str) -> None:
     with pytest.raises(APIError, match="at most") as refusal:
         check_params(Limits(max_tokens=100), KeyLimits(), params)
     assert (refusal.value.status, refusal.value.param) == (400, param)
 
 
-def test_as_much_as_allowed_is_let_in() -> None:
+def test_limit_is_inclusive() -> None:
     params = SamplingParams(n=16, max_tokens=100, logprobs=20, prompt_logprobs=20, stop=["a" * 256] * 16)
     check_params(Limits(max_tokens=100), KeyLimits(max_tokens=200), params)
 
 
-def test_a_key_may_have_less_than_others() -> None:
+def test_limits_per_key() -> None:
     key = KeyLimits(n=2, max_tokens=10)
     for params in (SamplingParams(n=3, max_tokens=1), SamplingParams(max_tokens=11)):
         check_params(Limits(), KeyLimits(), params)
@@ -103,7 +103,7 @@ def test_a_key_may_have_less_than_others() -> None:
             check_params(Limits(), key, params)
 
 
-def test_the_longest_answer_is_the_smallest_of_all_limits() -> None:
+def test_max_tokens_is_smallest_limit() -> None:
     assert max_answer_tokens(Limits(), KeyLimits(), 512, 12) == 500
     assert max_answer_tokens(Limits(max_tokens=100), KeyLimits(), 512, 12) == 100
     assert max_answer_tokens(Limits(max_tokens=100), KeyLimits(max_tokens=50), 512, 12) == 50
@@ -111,7 +111,7 @@ def test_the_longest_answer_is_the_smallest_of_all_limits() -> None:
     assert max_answer_tokens(Limits(), KeyLimits(tokens_per_minute=10), 512, 12) == 1
 
 
-def test_models_that_a_key_may_use() -> None:
+def test_models_of_key() -> None:
     check_model(KeyLimits(), "tiny")
     check_model(KeyLimits(models=["tiny"]), "tiny")
     with pytest.raises(APIError) as refusal:
@@ -122,7 +122,7 @@ def test_models_that_a_key_may_use() -> None:
 # --- many requests ----------------------------------------------------------------------------------------
 
 
-def test_requests_in_any_minute() -> None:
+def test_requests_per_minute_sliding_window() -> None:
     """Not only in those that begin when the clock says so: a bucket that refills would let in nearly twice as many."""
     house, draw, let_in = House(requests_per_minute=20), random.Random(0), []
     for _ in range(3000):
@@ -134,7 +134,7 @@ def test_requests_in_any_minute() -> None:
     assert len(let_in) >= 20 * (house.now - 1000) / 60 * 0.95  # nor does it let in fewer than it may
 
 
-def test_who_waits_as_long_as_told_comes_in() -> None:
+def test_retry_after_is_exact() -> None:
     house = House(requests_per_minute=2)
     assert house.comes_and_goes()
     house.now += 20.5
@@ -149,7 +149,7 @@ def test_who_waits_as_long_as_told_comes_in() -> None:
     assert house.comes_and_goes()
 
 
-def test_tokens_are_charged_at_most_and_given_back() -> None:
+def test_tokens_are_reserved_and_refunded() -> None:
     house = House(tokens_per_minute=100)
     with house.entered(prompt=20, max_tokens=60) as admission:
         with pytest.raises(APIError, match="tokens a minute"):
@@ -162,7 +162,7 @@ def test_tokens_are_charged_at_most_and_given_back() -> None:
     assert house.comes_and_goes(prompt=20, max_tokens=80)
 
 
-def test_what_is_given_back_late_is_not_given_twice() -> None:
+def test_late_refund_is_not_counted_twice() -> None:
     house = House(tokens_per_minute=100)
     with house.entered(prompt=20, max_tokens=80):
         house.now += 61
@@ -173,14 +173,14 @@ def test_what_is_given_back_late_is_not_given_twice() -> None:
     assert not house.comes_and_goes()
 
 
-def test_more_tokens_than_a_minute_holds_are_never_let_in() -> None:
+def test_request_above_tokens_per_minute_is_rejected() -> None:
     house = House(tokens_per_minute=100)
     with pytest.raises(APIError, match="ask for fewer") as refusal:
         house.enter(prompt=41, max_tokens=20, answers=3)
     assert (refusal.value.status, refusal.value.retry_after) == (400, None)
 
 
-def test_requests_at_once() -> None:
+def test_concurrent_requests() -> None:
     house = House(concurrent=3)
     with ExitStack() as inside:
         for _ in range(3):
@@ -192,7 +192,7 @@ def test_requests_at_once() -> None:
     assert house.comes_and_goes()
 
 
-def test_a_full_house_takes_no_more() -> None:
+def test_full_queue_rejects() -> None:
     """4 are computed at once, 6 may wait."""
     house = House(Limits(queue=6))
     with ExitStack() as inside:
@@ -208,14 +208,14 @@ def test_a_full_house_takes_no_more() -> None:
     assert refusal.value.status == 400
 
 
-def test_a_request_that_fails_leaves_as_others_do() -> None:
+def test_failed_request_releases_its_slot() -> None:
     house = House(concurrent=1, tokens_per_minute=10)
     with pytest.raises(ZeroDivisionError), house.entered(prompt=5, max_tokens=5):
         raise ZeroDivisionError
     assert house.comes_and_goes(prompt=5, max_tokens=5)
 
 
-def test_a_limit_that_changes_counts_what_was() -> None:
+def test_changed_limit_keeps_counts() -> None:
     house = House(requests_per_minute=100)
     for _ in range(10):
         assert house.comes_and_goes()
@@ -227,7 +227,7 @@ def test_a_limit_that_changes_counts_what_was() -> None:
 # --- what is charged and what is too much together --------------------------------------------------------
 
 
-def test_a_refused_request_is_charged() -> None:
+def test_rejected_request_is_charged() -> None:
     """As a request; and its body, by its length, where nothing else was charged for it."""
     house = House(requests_per_minute=2, tokens_per_minute=1000)
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_refused_request_is_charged() -> None:
         house.enter()
 
 
-def test_text_that_was_encoded_is_charged_once_and_whatever_comes_of_it() -> None:
+def test_encoded_text_is_charged_once() -> None:
     house = House(tokens_per_minute=100)
     with house.inside() as meter:
         meter.bytes = 300
@@ -262,7 +262,7 @@ def test_text_that_was_encoded_is_charged_once_and_whatever_comes_of_it() -> Non
     assert house.comes_and_goes(prompt=40, max_tokens=20)
 
 
-def test_a_key_has_so_many_answers_at_once() -> None:
+def test_concurrent_answers_of_key() -> None:
     house = House(concurrent=4)
     with pytest.raises(APIError, match="at most 4 answers") as refusal:
         house.enter(answers=5)
@@ -275,7 +275,7 @@ def test_a_key_has_so_many_answers_at_once() -> None:
     assert house.rate_limiter.usage_by_key["alice"].open == 0
 
 
-def test_what_is_allowed_one_by_one_may_be_too_much_together() -> None:
+def test_combined_limits() -> None:
     params = SamplingParams(max_tokens=10, n=2, logprobs=4, prompt_logprobs=4)
     size = size_of(params, [100, 200], echoed=1000, kept=True)
     assert size.reported == 2 * (300 + 2 * 10) * 5
@@ -291,7 +291,7 @@ def test_what_is_allowed_one_by_one_may_be_too_much_together() -> None:
         assert (refusal.value.status, refusal.value.code) == (400, "limit_exceeded")
 
 
-def test_answers_are_kept_until_they_are_sent() -> None:
+def test_answers_count_until_sent() -> None:
     limits = Limits(kept_bytes=150_000)
     house, params = House(limits), SamplingParams(max_tokens=40, logprobs=20)
     size = size_of(params, [1], 0, True)

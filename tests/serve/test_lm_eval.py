@@ -29,7 +29,7 @@ def score(context: str, continuation: str) -> tuple[float, bool]:
 
 
 @pytest.mark.slow
-def test_a_task_made_on_the_spot(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_task(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiple choice: its accuracy, and each log-probability that it is made of, are those by hand."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -72,7 +72,7 @@ def test_a_task_made_on_the_spot(api: Api, tmp_path: Path, monkeypatch: pytest.M
     assert found["results"]["spot"]["acc,none"] == pytest.approx(right / len(ROWS))
 
 
-def test_the_requests_that_it_sends(api: Api) -> None:
+def test_lm_eval_requests(api: Api) -> None:
     """As its source has them: several lists of ids at once, echoed, one token, the likeliest at each place."""
     texts = [("Two and two?", " four"), ("The sky is", " blue"), ("A", " b")]
     prompts = [list((context + continuation).encode()) for context, continuation in texts]

@@ -104,7 +104,7 @@ async def in_use(backend: EngineProcess, told: Path) -> list[int]:
     return [*tiny_engine.in_use(), *map(int, told.read_text().split())]
 
 
-def test_memory_stays_as_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_constant(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in use, not what the system lent: from five objects or 250 bytes a request on, a leak is seen."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # on aarch64 it grows with every new shape, to 1,024
     told = tmp_path / "in_use"
@@ -129,7 +129,7 @@ def test_memory_stays_as_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     run(main())
 
 
-def test_a_hundred_who_leave_are_no_ghosts(backend: EngineProcess, run: Run) -> None:
+def test_hundred_disconnects_are_cancelled(backend: EngineProcess, run: Run) -> None:
     """In every state: not sent yet, waiting, in the middle, about to end. Those who stay notice nothing."""
     draw = random.Random(0)
 
@@ -154,7 +154,7 @@ def test_a_hundred_who_leave_are_no_ghosts(backend: EngineProcess, run: Run) -> 
     run(main())
 
 
-def test_a_killed_engine_is_an_error_for_each_and_soon_forgotten(backend: EngineProcess, run: Run) -> None:
+def test_killed_engine_fails_streams_and_recovers(backend: EngineProcess, run: Run) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 200)) for number in range(STREAMS)]
         await until(lambda: sum(queue.started for queue in backend.queues.values()) >= 256, 60)
@@ -169,7 +169,7 @@ def test_a_killed_engine_is_an_error_for_each_and_soon_forgotten(backend: Engine
     run(main())
 
 
-def test_a_stopped_engine_is_seen_under_load(backend: EngineProcess, run: Run) -> None:
+def test_stopped_engine_is_detected_under_load(backend: EngineProcess, run: Run) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 20)) for number in range(STREAMS)]
         await asyncio.sleep(0)  # each has sent its request

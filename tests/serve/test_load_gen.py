@@ -47,7 +47,7 @@ def test_arrivals_are_poisson():
     assert worst < 1.95 / math.sqrt(len(gaps))
 
 
-def test_bursts_come_together():
+def test_burst_arrivals():
     times = Arrivals(rate=10.0, burst=5).times(1000, random.Random(2))
     assert all(len(set(times[place : place + 5])) == 1 for place in range(0, 1000, 5))
     assert len(set(times)) == 200 and times[-1] == pytest.approx(100, rel=0.2)
@@ -55,7 +55,7 @@ def test_bursts_come_together():
     assert Arrivals().times(3, random.Random(0)) == [0, 0, 0]
 
 
-def test_the_same_seed_sends_the_same():
+def test_seed_repeats_requests():
     load = Load(50, Arrivals(rate=5), SHORT, shared_prefix=20, groups=3, seed=7)
     shots = load.draw("completions", "m")
     assert shots == load.draw("completions", "m") != Load(50, Arrivals(rate=5), SHORT, 20, 3).draw("completions", "m")
@@ -91,7 +91,7 @@ def test_lengths_from_a_file(tmp_path):
         (lambda: Target.of("http://x", "a\r\nb"), "not allowed in a header"),
     ],
 )
-def test_nonsense_is_refused(make, said):
+def test_invalid_options_are_rejected(make, said):
     with pytest.raises(SpecError, match=said):
         make()
 
@@ -110,7 +110,7 @@ def parsed(data, cuts):
     return over, talk.reply
 
 
-def test_any_cut_of_the_stream_reads_the_same():
+def test_stream_parser_for_any_chunking():
     events = [{"choices": [{"text": f"é{n}", "index": 0, "finish_reason": None}]} for n in range(6)]
     lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode() for event in events] + [b": hello\n\n"]
     body = b"".join([*lines, b"data: [DONE]\n\n"])
@@ -130,11 +130,11 @@ def test_any_cut_of_the_stream_reads_the_same():
             assert (over, reply.status, len(reply.times), reply.done, reply.error) == (True, 200, 6, True, None)
 
 
-def test_what_is_no_http_is_an_error():
+def test_invalid_http_is_an_error():
     assert parsed(b"SSH-2.0-OpenSSH\r\n\r\n", [])[1].error == "the response is not HTTP"
 
 
-def test_it_reads_what_httpx_reads():
+def test_client_equals_httpx():
     async def mixed(talk):
         await talk.head("200 OK", "application/json")
         for piece in ('{"a": "', "é" * 5000, '"}'):
@@ -147,7 +147,7 @@ def test_it_reads_what_httpx_reads():
     assert ours.document() == theirs.json() and ours.headers == dict(theirs.headers)
 
 
-def test_a_run_is_summed_up():
+def test_run_summary():
     with FakeServer(promptly) as server:
         found = bench_serve(server.url, Load(40, Arrivals(concurrency=4), SHORT), Slo(e2e=10.0), key="sk-1").to_dict()
         sent = [talk.body for talk in server.talks]
@@ -160,7 +160,7 @@ def test_a_run_is_summed_up():
     assert "sk-1" not in json.dumps(found)
 
 
-def test_times_are_the_server_s():
+def test_times_match_server():
     """0.1 s to the first token, then 20 ms each but one of 120: no less, and little more, in one try of ten."""
 
     async def paced(talk):
@@ -194,7 +194,7 @@ def as_paced(times):
     return all(low <= found < high for low, found, high in zip(least, times, most, strict=True))
 
 
-def test_a_stall_is_felt_by_those_who_would_have_come():
+def test_open_loop_includes_stall():
     """Coordinated omission: the server accepts nothing for half a second; 50 requests a second were meant to come."""
     stall = 0.5
 
@@ -255,7 +255,7 @@ def test_errors_within_a_stream_and_streams_without_an_end():
     assert found["errors"] == {"the engine stopped": 1, "the stream broke off": 1}
 
 
-def test_a_request_that_never_ends():
+def test_request_timeout():
     async def silent(talk):
         await talk.head()
         await talk.token()
@@ -266,7 +266,7 @@ def test_a_request_that_never_ends():
     assert found["errors"] == {"no end after 0.2 s": 3} and found["seconds"] < 25  # not what the server sleeps
 
 
-def test_chats_greet_before_their_first_token():
+def test_empty_first_chat_chunk_is_not_ttft():
     async def chat(talk):
         await talk.head()
         choice = lambda delta, finish=None: {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}  # noqa: E731
@@ -307,7 +307,7 @@ def test_the_command(capsys, tmp_path):
     assert code == 0 and "goodput" in out and "time to first token" in out and "p99" in out
 
 
-def test_a_run_in_which_nothing_succeeds_fails(capsys):
+def test_run_without_success_fails(capsys):
     async def full(talk):
         await talk.document("429 Too Many Requests", {"error": {"message": "full"}})
 
@@ -332,7 +332,7 @@ def test_our_own_server(api, endpoint):
         assert found["input_tokens"] == sum(len(body["prompt"]) for body in sent)
 
 
-def test_a_full_house_of_our_own(house, tmp_path):
+def test_own_server_with_full_queue(house, tmp_path):
     """64 run at once, none may wait: of 100 that come together the rest is turned away, and nothing fails."""
     config = tmp_path / "serve.toml"
     config.write_text("[limits]\nqueue = 0\n")

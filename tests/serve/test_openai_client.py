@@ -55,7 +55,7 @@ def test_models(client: OpenAI) -> None:
     assert error.value.code == "model_not_found" and "tiny" in str(error.value)
 
 
-def test_a_completion_is_the_greedy_continuation(client: OpenAI) -> None:
+def test_completion_equals_greedy_continuation(client: OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=8, temperature=0)
     ids = list(b"Hello")
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_a_completion_is_the_greedy_continuation(client: OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 8, 13)
 
 
-def test_a_streamed_completion_is_the_same_text(client: OpenAI) -> None:
+def test_streamed_completion_equals_unstreamed(client: OpenAI) -> None:
     wishes = {"model": MODEL, "prompt": ["Hello", "World"], "n": 2, "max_tokens": 12, "seed": 5}
     whole = client.post("/completions", cast_to=Completion, body=wishes)
     body = {**wishes, "stream": True, "stream_options": {"include_usage": True}}
@@ -125,7 +125,7 @@ def test_a_chat(client: OpenAI) -> None:
     assert answer.usage.prompt_tokens == len(template.render(messages=said, add_generation_prompt=True))
 
 
-def test_a_streamed_chat_is_the_same_answer(client: OpenAI) -> None:
+def test_streamed_chat_equals_unstreamed(client: OpenAI) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     wishes = {"model": MODEL, "messages": messages, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**wishes)  # type: ignore[call-overload]
@@ -140,7 +140,7 @@ def test_a_streamed_chat_is_the_same_answer(client: OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
+def test_structured_output(client: OpenAI) -> None:
     schema = TOOL["function"]["parameters"]  # type: ignore[index]
     answer = client.chat.completions.create(
         model=MODEL,
@@ -154,7 +154,7 @@ def test_an_answer_of_a_given_shape(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_tool_that_must_be_called(client: OpenAI, choice: object) -> None:
+def test_required_tool(client: OpenAI, choice: object) -> None:
     wishes = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Where?"}],
@@ -180,7 +180,7 @@ def answer_arguments(answer: openai.types.chat.ChatCompletion) -> str:
     return call.function.arguments
 
 
-def test_errors_are_the_clients_own(client: OpenAI) -> None:
+def test_errors_map_to_client_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(model=MODEL, prompt="x", temperature=-1)
     assert error.value.param == "temperature" and error.value.code == "invalid_request"

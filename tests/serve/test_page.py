@@ -34,7 +34,7 @@ class Inside(HTMLParser):
         self.open = ""
 
 
-def test_the_page_allows_itself_and_nothing_else(api: Api) -> None:
+def test_content_security_policy(api: Api) -> None:
     answer = api.http.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
@@ -58,7 +58,7 @@ def test_the_page_begins_with_an_empty_state_and_plain_labels() -> None:
     assert {"Requests running", "Requests waiting", "Output tokens/s", "Preemptions"} <= set(labels)
 
 
-def test_an_answer_is_made_of_elements_and_never_parsed_as_html() -> None:
+def test_answers_are_not_parsed_as_html() -> None:
     script = own("page_markdown.js")
     assert "document.createElement" in script
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|ContextualFragment|Function\(", script)

@@ -32,7 +32,7 @@ def narrow(house: House, tmp_path_factory: pytest.TempPathFactory) -> Api:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_together_they_are_too_much(api: Api, house: House, tmp_path: Path, name: str) -> None:
+def test_combined_request_limits(api: Api, house: House, tmp_path: Path, name: str) -> None:
     body, said = BODIES[name]
     if name == "echoes":
         (tmp_path / "small.toml").write_text("[limits]\nanswer_bytes = 100000\n")
@@ -44,7 +44,7 @@ def test_together_they_are_too_much(api: Api, house: House, tmp_path: Path, name
     assert house.backend.state.metrics["prompt_tokens"] == before
 
 
-def test_a_key_with_one_answer_at_once(narrow: Api) -> None:
+def test_key_with_one_concurrent_answer(narrow: Api) -> None:
     header = {"authorization": f"Bearer {KEY}"}
     body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
     assert narrow.post("/v1/completions", body, headers=header).status_code == 200
@@ -53,9 +53,7 @@ def test_a_key_with_one_answer_at_once(narrow: Api) -> None:
         assert (found.status_code, found.json()["error"]["code"]) == (400, "limit_exceeded")
 
 
-def test_an_answer_that_is_not_read_counts_until_it_is_given_up(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_answer_counts_until_dropped(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 MB of log-probabilities for a client that takes 4 KiB: it has its place and its bytes, for a while."""
     path = tmp_path / "keys.toml"
     path.write_text(f'[[keys]]\nname = "one"\nsecret = "{KEY}"\nconcurrent = 16\n')

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("add", [None, True, False])
 @pytest.mark.parametrize("parse", [False, True])
-def test_ids_are_those_of_transformers(folder: Path, add: bool | None, parse: bool) -> None:
+def test_ids_equal_transformers(folder: Path, add: bool | None, parse: bool) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     prompt_tokenizer = PromptTokenizer(load_tokenizer(folder), begin_of_text=True)
     for text in TEXTS:
@@ -45,14 +45,14 @@ def test_ids_are_those_of_transformers(folder: Path, add: bool | None, parse: bo
         assert prompt_tokenizer.encode(text, add, parse_special=parse) == expected, text
 
 
-def test_what_is_usual_depends_on_the_model(folder: Path) -> None:
+def test_add_special_tokens_default_depends_on_model(folder: Path) -> None:
     """A run of ours was trained on texts without a token before them."""
     run = PromptTokenizer(load_tokenizer(folder))
     begin = run.encode("Hi", add_special_tokens=True)
     assert run.encode("Hi") == run.encode("Hi", add_special_tokens=False) == begin[1:]
 
 
-def test_a_request_asks_for_them(api: Api) -> None:
+def test_parse_special_option(api: Api) -> None:
     prompt = "a<|endoftext|>b"
     plain = api.complete(prompt=prompt, max_tokens=1)["usage"]["prompt_tokens"]
     parsed = api.complete(prompt=prompt, max_tokens=1, parse_special=True, add_special_tokens=True)
@@ -61,7 +61,7 @@ def test_a_request_asks_for_them(api: Api) -> None:
     assert api.post("/tokenize", {"prompt": prompt, "parse_special": True}).json()["tokens"] == [97, 256, 98]
 
 
-def test_a_chat_template_writes_them_and_more_is_added_where_asked_for(folder: Path) -> None:
+def test_special_tokens_of_chat_templates(folder: Path) -> None:
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     prompt_tokenizer = PromptTokenizer(load_tokenizer(folder), begin_of_text=True, chat_template=template)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))

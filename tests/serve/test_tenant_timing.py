@@ -52,7 +52,7 @@ def tells(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.slow  # it measures times; test_engine_process sees by counts that tenants share no prefix
-def test_a_first_token_does_not_tell_what_another_tenant_asked() -> None:
+def test_ttft_does_not_leak_other_tenants_prompts() -> None:
     """The standard error of that chance is 0.05 for 60 trials of each."""
     times = asyncio.run(measure())
     assert tells(times["unseen"], times["own"]) > 0.75, "the measurement itself sees no cache: it proves nothing"

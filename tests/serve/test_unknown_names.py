@@ -35,20 +35,18 @@ FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "said"), FIELDS, ids=[param[:30] for _, _, param, _ in FIELDS])
-def test_an_unknown_field_is_told_with_the_nearest(
-    api: Api, path: str, body: dict[str, Any], param: str, said: str
-) -> None:
+def test_unknown_field_suggests_nearest(api: Api, path: str, body: dict[str, Any], param: str, said: str) -> None:
     found = api.post(path, body)
     error = found.json()["error"]
     assert (found.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
     assert error["message"].endswith(said) and error["message"].startswith(f"{param[:80]}: there is no such field")
 
 
-def test_what_is_missing_is_still_said(api: Api) -> None:
+def test_missing_fields_are_reported(api: Api) -> None:
     assert api.post("/v1/completions", {"model": MODEL}).json()["error"]["message"] == "prompt: Field required"
 
 
-def test_an_endpoint_that_is_not_there_says_which_are(api: Api) -> None:
+def test_unknown_path_lists_endpoints(api: Api) -> None:
     found = api.post("/chat/completions", CHAT)
     error = found.json()["error"]
     assert (found.status_code, error["code"], error["type"]) == (404, "not_found", "not_found_error")
@@ -61,7 +59,7 @@ def test_an_endpoint_that_is_not_there_says_which_are(api: Api) -> None:
     assert len(long) < 500 and served in long
 
 
-def test_a_method_that_is_not_there_says_which_is(api: Api) -> None:
+def test_wrong_method_lists_allowed(api: Api) -> None:
     found = api.http.get("/v1/chat/completions")
     assert (found.status_code, found.json()["error"]["code"]) == (405, "method_not_allowed")
     assert found.json()["error"]["message"] == "/v1/chat/completions takes POST, not GET"

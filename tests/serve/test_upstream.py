@@ -27,7 +27,7 @@ def before(house: House, api: Api) -> Api:
     return house.open(upstream=Upstream(f"{api.url}/v1"))
 
 
-def test_the_same_answers_as_without_it(before: Api, api: Api) -> None:
+def test_answers_equal_direct_requests(before: Api, api: Api) -> None:
     assert [model.id for model in before.client().models.list()] == [MODEL]
     assert before.complete(max_tokens=12)["choices"] == api.complete(max_tokens=12)["choices"]
     assert before.http.get("/ready").status_code == 200
@@ -43,7 +43,7 @@ def test_the_same_answers_as_without_it(before: Api, api: Api) -> None:
         assert (ours[-1].usage is None) == (theirs[-1].usage is None), "usage is told to whom asked for it"
 
 
-def test_its_refusals_are_passed_on(before: Api) -> None:
+def test_upstream_rejections_are_forwarded(before: Api) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         before.client().completions.create(model=MODEL, prompt=[5] * 600, max_tokens=2)
     assert error.value.code == "context_length_exceeded"
@@ -52,7 +52,7 @@ def test_its_refusals_are_passed_on(before: Api) -> None:
     assert before.post("/tokenize", {"prompt": "x"}).status_code == 404
 
 
-def test_a_client_that_leaves_is_not_computed_for_behind(before: Api, api: Api) -> None:
+def test_disconnect_cancels_upstream_request(before: Api, api: Api) -> None:
     wishes = {"max_tokens": 400, "extra_body": {"ignore_eos": True}, "stream": True}
     for _ in range(10):  # until one is left that is not over yet: on a busy machine an engine is quicker than we are
         stream = before.client().completions.create(model=MODEL, prompt="x", **wishes)  # type: ignore[call-overload]
@@ -113,7 +113,7 @@ FAILURES: dict[str, tuple[Handler, int, str]] = {
 
 @pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_its_failures_are_told_in_our_words(house: House, name: str, stream: bool) -> None:
+def test_upstream_failures_are_translated(house: House, name: str, stream: bool) -> None:
     answer, status, code = FAILURES[name]
     found = fake(house, answer).post("/v1/completions", BODY | {"stream": stream})
     assert (found.status_code, found.json()["error"]["code"]) == (status, code)
@@ -121,7 +121,7 @@ def test_its_failures_are_told_in_our_words(house: House, name: str, stream: boo
     assert found.headers.get("retry-after") == {"full": "7", "down": "1"}.get(name)
 
 
-def test_an_answer_that_is_no_json_or_breaks_off(house: House) -> None:
+def test_invalid_or_truncated_upstream_answer(house: House) -> None:
     broken = fake(house, lambda _: httpx.Response(200, text="<html>")).post("/v1/completions", BODY)
     assert broken.status_code == 502 and broken.json()["error"]["code"] == "upstream_invalid"
     garbled = fake(house, lambda _: sse("<html>")).post("/v1/completions", BODY | {"stream": True})
@@ -131,7 +131,7 @@ def test_an_answer_that_is_no_json_or_breaks_off(house: House) -> None:
     assert "upstream_lost" in cut.text and "[DONE]" not in cut.text
 
 
-def test_keys_of_clients_stay_here_and_limits_hold(house: House, tmp_path: Path) -> None:
+def test_client_keys_are_not_forwarded(house: House, tmp_path: Path) -> None:
     seen: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -151,7 +151,7 @@ def test_keys_of_clients_stay_here_and_limits_hold(house: House, tmp_path: Path)
     assert "cookie" not in request.headers and json.loads(request.content) == body | {"max_tokens": 30}
 
 
-def test_one_that_comes_later(house: House) -> None:
+def test_upstream_that_starts_later(house: House) -> None:
     there: list[bool] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -167,7 +167,7 @@ def test_one_that_comes_later(house: House) -> None:
     assert api.http.get("/v1/models").json()["data"][0]["max_model_len"] == 100
 
 
-def test_ids_and_numbers_that_cannot_be_passed_on(house: House) -> None:
+def test_unforwardable_values_are_rejected(house: House) -> None:
     seen: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -182,13 +182,13 @@ def test_ids_and_numbers_that_cannot_be_passed_on(house: House) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json" and len(seen) == 1
 
 
-def test_an_address_is_shown_so_it_holds_no_password() -> None:
+def test_address_must_not_contain_password() -> None:
     with pytest.raises(SpecError, match="LMWORKS_UPSTREAM_KEY") as caught:
         Upstream("http://me:password@there/v1")
     assert "password" not in str(caught.value)
 
 
-def test_line_separators_of_unicode_pass_and_end_no_line(house: House) -> None:
+def test_unicode_line_separators_are_kept(house: House) -> None:
     """In server-sent events a line ends in CR or LF alone, however the bytes are cut."""
     said = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg"
     chunk = {"id": "1", "choices": [{"index": 0, "text": said, "finish_reason": None}]}
@@ -205,13 +205,13 @@ def test_line_separators_of_unicode_pass_and_end_no_line(house: House) -> None:
     assert lines[1:] == ["", "data: [DONE]", ""]
 
 
-def test_an_event_without_an_end_is_not_kept(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbounded_event_is_aborted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "LONGEST_LINE", 1000)
     found = fake(house, lambda _: sse("x" * 2000)).post("/v1/completions", BODY | {"stream": True})
     assert found.status_code == 502 and found.json()["error"]["code"] == "upstream_invalid"
 
 
-def test_both_names_of_max_tokens_are_within_the_cap(house: House, tmp_path: Path) -> None:
+def test_both_max_tokens_fields_are_capped(house: House, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -251,7 +251,7 @@ class Behind:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_next_one_is_asked_where_one_fails(house: House, stream: bool) -> None:
+def test_failover_to_next_upstream(house: House, stream: bool) -> None:
     one, other = Behind("one"), Behind("other")
     api = house.open(upstream=[one.upstream, other.upstream])
     chunk = {"id": "other", "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}]}
@@ -274,7 +274,7 @@ def test_the_next_one_is_asked_where_one_fails(house: House, stream: bool) -> No
     until(lambda: one.upstream.open == other.upstream.open == 0)
 
 
-def test_one_that_is_down_is_asked_last_and_where_all_fail_the_first_reason_is_told(house: House) -> None:
+def test_down_upstream_is_last_and_first_error_is_reported(house: House) -> None:
     one, other = Behind("one"), Behind("other")
     api = house.open(upstream=[one.upstream, other.upstream])
     one.answer = down
@@ -287,7 +287,7 @@ def test_one_that_is_down_is_asked_last_and_where_all_fail_the_first_reason_is_t
     assert found.headers["retry-after"] == "7" and one.asked == 2
 
 
-def test_readiness_is_of_a_model(house: House) -> None:
+def test_readiness_per_model(house: House) -> None:
     one, other = Behind("one", "a", "both"), Behind("other", "b", "both")
     api = house.open(upstream=[one.upstream, other.upstream])
     assert api.http.get("/ready").status_code == 200
@@ -301,7 +301,7 @@ def test_readiness_is_of_a_model(house: House) -> None:
     assert api.http.get("/ready").status_code == 200, "each model has one that answers"
 
 
-def test_where_others_are_is_told_to_those_with_a_key(house: House) -> None:
+def test_upstream_addresses_need_key(house: House) -> None:
     api = house.open(keys=["a-key-of-ours"], upstream=Behind("secret-place").upstream)
     for path in ("/health", "/ready", "/metrics"):
         for shown in ({}, {"authorization": "Bearer wrong-wrong"}):

@@ -109,13 +109,13 @@ def test_nothing_stops_before_min_tokens() -> None:
     assert (result.text, result.token_ids) == ("hel", [*b"hell"])
 
 
-def test_the_next_step_is_launched_before_the_last_is_read() -> None:
+def test_next_step_launches_before_last_is_read() -> None:
     device = Diary(SPEC, VOCAB)
     result_of(Engine(device), Request([1, 2], SamplingParams(max_tokens=3, seed=1)))
     assert device.entries == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
 
 
-def test_a_runner_that_computes_at_once_is_read_at_once() -> None:
+def test_synchronous_runner_is_read_at_once() -> None:
     device = Diary(SPEC, VOCAB, synchronous=True)
     engine = Engine(device)
     engine.add(Request([1, 2], SamplingParams(max_tokens=3, seed=1), stream=True))
@@ -123,7 +123,7 @@ def test_a_runner_that_computes_at_once_is_read_at_once() -> None:
     assert device.entries == ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
 
 
-def test_the_token_that_was_launched_after_the_end_is_dropped() -> None:
+def test_token_after_end_is_dropped() -> None:
     right = alone([1, 2], 1, 20, VOCAB)
     end = next(i for i in range(2, 20) if right[i] not in right[:i])
     device = FakeDevice(SPEC, VOCAB)
@@ -132,14 +132,14 @@ def test_the_token_that_was_launched_after_the_end_is_dropped() -> None:
     assert len(device.steps) == end + 2  # one too many was under way
 
 
-def test_the_first_of_several_answers_is_the_only_answer_of_the_same_seed() -> None:
+def test_first_of_n_answers_equals_single_answer() -> None:
     several = result_of(Engine(FakeDevice(SPEC, VOCAB)), Request([1, 2, 3], SamplingParams(max_tokens=6, seed=9, n=3)))
     one = result_of(Engine(FakeDevice(SPEC, VOCAB)), Request([1, 2, 3], SamplingParams(max_tokens=6, seed=9)))
     assert several.token_ids == one.token_ids
     assert len({tuple(answer.token_ids) for answer in several.answers}) == 3
 
 
-def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> None:
+def test_engine_seed_repeats_unseeded_requests() -> None:
     def answers(seed: int) -> list[list[int]]:
         engine = Engine(FakeDevice(SPEC, VOCAB), seed=seed)
         return [result_of(engine, Request([1, 2], SamplingParams(max_tokens=6))).token_ids for _ in range(3)]
@@ -148,7 +148,7 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> N
     assert len(set(map(tuple, answers(0)))) == 3
 
 
-def test_the_likeliest_of_best_of_are_given() -> None:
+def test_best_of_returns_most_likely() -> None:
     params = SamplingParams(max_tokens=5, seed=3, n=2, best_of=6)
     request = Request([1, 2], params)
     result = result_of(Engine(FakeDevice(SPEC, VOCAB)), request)
@@ -157,7 +157,7 @@ def test_the_likeliest_of_best_of_are_given() -> None:
     assert given == pytest.approx(scores[:2]) and len(request.sequences) == 6
 
 
-def test_cancelling_frees_everything_at_any_time() -> None:
+def test_cancel_frees_all_blocks() -> None:
     for steps in range(8):
         device = FakeDevice(SPEC.replace(max_batch_tokens=4), VOCAB)
         engine = Engine(device)
@@ -176,7 +176,7 @@ def test_cancelling_frees_everything_at_any_time() -> None:
     assert not engine.cancel(12345)
 
 
-def test_logits_that_are_not_finite_end_that_answer_alone() -> None:
+def test_nonfinite_logits_end_only_that_answer() -> None:
     device = FakeDevice(SPEC, VOCAB, bad_seeds={5})
     engine = Engine(device)
     prompt = list(range(10))
@@ -240,7 +240,7 @@ def test_a_sequence_that_matched_corrupted_blocks_is_recomputed(steps: int, sync
     engine.scheduler.pool.check([])
 
 
-def test_the_books_are_checked_whenever_the_engine_is_idle() -> None:
+def test_block_pool_is_checked_when_idle() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.add(Request([1, 2], SamplingParams(max_tokens=3)))
     engine.step()
@@ -249,7 +249,7 @@ def test_the_books_are_checked_whenever_the_engine_is_idle() -> None:
         engine.run()
 
 
-def test_an_engine_that_failed_says_so_to_whoever_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_engine_rejects_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(SPEC, VOCAB)
     engine = Engine(device)
     engine.add(Request([1], SamplingParams()))
@@ -264,7 +264,7 @@ def broken(step: Step) -> StepOutput:
     raise RuntimeError("the device is out of memory")
 
 
-def test_a_grammar_reads_every_token_before_the_next_step_is_made() -> None:
+def test_grammar_consumes_token_before_next_step() -> None:
     pytest.importorskip("llguidance")
     device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"abab", ByteTokenizer.eot])
     engine = Engine(device, ByteTokenizer())
@@ -273,7 +273,7 @@ def test_a_grammar_reads_every_token_before_the_next_step_is_made() -> None:
     assert device.entries == [f"{what} {step}" for step in range(5) for what in ("launch", "read")]
 
 
-def test_any_token_that_ends_answers_may_end_one_with_a_shape() -> None:
+def test_all_end_tokens_end_structured_answers() -> None:
     """A chat model ends its turn with a token of its own, which is not the tokenizer's end of text."""
     pytest.importorskip("llguidance")
     device = FakeDevice(SPEC, ByteTokenizer.vocab_size)
@@ -288,7 +288,7 @@ def test_any_token_that_ends_answers_may_end_one_with_a_shape() -> None:
     assert allowed == [{ord("b")}, {ord("a"), 7, ByteTokenizer.eot}]
 
 
-def test_an_end_of_text_that_is_an_ordinary_token_does_not_end_an_open_shape() -> None:
+def test_ordinary_end_token_does_not_end_incomplete_grammar() -> None:
     """Some models end their turn with a token that texts hold as well, a line break for one."""
     pytest.importorskip("llguidance")
     device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b'{"a":\n1}\n'])
@@ -302,7 +302,7 @@ def test_an_end_of_text_that_is_an_ordinary_token_does_not_end_an_open_shape() -
     assert (result.text, result.answers[0].stop_reason) == ('{"a":\n', ord("1")), "who names a token means it"
 
 
-def test_an_answer_ends_when_nothing_can_follow() -> None:
+def test_answer_ends_when_grammar_is_complete() -> None:
     pytest.importorskip("llguidance")
     device = Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"])
     params = SamplingParams(max_tokens=20, choice=["yes", "no"], ignore_eos=True)
@@ -310,7 +310,7 @@ def test_an_answer_ends_when_nothing_can_follow() -> None:
     assert (result.text, result.finish_reason) == ("yes", "stop")
 
 
-def test_a_shape_guides_its_own_answer_and_no_other() -> None:
+def test_grammar_applies_to_own_answer_only() -> None:
     """A network with random weights: only what the mask allows can come out right by chance."""
     pytest.importorskip("llguidance")
     torch.manual_seed(0)
@@ -333,7 +333,7 @@ def test_a_shape_guides_its_own_answer_and_no_other() -> None:
     assert [plain, plain_too] == texts([{}])
 
 
-def test_a_shape_that_grows_too_complex_says_so_and_ends_alone() -> None:
+def test_too_complex_grammar_ends_only_its_answer() -> None:
     pytest.importorskip("llguidance")
     torch.manual_seed(0)
     model = GPT(ModelSpec.from_preset("tiny", vocab=320, layers=2, context=64)).eval()
@@ -350,7 +350,7 @@ def test_a_shape_that_grows_too_complex_says_so_and_ends_alone() -> None:
     assert light is not None and re.fullmatch("[ab]{40}", light.text)
 
 
-def test_a_grammar_that_came_compiled_is_not_compiled_in_the_middle_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precompiled_grammar_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others were compiled since, so that it is not kept any more."""
     pytest.importorskip("llguidance")
     engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"yes, of course"]), ByteTokenizer())
@@ -363,7 +363,7 @@ def test_a_grammar_that_came_compiled_is_not_compiled_in_the_middle_of_steps(mon
     assert [each.text for each in result.answers] == ["yes", "yes"]
 
 
-def test_a_shape_that_cannot_be_used_is_refused_alone() -> None:
+def test_invalid_grammar_does_not_affect_others() -> None:
     pytest.importorskip("llguidance")
     engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=[*b"hello"]), ByteTokenizer())
     engine.add(bad := Request([1], SamplingParams(regex="(")))
@@ -373,7 +373,7 @@ def test_a_shape_that_cannot_be_used_is_refused_alone() -> None:
     assert piece.result is not None and "shape cannot be used" in (piece.result.error or "")
 
 
-def test_metrics_count_what_happened() -> None:
+def test_metrics_counters() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     first, second = (Request(list(range(10)), SamplingParams(max_tokens=5, seed=seed)) for seed in (1, 2))
     result_of(engine, first)
@@ -387,7 +387,7 @@ def test_metrics_count_what_happened() -> None:
     assert 0 <= result.times["queue"] <= result.times["first_token"] <= result.times["total"]
 
 
-def test_pieces_of_a_stream_add_up_to_the_result() -> None:
+def test_stream_deltas_add_up_to_result() -> None:
     script = [*"naïve – ✓ END more".encode(), ByteTokenizer.eot]
     engine = Engine(Typist(SPEC, ByteTokenizer.vocab_size, script=script), ByteTokenizer())
     engine.add(Request([1], SamplingParams(max_tokens=40, stop=" END"), stream=True))
@@ -411,7 +411,7 @@ def request(seed: int, tokens: int = 20) -> Request:
     return Request([1, 2, seed], SamplingParams(max_tokens=tokens, seed=seed))
 
 
-def test_many_consumers_stream_at_once() -> None:
+def test_concurrent_streams() -> None:
     async def consume(serving: AsyncEngine, seed: int) -> list[int]:
         return [token async for piece in serving.stream(request(seed)) for token in piece.token_ids]
 
@@ -423,7 +423,7 @@ def test_many_consumers_stream_at_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "cancel"])
-def test_a_consumer_that_leaves_takes_its_request_back(how: str) -> None:
+def test_closed_stream_cancels_request(how: str) -> None:
     engine = Engine(Slow(SPEC.replace(context=60), VOCAB))
 
     async def main() -> None:
@@ -464,7 +464,7 @@ class Slow(FakeDevice):
         return super().launch(step)
 
 
-def test_a_failure_reaches_everyone_who_waits_and_everyone_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_failure_reaches_all_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(SPEC, VOCAB)
     monkeypatch.setattr(device, "launch", broken)
 
@@ -482,7 +482,7 @@ def test_a_failure_reaches_everyone_who_waits_and_everyone_later(monkeypatch: py
     asyncio.run(main())
 
 
-def test_closing_ends_the_thread_and_tells_those_who_wait() -> None:
+def test_close_ends_thread_and_fails_waiting_consumers() -> None:
     async def main() -> None:
         serving = AsyncEngine(Engine(Slow(SPEC, VOCAB)))
         stream = serving.stream(request(1, 50))
@@ -526,7 +526,7 @@ def test_an_engine_has_one_driver() -> None:
     assert engine.scheduler.pool.num_used_blocks == 0
 
 
-def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None:
+def test_rejected_request_raises_for_its_consumer_only() -> None:
     async def main() -> None:
         async with AsyncEngine(Engine(FakeDevice(SPEC, VOCAB))) as serving:
             with pytest.raises(SpecError, match="prompt is empty"):
@@ -536,7 +536,7 @@ def test_a_request_that_cannot_be_served_raises_for_its_consumer_alone() -> None
     asyncio.run(main())
 
 
-def test_a_loop_that_closes_meanwhile_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_event_loop_does_not_affect_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the question whether it is closed and the call."""
     loop = asyncio.new_event_loop()
     loop.close()
