@@ -273,8 +273,8 @@ def chaos(sample: Sample) -> None:
     from lmworks.prove.chaos.harness import Outcome
 
     found = [Outcome(injected=row.pop("struck"), **row) for row in result("chaos.json")]
-    sample.patch.setattr("lmworks.prove.chaos.runner.open_harness", lambda out: nullcontext())
-    sample.patch.setattr("lmworks.prove.chaos.runner.run_trials", lambda *_: found)
+    sample.patch.setattr("lmworks.prove.chaos.harness.open_harness", lambda out: nullcontext())
+    sample.patch.setattr("lmworks.prove.chaos.harness.run_trials", lambda *_: found)
     sample.lmworks("chaos", "--trials", "1")
 
 

@@ -14,8 +14,7 @@ import torch
 from lmworks.prove.chaos import harness
 from lmworks.prove.chaos.compare_runs import exit_save_problem
 from lmworks.prove.chaos.faults import BY_NAME, FAULTS, Trial, sample_trial
-from lmworks.prove.chaos.harness import Harness, Outcome
-from lmworks.prove.chaos.runner import open_harness, run_trials
+from lmworks.prove.chaos.harness import Harness, Outcome, open_harness, run_trials
 from lmworks.record import RunFolder
 from lmworks.train import Trainer
 from lmworks.train.rng import seed_everything

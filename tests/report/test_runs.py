@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lmworks.cli.main import main
-from lmworks.report.run_list import compare_runs, find_runs, list_runs
+from lmworks.record.run_summary import compare_runs, find_runs, list_runs
 from lmworks.spec import SpecError
 
 

@@ -107,8 +107,7 @@ def times_of(run: Path, step_s: float, restart_s: float) -> tuple[float, Recover
     """A step's and a save's time, and a restart's, as that run had them; what it never did takes what was assumed."""
     from ..diagnose.checkpoint_interval import measured_recovery
     from ..diagnose.goodput import time_breakdown
-    from ..record.run_summary import summarize
-    from ..report.run_list import locate
+    from ..record.run_summary import locate, summarize
     from ..spec import SpecError
 
     folder = locate(run)

@@ -194,8 +194,8 @@ def chaos(
       lmworks prove chaos --list
     """
     from ..prove.chaos.faults import sample_trial
+    from ..prove.chaos.harness import open_harness, run_trials
     from ..prove.chaos.report import SUMMARY, fault_rows, progress_line, summary_rows, write_report
-    from ..prove.chaos.runner import open_harness, run_trials
 
     if listing:
         show_list(json, fault_rows())

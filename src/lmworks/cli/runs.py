@@ -33,7 +33,7 @@ def diagnose(
       lmworks runs diagnose runs/tiny --attempt 0 --json
     """
     from ..diagnose.hang import diagnose
-    from ..report.run_list import locate
+    from ..record.run_summary import locate
 
     found = diagnose(locate(run), attempt)
     if json:
@@ -181,8 +181,8 @@ def runs(
       lmworks runs runs/sweep --json
       lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
     """
+    from ..record.run_summary import compare_runs, find_runs, list_runs, locate
     from ..report.plots import check_plot_path, overlay_losses
-    from ..report.run_list import compare_runs, find_runs, list_runs, locate
     from ..spec import SpecError
 
     if plot:
@@ -222,7 +222,7 @@ def report(
     Examples:
       lmworks report runs/tiny
     """
-    from ..report.run_list import locate
+    from ..record.run_summary import locate
     from ..report.run_report import write_report
 
     path = write_report(locate(run))

@@ -38,9 +38,8 @@ def show(
     from ..diagnose.checkpoint_interval import interval
     from ..diagnose.goodput import time_breakdown
     from ..record.metrics import read_stats
-    from ..record.run_summary import summarize
+    from ..record.run_summary import locate, summarize
     from ..report.plots import draw_goodput
-    from ..report.run_list import locate
 
     folder = locate(run)
     summary, found = summarize(folder), time_breakdown(folder)
