@@ -13,6 +13,7 @@ from lmworks.plan.exact.weights import weights
 from lmworks.plan.memory.rank_weights import resident
 from lmworks.plan.memory.reserve import capacity, oom_probability, reserve, usable
 from lmworks.plan.memory.sheet import Budget, budget, memory, run_budget, saved_by_blocks
+from lmworks.plan.pipelines import in_flight
 from lmworks.plan.software import SOFTWARE
 from lmworks.spec import Grid, ModelSpec, RunSpec, SpecError, catalogue
 from lmworks_validation.sources import SOURCES
@@ -109,6 +110,30 @@ def test_a_budget_adds_up_to_the_rows_of_its_sheet() -> None:
     sheets = [memory(spec, "cuda", Grid.of(spec.parallel).rank(pp=stage)) for stage in (0, 1)]
     assert [run_budget(spec, stage).allocated for stage in (0, 1)] == [sheet.total for sheet in sheets]
     assert run_budget(spec).allocated == max(sheet.total for sheet in sheets)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("interleaved", 3), ("interleaved-zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)],
+)
+def test_states_of_a_pipeline_repeat(schedule: str, virtual: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of many micro-batches has the highest states of a shorter one."""
+    orders = [(many * ranks, rank, whole) for many in (5, 9) for rank in range(ranks) for whole in (True, False)]
+
+    def states() -> list[dict[in_flight.Moment, set[Any]]]:
+        found = [in_flight.pass_states.__wrapped__(schedule, ranks, virtual, *order) for order in orders]
+        return [
+            {
+                kind: {*map(tuple, np.column_stack([one.in_flight, one.pending, one.at_work]))}
+                for kind, one in each.items()
+            }
+            for each in found
+        ]
+
+    few = states()
+    monkeypatch.setattr(in_flight, "repeating", lambda _schedule, _ranks, micro_batches: micro_batches)
+    assert few == states()
 
 
 # --- published runs -------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from ..exact.shards import (
     Unit,
     buckets,
     chunk,
+    padded_size,
     rank_stages,
     stage_weights,
     unit_shard,
@@ -42,7 +43,7 @@ from ..exact.shards import (
     units,
     updated_shapes,
 )
-from ..exact.weights import ROOT, Weight, weights
+from ..exact.weights import ROOT, weights
 from ..pipelines.stages import Stage
 
 
@@ -172,65 +173,64 @@ def distinct(function: Callable[..., Found], *columns: Number) -> Found:
 def weights_of_one(case: Case, place: Place) -> RankWeights:
     stages = rank_stages(case, int(place.pp))
     layers = sum(len(stage.layers) for stage in stages)
-    block = units(case, Stage(0, range(1), first=False, last=False))
-    held = [(unit, layers) for unit in block]  # and how often
-    held += [(u, 1) for stage in stages for u in units(case, Stage(0, range(0), stage.first, stage.last))]
-    whole = sum(times * sum(weight.size for weight in unit.weights) for unit, times in held)
-    in_block = sum(weight.size for unit in block for weight in unit.weights)
-    matrices = sum(weight.size for unit in block for weight in unit.weights if len(weight.shape) > 1)
-    roots = [weight for unit, _ in held if unit.block == ROOT for weight in unit.weights]
-    head = sum(w.size for w in roots if is_head(w, stages))
-    tied = sum(w.size for w in roots if w.name == "embed.weight") * (case.model.tie_embeddings and head > 0)
-    moments = (0, head, head + (layers - 1) * in_block, whole)
-    state = resident_of_one(case, place, held, whole) if case.is_lmworks else resident_of_others(case, held, whole)
-    numbers: dict[str, Any] = dict.fromkeys(("gathered_root", "gathered_block", "own_root", "own_block"), 0)
-    if case.sharding.startswith("fsdp"):
-        for unit, _ in held:
-            kind = "root" if unit.block == ROOT else "block"
-            numbers[f"gathered_{kind}"] += unit_size(case, unit)
-            numbers[f"own_{kind}"] += unit_shard(case, unit)
+    # Units, and how often the rank has each: blocks are alike.
+    held = [(unit, layers) for unit in units(case, Stage(0, range(1), first=False, last=False))]
+    for stage in stages:
+        held += [(unit, 1) for unit in units(case, Stage(0, range(0), stage.first, stage.last))]
+    # A tied embedding is the head alone where the rank does not hold the first stage.
+    head_names = ("norm.", "head.") if any(stage.first for stage in stages) else ("norm.", "head.", "embed.")
+    block = matrices = root = head = tied = 0
+    gathered: dict[str, Any] = dict.fromkeys(("gathered_root", "gathered_block", "own_root", "own_block"), 0)
+    for unit, _ in held:
+        kind = "root" if unit.block == ROOT else "block"
+        for weight in unit.weights:
+            if kind == "block":
+                block += weight.size
+                matrices += weight.size * (len(weight.shape) > 1)
+            else:
+                root += weight.size
+                head += weight.size * weight.name.startswith(head_names)
+                tied += weight.size * (weight.name == "embed.weight" and case.model.tie_embeddings)
+        if case.sharding.startswith("fsdp"):
+            gathered[f"gathered_{kind}"] += unit_size(case, unit)
+            gathered[f"own_{kind}"] += unit_shard(case, unit)
+    size = root + layers * block
+    state = resident_of_one(case, place, held, size) if case.is_lmworks else resident_of_others(case, held, size)
     return RankWeights(
         layers=layers,
-        size=whole,
-        block=in_block,
+        size=size,
+        block=block,
         matrices=matrices,
-        root=whole - layers * in_block,
+        root=root,
         head=head,
-        tied=tied,
+        tied=tied * (head > 0),
         sharding=case.sharding,
-        **numbers,
-        **bucket_sizes(case, stages, moments),
+        **gathered,
+        **bucket_sizes(case, stages, (0, head, head + (layers - 1) * block, size)),
         **state,
     )
 
 
-def is_head(weight: Weight, stages: list[Stage]) -> bool:
-    """A tied embedding is the head alone where the rank does not hold the first stage."""
-    alone = weight.name == "embed.weight" and not any(stage.first for stage in stages)
-    return alone or weight.name.startswith(("norm.", "head."))
-
-
 def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of our own trainer."""
-    code, kind = case.software, case.sharding
+    code, kind, grid = case.software, case.sharding, case.grid
     where = {"shard": place.shard, "edp": place.edp}
-    local = [(shape, times) for unit, times in held for _, shape in updated_shapes(case, unit, where)]
-    sizes = [(math.prod(shape), times) for shape, times in local]
-    own = sum(times * size for size, times in sizes)
-    if case.optimizer == "sgd" and code.weights == 2:
-        states = sum(times * steps_bytes([shape]) for shape, times in local)
-    else:
-        states = sum(times * optimizer_bytes(case.optimizer, [shape]) for shape, times in local)
+    own = states = allocated = copies = low_bits = shards = 0
+    for unit, times in held:
+        for weight, shape in updated_shapes(case, unit, where):
+            size = math.prod(shape)
+            own += times * size
+            if case.optimizer == "sgd" and code.weights == 2:
+                states += times * steps_bytes([shape])
+            else:
+                states += times * optimizer_bytes(case.optimizer, [shape])
+            copies += times * pinned_size(code.weights * size)
+            low_bits += times * pinned_size(code.low_bytes * size)
+            shards += times * pinned_size(code.weights * padded_size(weight, grid.size(unit.axis)))
+        allocated += times * unit_shard(case, unit) if kind.startswith("fsdp") else 0
     parameters, gradients, padding = whole, own if kind == "zero2" else whole, 0
     if kind.startswith("fsdp"):
-        allocated = sum(times * unit_shard(case, unit) for unit, times in held)
         parameters, gradients, padding = own, own, allocated - own
-    grid = case.grid
-    shards = [
-        (math.prod((chunk(w.rows, grid.size(unit.axis)), w.width)), times) for unit, times in held for w in unit.weights
-    ]
-    low = sum(times * pinned_size(code.low_bytes * size) for size, times in sizes)
-    copies = sum(times * pinned_size(code.weights * size) for size, times in sizes)
     return {
         "parameters": code.weights * parameters,
         "gradients": code.gradients * gradients,
@@ -239,11 +239,8 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
         "parameter_padding": code.weights * padding,
         "gradient_padding": code.gradients * padding,
         "updated": own,
-        "pinned_optimizer": states + 2 * copies + low,
-        "pinned_full": states
-        + code.low_bytes * own
-        + copies
-        + sum(times * pinned_size(code.weights * size) for size, times in shards),
+        "pinned_optimizer": states + 2 * copies + low_bits,
+        "pinned_full": states + code.low_bytes * own + copies + shards,
     }
 
 
@@ -293,15 +290,9 @@ def bucket_sizes(case: Case, stages: list[Stage], moments: tuple[int, ...]) -> d
 def sizes_in_order(case: Case, stage: Stage) -> list[int]:
     """Elements of each weight of a stage in the order of the network, from those of one block."""
     found = stage_weights(case, Stage(0, range(1), stage.first, stage.last))
-    sizes = [[w.size for w in found if in_block(w)] for in_block in ORDER]
-    return [*sizes[0], *sizes[1] * len(stage.layers), *sizes[2]]
-
-
-ORDER: tuple[Callable[[Weight], bool], ...] = (
-    lambda weight: weight.name.startswith(("embed.", "positions.")),
-    lambda weight: weight.unit != ROOT,
-    lambda weight: weight.name.startswith(("norm.", "head.")),
-)
+    sizes, inside = [weight.size for weight in found], [n for n, weight in enumerate(found) if weight.unit != ROOT]
+    begin, end = inside[0], inside[-1] + 1
+    return [*sizes[:begin], *sizes[begin:end] * len(stage.layers), *sizes[end:]]
 
 
 # --- a run ----------------------------------------------------------------------------------------------
