@@ -26,12 +26,14 @@ def bytes_of(model: GPT) -> int:
 def test_fused_weights_share_memory(shape: str) -> None:
     model = lively(**SHAPES[shape])
     before = bytes_of(model)
-    replaced = [weakref.ref(block.attention.q) for block in model.layers()]
+    replaced = [weakref.ref(block.attention.kv_b if model.spec.kv_lora_rank else block.attention.q)
+                for block in model.layers()]  # fmt: skip
     pointers = {tensor.data_ptr() for tensor in model.parameters()}
     fuse(model, 64)
     assert bytes_of(model) == before
     assert all(ref() is None for ref in replaced)
-    merged = [tensor for tensor in model.parameters() if tensor.data_ptr() not in pointers]
+    held = (*model.parameters(), *model.buffers())
+    merged = [tensor for tensor in held if tensor.data_ptr() not in pointers]
     assert len(merged) >= model.spec.layers  # and what was not merged lies where it lay
 
 

@@ -29,6 +29,7 @@ LAYERS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "qwen3": ["q_proj", "v_proj", "up_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "deepseek_v3": ["gate_proj", "up_proj", "down_proj"],
 }
 
 
@@ -172,6 +173,13 @@ def test_batch_invariance(tmp_path: Path) -> None:
     for prompt, wishes, result in zip(prompts, params, together, strict=True):
         (alone,) = answers(engine, [prompt], [wishes])
         assert alone.logprobs == result.logprobs
+
+
+def test_adapters_of_latent_attention_are_refused(tmp_path: Path) -> None:
+    """The engine absorbs its projections: an adapter on them would be ignored."""
+    folder = make_adapter("deepseek_v3", ["q_b_proj"]).save(tmp_path / "adapter")
+    with pytest.raises(SpecError, match=r"it changes blocks\.0\.attention\.q_b\.weight.*plain layers only"):
+        make_engine("deepseek_v3").add_adapter("one", folder)
 
 
 def test_unknown_adapter_does_not_affect_others(tmp_path: Path) -> None:

@@ -23,6 +23,9 @@ from .kv_cache import PagedAttention
 class AbsorbedLatentAttention(nn.Module):
     """model.gpt.LatentAttention over the paged cache of latent vectors."""
 
+    keys: Tensor  # (heads, nope, rank)
+    values: Tensor  # (heads, v, rank)
+
     def __init__(self, was: LatentAttention) -> None:
         super().__init__()
         self.was = was
@@ -30,7 +33,8 @@ class AbsorbedLatentAttention(nn.Module):
         self.scale = (was.nope_dim + was.rope_dim) ** -0.5
         heads = dense_weight(was.kv_b).unflatten(0, (-1, was.nope_dim + was.v_dim))  # (heads, nope + v, rank)
         dtype = was.kv_norm.weight.dtype
-        self.keys, self.values = (part.to(dtype).contiguous() for part in heads.split((was.nope_dim, was.v_dim), dim=1))
+        for name, part in zip(("keys", "values"), heads.split((was.nope_dim, was.v_dim), dim=1), strict=True):
+            self.register_buffer(name, part.to(dtype).contiguous())
         del was.kv_b  # its numbers are in `keys` and `values`
 
     def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
