@@ -22,11 +22,10 @@ from ...model.gpt import GPT
 from ...model.hf import read_json
 from ...model.hf_config import family_of_spec
 from ...model.hf_layout import Stored, layout
-from ...spec import CheckpointError, ModelSpec, SpecError
+from ...spec import CheckpointError, ModelSpec, SpecError, components
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-PLACES = re.compile(r"blocks\.\d+\.(attention\.(q|k|v|out)|mlp\.(gate|up|down))\.weight")
 # What changes the arithmetic and is not computed here: the key, and the values that mean it is not used.
 UNUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -70,7 +69,8 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -
     pairs = read_pairs(folder / WEIGHTS)
     with torch.device("meta"):
         ours: dict[str, Tensor] = dict(GPT(spec).named_parameters())
-    stored = {one.name.removesuffix(".weight"): one for one in layout(spec, family_of_spec(spec)) if block_module(one)}
+    whole = layout(spec, family_of_spec(spec))
+    stored = {one.name.removesuffix(".weight"): one for one in whole if block_module(one, spec)}
     deltas: dict[str, Delta] = {}
     for module, (down, up) in pairs.items():
         if module not in stored:
@@ -102,9 +102,10 @@ def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tens
     )
 
 
-def block_module(stored: Stored) -> bool:
-    """Whether it is a matrix that adapters may change: of attention, or of an MLP without experts."""
-    return all(PLACES.fullmatch(name) for name in stored.parts)
+def block_module(stored: Stored, spec: ModelSpec) -> bool:
+    """Whether it is a linear layer of a block."""
+    linears = {f"{linear.name}.weight" for linear in components.linears(spec)}
+    return all(part.split(".", 2)[-1] in linears for part in stored.parts)
 
 
 def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
