@@ -79,12 +79,13 @@ def test_equal_to_transformers(family: str, speculate: str, tmp_path: Path) -> N
     assert compare_two_ranks(family, speculate, tmp_path, "cpu") == 0
 
 
-def test_run_folder_with_two_ranks(dataset: Path, tmp_path: Path) -> None:
-    """From a run folder; two ranks have queries of one key head, and each knows the slopes of its own queries.
+@pytest.mark.parametrize("trait", ["model.positions=alibi", "model.attention_sinks=true"])
+def test_run_folder_with_two_ranks(trait: str, dataset: Path, tmp_path: Path) -> None:
+    """From a run folder; two ranks have queries of one key head, and each knows the slopes or sinks of its own queries.
 
     Log-probabilities of prompts too, and requests that are refused or come to nothing.
     """
-    train(make_spec(dataset, "model.positions=alibi", "model.init_std=0.2"), tmp_path / "run")
+    train(make_spec(dataset, trait, "model.init_std=0.5"), tmp_path / "run")
     prompts = [[7, 8, 9] * 3, [], [1, 2, 3, 4, 5], [600]]
     wishes = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     params = SamplingParams(**wishes, logprobs=2, prompt_logprobs=0)

@@ -26,6 +26,8 @@ SHAPES = {
     "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "kv_heads": 4},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},
+    "soft cap": {"attention_softcap": 0.05, "final_softcap": 0.5},
+    "sinks": {"attention_sinks": True, "sliding_window": 9},
     "moe": {"experts": 4, "top_k": 2},
 }
 

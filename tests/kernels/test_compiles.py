@@ -77,7 +77,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
+def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int, **traits: Any) -> None:
     module = importlib.import_module("lmworks.kernels.inference.paged_attention_triton")
     pool = torch.zeros(4, 8, 16, head_dim, dtype=held)
     scales = torch.zeros(4, 8, 16) if held.itemsize == 1 else None
@@ -87,7 +87,7 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int) -> None:
     # The interpreter's one multiprocessor never splits: cut up as on 132.
     cache = LayerCache(pool, pool, scales, scales)
     config = replace(module.choose(q, cache, metadata, invariant=False), splits=3 if queries <= 16 else 1)
-    module.launch(q, cache, metadata, config=config)
+    module.launch(q, cache, metadata, config=config, **traits)
 
 
 def store(held: torch.dtype) -> None:
@@ -222,6 +222,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode-fp8-heads-of-16": lambda: attend(FP8, 16, 64, 1),
     "prompt": lambda: attend(BF16, 128, 4, 600),
     "prompt-fp8": lambda: attend(FP8, 128, 4, 600),
+    "decode-soft-cap-sinks": lambda: attend(BF16, 128, 64, 1, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
+    "prompt-soft-cap-sinks": lambda: attend(BF16, 128, 4, 600, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
     "store-fp8": lambda: store(FP8),
     "store-int8": lambda: store(torch.int8),
     **{f"{kind}-{rows}": lambda kind=kind, rows=rows: product(kind, rows)

@@ -20,6 +20,9 @@ from lmworks.kernels.training.cross_entropy import linear_cross_entropy
 from lmworks.model import GPT
 from lmworks.model.attention import Pattern, dense, fastest_backend, reference
 from lmworks.model.gpt import Attention
+from lmworks.plan.memory.peak_memory import chunk_bytes
+from lmworks.plan.network import Network, network
+from lmworks.plan.ops import Workload
 from lmworks.spec import ModelSpec, SpecError
 
 BATCH, SEQ, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 48, 6, 2, 16
@@ -159,6 +162,37 @@ def test_what_cannot_compute_a_trait_refuses_by_key(key: str, value: object) -> 
     if key == "attention_sinks":
         with pytest.raises(SpecError, match=r"cannot train on a CPU.*use 'reference'"):
             GPT(ModelSpec(attention_sinks=True, attention="flex"))(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_latent_attention_has_neither_trait() -> None:
+    for key, value in (("attention_softcap", 5.0), ("attention_sinks", True)):
+        with pytest.raises(SpecError, match=rf"model\.{key} = {value!r} does not go with latent attention"):
+            ModelSpec(kv_lora_rank=16, **{key: value})
+
+
+def test_what_the_planner_adds() -> None:
+    """Passes over scores and logits, a chunk of derivatives and 4 bytes for each sink; no FLOPs of products."""
+    plain, capped, sinks = (
+        network(Workload(ModelSpec.from_preset("tiny", **traits, attention="reference"), 2, 64))
+        for traits in ({}, {"attention_softcap": 5.0, "final_softcap": 5.0}, {"attention_sinks": True})
+    )
+    tokens, heads, scores = 128, plain.load.model.heads, 128 * plain.load.model.heads * 64
+
+    def of(net: Network, what: str) -> float:
+        return sum(getattr(k, what) * k.count for op in (*net.block, *net.loss) for k in (*op.forward, *op.backward))
+
+    assert of(plain, "flops") == of(capped, "flops") == of(sinks, "flops")
+    logits = tokens * plain.load.model.vocab
+    assert of(capped, "bytes") - of(plain, "bytes") == 3 * 4 * (2 + 3) * scores + 5 * 4 * 2 * logits
+    assert of(sinks, "bytes") - of(plain, "bytes") == 4 * (2 + 3) * scores
+
+    def saved(net: Network) -> float:
+        return sum(sum(op.saved) for op in net.block)
+
+    assert saved(capped) - saved(plain) == 4 * scores
+    assert saved(sinks) - saved(plain) == 4 * tokens * heads
+    assert sinks.load.model.params - plain.load.model.params == plain.load.model.layers * heads
+    assert chunk_bytes(capped.load, 0) - chunk_bytes(plain.load, 0) == 4 * plain.load.chunk_rows * 320
 
 
 def test_no_family_writes_a_cap_of_logits() -> None:
