@@ -264,13 +264,13 @@ def test_an_end_of_text_that_is_no_token_is_named(eos: Any, file: str, folder: P
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LMWorksError, match="no CUDA device is there"):
+    with pytest.raises(LMWorksError, match="there is no CUDA device"):
         LLM("tiny", device="cuda")
 
 
 def test_only_a_run_has_steps(folder: Path) -> None:
     for source in (folder, "tiny"):
-        with pytest.raises(SpecError, match="no steps to choose from"):
+        with pytest.raises(SpecError, match="no checkpoints by step"):
             LLM(source, step=3)
 
 

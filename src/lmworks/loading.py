@@ -100,7 +100,7 @@ def load_shard(
 def check_step(source: str | Path, step: int | None) -> None:
     """Only runs have checkpoints of several steps."""
     if step is not None and (is_preset(source) or is_hf(Path(source))):
-        raise SpecError(f"{source} is no run folder: it has no steps to choose from")
+        raise SpecError(f"{source} is not a run folder: it has no checkpoints by step")
 
 
 def check_source(folder: Path) -> None:
@@ -126,13 +126,13 @@ def pick_device(spec: EngineSpec) -> torch.device:
     try:
         device = torch.device(spec.device)
     except RuntimeError:
-        raise SpecError(f"engine.device = {spec.device!r} is no device; use cpu, cuda or auto") from None
+        raise SpecError(f"engine.device = {spec.device!r} is not a device; use cpu, cuda or auto") from None
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"engine.device = {spec.device!r}: the engine runs on cpu and cuda")
     if device.index:  # kernels are launched on a thread's current device, and every thread begins with the first
-        raise SpecError(f"engine.device = {spec.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES, and say 'cuda'")
+        raise SpecError(f"engine.device = {spec.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES, and use 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SpecError(f"engine.device = {spec.device!r}, but no CUDA device is there; use 'cpu' or 'auto'")
+        raise SpecError(f"engine.device = {spec.device!r}, but there is no CUDA device; use 'cpu' or 'auto'")
     return device
 
 

@@ -346,7 +346,7 @@ def test_too_complex_grammar_ends_only_its_answer() -> None:
         engine.add(request)
     results = {piece.request.id: piece.result for piece in engine.run()}
     heavy, light = (results[request.id] for request in requests)
-    assert heavy is not None and "shape cannot be followed: it is too complex" in (heavy.error or "")
+    assert heavy is not None and "cannot follow its grammar: it is too complex" in (heavy.error or "")
     assert light is not None and re.fullmatch("[ab]{40}", light.text)
 
 
@@ -370,7 +370,7 @@ def test_invalid_grammar_does_not_affect_others() -> None:
     assert result_of(engine, Request([1], SamplingParams(max_tokens=5))).text == "hello"
     engine.add(bad)
     [piece] = engine.run()
-    assert piece.result is not None and "shape cannot be used" in (piece.result.error or "")
+    assert piece.result is not None and "grammar is invalid" in (piece.result.error or "")
 
 
 def test_metrics_counters() -> None:

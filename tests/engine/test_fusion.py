@@ -91,7 +91,7 @@ def test_quantised_layers_are_merged(scheme: str) -> None:
 
 
 def test_batch_invariance_rejects_unknown_layers() -> None:
-    with pytest.raises(SpecError, match=r"batch_invariant = true cannot be kept by attention.k, which is a Doubled"):
+    with pytest.raises(SpecError, match=r"batch_invariant = true is not supported by attention.k, which is a Doubled"):
         fuse(with_doubled(lively()), 64, invariant=True)
 
 

@@ -244,7 +244,7 @@ def test_unknown_target_layers_are_rejected(tmp_path: Path) -> None:
     a, b = torch.ones(4, 48), torch.ones(VOCAB, 4)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
     engine = make_engine("llama")
-    with pytest.raises(SpecError, match="it changes 'lm_head', which is no linear layer in a block"):
+    with pytest.raises(SpecError, match="it changes 'lm_head', which is not a linear layer in a block"):
         engine.add_adapter("head", Made(config, {"lm_head": (a, b)}).save(tmp_path / "head"))
     wide = Made(config, {"model.layers.0.self_attn.q_proj": (torch.ones(4, 40), torch.ones(64, 4))})
     with pytest.raises(CheckpointError, match="is 64 × 48 in this model, but the adapter was made for 64 × 40"):
@@ -317,7 +317,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
 
 def test_duplicate_adapter_name_is_rejected(tmp_path: Path) -> None:
     engine = engine_with("llama", two_adapters("llama"), tmp_path)
-    with pytest.raises(SpecError, match="an adapter named 'first' is already there"):
+    with pytest.raises(SpecError, match="an adapter named 'first' exists already"):
         engine.add_adapter("first", tmp_path / "second")
     with pytest.raises(SpecError, match="an adapter needs a name"):  # without one its cached prefixes were the model's
         engine.add_adapter("", tmp_path / "second")
@@ -352,7 +352,7 @@ def test_experts_take_adapters_on_attention_only(tmp_path: Path) -> None:
     attention = {"model.layers.0.self_attn.o_proj": (torch.ones(2, 64), torch.ones(48, 2))}
     engine.add_adapter("attention", Made(config, attention).save(tmp_path / "attention"))
     expert = {"model.layers.0.block_sparse_moe.experts.0.w1": (torch.ones(2, 48), torch.ones(32, 2))}
-    with pytest.raises(SpecError, match="which is no linear layer in a block"):
+    with pytest.raises(SpecError, match="which is not a linear layer in a block"):
         engine.add_adapter("expert", Made(config, expert).save(tmp_path / "expert"))
 
 

@@ -393,7 +393,7 @@ def test_damaged_and_foreign_folders_are_rejected(folder: tuple[GPT, Path], tmp_
     refused("no group that fits")
     for wrong in ({"groups": dict.fromkeys(about["groups"], 0)}, {"groups": {"head": "x"}}, {"vocab": None}):
         (out / "quantization.json").write_text(json.dumps({**about, **wrong}))
-        refused("groups or vocab are no whole numbers")
+        refused("groups or vocab are not integers")
     (out / "quantization.json").write_text(json.dumps({**about, "scheme": ["int4"]}))
     refused("scheme .* is not known here")
     for version, said in (
@@ -404,7 +404,7 @@ def test_damaged_and_foreign_folders_are_rejected(folder: tuple[GPT, Path], tmp_
         refused(said)
     (out / "quantization.json").unlink()
     assert not is_quantized(out)
-    refused("not a folder that `lmworks quantize` wrote")
+    refused("not written by `lmworks quantize`")
     assert load_quantized(out) is not None
     mixed = load_file(out / "model.safetensors")
     del mixed["norm.weight"]

@@ -38,14 +38,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "choice = 'yes': a list of texts"),
     ({"choice": [1]}, r"choice = \[1\]: a list of texts"),
     ({"logit_bias": [3]}, r"logit_bias = \[3\]: a mapping"),
-    ({"logit_bias": {"x": 1.0}}, "logit_bias: 'x' is no token id"),
+    ({"logit_bias": {"x": 1.0}}, "logit_bias: 'x' is not a token id"),
     ({"logit_bias": {3: "1"}}, "logit_bias of token 3 is '1': it must be finite"),
     ({"logit_bias": {3: 1e300}}, "logit_bias of token 3 is 1e.300: it must be finite"),
     ({"ignore_eos": "false"}, "ignore_eos = 'false': true or false"),
     ({"adapter": ["a"]}, r"adapter = \['a'\]: the name of an adapter"),
     ({"regex": b"a"}, "regex = b'a': it must be text"),
     ({"json_schema": [1]}, r"json_schema = \[1\]: it must be an object"),
-    ({"regex": "a", "choice": ["a"]}, "regex and choice cannot be asked for together"),
+    ({"regex": "a", "choice": ["a"]}, "regex and choice cannot be combined"),
 ]
 
 

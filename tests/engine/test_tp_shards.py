@@ -81,7 +81,7 @@ def test_indivisible_group_is_rejected() -> None:
     check_tp_divides(outline, 2)
     says = (
         r"engine.tp = 4: layer 'blocks.0.attention.out' has 64 inputs in int4 groups of 32, and a rank's share of 16 "
-        r"is no multiple of 32, the least that is packed together; engine.tp = 2 works"
+        r"is not a multiple of 32, the packing unit; engine.tp = 2 works"
     )
     with pytest.raises(SpecError, match=says):
         check_tp_divides(outline, 4)

@@ -76,7 +76,7 @@ def test_cxx_path_with_spaces(tools: Path, monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("ccache g++", "there is no compiler 'ccache' here: install one"),
         ("wrap clang++", r"'wrap clang\+\+', which CXX names, does not run \(.*clang\+\+.*\): install what is missing"),
-        ("g++ '", r"is no command \(No closing quotation\): write it as for a shell, e\.g\. g\+\+"),
+        ("g++ '", r"is not a command \(No closing quotation\): write it as for a shell, e\.g\. g\+\+"),
         ("", "there is no compiler '' here"),
     ],
 )

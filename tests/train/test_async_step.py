@@ -233,7 +233,7 @@ def test_transient_fault_is_recorded(dataset: Path, tmp_path: Path) -> None:
     with looking(True):
         trainer = Trainer(spec, tmp_path / "stopped", quiet=True)
         spoil(trainer, BAD, 2)  # one a micro-batch: all that is computed afterwards is right
-        assert "computed again it is finite, so the machine failed" in run_to_end(trainer)
+        assert "the rerun is finite, so the hardware failed" in run_to_end(trainer)
     assert events(tmp_path / "stopped", "fault")[0]["transient"] is True
 
 

@@ -241,7 +241,7 @@ def test_nonfinite_between_modules_names_enclosing_module(dataset: Path, tmp_pat
 
 
 def test_rerun_recovers_from_transient_fault(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="computed again it is finite, so the machine failed"):
+    with pytest.raises(TrainingError, match="the rerun is finite, so the hardware failed"):
         broken(dataset, tmp_path / "stopped", times=2).run()  # one a micro-batch
     assert events(tmp_path / "stopped", "fault")[0]["transient"] is True
     broken(dataset, tmp_path / "clean", at=()).run()

@@ -246,7 +246,7 @@ def test_gpu_run_resumes_on_cpu_only_if_requested(
 
 @pytest.mark.parametrize(
     ("device", "says"),
-    [("cuda", "cluster.device = 'cuda', but no CUDA device is "), ("tpu", "cluster.device = 'tpu' is not one of")],
+    [("cuda", "cluster.device = 'cuda', but there is no CUDA device"), ("tpu", "cluster.device = 'tpu' is not one of")],
 )
 def test_missing_device_is_usage_error(
     device: str, says: str, spec_file: Path, capsys: pytest.CaptureFixture[str]

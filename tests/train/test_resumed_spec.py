@@ -35,7 +35,7 @@ def edit(run: Path, *overrides: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("seed=7",), "spec.toml has seed = 7, was 0 in step 2: a resumed run cannot change that; put it back"),
+        (("seed=7",), "spec.toml has seed = 7, was 0 in step 2: a resumed run cannot change that; restore it"),
         (("data.global_batch=8",), "data.global_batch = 8, was 4 in step 2"),
         (("data.seq=16", "data.shuffle=false"), "data.seq = 16, was 32; data.shuffle = false, was true in step 2"),
         (("model.layers=2",), "model.layers = 2, was 1 in step 2"),

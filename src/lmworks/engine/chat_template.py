@@ -79,7 +79,7 @@ def plain(messages: Sequence[Message], tools: Tools = (), variables: Variables =
     unknown = ["tools"] * bool(tools) + strange + ["chat_template_kwargs"] * bool(variables)
     if unknown:
         how = "lmworks serve --chat-template FILE gives it one"
-        raise SpecError(f"this model has no chat template: it knows no {unknown[0]} ({how})")
+        raise SpecError(f"this model has no chat template and does not support {unknown[0]} ({how})")
     said = "".join(f"{NAMES[message['role']]}: {message['content']}\n" for message in messages)
     return f"{said}{NAMES['assistant']}:"
 

@@ -148,7 +148,7 @@ def engine_options(spec: EngineSpec) -> dict[str, Any]:
     if spec.batch_invariant:
         raise SpecError("engine.batch_invariant is a setting of vLLM's process: start it with VLLM_BATCH_INVARIANT=1")
     if spec.device == "cpu":
-        raise SpecError('engine.device = "cpu": vLLM runs where it was built for, and that is no choice of a request')
+        raise SpecError('engine.device = "cpu": vLLM runs on the device it was built for, which cannot be chosen here')
     options: dict[str, Any] = {
         "dtype": DTYPES[spec.dtype],
         "kv_cache_dtype": spec.kv_dtype,

@@ -104,7 +104,7 @@ def parse_shape(text: str) -> Shape:
         return tuple(sorted((name, positive(size)) for name, size in pairs))
     except ValueError:
         raise LMWorksError(
-            f"{MEASURED}: {text!r} is no shape, such as 'hidden=4096 tokens=16384'; write it again: "
+            f"{MEASURED}: {text!r} is not a shape such as 'hidden=4096 tokens=16384'; write it again: "
             "lmworks bench kernels --record"
         ) from None
 

@@ -64,7 +64,7 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
             write_whole(folder.spec_path, dump_toml(spec.to_dict()))
         except FileExistsError:
-            raise SpecError(f"cannot create the run folder {folder.path}: a file of that name is there") from None
+            raise SpecError(f"cannot create the run folder {folder.path}: a file of that name exists") from None
         except OSError as error:
             raise SpecError(f"cannot create the run folder {folder.path}: {error.strerror}") from None
         return folder

@@ -68,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     last, at = -1, 0  # attempt and step of the line before
     for number, line in enumerate(read_lines(path), 1):
         if not isinstance(line.get("step"), int) or not isinstance(line.get("attempt"), int):
-            raise LMWorksError(f"{path}, line {number} is damaged: it has no whole 'step' and 'attempt'")
+            raise LMWorksError(f"{path}, line {number} is damaged: 'step' or 'attempt' is missing or not an integer")
         step, attempt = line["step"], line["attempt"]
         if (last == attempt and step <= at) or line.get("rewound"):
             steps = {number: old for number, old in steps.items() if number < step}

@@ -56,7 +56,7 @@ def sampling_params(body: Sampling, caller: Caller, **more: Any) -> SamplingPara
 def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
     wrong = next((token for token in given if not (token.isascii() and token.isdecimal() and len(token) < 10)), None)
     if wrong is not None:
-        raise APIError(400, "invalid_request", f"logit_bias: {wrong[:40]!r} is no token id", "logit_bias")
+        raise APIError(400, "invalid_request", f"logit_bias: {wrong[:40]!r} is not a token id", "logit_bias")
     return {int(token): bias for token, bias in given.items()}
 
 

@@ -188,12 +188,12 @@ class CheckpointManager:
         if changes := refused_changes(meta["spec"], self.run_spec):
             raise SpecError(
                 f"{self.folder.spec_path} has {'; '.join(changes)} in step {manifest.step}: a resumed run cannot "
-                f"change that; put it back, or begin a new run with checkpoint.init = '{self.folder.path}'"
+                f"change that; restore it, or start a new run with checkpoint.init = '{self.folder.path}'"
             )
         if meta["data"] != self.data_digest:
             raise DataError(
                 f"{', '.join(self.run_spec.data.sources)} holds other tokens than those this run was trained on; "
-                "bring the old data back, or start a new run"
+                "restore the old data, or start a new run"
             )
 
     def check_checkpoint_exists(self) -> None:

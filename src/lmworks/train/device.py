@@ -21,7 +21,7 @@ from .optim import make_optimizer
 
 def pick_device(cluster: Cluster) -> torch.device:
     if cluster.device == "cuda" and not torch.cuda.is_available():
-        raise SpecError("cluster.device = 'cuda', but no CUDA device is there; use 'cpu' or 'auto'")
+        raise SpecError("cluster.device = 'cuda', but there is no CUDA device; use 'cpu' or 'auto'")
     use_cuda = cluster.device != "cpu" and torch.cuda.is_available()
     if not use_cuda:
         return torch.device("cpu")

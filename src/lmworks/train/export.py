@@ -107,7 +107,7 @@ def find(place: CheckpointLocation, step: int | None) -> tuple[Path, Manifest]:
     refused = RefusalLog()
     found = checkpoint.find(place.root, refused, place.step if step is None else step)
     if found is None:
-        raise CheckpointError(f"{place.name} has no checkpoint that was saved to the end")
+        raise CheckpointError(f"{place.name} has no committed checkpoint")
     refused.report_fallback(found[1].step)
     return found
 
@@ -115,7 +115,7 @@ def find(place: CheckpointLocation, step: int | None) -> tuple[Path, Manifest]:
 def spec_of(folder: Path, manifest: Manifest) -> RunSpec:
     """As it was when the checkpoint was saved: all that is left of it where the run folder is elsewhere."""
     if "spec" not in manifest.meta:
-        raise CheckpointError(f"{folder} does not say what model it holds; name the run folder instead")
+        raise CheckpointError(f"{folder} does not describe its model; use the run folder instead")
     return RunSpec.from_dict(manifest.meta["spec"])
 
 

@@ -222,7 +222,7 @@ def check_fusable(block: Block) -> None:
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
             raise SpecError(
-                f"engine.batch_invariant = true cannot be kept by {name}, which is a {type(module).__name__}: "
+                f"engine.batch_invariant = true is not supported by {name}, which is a {type(module).__name__}: "
                 "its kernel may depend on the batch"
             )
 

@@ -75,7 +75,7 @@ def matched(matcher: Matcher, token: int) -> FinishReason | None:
 def grammar_error(matcher: Matcher) -> FinishReason | None:
     """Usually the parser's work limit."""
     error = matcher.error
-    return None if error is None else FinishReason("error", error=f"the answer's shape cannot be followed: {error}")
+    return None if error is None else FinishReason("error", error=f"the answer cannot follow its grammar: {error}")
 
 
 def no_token_error(matcher: Matcher | None) -> FinishReason:

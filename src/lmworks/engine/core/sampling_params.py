@@ -78,7 +78,7 @@ class SamplingParams:
             raise SpecError(f"json_schema = {self.json_schema!r:.60}: it must be an object, or the text of one")
         shapes = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
         if len(shapes) > 1:
-            raise SpecError(f"{' and '.join(shapes)} cannot be asked for together: an answer has one shape")
+            raise SpecError(f"{' and '.join(shapes)} cannot be combined: use one of them")
 
     # --- validation ---
 
@@ -170,7 +170,7 @@ def biases(given: Any) -> dict[int, float]:
         written = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
         token, bias = int(key) if written else index(key), finite(value)
         if token is None:
-            raise SpecError(f"logit_bias: {key!r:.60} is no token id")
+            raise SpecError(f"logit_bias: {key!r:.60} is not a token id")
         if bias is None:
             raise SpecError(f"logit_bias of token {token} is {value!r:.60}: it must be finite (−100 bans, 100 forces)")
         found[token] = bias

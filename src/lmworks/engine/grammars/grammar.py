@@ -171,11 +171,11 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
     library = import_llguidance()
     matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=library.LLParserLimits(**LIMITS))
     if matcher.is_error():
-        raise SpecError(f"the answer's shape cannot be used: {error_message(matcher.get_error())}")
+        raise SpecError(f"the grammar is invalid: {error_message(matcher.get_error())}")
     sandbox = matcher.deep_copy()
     sandbox.compute_bitmask()
     if sandbox.is_error():
-        raise SpecError(f"no answer can have the shape that was asked for: {error_message(sandbox.get_error())}")
+        raise SpecError(f"no answer can match this grammar: {error_message(sandbox.get_error())}")
     return matcher
 
 

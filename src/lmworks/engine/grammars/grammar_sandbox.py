@@ -58,7 +58,7 @@ class GrammarSandbox:
             said = answer(self.running(), json.dumps([grammar, *astuple(budget)]))
         if said == FAILED:
             raise TooComplex(
-                "the answer's shape cannot be used: it is too complex (to compile it takes more than "
+                "the grammar is too complex (compiling it takes more than "
                 f"{budget.seconds:g} s or {budget.bytes / 2**30:g} GiB)"
             )
         if not said.isdecimal():

@@ -86,7 +86,7 @@ class Adapters:
         if not name:
             raise SpecError("an adapter needs a name, by which requests ask for it")
         if name in self.adapters:
-            raise SpecError(f"an adapter named {name!r} is already there; give this one another name")
+            raise SpecError(f"an adapter named {name!r} exists already; choose another name")
         adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
         reachable = {part for target in lora_targets(self.model, self.shards) for part in target.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):

@@ -75,7 +75,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -
     for module, (down, up) in pairs.items():
         if module not in stored:
             raise SpecError(
-                f"{folder / WEIGHTS}: it changes '{module}', which is no linear layer in a block of this model"
+                f"{folder / WEIGHTS}: it changes '{module}', which is not a linear layer in a block of this model"
             )
         scale = scale_of(config, module, down.shape[0], folder)
         tensor = f"{folder / WEIGHTS}: '{module}.lora"

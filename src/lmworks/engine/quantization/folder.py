@@ -171,7 +171,7 @@ def describing(folder: Path) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} describe no network ({one_line(error)})") from None
+        raise CheckpointError(f"{folder}: {CONFIG} and {ABOUT} do not describe a model ({one_line(error)})") from None
 
 
 @contextmanager
@@ -187,12 +187,12 @@ def quantized_outline(folder: Path) -> MetaModel:
     try:
         return MetaModel(ModelSpec.from_dict(read_json(folder / CONFIG)["model"]), about["scheme"], about["groups"])
     except (SpecError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: it describes no network ({one_line(error)})") from None
+        raise CheckpointError(f"{folder / CONFIG}: it does not describe a model ({one_line(error)})") from None
 
 
 def read_about(folder: Path) -> dict[str, Any]:
     if not is_quantized(folder):
-        raise CheckpointError(f"{folder}: no {ABOUT} is there; it is not a folder that `lmworks quantize` wrote")
+        raise CheckpointError(f"{folder}: {ABOUT} is missing; this folder was not written by `lmworks quantize`")
     about = read_json(folder / ABOUT)
     if about.get("version") == 1:
         raise CheckpointError(
@@ -207,7 +207,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not isinstance(about.get("digests"), dict) or not isinstance(groups, dict):
         raise CheckpointError(f"{folder / ABOUT}: digests or groups are missing; quantize the model again")
     if not all(type(size) is int and size > 0 for size in groups.values()) or type(vocab) is not int or vocab < 0:
-        raise CheckpointError(f"{folder / ABOUT}: groups or vocab are no whole numbers; quantize the model again")
+        raise CheckpointError(f"{folder / ABOUT}: groups or vocab are not integers; quantize the model again")
     return about
 
 

@@ -62,7 +62,7 @@ def check_tp_divides(outline: MetaModel, tp: int) -> None:
         layer, inputs = torn
         raise SpecError(
             f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {outline.groups[layer]}, and a "
-            f"rank's share of {inputs // tp} is no multiple of {PACKED}, the least that is packed together; "
+            f"rank's share of {inputs // tp} is not a multiple of {PACKED}, the packing unit; "
             f"engine.tp = {largest_valid_tp(outline, tp)} works"
         )
 

@@ -97,7 +97,7 @@ def cxx_command() -> list[str]:
     try:
         return shlex.split(given) or [given]
     except ValueError as error:
-        raise LMWorksError(f"CXX = {given!r} is no command ({error}): write it as for a shell, e.g. g++") from None
+        raise LMWorksError(f"CXX = {given!r} is not a command ({error}): write it as for a shell, e.g. g++") from None
 
 
 def cuda_compiler() -> str | None:
@@ -153,7 +153,7 @@ def compile_sources(build: Build) -> None:
         log.write_text(str(error), encoding="utf-8")
         said = [line.strip() for line in str(error).splitlines() if "error" in line.lower()]
         reason = next((line for line in said if ": error" in line or ": fatal error" in line), (said or ["failed"])[-1])
-        raise LMWorksError(f"{build.name} could not be built ({reason}); all that was said is in {log}") from None
+        raise LMWorksError(f"{build.name} could not be built ({reason}); the compiler's output is in {log}") from None
 
 
 @contextmanager

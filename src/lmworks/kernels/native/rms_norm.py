@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not torch.compiler.is_compiling():
         cuda = load().cuda
         if x.device.type == "cuda" and not cuda:
-            raise LMWorksError(f"{NAME} was built for the CPU alone: no nvcc was found (set CUDA_HOME to its toolkit)")
+            raise LMWorksError(f"{NAME} was built for the CPU only: no nvcc was found (set CUDA_HOME to its toolkit)")
     normed, _ = torch.ops.lmworks.rms_norm_native(x, weight, eps)
     return normed
 

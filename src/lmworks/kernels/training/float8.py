@@ -124,7 +124,7 @@ def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """
     if has_products(weight.device) and any(size % FP8_ALIGNED for size in weight.shape):
         raise SpecError(
-            f"a product in fp8 wants dimensions that divide by {FP8_ALIGNED}, and this weight has {weight.shape[0]} × "
+            f"an fp8 matmul needs dimensions divisible by {FP8_ALIGNED}, and this weight has {weight.shape[0]} × "
             f"{weight.shape[1]}; leave it in bf16 (for the head: precision.fp8_head = false)"
         )
     small = quantize(weight)

@@ -143,5 +143,5 @@ def with_module(issue: HealthIssue, module: str | None, rank: int | None, transi
         where = f", first in the output of {module}" + ("" if rank is None else f" on rank {rank}")
         facts |= {"parameter": None, "rank": rank}
     if transient:
-        where += "; computed again it is finite, so the machine failed, not the data"
+        where += "; the rerun is finite, so the hardware failed, not the data"
     return replace(issue, where=where, facts=facts)
