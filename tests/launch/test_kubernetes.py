@@ -99,7 +99,8 @@ def test_ranks_have_time_to_save_before_the_pod_is_killed(grace: int, shutdown: 
     assert {"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": shutdown} in pod["containers"][0]["env"]
 
 
-def test_pods_start_again_three_times() -> None:
+def test_pods_have_five_minutes_to_save_and_start_again_three_times() -> None:
+    assert {pod["terminationGracePeriodSeconds"] for kind in KINDS for pod in pods_of(kind)} == {300}
     (node,) = applied("trainjob")["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
     assert node["template"]["spec"]["backoffLimit"] == 3
     assert applied("pytorchjob")["PyTorchJob"]["spec"]["runPolicy"]["backoffLimit"] == 3

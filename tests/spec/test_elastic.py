@@ -53,6 +53,7 @@ def test_a_batch_that_the_spec_left_open_is_that_of_all_ranks() -> None:
         (["parallel.dp=2", "parallel.tp=2", "model.vocab=258"], 1, r"parallel\.tp = 2 .* leave 4, 2 ranks"),
         (["parallel.dp=2", "parallel.pp=2"], 3, r"parallel\.pp = 2 .* leave 4, 2 ranks"),
         (["parallel.dp=2"], 4, r"4 ranks do not fit"),
+        (["parallel.dp=2"], 0, r"0 ranks do not fit"),
         (["parallel.dp=2", "fault.elastic=false"], 1, r"set fault\.elastic = true"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.spec import DataSpec, OptimSpec, ParallelSpec, RunSpec, SpecError
+from lmworks.spec.health import HealthSpec
 
 
 def run(**sections: Any) -> RunSpec:
@@ -33,6 +34,22 @@ def test_replace_derives_anew() -> None:
 def test_warmup_fits_the_run(steps: int, warmup: int) -> None:
     assert OptimSpec(steps=steps).warmup == warmup
     assert OptimSpec(steps=steps, warmup=0).warmup == 0
+    assert OptimSpec(steps=steps, warmup=steps).warmup == steps  # the learning rate may rise to the last step
+
+
+@pytest.mark.parametrize(("window", "warmup"), [(128, 32), (64, 16), (8, 4)])
+def test_spikes_are_looked_for_after_a_quarter_of_the_window(window: int, warmup: int) -> None:
+    assert HealthSpec(window=window).warmup == warmup
+    assert HealthSpec(window=window, warmup=0).warmup == 0
+    assert HealthSpec(window=window, warmup=window).warmup == window
+    with pytest.raises(SpecError, match=f"health.warmup = {window + 1} is longer than health.window = {window}"):
+        HealthSpec(window=window, warmup=window + 1)
+
+
+def test_weights_in_bf16_alone_are_rounded_by_chance() -> None:
+    bf16 = {"dtype": "bf16", "weights": "bf16", "master": False, "rounding": "stochastic"}
+    assert run(precision=bf16).precision.rounding == "stochastic"
+    assert run(precision={**bf16, "dtype": "fp8"}).precision.rounding == "stochastic"
 
 
 @pytest.mark.parametrize(
