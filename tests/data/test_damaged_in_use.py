@@ -15,7 +15,6 @@ from lmworks.data import Batches
 from lmworks.data.pipeline import prepare
 from lmworks.data.tokenizer import convert_panics
 from lmworks.model.hf import described
-from lmworks.record import RunFolder, folder
 from lmworks.spec import CheckpointError, DataError, SpecError
 from lmworks.spec.run import DataSpec
 
@@ -70,28 +69,6 @@ def test_pruning_does_not_follow_symlinks(tmp_path: Path) -> None:
     link.symlink_to(target)
     discard(link)
     assert not link.is_symlink() and (target / MARKER).exists()
-
-
-def test_lock_file_names_owner_without_kernel_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(descriptor: int, kind: int) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(folder.fcntl, "flock", unsupported)
-    run, other = RunFolder(tmp_path), RunFolder(tmp_path)
-    with run.locked():
-        assert other.is_locked()
-        with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.locked():
-            pass
-    assert not other.is_locked()
-    child = os.fork()
-    if not child:
-        run.create_lock_file()
-        os._exit(0)  # as if killed: the file stays
-    os.waitpid(child, 0)
-    assert run.lock_file.exists() and not run.is_locked()
-    with run.locked():
-        assert run.is_locked()
-    assert not run.lock_file.exists()
 
 
 def test_tokenizers_panic_is_one_line_error() -> None:

@@ -118,6 +118,37 @@ def test_run_is_locked_by_one_process(tmp_path):
     assert not folder.is_locked()
 
 
+def test_lock_file_names_owner_without_kernel_locks(tmp_path, monkeypatch):
+    def unsupported(descriptor, kind):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    run, other = RunFolder(tmp_path), RunFolder(tmp_path)
+    with run.locked():
+        assert other.is_locked()
+        with pytest.raises(SpecError, match=f"in use: process {os.getpid()} on .* no locks"), other.locked():
+            pass
+    assert not other.is_locked()
+    child = os.fork()
+    if not child:
+        run.create_lock_file()
+        os._exit(0)  # as if killed: the file stays
+    os.waitpid(child, 0)
+    assert run.lock_file.exists() and not run.is_locked()
+    with run.locked():
+        assert run.is_locked()
+    assert not run.lock_file.exists()
+
+
+def test_kernel_lock_leaves_lock_file_of_other_host(tmp_path):
+    """Of a host that sees the same folder without locks."""
+    folder = RunFolder.create(tmp_path / "run", SPEC)
+    folder.lock_file.write_text("{}")
+    with folder.locked():
+        pass
+    assert folder.lock_file.exists()
+
+
 def test_locked_run_is_readable(tmp_path):
     folder = RunFolder.create(tmp_path / "run", SPEC)
     mask = os.umask(0o002)
