@@ -150,6 +150,10 @@ RETIRED = {
     "hear": "handle_message",
     "carry_out": "run_pending",
     # plan, spec
+    "RankShare": "RankWeights",
+    "StageActivations": "Activations",
+    "budget_of": "run_budget",
+    "resident_shapes": "rank_weights",
     "Way": "PassCost",
     "Weigher": "Calibrated",
     "Bare": "Uncalibrated",

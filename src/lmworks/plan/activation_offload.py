@@ -6,7 +6,7 @@ block offloads at most what it saves; a checkpointed block only its input. Small
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,25 +61,30 @@ def pinned_bytes(size: Number) -> Any:
     return np.ceil(size / MIN_TENSOR_BYTES) * MIN_TENSOR_BYTES
 
 
-# --- in closed form -------------------------------------------------------------------------------------
+# --- of many candidates ---------------------------------------------------------------------------------
+
+
+def offloading_blocks(case: Case, net: Network, blocks: Mapping[str, Number]) -> list[tuple[Number, Number]]:
+    """(number of blocks, bytes that each offloads), of blocks by policy without the last two."""
+    if not np.any(case.offload_activations):
+        return []
+    share = case.offload_activations * 2**30 / np.maximum(1, sum(blocks.values())) // PAGE_BYTES * PAGE_BYTES
+    # In a compiled block without collectives the compiler saves what the policy says, and hooks see it.
+    hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
+    found: list[tuple[Number, Number]] = []
+    for policy, count in blocks.items():
+        most = offloadable_bytes(net, policy)
+        if policy != "none":
+            most = np.where(hooked, most, offloadable_bytes(net, "full"))
+        found.append((count, np.minimum(share, most)))
+    return found
 
 
 def total_offloaded_bytes(case: Case, net: Network) -> Number:
     """Of all blocks, per micro-batch."""
-    return sum((count * size for count, size in offloading_blocks(case, net)), 0.0 * net.load.tokens)
-
-
-def offloading_blocks(case: Case, net: Network) -> Iterator[tuple[Number, Number]]:
-    """(number of blocks, bytes that each offloads)."""
-    if not np.any(case.offload_activations):
-        return
     blocks = case.model.layers - RESIDENT_BLOCKS
-    share = case.offload_activations * 2**30 / blocks // PAGE_BYTES * PAGE_BYTES
-    every = case.recompute_every if case.recompute == "full" else 1
-    recomputed: Number = 0 if case.recompute == "none" else np.ceil(blocks / every)
-    if np.any(np.less(recomputed, blocks)):
-        yield blocks - recomputed, np.minimum(share, offloadable_bytes(net, "none"))
+    recomputed = 0 if case.recompute == "none" else np.ceil(blocks / case.recompute_every)
+    counts = {"none": blocks - recomputed} if case.recompute in ("none", "full") else {}
     if case.recompute != "none":
-        hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
-        most = np.where(hooked, offloadable_bytes(net, case.recompute), offloadable_bytes(net, "full"))
-        yield recomputed, np.minimum(share, most)
+        counts[case.recompute] = recomputed if case.recompute == "full" else blocks
+    return sum((count * size for count, size in offloading_blocks(case, net, counts)), 0.0 * net.load.tokens)

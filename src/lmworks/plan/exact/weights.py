@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...spec import ModelSpec, ParallelSpec, RunSpec, components
+from ...spec import ModelSpec, ParallelSpec, components
 from ..pipelines.stages import Stage
 
 ROOT = components.ROOT  # the unit of weights outside blocks: embedding, last norm, head
@@ -45,11 +45,6 @@ class Weight:
 def weights(model: ModelSpec, stage: Stage | None = None) -> list[Weight]:
     """As `GPT(model).named_parameters()` has them, of all or of one stage; a tied head is no weight of its own."""
     return [Weight(weight.name, weight.shape, weight.layer) for weight in described(model, stage)]
-
-
-def stage_weights(spec: RunSpec, stage: Stage | None = None) -> list[Weight]:
-    """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
-    return [local_weight(weight, spec.parallel) for weight in described(spec.model, stage)]
 
 
 def described(model: ModelSpec, stage: Stage | None) -> list[components.Weight]:

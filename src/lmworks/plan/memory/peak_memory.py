@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...spec import components
 from ...spec.layout import RESIDENT_BLOCKS, SPLIT_BACKWARD
-from ..activation_offload import PAGE_BYTES, offloadable_bytes, pinned_bytes
+from ..activation_offload import offloading_blocks, pinned_bytes
 from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
@@ -185,20 +185,7 @@ class Activations:
 
     def offloaded(self) -> list[tuple[Any, Any]]:
         """(blocks, bytes that each sends to host memory): evenly by all but the last two."""
-        case, net = self.case, self.net
-        if not np.any(case.offload_activations):
-            return []
-        blocks = np.maximum(1, self.stages.layers[0] - RESIDENT_BLOCKS)
-        share = case.offload_activations * 2**30 / blocks // PAGE_BYTES * PAGE_BYTES
-        # In a compiled block without collectives the compiler saves what the policy says, and hooks see it.
-        hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)
-        found = []
-        for policy, count in self.policies(0, skip=RESIDENT_BLOCKS).items():
-            most = offloadable_bytes(net, policy)
-            if policy != "none":
-                most = np.where(hooked, most, offloadable_bytes(net, "full"))
-            found.append((count, np.minimum(share, most)))
-        return found
+        return offloading_blocks(self.case, self.net, self.policies(0, skip=RESIDENT_BLOCKS))
 
     @functools.cached_property
     def offloaded_total(self) -> Any:
