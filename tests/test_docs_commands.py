@@ -169,7 +169,7 @@ def shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=7200,  # a slow CPU that emulates bf16 and fp16
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return ended
