@@ -42,7 +42,7 @@ def counted(function: Any, inputs: list[torch.Tensor]) -> tuple[int, int]:
     return there, flops.get_total_flops()
 
 
-def test_flops_are_those_that_pytorch_counts() -> None:
+def test_flops_equal_torch_counter() -> None:
     (loss,) = OPS["linear_cross_entropy"](TINY)
     targets = torch.zeros(TINY.tokens, dtype=torch.int64)
     hidden, weight = TINY.randn(TINY.tokens, TINY.model.hidden), TINY.randn(TINY.model.vocab, TINY.model.hidden)
@@ -58,7 +58,7 @@ def test_flops_are_those_that_pytorch_counts() -> None:
     assert cases[BOTH].flops == pytest.approx((both + there / 2) * seen)
 
 
-def test_bytes_are_inputs_and_results_once() -> None:
+def test_bytes_count_inputs_and_results_once() -> None:
     x = 4 * TINY.tokens * TINY.model.hidden
     assert [case.bytes for case in OPS["rms_norm"](TINY)] == [2 * x, 5 * x]
     inner = 4 * TINY.tokens * TINY.model.ffn
@@ -71,7 +71,7 @@ def test_bytes_are_inputs_and_results_once() -> None:
     }  # fmt: skip
 
 
-def test_a_model_without_an_op_has_no_case_of_it() -> None:
+def test_model_without_op_has_no_case() -> None:
     gpt2 = replace(TINY, model=ModelSpec.from_preset("cpu-10m"))
     assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "rope", "swiglu", "swiglu_fp8"]
 
@@ -79,7 +79,7 @@ def test_a_model_without_an_op_has_no_case_of_it() -> None:
 # --- how it is measured ---------------------------------------------------------------------------------
 
 
-def test_what_fails_is_a_row_and_the_others_are_measured() -> None:
+def test_failed_implementation_is_a_row() -> None:
     def fail() -> None:
         raise RuntimeError("no kernel for this\nand more")
 
@@ -101,7 +101,7 @@ def test_what_fails_is_a_row_and_the_others_are_measured() -> None:
     )
 
 
-def test_a_case_that_cannot_be_made_is_one_row() -> None:
+def test_failed_case_is_one_row() -> None:
     def make() -> Mapping[str, TimedCall]:
         raise torch.OutOfMemoryError("too large")
 
@@ -109,7 +109,7 @@ def test_a_case_that_cannot_be_made_is_one_row() -> None:
     assert row.error == "OutOfMemoryError: too large"
 
 
-def test_what_ends_a_product_is_measured_by_its_formula_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epilogues_use_formula_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
     facts = bench_kernels(CPU, ["gpt2-small"], ["gelu"], 1, 1, 16)
     found = {row["op"]: (row["implementation"], row["shape"], row["error"]) for row in facts["rows"]}
@@ -119,7 +119,7 @@ def test_what_ends_a_product_is_measured_by_its_formula_here(monkeypatch: pytest
     assert moved == {"linear_gelu": 16 * 6912, "linear_dgelu": 16 * 6912, "linear_add": 16 * 4608}
 
 
-def test_every_op_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_op_runs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
     monkeypatch.setattr(kernel_ops, "MAX_UPDATED", 2**10)
     stages: list[str] = []
@@ -144,7 +144,7 @@ def row(implementation: str, seconds: float | None, part: str = BOTH, off: float
                None, off, **more)  # fmt: skip
 
 
-def test_what_both_passes_take_beyond_the_forward_pass() -> None:
+def test_backward_time_is_difference() -> None:
     both, forward = replace(row("torch", 5.0), bytes=10.0), replace(row("torch", 2.0, FORWARD), bytes=4.0)
     (back,) = backward_rows([forward, both, row("triton", 4.0)], DeviceRoofline(2.0, 1.0))
     assert (back.part, back.seconds, back.bytes, back.floor_s) == ("backward", 3.0, 6.0, 3.0)
@@ -164,7 +164,7 @@ def test_what_both_passes_take_beyond_the_forward_pass() -> None:
         ([row("torch", 1.0, FORWARD), row("triton", 0.5, FORWARD), row("torch", 2.0), row("triton", 2.5)], "torch"),
     ],
 )
-def test_the_fastest_by_enough_that_is_right_is_chosen(rows: list[Row], chosen: str) -> None:
+def test_winner_needs_margin_and_accuracy(rows: list[Row], chosen: str) -> None:
     assert winners(rows) == {"rms_norm": {"hidden=4 tokens=8": chosen}}
 
 
@@ -181,7 +181,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         one.cache_clear()
 
 
-def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
+def test_record_is_read_by_dispatch(measured: Path) -> None:
     measured.write_text(
         '["NVIDIA A100".rope]\n"tokens=8" = "triton"\n["NVIDIA H200".measured]\nrope = "2025"\nrms_norm = "2025"\n'
         '["NVIDIA H200".rope]\n"tokens=8" = "triton"\n'
@@ -204,7 +204,7 @@ def test_a_record_is_what_training_chooses_by(measured: Path) -> None:
 # --- the command ----------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_writes_and_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_kernels_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "measured_peak_rates", lambda *_: PeakRates("measured", {"fp32": 1e10}, 1e9))
     words = ["bench", "kernels", "--device", "cpu", "--model", "tiny", "--seq", "16", "--rounds", "1"]
     out = tmp_path / "kernels.json"

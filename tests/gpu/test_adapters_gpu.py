@@ -35,7 +35,7 @@ def test_two_adapters_and_none(family: str, tmp_path: Path) -> None:
         all_at_once(family, adapters, engine, 2e-4)
 
 
-def test_the_distribution_of_verified_draft_tokens() -> None:
+def test_draft_token_distribution() -> None:
     fit, engine = fit_of_triples("draft", "cuda")
     assert 0.1 < engine.metrics.acceptance_rate < 0.9
     assert fit > 1e-3

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def test_a_profile_of_this_gpu(tmp_path: Path) -> None:
+def test_calibration_profile(tmp_path: Path) -> None:
     save(calibrate(torch.device("cuda"), quick=True), tmp_path / "profile.toml")
     profile = load_profile(tmp_path / "profile.toml")
     machine, gpu = profile.machine, recognise(torch.cuda.get_device_name())

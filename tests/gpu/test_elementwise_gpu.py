@@ -101,7 +101,7 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_model_of_these_kernels_under_autocast(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_with_these_kernels_under_autocast(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to fp32 as PyTorch's formulas under autocast are."""
     spec = ModelSpec.from_preset("tiny", qk_norm=True)
     tokens = torch.randint(0, spec.vocab, (3, 65), generator=torch.Generator().manual_seed(1)).cuda()

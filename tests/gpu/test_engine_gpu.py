@@ -111,7 +111,7 @@ def cuda_runner(model: GPT, **spec: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_log_probabilities_are_the_trainers(shape: str) -> None:
+def test_logprobs_equal_training_model(shape: str) -> None:
     model = lively(**SHAPES[shape])
     prompts = prompts_of([30, 3, 50, 11])
     params = [SamplingParams(temperature=1.0, max_tokens=12, logprobs=0, seed=7, ignore_eos=True)] * 4
@@ -143,7 +143,7 @@ def test_batch_invariance(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_quantised_cache_is_close(kind: str) -> None:
+def test_quantized_cache_is_close(kind: str) -> None:
     model = lively()
     ask = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
     (exact,) = answered(cuda_runner(model), prompts_of([40]), ask)
@@ -152,7 +152,7 @@ def test_a_quantised_cache_is_close(kind: str) -> None:
     assert 1e-6 < abs(exact.logprobs[0].logprob - rough.logprobs[0].logprob) < 0.05
 
 
-def test_the_pool_takes_the_memory_it_was_given() -> None:
+def test_pool_uses_memory_limit() -> None:
     """Sized after the largest step: weights, cache and that step stay within the part that was asked for."""
     runner = cuda_runner(lively(), blocks=0, memory=0.5, context=128, max_seqs=256, max_batch_tokens=2048)
     assert runner.blocks == 256 * 32  # a tiny model: all that could ever be used

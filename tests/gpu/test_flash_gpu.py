@@ -98,7 +98,7 @@ def compare(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_gradients_are_those_of_sdpa(name: str) -> None:
+def test_attention_and_gradients_equal_sdpa(name: str) -> None:
     compare(CASES[name])
 
 
@@ -121,7 +121,7 @@ def test_random_shapes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_are_the_same_bits_every_time(head_dim: int) -> None:
+def test_gradients_are_deterministic(head_dim: int) -> None:
     case = Case(2048, head_dim, heads=8, kv_heads=2, lengths=(1000, 1048))
     given = case.inputs()
     for one, other in zip(found(case, *given), found(case, *given), strict=True):
@@ -157,7 +157,7 @@ def gradients_of(spec: ModelSpec, *, compiled: bool = False, recompute: str = "n
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
-def test_a_model_trains_with_it(recompute: str, compiled: bool) -> None:
+def test_model_trains_with_flash_attention(recompute: str, compiled: bool) -> None:
     def spec(attention: str) -> ModelSpec:
         return ModelSpec(vocab=256, hidden=256, layers=2, heads=4, kv_heads=2, context=512, attention=attention)
 

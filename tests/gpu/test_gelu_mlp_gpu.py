@@ -32,7 +32,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("dtype", cublas.TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_all_ways_are_within_rounding(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
+def test_all_algorithms_are_within_rounding(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
     tokens, hidden, ffn = shape
     x, grad = drawn(tokens, hidden, dtype=dtype), drawn(tokens, hidden, dtype=dtype, seed=1)
     up, down = drawn(ffn, hidden, dtype=dtype, scale=hidden**-0.5), drawn(hidden, ffn, dtype=dtype, scale=ffn**-0.5)
@@ -51,7 +51,7 @@ def test_all_ways_are_within_rounding(shape: tuple[int, int, int], bias: bool, d
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_mlp_and_its_gradients_are_those_of_three_layers(compiled: bool) -> None:
+def test_mlp_and_gradients_equal_three_layers(compiled: bool) -> None:
     dtype = torch.bfloat16
     shapes = [(2, 100, 256), (2, 100, 256), (1024, 256), (1024,), (256, 1024), (256,)]
     scales = [1, 1, 0.06, 0.1, 0.03, 0.1]

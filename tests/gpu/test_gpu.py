@@ -58,7 +58,7 @@ def test_gpu_gives_the_cpu_loss_and_gradients(shape: str, packed: bool) -> None:
         assert difference < 1e-4, f"{name}: {difference:.2e}"
 
 
-def test_chunked_loss_in_bf16_is_as_exact_as_the_plain_one() -> None:
+def test_chunked_bf16_loss_error() -> None:
     """Against an fp64 oracle: the error of the chunked gradient is at most twice that of torch's own."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3000, 64, generator=generator)
@@ -137,7 +137,7 @@ def test_resume_is_bitwise_in_deterministic_mode(dataset: Path, tmp_path: Path, 
     torch.use_deterministic_algorithms(False)
 
 
-def test_metrics_know_the_peak_of_a_recognised_gpu(dataset: Path, tmp_path: Path) -> None:
+def test_mfu_uses_peak_of_known_gpu(dataset: Path, tmp_path: Path) -> None:
     trainer = Trainer(run_spec(dataset, "precision.dtype=bf16"), tmp_path / "run", quiet=True)
     if trainer.peak_flops is None:
         pytest.skip("this GPU is not in the catalogue")
@@ -149,7 +149,7 @@ def test_metrics_know_the_peak_of_a_recognised_gpu(dataset: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
-def test_predicted_memory_is_what_is_allocated(dataset: Path, tmp_path: Path, recompute: str) -> None:
+def test_predicted_memory_equals_allocated(dataset: Path, tmp_path: Path, recompute: str) -> None:
     """GPT-2 small, bf16, 8 × 512: allocated bytes at the peak within 10% of the sheet."""
     changes = ["precision.dtype=bf16", "data.micro_batch=8", "data.global_batch=8", "data.seq=512", "optim.steps=3"]
     changes += [f"data.path={dataset}", f"parallel.recompute={recompute}", "optim.warmup=1", "cluster.device=cuda"]

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_tensor_arrives_whole_in_pieces(tmp_path: Path) -> None:
+def test_chunked_upload_is_exact(tmp_path: Path) -> None:
     lane = Lane(CUDA, piece=4096)  # pieces follow one another faster than they leave
     hosts = {str(seed): torch.randn(777, 333, generator=torch.Generator().manual_seed(seed)) for seed in range(4)}
     save_tensors(hosts, tmp_path / "some")
@@ -43,7 +43,7 @@ def test_a_tensor_arrives_whole_in_pieces(tmp_path: Path) -> None:
             assert torch.equal(lane.fetch(file.fileno(), span).cpu(), hosts[name])
 
 
-def test_weights_are_those_of_the_files(folder: Path) -> None:
+def test_weights_equal_files(folder: Path) -> None:
     there = load_hf(GPT, folder, dtype=torch.bfloat16, device=CUDA)
     here = load_hf(GPT, folder, dtype=torch.bfloat16)
     assert all(parameter.is_cuda for parameter in there.parameters())
@@ -59,7 +59,7 @@ def test_random_weights_are_drawn_on_the_device() -> None:
     assert torch.equal(model.head_weight, again.head_weight)
 
 
-def test_answers_are_those_of_the_cpu(folder: Path) -> None:
+def test_answers_equal_cpu(folder: Path) -> None:
     """Greedy, in fp32: a difference would need two logits that are closer than rounding."""
     prompts = [list(range(n, n + 20)) for n in range(12)]
     params = SamplingParams(temperature=0, max_tokens=24)
@@ -70,7 +70,7 @@ def test_answers_are_those_of_the_cpu(folder: Path) -> None:
     assert sum(one == other for one, other in zip(found, expected, strict=True)) >= 11
 
 
-def test_the_bench_runs(folder: Path) -> None:
+def test_bench_runs(folder: Path) -> None:
     with LLM(folder, blocks=4096) as llm:
         facts = bench_offline(llm.native, Workload(32))
     assert facts["output_tokens_per_s"] > 0 and facts["bandwidth_gbs"] > 100

@@ -34,9 +34,7 @@ def results(loss_of: object, hidden: Tensor, weight: Tensor, targets: Tensor) ->
 
 @pytest.mark.parametrize("vocab", [50_257, 128_256, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_loss_in_place_is_as_exact_as_the_plain_one(
-    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_place_loss_error(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks. Errors of loss and gradients against fp64 are at most twice those of torch's own."""
     tokens, width = 900, 128
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_IN_PLACE", 320 * 128_256 * dtype.itemsize * vocab // 128_256)
@@ -66,7 +64,7 @@ def test_fp32_weights_under_autocast_get_fp32_gradients(monkeypatch: pytest.Monk
     assert off(ours[2], exact[2]) < 5e-3
 
 
-def test_a_product_goes_on_with_the_sums_of_the_last() -> None:
+def test_matmul_accumulates_into_buffer() -> None:
     total = OuterSum(torch.full((512, 256), torch.nan, device="cuda"), fused=True)
     grads, states = drawn(6, 300, 512).bfloat16(), drawn(6, 300, 256, seed=1).bfloat16()
     for grad, hidden in zip(grads, states, strict=True):
@@ -75,7 +73,7 @@ def test_a_product_goes_on_with_the_sums_of_the_last() -> None:
     assert off(total.rows(512), exact) < 1e-6
 
 
-def test_the_loss_in_place_needs_a_quarter_of_the_memory() -> None:
+def test_in_place_loss_memory() -> None:
     """8,192 tokens of a vocabulary of 128k, as an unfused loss holds them: logits, their fp32, gradients."""
     hidden, weight = drawn(8192, 512).bfloat16(), drawn(128_256, 512, seed=1).bfloat16()
     targets = torch.randint(0, 128_256, (8192,)).cuda()
@@ -99,7 +97,7 @@ def test_the_loss_in_place_needs_a_quarter_of_the_memory() -> None:
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("options", [{"by_row": True}, {}, {"transposed": True}], ids=["rows", "tensor", "turned"])
 @pytest.mark.parametrize("power", [False, True])
-def test_kernels_round_as_torch_does(dtype: torch.dtype, options: dict[str, bool], power: bool) -> None:
+def test_kernels_round_like_torch(dtype: torch.dtype, options: dict[str, bool], power: bool) -> None:
     x = drawn(1000, 3001).bfloat16() * torch.logspace(-3, 3, 1000, device="cuda").bfloat16().unsqueeze(1)
     found = quantize(x, dtype, power_of_two=power, implementation="triton", **options)
     wanted = float8.reference(x, dtype, power_of_two=power, **options)
@@ -117,14 +115,14 @@ def test_kernels_keep_a_nan() -> None:
         assert bool(quantize(x, by_row=by_row, implementation="triton").values.float()[1, 7].isnan())
 
 
-def test_a_product_in_fp8_is_that_of_its_rounded_numbers() -> None:
+def test_fp8_matmul_equals_matmul_of_rounded_values() -> None:
     x, weight = drawn(512, 1024).bfloat16(), drawn(2048, 1024, seed=1).bfloat16()
     a, b = quantize(x), quantize(weight)
     exact = dequantize(a).double() @ dequantize(b).double().t()
     assert off(float8.linear_of(weight)(x), exact) < 5e-3
 
 
-def test_a_head_in_fp8_has_nearly_the_same_loss() -> None:
+def test_fp8_head_loss_is_close() -> None:
     hidden, weight = drawn(2048, 512).bfloat16(), drawn(50_257, 512, seed=1).bfloat16() * 0.05
     targets = torch.randint(0, 50_257, (2048,)).cuda()
     plain, small = (
@@ -144,7 +142,7 @@ def test_a_head_in_fp8_has_nearly_the_same_loss() -> None:
 # --- the bench ------------------------------------------------------------------------------------------
 
 
-def test_ops_have_a_figure_from_every_implementation() -> None:
+def test_every_implementation_is_measured() -> None:
     """Failures are rows; only attention of PyTorch's that does not take this pattern may fail."""
     few = ("linear_cross_entropy", "attention", "fp8", "adamw")  # of which little has to be compiled
     facts = bench_kernels(torch.device("cuda"), ["tiny"], few, 2, 2, 128)

@@ -25,7 +25,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(700, 64), (37, 1300), (3, 2, 4097), (9, 8192), (20_000, 128), (1, 16384), (0, 8)])
-def test_native_is_pytorch_s_own(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_native_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Wide loads, and single ones where rows are no multiple of 16 bytes; twice the same bits."""
     x, weight, grad = (
         random(*shape, seed=0, dtype=dtype),
@@ -46,7 +46,7 @@ def test_native_is_pytorch_s_own(shape: tuple[int, ...], dtype: torch.dtype) -> 
         torch.testing.assert_close(one.double(), other, rtol=max(4e-6, step), atol=atol)
 
 
-def test_native_is_an_operator_like_any_other() -> None:
+def test_native_passes_opcheck() -> None:
     assert native.load().cuda
     op = torch.ops.lmworks.rms_norm_native.default
     x, weight = random(4, 3, 10, seed=10, dtype=torch.bfloat16), random(10, seed=11)

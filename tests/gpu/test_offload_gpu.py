@@ -42,7 +42,7 @@ def run(folder: Path, *changes: str) -> tuple[list[float], int, int]:
     return losses, most, memory(spec, "cuda").total
 
 
-def test_the_same_losses_in_less_memory(tmp_path: Path) -> None:
+def test_offload_gives_same_losses_in_less_memory(tmp_path: Path) -> None:
     here, whole, planned = run(tmp_path / "here")
     assert whole == pytest.approx(planned, rel=0.01)
     away, less, planned = run(tmp_path / "away", "parallel.offload_activations=4")

@@ -34,14 +34,14 @@ def run(case: Case, made: Made) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMED)
-def test_attention_is_sdpa(name: str, dtype: torch.dtype) -> None:
+def test_attention_equals_sdpa(name: str, dtype: torch.dtype) -> None:
     case = replace(NAMED[name], dtype=dtype)
     made = make(case)
     torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=CLOSE[dtype])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_attention_over_random_pages_is_sdpa(seed: int) -> None:
+def test_random_pages_equal_sdpa(seed: int) -> None:
     dtype = (torch.bfloat16, torch.float16)[seed % 2]
     case = replace(random_case(100 + seed), dtype=dtype)
     made = make(case, seed)
@@ -59,7 +59,7 @@ LONGER = {
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("heads", [(64, 1), (80, 3), (128, 2), (128, 8), (128, 24), (256, 4)], ids=str)
 @pytest.mark.parametrize("name", LONGER)
-def test_an_8_bit_cache_is_what_it_holds(name: str, heads: tuple[int, int], stored: torch.dtype) -> None:
+def test_8_bit_cache_equals_dequantized_values(name: str, heads: tuple[int, int], stored: torch.dtype) -> None:
     head_dim, group = heads
     case = replace(LONGER[name], group=group, head_dim=head_dim, stored=stored, dtype=torch.bfloat16)
     made = make(case)
@@ -77,7 +77,7 @@ def test_every_pair_of_bytes_is_widened() -> None:
 
 
 @pytest.mark.parametrize("heads", [(64, 1), (128, 2), (128, 4)], ids=str)
-def test_invariant_bits(heads: tuple[int, int]) -> None:
+def test_batch_invariance(heads: tuple[int, int]) -> None:
     """A prompt at once, in uneven chunks, beside others, or its tokens decoded one by one: the same bits."""
     head_dim, group = heads
     length = 700
@@ -98,7 +98,7 @@ def test_invariant_bits(heads: tuple[int, int]) -> None:
     assert torch.equal(paged_attention(made.q[:length], made.cache, metadata, invariant=True), whole)
 
 
-def test_a_graph_holds_for_other_lengths() -> None:
+def test_graph_replay_with_other_lengths() -> None:
     case = Case((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), 2, 4, 128, dtype=torch.bfloat16)
     full = replace(case, lengths=(513, 64, 0, 1, 1100))
     made = make(full)
@@ -124,7 +124,7 @@ STEP = {torch.bfloat16: (2**-7, 1e-2), torch.int8: (0, 1), torch.float8_e4m3fn: 
 
 @pytest.mark.parametrize("stored", STEP, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_place_gives_what_its_steps_give(head_dim: int, stored: torch.dtype) -> None:
+def test_kv_cache_write_equals_reference(head_dim: int, stored: torch.dtype) -> None:
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=4, head_dim=head_dim)
     rng = torch.Generator("cuda").manual_seed(0)
     qkv = torch.randn(50, 16 * head_dim, generator=rng, device="cuda", dtype=torch.bfloat16) * 3

@@ -23,7 +23,7 @@ def losses(run_dir: Path) -> torch.Tensor:
     return torch.tensor([step[1] for step in curve(run_dir)])
 
 
-def test_the_split_master_is_pytorchs_fused_adamw_of_fp32_weights() -> None:
+def test_split_master_equals_fused_adamw_fp32() -> None:
     """8 million weights, 20 steps; the kernel without its reference."""
     draw = torch.Generator("cuda").manual_seed(0)
     start = torch.randn(2**23, generator=draw, device="cuda") / 50
@@ -41,14 +41,14 @@ def test_the_split_master_is_pytorchs_fused_adamw_of_fp32_weights() -> None:
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
-def test_bf16_weights_train_as_fp32_ones(states: str, dataset: Path, tmp_path: Path) -> None:
+def test_bf16_weights_train_like_fp32(states: str, dataset: Path, tmp_path: Path) -> None:
     train(make_spec(dataset, "precision.dtype=bf16", *COMPILED), tmp_path / "fp32")
     train(make_spec(dataset, *BF16, f"precision.states={states}", *COMPILED), tmp_path / "bf16")
     torch.testing.assert_close(losses(tmp_path / "bf16"), losses(tmp_path / "fp32"), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_fp8_trains_as_bf16(scaling: str, dataset: Path, tmp_path: Path) -> None:
+def test_fp8_trains_like_bf16(scaling: str, dataset: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 products would be emulated")
@@ -58,7 +58,7 @@ def test_fp8_trains_as_bf16(scaling: str, dataset: Path, tmp_path: Path) -> None
     torch.testing.assert_close(losses(tmp_path / "fp8"), losses(tmp_path / "bf16"), rtol=0.03, atol=0)
 
 
-def test_memory_of_bf16_weights_is_that_of_the_plan(dataset: Path, tmp_path: Path) -> None:
+def test_bf16_weight_memory_equals_plan(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *BF16, "model.hidden=512", "model.heads=8", "model.layers=8", "cluster.device=cuda")
     trainer = train(spec, tmp_path / "run")
     assert trainer.memory.read() == pytest.approx(memory(spec, "cuda").total, rel=0.05)

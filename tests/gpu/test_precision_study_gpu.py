@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_a_gpu_runs_all_precisions(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_study_runs(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "train_in_subprocess", train_one)
     spec = make_spec(dataset, "optim.steps=8", "optim.lr=3e-4", "model.hidden=64", "cluster.device=cuda")
     found = study(spec, tmp_path)

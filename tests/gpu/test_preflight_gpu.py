@@ -30,14 +30,14 @@ def words_for(model: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kind", OVERSIZED)
-def test_what_does_not_fit_is_refused_before_memory_is_taken(kind: str, tmp_path: Path) -> None:
+def test_oversized_run_is_rejected_before_allocation(kind: str, tmp_path: Path) -> None:
     ended = lmworks("train", *words_for(OVERSIZED[kind]), cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1 and "GPU memory" in ended.stderr and "parameters" in ended.stderr
     assert "--force" in ended.stderr and not (tmp_path / "run").exists()
 
 
-def test_an_oom_is_named_with_predicted_and_measured_memory(tmp_path: Path) -> None:
+def test_oom_reports_predicted_and_measured_memory(tmp_path: Path) -> None:
     """A model that fits, in a micro-batch whose activations do not."""
     total = torch.cuda.get_device_properties(0).total_memory
     batch = total // (24 * 1024 * 768 * 2)  # of GPT-2: a few tensors of its blocks alone are more than there is
@@ -55,7 +55,7 @@ def test_an_oom_is_named_with_predicted_and_measured_memory(tmp_path: Path) -> N
     assert "out of memory in" in ended.stderr and "predicted" in ended.stderr and "data.micro_batch" in ended.stderr
 
 
-def test_a_spec_that_names_this_gpu_trains(tmp_path: Path) -> None:
+def test_spec_with_this_gpu_trains(tmp_path: Path) -> None:
     words = ("configs/tiny.toml", "cluster.gpu=h200", "optim.steps=2", "log.eval_batches=1", "--json")
     ended = lmworks("train", *words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr

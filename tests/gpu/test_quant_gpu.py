@@ -46,7 +46,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantized_layers_compute_their_formula(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_quantized_layers_equal_reference(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     from lmworks.kernels.training import float8_triton
 
     new = rounded(SCHEMES[scheme], layer(*shape, dtype))
@@ -76,7 +76,7 @@ def test_small_linears_in_half_precision(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_do_not_know_of_each_other(dtype: torch.dtype) -> None:
+def test_batch_invariance(dtype: torch.dtype) -> None:
     for channels, inputs in SHAPES:
         x, weight = draw(200, inputs).to(dtype), draw(channels, inputs, seed=1).to(dtype)
         whole = fixed_linear(x, weight)
@@ -86,7 +86,7 @@ def test_rows_do_not_know_of_each_other(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_fixed_layers_give_a_row_the_same_bits(scheme: str) -> None:
+def test_batch_invariant_layers(scheme: str) -> None:
     new = rounded(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
     x = draw(300, 3072).bfloat16()
     set_fixed(new)
@@ -98,7 +98,7 @@ def test_fixed_layers_give_a_row_the_same_bits(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_network_gives_on_a_gpu_what_it_gives_on_a_cpu(scheme: str) -> None:
+def test_model_equals_cpu(scheme: str) -> None:
     spec = ModelSpec.from_preset("tiny", layers=2, hidden=256, heads=4, kv_heads=2)
     model = apply_quantization(GPT(spec).requires_grad_(False), scheme)
     there = copy.deepcopy(model).cuda().bfloat16()
@@ -110,7 +110,7 @@ def test_a_network_gives_on_a_gpu_what_it_gives_on_a_cpu(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_graphs_hold_the_products_and_the_monitor(scheme: str) -> None:
+def test_graphs_capture_matmuls_and_drift_monitor(scheme: str) -> None:
     """Replays give the same bits: tickets of split-K are back at zero after each. A monitor counts every replay."""
     new = rounded(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
     new.label = "down"
@@ -135,7 +135,7 @@ def test_graphs_hold_the_products_and_the_monitor(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_pipeline_runs_on_a_gpu(scheme: str) -> None:
+def test_quantize_pipeline_runs(scheme: str) -> None:
     spec = ModelSpec.from_preset("tiny", layers=2, hidden=256, heads=4, kv_heads=2)
     model = GPT(spec).cuda().bfloat16()
     ids = torch.randint(0, spec.vocab, (4000,), generator=torch.Generator().manual_seed(0))
@@ -145,9 +145,7 @@ def test_the_pipeline_runs_on_a_gpu(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["", *SCHEMES])
-def test_kernels_that_are_launched_early_give_the_bits_of_plain_ones(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_launch_is_bitwise_equal(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reads what the one before has just written, in a graph whose replays follow one another."""
     from lmworks.kernels import triton_support
 

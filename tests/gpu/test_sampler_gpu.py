@@ -65,7 +65,7 @@ def sampled_on(device: str, steps: int) -> list[SamplerOutput]:
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_a_gpu_picks_what_a_cpu_picks() -> None:
+def test_gpu_samples_equal_cpu() -> None:
     there, here = sampled_on("cuda", 8), sampled_on("cpu", 8)
     torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(there, here, strict=True):
@@ -75,7 +75,7 @@ def test_a_gpu_picks_what_a_cpu_picks() -> None:
             torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_graph_holds_the_plain_sampler() -> None:
+def test_graph_captures_plain_sampler() -> None:
     sampler = sampler_on("cuda", PLAIN)
     sampling_metadata = sampler.sampling_metadata(range(len(PLAIN)))
     assert sampling_metadata.plain

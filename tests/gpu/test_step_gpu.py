@@ -59,7 +59,7 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kept", ["fp32", "bf16"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, documents: bool, tmp_path: Path) -> None:
+def test_no_synchronisation_before_scalars_are_read(family: str, kept: str, documents: bool, tmp_path: Path) -> None:
     precision = {"dtype": "bf16", "weights": kept, "states": kept}
     spec = make_run(model=FAMILIES[family], precision=precision)
     spec = spec.replace(data=spec.data.replace(document_mask=documents))
@@ -81,7 +81,7 @@ def test_nothing_waits_before_the_figures_are_read(family: str, kept: str, docum
         assert math.isfinite(trainer.read(gate).loss)
 
 
-def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_step_changes_neither_losses_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {}
     for name in ("first", "plain", "ahead"):  # the first one's libraries take memory that they keep
         monkeypatch.setattr(Trainer, "is_async", name == "ahead")
@@ -100,7 +100,7 @@ def test_looking_ahead_changes_neither_losses_nor_memory(tmp_path: Path, monkeyp
     assert found["ahead"][1] <= found["plain"][1] * 1.01  # a batch or two
 
 
-def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
+def test_prefetched_batch_is_exact(tmp_path: Path) -> None:
     trainer = built(make_run(), tmp_path / "run")
     with closing(Prefetcher(trainer.batches, 0, trainer.device)) as feed:
         for cursor in range(6):
@@ -112,9 +112,7 @@ def test_a_batch_comes_through_the_side_stream_whole(tmp_path: Path) -> None:
                 torch.testing.assert_close(mine.targets.cpu(), theirs.targets)
 
 
-def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_falsely_skipped_step_equals_unskipped_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for name in ("launched", "held"):
         trainer = built(make_run().replace(deterministic=True), tmp_path / name)
@@ -125,7 +123,7 @@ def test_a_step_that_was_held_for_nothing_is_the_step_that_was_not(
     assert losses[0] == losses[1]
 
 
-def test_layer_norm_stays_narrow_under_autocast() -> None:
+def test_layer_norm_output_is_bf16_under_autocast() -> None:
     """Which would have its input and its result in fp32 otherwise: four times the bytes before the loss."""
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     norm = LayerNorm(256, device="cuda", dtype=torch.bfloat16)
@@ -140,12 +138,12 @@ def test_layer_norm_stays_narrow_under_autocast() -> None:
     torch.testing.assert_close(grad.float(), wanted, rtol=2**-6, atol=2**-6)
 
 
-def test_segments_grow(tmp_path: Path) -> None:
+def test_expandable_segments(tmp_path: Path) -> None:
     built(make_run(), tmp_path / "run")
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
-def test_a_benchmark_stands_beside_both_floors() -> None:
+def test_benchmark_reports_both_rooflines() -> None:
     facts = bench_train(make_run(), 3, kernels=True)
     assert facts is not None
     assert set(facts["floors"]) == {"measured", "datasheet"}

@@ -39,7 +39,7 @@ def differing(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", [(16_384, 14_336), (4096, 8192), (48, 64), (20, 41), (1004, 1300)], ids=str)
-def test_kernels_compute_the_formulas(shape: tuple[int, int]) -> None:
+def test_kernels_equal_references(shape: tuple[int, int]) -> None:
     grad, gate, up = (drawn(*shape, scale=scale, seed=seed) for seed, scale in enumerate((1e-4, 3.0, 2.0)))
     values, scale = swiglu_fp8_triton.forward(gate, up)
     wanted, wanted_scale = swiglu_fp8.forward_reference(gate, up)
@@ -54,7 +54,7 @@ def test_kernels_compute_the_formulas(shape: tuple[int, int]) -> None:
         assert torch.equal(as_is.view(torch.uint8).t(), turned.view(torch.uint8))
 
 
-def test_a_nan_stays_one() -> None:
+def test_nan_is_preserved() -> None:
     gate, up = drawn(16, 32), drawn(16, 32, seed=1)
     up[3, 5] = torch.nan
     values, scale = swiglu_fp8_triton.forward(gate, up)
@@ -87,7 +87,7 @@ def with_gradients(way: nn.Module, x: Tensor) -> list[Tensor]:
     return [result, *torch.autograd.grad(result, [leaf, *way.parameters()], grad)]
 
 
-def test_compiled_it_is_as_far_from_fp32_as_torchaos_layers() -> None:
+def test_compiled_error_is_similar_to_torchao() -> None:
     float8 = pytest.importorskip("torchao.float8")
     x, joined, layers = drawn(4, 512, 512, seed=8), Joined(512, 1536), Layers(512, 1536)
     exact = with_gradients(copy.deepcopy(layers).float(), x.float())
