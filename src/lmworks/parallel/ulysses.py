@@ -38,14 +38,15 @@ class Ulysses:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if k.shape[2] < cp:
             k, v = (x.repeat_interleave(cp // x.shape[2], dim=2) for x in (k, v))
-        shares = [x.unflatten(2, (cp, -1)) for x in (q, k, v)]  # (batch, seq/cp, cp, heads/cp, head_dim)
-        sizes = [share.shape[3] for share in shares]
-        q, k, v = self.to_heads(torch.cat(shares, dim=3)).split(sizes, dim=2)
+        widths = [x.shape[3] for x in (q, k, v)]
+        shares = [x.unflatten(2, (cp, -1)).flatten(3) for x in (q, k, v)]  # (batch, seq/cp, cp, heads/cp · head_dim)
+        parts = self.to_heads(torch.cat(shares, dim=3)).split([share.shape[3] for share in shares], dim=2)
+        q, k, v = (part.unflatten(2, (-1, width)) for part, width in zip(parts, widths, strict=True))
         own = {name: x.chunk(cp)[self.group.rank()] for name, x in per_head.items()}
         return self.to_sequence(self.dense(q, k, v, layer, **own))
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """(batch, seq/cp, cp, heads/cp, head_dim) → (batch, seq, heads/cp, head_dim)."""
+        """(batch, seq/cp, cp, width) → (batch, seq, width)."""
         return self.all_to_all(x.movedim(2, 0)).movedim(0, 1).flatten(1, 2)
 
     def to_sequence(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...spec.components import attention_core
 from ..ops import chunk_rows, device_of
 from ..pipelines.stages import Stage
 from ..policies import policies
@@ -106,7 +107,7 @@ def loss(ctx: RankContext) -> Collective:
 
 def ring_attention(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     spec, hops = ctx.spec, ctx.grid.cp - 1
-    block = 2 * ctx.tokens * local_kv_heads(ctx) * spec.model.head_dim  # numbers
+    block = 2 * ctx.tokens * local_kv_heads(ctx) * attention_core(spec.model).qk_dim  # numbers; values are as wide
     keys, calls = ctx.width * block, spec.accumulation * len(stage.layers) * hops
     for kind in ("send", "recv"):
         repeated = recomputed_layers(ctx, stage, "full")
@@ -119,8 +120,10 @@ def ulysses(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     spec, cp = ctx.spec, ctx.grid.cp
     heads, kv_heads = spec.model.heads // spec.parallel.tp, max(local_kv_heads(ctx), cp)
     calls, repeated = spec.accumulation * len(stage.layers), recomputed_layers(ctx, stage)
-    for what, count in (("queries, keys, values", heads + 2 * kv_heads), ("attention's result", heads)):
-        size = ctx.width * ctx.tokens * count * spec.model.head_dim
+    core = attention_core(spec.model)
+    inputs = heads * core.qk_dim + kv_heads * (core.qk_dim + core.v_dim)
+    for what, count in (("queries, keys, values", inputs), ("attention's result", heads * core.v_dim)):
+        size = ctx.width * ctx.tokens * count
         yield from forward_collectives(ctx, stage, "all-to-all", what, "cp", 1, size, repeated)
         yield ctx.collective("all-to-all", f"gradient of {what}", "cp", calls, size, BACKWARD)
 

@@ -127,12 +127,13 @@ def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, C
     q, out = (case.tokens * each / case.tp * width for each in (core.q_width, core.out_width))
     heads = np.maximum(core.kv_heads / case.tp, 1)
     kv = case.tokens * heads * (core.qk_dim + core.v_dim) * width
+    ring = 2 * case.tokens * heads * core.qk_dim * width  # values travel as wide as keys
     if case.cp_method == "ulysses":
         there = links.seconds("all-to-all", q + kv, case.cp, case.tp) + links.seconds(
             "all-to-all", out, case.cp, case.tp
         )
         return there, there
-    return links.to_neighbour(kv, case.cp, case.tp), links.to_neighbour(2 * kv, case.cp, case.tp)
+    return links.to_neighbour(ring, case.cp, case.tp), links.to_neighbour(2 * ring, case.cp, case.tp)
 
 
 def tp_collectives(case: Case, links: Links, size: Number) -> CommSeconds:
