@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from ..record.heartbeat import read_stat
+
 AGENT_KILLED = "the agent that started the ranks was killed"
 agent_pid: int | None = None  # None: no agent started this rank
 
@@ -23,4 +25,10 @@ def record_agent() -> None:
 
 
 def agent_died() -> bool:
-    return agent_pid is not None and os.getppid() != agent_pid
+    """Also while it exits: the kernel signals its ranks when the main thread ends, maybe before the other threads."""
+    if agent_pid is None:
+        return False
+    try:
+        return os.getppid() != agent_pid or read_stat(f"/proc/{agent_pid}/stat")[0] in "ZX"
+    except OSError:  # it has ended meanwhile, or there is no /proc
+        return os.getppid() != agent_pid
