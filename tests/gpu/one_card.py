@@ -1,6 +1,6 @@
 """Ranks of an engine that share one GPU. NCCL wants a card for each, so these meet over gloo, through the host.
 
-As a program: a rank that follows, as `python -m lmworks.engine` is.
+As a program: a worker, as `python -m lmworks.engine` is.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def over_host(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return all_gather(x.cpu(), dim, group).to(x.device)
 
 
-def follower() -> subprocess.Popen[bytes]:
+def start_worker() -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, start_new_session=True)
 
 
 def arrange(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(executor, "BACKENDS", {"cuda": "cpu:gloo,cuda:gloo"})
-    replace(executor, "cards", lambda: 2)
-    replace(executor, "on_rank", lambda _device, _rank: torch.device("cuda", 0))
-    replace(executor, "follower", follower)
+    replace(executor, "num_gpus", lambda: 2)
+    replace(executor, "rank_device", lambda _device, _rank: torch.device("cuda", 0))
+    replace(executor, "start_worker", start_worker)
     replace(executor, "all_gather", over_host)
 
 

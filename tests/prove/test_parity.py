@@ -225,6 +225,14 @@ def test_a_given_spec_is_laid_out_in_the_same_way() -> None:
     assert layouts()["fsdp2"].alone(given, "fp32").precision.dtype == "fp32"
 
 
+def test_the_comparing_process_starts_no_threads() -> None:
+    """Forked ranks of a later layout would wait for them (Linux on aarch64)."""
+    before = torch.get_num_threads()
+    with parity():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
 def test_table_in_the_docs_is_of_this_list() -> None:
     text = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
     table = text.partition("<!-- parity -->")[2].partition("<!-- /parity -->")[0]

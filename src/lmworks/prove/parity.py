@@ -125,9 +125,18 @@ class Parity:
 def parity(
     given: dict[str, Any] | None = None, quick: bool = False, timeout: float = 120, force: bool = False
 ) -> Iterator[Parity]:
-    """A `Parity` with a temporary folder for data and runs."""
-    with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
-        yield Parity(Path(root), given, quick, timeout, force)
+    """A `Parity` with a temporary folder for data and runs.
+
+    Ranks are forked, layout after layout. Threads that this process had started in between would be missing in the next
+    ranks, whose matrix products wait for them for ever (Linux on aarch64): it computes on one thread.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="lmworks-parity-") as root:
+            yield Parity(Path(root), given, quick, timeout, force)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def comparison_memory(spec: RunSpec, rank: int) -> list[Row]:
