@@ -63,12 +63,12 @@ def tiles(name: str) -> dict[str, float]:
     slot, rule = large(precision)
     scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     found = {}
-    before = adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS
-    for adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS in TILES:
+    before = adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.MAX_TILES_PER_PROGRAM
+    for adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.MAX_TILES_PER_PROGRAM in TILES:
         seconds = timed(lambda: adamw([slot], rule, grad_scale=scale, found_inf=found_inf))
-        way = f"tile {adamw_triton.TILE}, {adamw_triton.WARPS} warps, {adamw_triton.TURNS} turns"
+        way = f"tile {adamw_triton.TILE}, {adamw_triton.WARPS} warps, {adamw_triton.MAX_TILES_PER_PROGRAM} turns"
         found[way] = moved * COUNT / seconds / COPY
-    adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.TURNS = before
+    adamw_triton.TILE, adamw_triton.WARPS, adamw_triton.MAX_TILES_PER_PROGRAM = before
     return found
 
 

@@ -26,8 +26,8 @@ def test_precision_study_runs(dataset: Path, tmp_path: Path, monkeypatch: pytest
     assert not [(one.name, one.training.error) for one in found.outcomes if one.training.error]
     assert found["fp8-rowwise"].training.facts["emulated"] is not fp8
     assert found["fp32"].training.looked[-1]["formats"]["gradients"]["e4m3 rowwise"]
-    kept = {one.name: one.figures.kept for one in found.outcomes}
+    kept = {one.name: one.metrics.kept for one in found.outcomes}
     assert kept["bf16-master"] == pytest.approx(1, abs=1e-3) == kept["fp32"] and (kept["bf16-nearest"] or 1) < 0.9
-    errors = [found[name].figures.gradient_error or 0.0 for name in ("fp16", "bf16", "fp8-rowwise")]
+    errors = [found[name].metrics.gradient_error or 0.0 for name in ("fp16", "bf16", "fp8-rowwise")]
     assert errors == sorted(errors) and errors[0] > 0, "fewer digits, larger errors"
     assert found["fp16-high"].training.overflows[:2] == [1, 2]
