@@ -343,3 +343,22 @@ def test_command_prints_a_table() -> None:
     result = CliRunner().invoke(app, ["qwen3-8b", "--gpu", "l4", "--weights", "int4"])
     assert result.exit_code == 0, result.output
     assert "Cheapest: tp =" in result.output and "no engine was measured on L4" in result.output
+
+
+def test_latent_attention_of_a_served_model() -> None:
+    """DeepSeek-V3's attention, from the figures of its config: matrices, cache and attention FLOPs of one layer."""
+    heads, hidden, rank, q_rank, nope, rope = 128, 7168, 512, 1536, 128, 64
+    model = ModelSpec(layers=61, hidden=hidden, heads=heads, head_dim=nope, ffn=18432, vocab=129280, kv_lora_rank=rank,
+                      q_lora_rank=q_rank, rope_head_dim=rope, v_head_dim=128)  # fmt: skip
+    served = ServedModel.of(model)
+    matrices = [(one.k, one.n, one.split) for one in served.linears]
+    assert matrices[:4] == [
+        (hidden, q_rank + rank + rope, "whole"),
+        (q_rank, heads * (nope + rope), "columns"),
+        (rank, heads * (nope + 128), "columns"),
+        (heads * 128, hidden, "rows"),
+    ]
+    assert served.cache("bf16", tp=8).token_bytes == 61 * 2 * (rank + rope)  # every rank keeps all of it
+    assert served.prefill_flops == 61 * 2 * heads * (nope + rope + 128)
+    assert served.decode_flops == 61 * 2 * heads * (2 * rank + rope)
+    assert served.params == model.params

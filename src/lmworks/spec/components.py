@@ -486,3 +486,10 @@ def token_cache(m: ModelSpec) -> TokenCache:
     if m.kv_lora_rank:  # the latent vector and one rotary key, for all heads
         return TokenCache(1, m.kv_lora_rank + m.rope_head_dim, vectors=1)
     return TokenCache(m.kv_heads, m.head_dim)
+
+
+def decode_flops_per_key(m: ModelSpec) -> int:
+    """Of one query and layer while decoding: latent attention works in the latent space (absorbed projections)."""
+    if m.kv_lora_rank:
+        return 2 * m.heads * (2 * m.kv_lora_rank + m.rope_head_dim)
+    return attention_core(m).flops_per_key

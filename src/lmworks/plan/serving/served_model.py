@@ -129,7 +129,7 @@ class ServedModel:
             kv_vectors=kv.vectors,
             window=core.window,
             prefill_flops=1.0 * layers * core.flops_per_key,
-            decode_flops=1.0 * layers * core.flops_per_key,
+            decode_flops=1.0 * layers * components.decode_flops_per_key(m),
             context=m.context,
         )
 
