@@ -275,7 +275,7 @@ def test_only_leftovers(lmworks: Run, run: Path, tmp_path: Path) -> None:
     assert [one["status"] for one in answer(lmworks("checkpoint", "ls", run, "--json"))] == ["writing"]
     assert "has no checkpoint" in refusal(lmworks("checkpoint", "show", run), 1)
     assert answer(lmworks("checkpoint", "verify", run, "--json")) == {"ok": True, "resume": None, "checkpoints": []}
-    assert "has no checkpoint" in refusal(lmworks("export", run, tmp_path / "out"), 1)
+    assert "has no committed checkpoint" in refusal(lmworks("export", run, tmp_path / "out"), 1)
     assert not (tmp_path / "out").exists()
 
 

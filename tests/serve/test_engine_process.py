@@ -154,7 +154,7 @@ HOPELESS = [
     (EngineRequest([], SamplingParams()), "prompt is empty"),
     (EngineRequest([257], SamplingParams()), "token 257"),
     (EngineRequest([1] * 512, SamplingParams()), "does not fit"),
-    (EngineRequest([1], SamplingParams(regex="(")), "shape"),
+    (EngineRequest([1], SamplingParams(regex="(")), "the grammar is invalid"),
     (EngineRequest([1], SamplingParams(json_schema={"type": "nonsense"})), "nonsense"),
     (EngineRequest([1], SamplingParams(json_schema=nested(100))), "nested more than"),
     (EngineRequest([1], SamplingParams(json_schema=nested(100_000))), "nested too deep"),
