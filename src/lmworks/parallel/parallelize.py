@@ -177,7 +177,7 @@ def materialise(
         own = own_rows(parameter, share)
         if master:
             own, low = split(own.float().to(home))
-            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data.take_low
+            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
         rows_of(parameter).copy_(own)
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts

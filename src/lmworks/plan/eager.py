@@ -5,12 +5,12 @@ One rule for each kind of component (`spec/components.py`): the kernels it launc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from .case import Number
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
@@ -79,6 +79,10 @@ def block(load: Workload) -> list[Op]:
                 ops += experts(component, load)
             case Residual():
                 ops.append(residual(component.label, load, component.inner))
+            case Sinks():
+                pass  # part of attention's own kernels
+            case _:
+                assert_never(component)
     return ops
 
 

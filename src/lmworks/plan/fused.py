@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from . import eager
 from .expert_load import fullest, padded
 from .flops import keys_per_query
@@ -244,6 +244,10 @@ def block(load: Workload) -> list[Op]:
                 ops += experts(layer, load)
             case Residual() as add:
                 ops.append(residual(add.label, load, add.inner))
+            case Sinks():
+                pass  # part of attention's own kernels
+            case other:
+                raise AssertionError(f"no cost rule for {other}")
     return ops
 
 

@@ -434,7 +434,7 @@ def find(m: ModelSpec, name: str) -> Weight:
     return by_inside_name(m)[name.split(".", 2)[2] if name.startswith("blocks.") else name]
 
 
-# --- what follows -----------------------------------------------------------------------------------------
+# --- queries over the list -----------------------------------------------------------------------------------------
 
 
 def linears(m: ModelSpec) -> list[Linear]:

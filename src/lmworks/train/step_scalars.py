@@ -24,7 +24,7 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 class UpdateGate:
     """Inputs of the optimizer beside gradients; PyTorch's fused optimizers and ours read both on the device."""
 
-    grad_divisor: Tensor | None  # of every gradient, fp32: loss scale × clipping factor; None: 1
+    grad_divisor: Tensor | None  # of every gradient, fp32: loss scale × max(1, norm / clip); None: 1
     skip: Tensor  # fp32: 1 leaves weights, optimizer state and step counts unchanged
 
 
@@ -40,8 +40,8 @@ def make_gate(
     skip = (~fine).to(torch.float64)
     grad_divisor = None
     if clip or scale != 1.0:
-        excess = ((norm + CLIP_EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-        grad_divisor = (scale * excess).to(home, torch.float32)
+        clip_divisor = ((norm + CLIP_EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
+        grad_divisor = (scale * clip_divisor).to(home, torch.float32)
     return UpdateGate(grad_divisor, skip.to(home, torch.float32)), torch.stack([loss, norm, skip])
 
 

@@ -23,39 +23,40 @@ from .kv_cache import PagedAttention
 class AbsorbedLatentAttention(nn.Module):
     """model.gpt.LatentAttention over the paged cache of latent vectors."""
 
-    keys: Tensor  # (heads, nope, rank)
-    values: Tensor  # (heads, v, rank)
+    w_uk: Tensor  # (heads, nope, rank): the key part of the absorbed projection
+    w_uv: Tensor  # (heads, v, rank): its value part
 
-    def __init__(self, was: LatentAttention) -> None:
+    def __init__(self, module: LatentAttention) -> None:
         super().__init__()
-        self.was = was
-        self.rank = was.kv_norm.normalized_shape[0]
-        self.scale = (was.nope_dim + was.rope_dim) ** -0.5
-        heads = dense_weight(was.kv_b).unflatten(0, (-1, was.nope_dim + was.v_dim))  # (heads, nope + v, rank)
-        dtype = was.kv_norm.weight.dtype
-        for name, part in zip(("keys", "values"), heads.split((was.nope_dim, was.v_dim), dim=1), strict=True):
+        self.module = module
+        self.rank = module.kv_norm.normalized_shape[0]
+        self.scale = (module.nope_dim + module.rope_dim) ** -0.5
+        heads = dense_weight(module.kv_b).unflatten(0, (-1, module.nope_dim + module.v_dim))  # (heads, nope + v, rank)
+        dtype = module.kv_norm.weight.dtype
+        for name, part in zip(("w_uk", "w_uv"), heads.split((module.nope_dim, module.v_dim), dim=1), strict=True):
             self.register_buffer(name, part.to(dtype).contiguous())
-        del was.kv_b  # its numbers are in `keys` and `values`
+        del module.kv_b  # its numbers are in `w_uk` and `w_uv`
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, backend: PagedAttention) -> Tensor:
         """x (tokens, hidden)."""
-        q, latents = by_rows(self.project, attend.invariant, x, *(rotary or ()))
-        mixed = self.attend(q, latents, attend)
-        return by_rows(self.output, attend.invariant, mixed)[0]
+        assert rotary is not None
+        q, latents = by_rows(self.project, backend.invariant, x, *rotary)
+        mixed = self.attend(q, latents, backend)
+        return by_rows(self.output, backend.invariant, mixed)[0]
 
     def project(self, x: Tensor, *rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Queries in the latent space (tokens, heads, width), and what the cache keeps (tokens, 1, width)."""
         cos, sin = rotary
-        q_nope, q_rope, latent, k_rope = self.was.latents(x, (cos, sin))
-        q_latent = torch.einsum("thn,hnr->thr", q_nope, self.keys)
+        q_nope, q_rope, latent, k_rope = self.module.latents(x, (cos, sin))
+        q_latent = torch.einsum("thn,hnr->thr", q_nope, self.w_uk)
         return torch.cat((q_latent, q_rope), dim=-1), torch.cat((latent.unsqueeze(-2), k_rope), dim=-1)
 
     def output(self, mixed: Tensor) -> tuple[Tensor]:
-        return (self.was.out(torch.einsum("thr,hvr->thv", mixed, self.values).flatten(-2)),)
+        return (self.module.out(torch.einsum("thr,hvr->thv", mixed, self.w_uv).flatten(-2)),)
 
     def attend(self, q: Tensor, latents: Tensor, backend: PagedAttention) -> Tensor:
         """Store latent vectors, attend with queries as wide: (tokens, heads, rank)."""
-        cache = backend.caches[self.was.layer]
+        cache = backend.caches[self.module.layer]
         write(cache.keys, cache.key_scales, latents, backend.slot_mapping)
         parts = (q,) if len(backend.metadata) == 1 else (q[: backend.num_decodes], q[backend.num_decodes :])
         options = {"rank": self.rank, "scale": self.scale, "window": backend.options["window"]}

@@ -94,7 +94,7 @@ class StepComm:
     cp: tuple[CommSeconds, CommSeconds]  # forward, backward: one hop of the ring
     ep: CommSeconds  # one direction
     send: CommSeconds  # to the next stage
-    all_gather: CommSeconds  # ZeRO-3: weights of a block
+    all_gather: CommSeconds  # ZeRO-3 and FSDP: weights of a block
     reduce_scatter: CommSeconds  # ZeRO-3: its gradients
     all_gather_root: CommSeconds  # ZeRO-3: embedding and head
     reduce_scatter_root: CommSeconds
@@ -172,7 +172,7 @@ class Weights:
 
 
 def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
-    """ZeRO-3: all-gather weights before use, reduce-scatter gradients, all-reduce them over replicas (HSDP)."""
+    """ZeRO-3, which FSDP1 and FSDP2 are: all-gather weights before use, reduce-scatter gradients, all-reduce them over replicas (HSDP)."""
     gather, reduce, ranks = case.software.gather or case.width, case.software.reduce, case.dp_shard * case.cp
     copies = links.replicate("all-reduce", reduce * weights.block / ranks)
     pieces = SHARDED_TENSORS if case.software.per_tensor_gather else 1
