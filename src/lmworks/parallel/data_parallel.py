@@ -25,7 +25,8 @@ class Shard:
     # The mesh axis over which its rows (dim 0, chunked as torch.chunk does) are cut; None: the leaf is whole; "flat": a
     # run of elements, and the ranks of "shard" joined in their order have them all (FSDP1).
     rows: str | None
-    # The 16 bits below a bf16 leaf with which it is an fp32 number, where its optimizer keeps a master (kernels.training.adamw).
+    # The 16 bits below a bf16 leaf with which it is an fp32 number, where its optimizer keeps a master
+    # (kernels.training.adamw).
     low: Tensor | None = None
 
 

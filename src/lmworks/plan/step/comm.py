@@ -172,7 +172,10 @@ class Weights:
 
 
 def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
-    """ZeRO-3, which FSDP1 and FSDP2 are: all-gather weights before use, reduce-scatter gradients, all-reduce them over replicas (HSDP)."""
+    """ZeRO-3, which FSDP1 and FSDP2 are: all-gather weights before use, reduce-scatter gradients.
+
+    HSDP: all-reduce these over replicas.
+    """
     gather, reduce, ranks = case.software.gather or case.width, case.software.reduce, case.dp_shard * case.cp
     copies = links.replicate("all-reduce", reduce * weights.block / ranks)
     pieces = SHARDED_TENSORS if case.software.per_tensor_gather else 1
