@@ -338,7 +338,7 @@ def test_too_little_memory_for_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None
 def test_odd_head_dim_rejects_8_bit_cache(kind: str) -> None:
     """Kernels read it in pairs."""
     model = lively(hidden=60, heads=4, kv_heads=4, positions="alibi")
-    with pytest.raises(SpecError, match=rf"kv_dtype = '{kind}'.*even.*head_dim = 15.*'auto'"):
+    with pytest.raises(SpecError, match=rf"kv_dtype = '{kind}'.*even.*head_dim.* 15; use.*'auto'"):
         runner_of(model, kv_dtype=kind)
     runner_of(model)
 

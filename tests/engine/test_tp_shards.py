@@ -189,6 +189,7 @@ class ByHalves(nn.Module):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("int8", "llama", "auto"),
+                ("int8", "latent attention", "auto"),
                 ("int8", "gpt2", "fp8"),
                 ("int4", "tied", "fp8"),
                 ("int4", "llama", "auto"),

@@ -253,6 +253,15 @@ def test_every_preset_s_config_comes_back(name: str) -> None:
 
 
 REFUSED_CONFIGS = {
+    "deepseek softmax scale": (
+        {"model_type": "deepseek_v3", **LATENT, "rope_scaling": {**YARN, "mscale_all_dim": 1.0}},
+        "mscale_all_dim = 1.0 is not supported",
+    ),
+    "deepseek layers": (
+        {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": "2"},
+        "first_k_dense_replace = '2': a whole number",
+    ),
+    "deepseek widths": ({"model_type": "deepseek_v3", **LATENT, "v_head_dim": 0}, "v_head_dim = 0: a whole number"),
     "deepseek experts": (
         {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1},
         "first_k_dense_replace = 1.*must be 2",

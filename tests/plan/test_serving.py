@@ -362,3 +362,10 @@ def test_latent_attention_of_a_served_model() -> None:
     assert served.prefill_flops == 61 * 2 * heads * (nope + rope + 128)
     assert served.decode_flops == 61 * 2 * heads * (2 * rank + rope)
     assert served.params == model.params
+
+
+def test_degrees_share_query_heads_of_latent_attention() -> None:
+    """One latent vector for all heads: the cache does not bound tensor parallelism, the query heads do."""
+    gpu = catalogue()["H100-SXM-80GB"]
+    model = ModelSpec(hidden=640, heads=20, head_dim=32, ffn=1280, vocab=1280, kv_lora_rank=64, rope_head_dim=16)
+    assert degrees(ServedModel.of(model), gpu) == [1, 2, 4]

@@ -76,3 +76,28 @@ def test_wrong(fields: dict[str, Any], message: str) -> None:
 def test_a_preset_given_to_the_constructor_is_not_ignored() -> None:
     with pytest.raises(SpecError, match=r"write ModelSpec.from_preset\('gpt2-small'"):
         ModelSpec(preset="gpt2-small")
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"bias": True}, "model.bias = True does not go with latent attention"),
+        ({"positions": "alibi"}, "model.positions = 'alibi' does not go with latent attention"),
+        ({"kv_heads": 2}, "model.kv_heads = 2 does not go with latent attention.*must be 4"),
+        ({"rope_head_dim": 5}, "model.rope_head_dim = 5 must be even"),
+        ({"rope_head_dim": 4, "v_head_dim": 64}, "model.v_head_dim = 64 is wider than a key head"),
+        ({"attention": "flash"}, "takes keys and values of one width"),
+        ({"attention_sinks": True}, "model.attention_sinks = True does not go with latent attention"),
+    ],
+)
+def test_what_latent_attention_refuses(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        ModelSpec(**{"heads": 4, "hidden": 64, "kv_lora_rank": 16, **keys})
+
+
+def test_widths_that_latent_attention_derives() -> None:
+    spec = ModelSpec(heads=4, hidden=64, head_dim=6, kv_lora_rank=16)
+    assert (spec.rope_head_dim, spec.v_head_dim, spec.rotary_dim) == (2, 6, 2)
+    assert ModelSpec(heads=4, hidden=64, head_dim=7, kv_lora_rank=16, rope_head_dim=4).head_dim == 7
+    with pytest.raises(SpecError, match=r"model\.v_head_dim needs model\.kv_lora_rank > 0"):
+        ModelSpec(heads=4, hidden=64, v_head_dim=8)

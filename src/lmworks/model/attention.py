@@ -3,7 +3,7 @@
 A backend is called as `attend(q, k, v, layer, **per_head)` with q (batch, seq, heads, head_dim) and k, v
 (batch, seq, kv_heads, head_dim), and returns the mixture of values for each query head. `per_head`: learned parameters
 of the softmax with one entry for each query head (`gpt.Attention.per_head`). `Dense` covers training and the KV cache;
-`engine.core.attention_backend` attends over pages. All of them see a `Pattern`: who may look at whom.
+the engine's `PagedAttention` attends over pages. All of them see a `Pattern`: who may look at whom.
 """
 
 from __future__ import annotations
@@ -248,6 +248,6 @@ def fastest_backend(spec: ModelSpec, device: torch.device, *, sparse: bool, offs
         return "flex"
     if spec.positions != "alibi" and core.v_dim == core.qk_dim <= 256:
         op = "sparse_attention" if sparse else "flash_attention"
-        if fastest(op, device, seq=seq, head_dim=spec.head_dim) == "triton":
+        if fastest(op, device, seq=seq, head_dim=core.qk_dim) == "triton":
             return "flash"
     return "flex" if sparse else "sdpa"

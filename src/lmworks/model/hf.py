@@ -147,7 +147,21 @@ LARGEST = 2**24  # of any one dimension: products of two, in bytes, are numbers 
 
 def refuse_beyond_all(spec: ModelSpec) -> None:
     """A config that is damaged, or made to be: weights of such a shape cannot even be described."""
-    for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "expert_ffn"):
+    for name in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "experts",
+        "expert_ffn",
+        "kv_lora_rank",
+        "q_lora_rank",
+        "rope_head_dim",
+        "v_head_dim",
+    ):
         value = getattr(spec, name)
         if value > LARGEST:
             raise SpecError(f"model.{name} would be {value:,}, more than any model has (at most {LARGEST:,})")

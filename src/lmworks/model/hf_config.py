@@ -208,12 +208,19 @@ def rotary_keys(config: Config) -> dict[str, Any]:
 
 
 def latent_spec(config: Config) -> ModelSpec:
-    layers, dense = need(config, "num_hidden_layers"), config["first_k_dense_replace"] or 0
+    for key in ("num_hidden_layers", "first_k_dense_replace", "qk_rope_head_dim", "v_head_dim"):
+        least = 0 if key == "first_k_dense_replace" else 1
+        if not isinstance(config.get(key), int) or config[key] < least:
+            raise SpecError(f"{key} = {config.get(key)!r:.60}: a whole number of at least {least} is expected")
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     if dense < layers:
         raise SpecError(
             f"first_k_dense_replace = {dense}: experts of deepseek_v3 are not supported; it must be {layers} or more"
         )
     rope = rotary_keys(config)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default" and rope.get("mscale_all_dim"):
+        raise SpecError(f"mscale_all_dim = {rope['mscale_all_dim']} is not supported: it changes the softmax scale")
     return ModelSpec(
         layers=layers,
         hidden=need(config, "hidden_size"),

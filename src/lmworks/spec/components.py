@@ -50,11 +50,6 @@ class Weight:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def inside(self) -> str:
-        """Its name within the block, or within the network."""
-        return self.name if self.layer == ROOT else self.name.split(".", 2)[2]
-
     def sharded(self, tp: int) -> int | None:
         """The dimension that `tp` ranks shard; None: the weight is whole on every rank."""
         return self.tp_dim if tp > 1 and not (self.kv_heads and self.kv_heads % tp) else None

@@ -119,7 +119,7 @@ class ModelSpec(Section):
                     f"use hidden = {self.heads * round(self.hidden / self.heads) or self.heads} or set model.head_dim"
                 )
             self.derive("head_dim", self.hidden // self.heads)
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.head_dim % 2 and not self.kv_lora_rank:
             raise SpecError(f"model.head_dim = {self.head_dim} must be even for model.positions = 'rope'")
         if not self.ffn:
             width = 4 * self.hidden if self.mlp == "gelu" else -(-8 * self.hidden // (3 * 64)) * 64
@@ -149,17 +149,22 @@ class ModelSpec(Section):
                 if getattr(self, key):
                     raise SpecError(f"model.{key} needs model.kv_lora_rank > 0 (multi-head latent attention)")
             return
-        needs = {"positions": "rope", "qk_norm": False, "qkv_bias": False, "kv_heads": self.heads}
+        needs = {"positions": "rope", "qk_norm": False, "bias": False, "qkv_bias": False, "kv_heads": self.heads}
         for key, value in {**needs, "attention_softcap": 0.0, "attention_sinks": False}.items():
             if getattr(self, key) != value:
                 raise SpecError(
                     f"model.{key} = {getattr(self, key)!r} does not go with latent attention (model.kv_lora_rank = "
                     f"{self.kv_lora_rank}); it must be {value!r}"
                 )
-        self.derive("rope_head_dim", self.rope_head_dim or self.head_dim // 2)
+        self.derive("rope_head_dim", self.rope_head_dim or max(2, self.head_dim // 4 * 2))
         self.derive("v_head_dim", self.v_head_dim or self.head_dim)
         if self.rope_head_dim % 2:
             raise SpecError(f"model.rope_head_dim = {self.rope_head_dim} must be even")
+        if self.v_head_dim > self.head_dim + self.rope_head_dim:
+            raise SpecError(
+                f"model.v_head_dim = {self.v_head_dim} is wider than a key head, head_dim + rope_head_dim = "
+                f"{self.head_dim + self.rope_head_dim}"
+            )
 
     def check_rope(self) -> None:
         scaling = self.rope_scaling
@@ -191,10 +196,9 @@ class ModelSpec(Section):
             raise SpecError(
                 "model.attention = 'flash' cannot do model.positions = 'alibi'; that needs attention = 'flex' or 'sdpa'"
             )
-        if self.head_dim > 256:
-            raise SpecError(
-                f"model.attention = 'flash' takes heads of at most 256; model.head_dim = {self.head_dim} needs 'sdpa'"
-            )
+        width = self.head_dim + self.rope_head_dim
+        if width > 256:
+            raise SpecError(f"model.attention = 'flash' takes heads of at most 256; head_dim = {width} needs 'sdpa'")
 
     # --- parameter counts -------------------------------------------------------------------------
 

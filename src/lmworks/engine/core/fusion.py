@@ -1,6 +1,6 @@
 """Operator fusion for inference: the training network changed in place to fewer and larger kernels.
 
-    attention   one QKV projection; norm, rotation and KV cache write are one kernel (`engine.core.attention_backend`)
+    attention   one QKV projection; norm, rotation and KV cache write are one kernel (`engine.core.kv_cache`)
     MLP         one gate-up projection, with SwiGLU in its epilogue for few rows
     block       residual add and the next norm are one kernel: blocks pass on a pair, the stream and a pending addend
 

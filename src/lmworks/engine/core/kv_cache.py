@@ -43,8 +43,8 @@ class KVCacheShape:
         stored, token = STORED.get(engine.kv_dtype, dtype), token_cache(model)
         if stored.itemsize == 1 and token.width % 2:
             raise SpecError(
-                f"engine.kv_dtype = '{engine.kv_dtype}' keeps heads of even width, but model.head_dim = "
-                f"{token.width}; use engine.kv_dtype = 'auto'"
+                f"engine.kv_dtype = '{engine.kv_dtype}' keeps vectors of even width, but those of this model "
+                f"(model.head_dim, or kv_lora_rank + rope_head_dim) have {token.width}; use engine.kv_dtype = 'auto'"
             )
         return cls(model.layers, max(1, token.heads // tp), token.width, engine.block, stored, token.vectors)
 

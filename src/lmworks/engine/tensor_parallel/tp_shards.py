@@ -194,7 +194,8 @@ def attach_quantized_shards(
 ) -> None:
     """This rank's parts in their indices; one whole layer is in the host's memory at a time."""
     for name, was in taken.items():
-        part = shards[name].quantized(whole(name)).to(device)
+        layer = whole(name)
+        part = (shards[name].quantized(layer) if name in shards else layer).to(device)  # some are replicated
         replace(model, name, part)
         if isinstance(was, RowLinear):
             bias, part.bias = part.bias, None

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .paged_attention import AttentionMetadata, LayerCache, gathered
 
+SCORES = 2**25  # that are held at once, in fp32
+
 
 def paged_latent_attention(
     q: Tensor,  # (tokens, heads, rank + rope)
@@ -37,17 +39,18 @@ def paged_latent_attention(
             continue
         table = metadata.block_tables[row : row + 1, : math.ceil(length / cache.size)]
         latents = gathered(cache.keys, cache.key_scales, table, q.dtype)[0, 0, :length]
-        step = 1 if invariant else end - begin
+        step = 1 if invariant else max(1, SCORES // (q.shape[1] * length))
         for first in range(begin, end, step):
-            seen = length - (end - first - step)  # keys up to the last of these queries
-            out[first : first + step] = attend(q[first : first + step], latents[:seen], rank, scale, window)
+            last = min(first + step, end)
+            seen = length - (end - last)  # keys up to the last of these queries
+            out[first:last] = attend(q[first:last], latents[:seen], rank, scale, window)
     return out
 
 
 def attend(q: Tensor, latents: Tensor, rank: int, scale: float, window: int) -> Tensor:
     """q (queries, heads, width) are the last positions of latents (keys, width)."""
     queries, keys = len(q), len(latents)
-    scores = (q @ latents.T).float() * scale  # (queries, heads, keys)
+    scores = (q.float() @ latents.T.float()) * scale  # (queries, heads, keys)
     places = torch.arange(keys, device=q.device)
     distance = places[keys - queries :].unsqueeze(1) - places
     hidden = (distance < 0) | (distance >= window) if window else distance < 0

@@ -198,7 +198,7 @@ def degrees(served: ServedModel, gpu: Gpu) -> list[int]:
     joined = max(gpu.per_node, gpu.domain) if gpu.link_gbs else 1
 
     def even(tp: int) -> bool:
-        heads = served.kv_heads % tp == 0 or tp % served.kv_heads == 0
+        heads = served.heads % tp == 0 and (served.kv_heads % tp == 0 or tp % served.kv_heads == 0)
         return heads and all(size % 1 == 0 for linear in served.linears for size in linear.on(tp))
 
     return [tp for tp in (1, 2, 4, 8, 16, 32, 64) if tp <= joined and even(tp)]

@@ -2,7 +2,8 @@
 
 Serving keeps weights and nothing else of training. What a step costs follows from a short list: the matrices that every
 token meets, the experts of which it meets a few, the head, and what attention reads. `ServedModel.of` makes that list
-from a ModelSpec; a network that a ModelSpec cannot describe (latent attention, linear attention) is listed by hand.
+from a ModelSpec; a network that a ModelSpec cannot describe (linear attention, dense layers among experts) is listed by
+hand.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class ServedModel:
     prefill_flops: float  # of attention, a query and a key, all layers
     decode_flops: float
     context: int = 2**31
+    heads: int = 0  # query heads, which tensor-parallel ranks must share evenly; 0: not known
 
     @classmethod
     def of(cls, model: ModelSpec, name: str = "") -> ServedModel:
@@ -131,6 +133,7 @@ class ServedModel:
             prefill_flops=1.0 * layers * core.flops_per_key,
             decode_flops=1.0 * layers * components.decode_flops_per_key(m),
             context=m.context,
+            heads=m.heads,
         )
 
     def cache(self, dtype: str, tp: int) -> Cache:
