@@ -65,6 +65,13 @@ class Weight:
 # --- kinds of components ----------------------------------------------------------------------------------
 
 
+class WithoutWeights:
+    """A component that has no parameters."""
+
+    def weights(self) -> Iterator[Weight]:
+        return iter(())
+
+
 @dataclass(frozen=True)
 class Linear:
     """y = x·Wᵀ + bias. Row-parallel layers end a tensor-parallel region: a sum over ranks, then the bias."""
@@ -112,7 +119,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(WithoutWeights):
     """Rotary embedding of `width` numbers per token."""
 
     label: str
@@ -120,19 +127,13 @@ class Rotary:
     shard: Shard = "column"
     after_norm: bool = False  # its input is the output of a norm
 
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
-
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(WithoutWeights):
     """A copy of `width` numbers per token, sharded by heads: parts of heads put side by side."""
 
     label: str
     width: int
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Sinks:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(WithoutWeights):
     """softmax(q·kᵀ)·v over the keys that a query may see."""
 
     heads: int
@@ -194,9 +195,6 @@ class Attention:
     def saved_scores(self, keys: Any) -> Any:
         """fp32 numbers that eager code saves for each query and head: the softmax and its column of sinks; tanh."""
         return keys * (1 + (self.softcap > 0)) + self.sinks
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 @dataclass(frozen=True)
@@ -264,14 +262,11 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(WithoutWeights):
     """x + f(x)."""
 
     label: str
     inner: bool = False  # between attention and MLP
-
-    def weights(self) -> Iterator[Weight]:
-        return iter(())
 
 
 Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | Residual

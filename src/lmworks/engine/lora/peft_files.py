@@ -70,7 +70,8 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -
     with torch.device("meta"):
         ours: dict[str, Tensor] = dict(GPT(spec).named_parameters())
     whole = layout(spec, family_of_spec(spec))
-    stored = {one.name.removesuffix(".weight"): one for one in whole if block_module(one, spec)}
+    linears = {f"{linear.name}.weight" for linear in components.linears(spec)}
+    stored = {one.name.removesuffix(".weight"): one for one in whole if in_block(one, linears)}
     deltas: dict[str, Delta] = {}
     for module, (down, up) in pairs.items():
         if module not in stored:
@@ -102,9 +103,8 @@ def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tens
     )
 
 
-def block_module(stored: Stored, spec: ModelSpec) -> bool:
-    """Whether it is a linear layer of a block."""
-    linears = {f"{linear.name}.weight" for linear in components.linears(spec)}
+def in_block(stored: Stored, linears: set[str]) -> bool:
+    """Whether it is one of these layers of a block."""
     return all(part.split(".", 2)[-1] in linears for part in stored.parts)
 
 
