@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Thread
 
 from .plan.memory.host import available_bytes
-from .spec.names import unsafe_name
+from .spec.files import unsafe_name
 
 THREADS = 4
 PIECE = 8 * 2**20  # bytes asked for at once

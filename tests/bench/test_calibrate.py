@@ -23,7 +23,7 @@ from lmworks.plan.devices.links import Fabric
 from lmworks.plan.devices.profile import Profile, load_profile
 from lmworks.plan.predict import predict
 from lmworks.spec import Cluster, Gpu, LMWorksError, RunSpec, SpecError, load_run
-from lmworks.spec.paths import with_absolute_paths
+from lmworks.spec.files import with_absolute_paths
 from typed import lmworks
 
 CPU = torch.device("cpu")

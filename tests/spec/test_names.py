@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.spec.names import unsafe_name
+from lmworks.spec.files import unsafe_name
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmworks.spec import DataSpec, OptimSpec, ParallelSpec, RunSpec, SpecError
-from lmworks.spec.health import HealthSpec
+from lmworks.spec.fault_tolerance import HealthSpec
 
 
 def run(**sections: Any) -> RunSpec:

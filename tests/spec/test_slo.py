@@ -7,7 +7,7 @@ import pytest
 from lmworks.bench.serve import Slo as Measured
 from lmworks.plan.serving.plans import Slo as Planned
 from lmworks.spec import SpecError
-from lmworks.spec.slo import parse_slo
+from lmworks.spec.serving import parse_slo
 
 
 def test_three_objectives() -> None:

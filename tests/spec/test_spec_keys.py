@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lmworks.spec import RunSpec, SpecError
-from lmworks.spec.engine import EngineSpec
 from lmworks.spec.hardware import Gpu
+from lmworks.spec.serving import EngineSpec
 
 # key, default as JSON, and the range or the choices
 KEYS = """\

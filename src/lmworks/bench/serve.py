@@ -25,7 +25,7 @@ import numpy as np
 from ..record.formatting import duration
 from ..report.plots import has_matplotlib, save
 from ..spec import LMWorksError, SpecError
-from ..spec.slo import parse_slo
+from ..spec.serving import parse_slo
 from .http_client import Reply, Target, first_model, post
 from .workload import Endpoint, Load, TimedRequest
 

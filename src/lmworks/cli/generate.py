@@ -148,8 +148,8 @@ def parse_adapters(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:
-    from ..spec.engine import EngineSpec
     from ..spec.load import apply_overrides
+    from ..spec.serving import EngineSpec
 
     sections = apply_overrides({}, overrides or ())
     for name, value in sections.items():

@@ -122,7 +122,7 @@ def ray(
     """
     from ..launch import Job, ray_driver
     from ..spec import load_run
-    from ..spec.paths import with_absolute_paths
+    from ..spec.files import with_absolute_paths
 
     loaded = load_run(spec, overrides or ())
     world = loaded.parallel.world

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..spec.engine import EngineSpec
 from ..spec.hardware import catalogue, spelling
 from ..spec.presets import PRESETS
 from ..spec.run import RunSpec
+from ..spec.serving import EngineSpec
 
 if TYPE_CHECKING:
     from ..plan.memory.host_need import HostNeed

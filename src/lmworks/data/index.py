@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import DataError, NoSuchData
-from ..spec.names import unsafe_name
+from ..spec.files import unsafe_name
 
 VERSION = 1
 INDEX_FILE = "index.json"

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError
-from ..spec.names import unsafe_name
+from ..spec.files import unsafe_name
 from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
 from .load_memory import make_room

@@ -1,18 +1,15 @@
 """Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
-from .checkpoint import CheckpointSpec
-from .engine import EngineSpec
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
-from .fault import FaultSpec
+from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec
 from .grid import Grid
 from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
-from .health import HealthSpec
 from .load import dump_toml, load_run
 from .model import ModelSpec, RopeScaling
 from .precision import PrecisionSpec
 from .presets import PRESETS
 from .run import DataSpec, LogSpec, OptimSpec, ParallelSpec, RunSpec
-from .watch import WatchSpec
+from .serving import EngineSpec
 
 __all__ = [
     "PRESETS",

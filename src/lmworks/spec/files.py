@@ -1,11 +1,13 @@
-"""Files that are there whole or not at all, also after a power cut, and where files go that can be made again."""
+"""Files of a run: atomic writes, the cache folder, names that come from outside, and paths in a spec."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from .errors import SpecError
+from .run import RunSpec
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
@@ -44,3 +46,46 @@ def cache_root() -> Path:
     if own := os.environ.get("LMWORKS_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmworks"
+
+
+# --- names -----------------------------------------------------------------------------------------------
+
+
+MOST_BYTES = 255  # of one name, on every file system that runs are kept on
+DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def unsafe_name(name: object) -> str:
+    """Why `name` must not be used for a file beside the list that names it; empty where it may.
+
+    A list that was written elsewhere could name any file of this machine, to be read or overwritten. So only the plain
+    name of a file in the list's own folder is taken: no path, no drive, nothing that a file system would refuse.
+    """
+    if not isinstance(name, str):
+        return "it is not a string"
+    if name in ("", ".", ".."):
+        return "it does not name a file"
+    if "/" in name or "\\" in name or DRIVE.match(name):
+        return "it is a path, and only files of the same folder are read or written"
+    if not name.isprintable():  # NUL, line breaks, halves of a surrogate pair
+        return "it has characters that no file name should have"
+    if len(name.encode()) > MOST_BYTES:
+        return f"it is longer than {MOST_BYTES} bytes"
+    return ""
+
+
+# --- paths -----------------------------------------------------------------------------------------------
+
+
+def with_absolute_paths(spec: RunSpec) -> RunSpec:
+    """The resolved spec repeats the run from any folder."""
+
+    def absolute(path: str) -> str:
+        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
+
+    mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
+    return spec.replace(
+        data=spec.data.replace(path=absolute(spec.data.path), mix=mix),
+        checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
+        cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
+    )

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .checkpoint import CheckpointSpec
 from .errors import SpecError
-from .fault import FaultSpec
+from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
 from .hardware import Cluster
-from .health import HealthSpec, check_health
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .model import ModelSpec
 from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
-from .watch import WatchSpec
 
 RECOMPUTE = ("none", "selective", "mlp", "full", "budget")
 NO_DATA = (

@@ -37,8 +37,7 @@ from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec
-from ..spec.files import refuse_unwritable
-from ..spec.paths import with_absolute_paths
+from ..spec.files import refuse_unwritable, with_absolute_paths
 from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .banner import banner, name_device
 from .checkpoint_manager import CheckpointManager

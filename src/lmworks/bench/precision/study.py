@@ -22,8 +22,7 @@ from ...record import RunFolder, read_metrics
 from ...report.html_page import check_output_folder
 from ...spec import RunSpec, SpecError, TrainingError, dump_toml
 from ...spec.errors import STOPPED
-from ...spec.files import write_whole
-from ...spec.paths import with_absolute_paths
+from ...spec.files import with_absolute_paths, write_whole
 from ...train.device import pick_device
 from .single_run import INSPECTION_FILE
 from .variants import BASE, SEED, Variant, inspected_steps, select_variants, variant_spec

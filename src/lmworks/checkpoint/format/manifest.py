@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from ...spec import CheckpointError
-from ...spec.files import write_whole
-from ...spec.names import unsafe_name
+from ...spec.files import unsafe_name, write_whole
 from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...spec import Gpu, SpecError, catalogue
-from ...spec.slo import OBJECTIVES
+from ...spec.serving import OBJECTIVES
 from .plans import Demand, Plan, Slo, candidates
 from .served_model import WEIGHT_FORMATS, ServedModel, compute_format
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...spec import Gpu, SpecError
-from ...spec.slo import OBJECTIVES, parse_slo
+from ...spec.serving import OBJECTIVES, parse_slo
 from .batching import Lengths, Point, queueing_seconds, steady
 from .inference import Deployment, Rates, read_constants
 from .memory_fit import ServingMemory, serving_memory

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ...spec import HealthSpec
-from ...spec.health import ACTIONS
+from ...spec.fault_tolerance import ACTIONS
 from .spikes import spike_score, spike_threshold
 
 STEP_KINDS = {"spike_loss": "loss", "spike_grad": "gradient norm"}

@@ -1,4 +1,4 @@
-"""What a run watches in its own numbers, and what it does about them."""
+"""Sections of a spec about failures: checkpoints, what follows a failure, hang detection, health of the numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,54 @@ from .schema import Section, opt
 
 if TYPE_CHECKING:
     from .run import RunSpec
+
+
+@dataclass(frozen=True)
+class CheckpointSpec(Section):
+    section: ClassVar[str] = "checkpoint"
+
+    every: int = opt(100, "steps between checkpoints; the last step is always saved (0: only that)", ge=0)
+    keep: int = opt(3, "newest checkpoints to keep (0: all)", ge=0)
+    keep_every: int = opt(0, "steps of which every multiple is kept for ever (0: none)", ge=0)
+    asynchronous: bool = opt(False, "train on while a process per rank writes what was copied in memory")
+    hash: str = opt(
+        "sha256",
+        "what vouches for the bytes: xxh3 is faster and finds damage as surely, but needs the package xxhash",
+        choices=("sha256", "xxh3"),
+    )
+    remote: str = opt(
+        "", "an address of fsspec (s3://…) to which every checkpoint is copied, and loaded from if need be"
+    )
+    init: str = opt("", "a run folder or Hugging Face folder whose weights the run starts from")
+
+
+# --- fault -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FaultSpec(Section):
+    section: ClassVar[str] = "fault"
+
+    max_restarts: int = opt(0, "times that ranks which failed are started again", ge=0)
+    elastic: bool = opt(False, "go on with fewer data-parallel ranks, the global batch kept by accumulation")
+    deadline_s: float = opt(120.0, "seconds after SIGTERM in which the step and its save must end", gt=0)
+    crash_loop: str = opt("stop", "where the same step fails twice: end, or pass its batch", choices=("stop", "skip"))
+
+
+# --- watch -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WatchSpec(Section):
+    section: ClassVar[str] = "watch"
+
+    timeout_s: float = opt(1800.0, "seconds that a collective may take before the run is stopped", gt=0)
+    straggler: float = opt(1.5, "times the busy time of the median rank at which a rank is called slow", gt=1)
+    straggler_steps: int = opt(20, "steps in a row that a rank is slow before it is named", ge=1)
+
+
+# --- health ----------------------------------------------------------------------------------------------
+
 
 ACTIONS = ("log", "lower_lr", "skip", "rewind", "stop")  # from the mildest to the strongest
 
