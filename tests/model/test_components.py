@@ -57,12 +57,12 @@ def test_matmul_weights_are_the_parameters_of_linear_layers(trait: str) -> None:
 def test_replicated_weights_in_a_region_have_partial_gradients() -> None:
     """KV heads that 8 ranks outnumber are whole, as is the router; norms outside the region only with sp."""
     spec = ModelSpec(hidden=64, heads=8, kv_heads=2, qk_norm=True, experts=4, shared_experts=1)
-    partial = {weight.name for weight in components.block_weights(spec) if weight.partial(8, sp=False)}
+    partial = {weight.name for weight in components.block_weights(spec) if weight.has_partial_grad(8, sp=False)}
     names = ("attention.k.weight", "attention.v.weight", "attention.q_norm.weight", "attention.k_norm.weight")
     assert partial == {*names, "mlp.router.weight"}
-    also = {weight.name for weight in components.block_weights(spec) if weight.partial(8, sp=True)} - partial
+    also = {weight.name for weight in components.block_weights(spec) if weight.has_partial_grad(8, sp=True)} - partial
     assert also == {"attention_norm.weight", "mlp_norm.weight"}
-    assert not any(weight.partial(1, sp=True) for weight in components.block_weights(spec))
+    assert not any(weight.has_partial_grad(1, sp=True) for weight in components.block_weights(spec))
     assert components.find(spec, "blocks.3.attention.k.weight").sharded(2) == 0
 
 

@@ -107,7 +107,7 @@ def compare(case: Case) -> dict[str, float]:
     for (name, parameter), (_, other) in zip(part.named_parameters(), whole.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         assert other.grad is not None
-        if name in sharding.partial:
+        if name in sharding.partial_grads:
             dist.all_reduce(parameter.grad, group=mesh.group("tp"))
         dist.all_reduce(parameter.grad, group=mesh.group("edp" if name in experts else "dp"))
         theirs = sharding.part_of(name, other.grad, mesh)

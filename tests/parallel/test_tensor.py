@@ -80,8 +80,8 @@ def whole_gradients(model: GPT, sharding: ShardingPlan, mesh: Mesh) -> dict[str,
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         grad = parameter.grad
-        if name in sharding.partial:
-            grad = collectives.all_reduce(grad, mesh.group(sharding.partial[name]))
+        if name in sharding.partial_grads:
+            grad = collectives.all_reduce(grad, mesh.group(sharding.partial_grads[name]))
         for dim in sharding.axes(name).values():
             grad = collectives.all_gather(grad, dim, group)
         found[name] = grad

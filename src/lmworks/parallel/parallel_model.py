@@ -89,9 +89,9 @@ class ParallelModel:
             strategy.finish()
         if self.mesh is None:
             return
-        partial = [shard for shard in self.shards if shard.name in self.sharding.partial]
-        for axis in sorted({self.sharding.partial[shard.name] for shard in partial}):  # in one order on all ranks
-            sum_gradients([s for s in partial if self.sharding.partial[s.name] == axis], self.mesh.group(axis))
+        partial = [shard for shard in self.shards if shard.name in self.sharding.partial_grads]
+        for axis in sorted({self.sharding.partial_grads[shard.name] for shard in partial}):  # in one order on all ranks
+            sum_gradients([s for s in partial if self.sharding.partial_grads[s.name] == axis], self.mesh.group(axis))
         self.sum_tied()
 
     def sum_tied(self) -> None:

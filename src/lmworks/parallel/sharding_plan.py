@@ -26,7 +26,7 @@ class ShardingPlan:
     """Weights that are cut, and weights that are whole but whose gradient on a rank is only a part of the sum."""
 
     by_name: dict[str, WeightShard] = field(default_factory=dict)
-    partial: dict[str, str] = field(default_factory=dict)  # name → mesh axis over which its gradient must be summed
+    partial_grads: dict[str, str] = field(default_factory=dict)  # name → mesh axis over which to sum its gradient
 
     def cut(self, module: nn.Module, prefix: str, name: str, axis: str, dim: int, mesh: Mesh) -> None:
         """Replace the parameter `name` of `module` by this rank's chunk along `dim`. Works on meta tensors too."""

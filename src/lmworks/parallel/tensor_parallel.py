@@ -161,8 +161,8 @@ class TensorParallelizer:
         tp = self.mesh.size("tp")
         if (dim := weight.sharded(tp)) is not None:
             self.sharding.cut(root.get_submodule(path), f"{prefix}{path}.", name, "tp", dim, self.mesh)
-        elif weight.partial(tp, self.region.sequence):
-            self.sharding.partial[f"{prefix}{weight.name}"] = "tp"
+        elif weight.has_partial_grad(tp, self.region.sequence):
+            self.sharding.partial_grads[f"{prefix}{weight.name}"] = "tp"
 
     def wrap(self, block: Block, linear: components.Linear, spec: ModelSpec) -> None:
         """What a sharded layer computes beside its product."""

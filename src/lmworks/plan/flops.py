@@ -46,5 +46,6 @@ def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none"
         again += 2 * model.layers * model.block_matmul_params + attention
     if recompute == "mlp":
         inner = (w for w in components.block_weights(model) if w.name.startswith("mlp."))
-        again += 2 * model.layers * sum(w.matmul * w.size for w in inner if w.experts or w.init != "residual")
+        rerun = (w for w in inner if w.experts or w.init != "residual")
+        again += 2 * model.layers * sum(w.matmul_token_share * w.size for w in rerun)
     return model_flops_per_token(model, seq) + again

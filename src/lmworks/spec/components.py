@@ -39,9 +39,9 @@ class Weight:
     shape: tuple[int, ...]
     tp_dim: int | None = None  # dimension that tensor parallelism shards
     kv_heads: int = 0  # sharded only where the ranks divide this number of heads (0: always)
-    in_region: bool = False  # used inside a tensor-parallel region: where whole, each rank finds a part of its gradient
+    in_tp_region: bool = False  # used inside a tensor-parallel region: where replicated, its gradient is partial
     experts: int = 0  # its first dimension counts experts, which expert parallelism shards
-    matmul: float = 0.0  # share of tokens that are multiplied with it
+    matmul_token_share: float = 0.0  # the share of tokens that it is multiplied with
     init: Init = "normal"
     hf: str = ""  # in a Hugging Face checkpoint of the Llama layout, within its layer
     layer: int = ROOT
@@ -54,12 +54,12 @@ class Weight:
         """The dimension that `tp` ranks shard; None: the weight is whole on every rank."""
         return self.tp_dim if tp > 1 and not (self.kv_heads and self.kv_heads % tp) else None
 
-    def partial(self, tp: int, sp: bool) -> bool:
-        """Whole on every tensor-parallel rank, each of which finds a part of its gradient.
+    def has_partial_grad(self, tp: int, sp: bool) -> bool:
+        """Replicated on every tensor-parallel rank, each of which computes a part of its gradient.
 
-        With sequence parallelism every rank sees its own positions, so that goes for all whole weights.
+        With sequence parallelism every rank sees its own positions, so this holds for all replicated weights.
         """
-        return tp > 1 and self.sharded(tp) is None and (sp or self.in_region)
+        return tp > 1 and self.sharded(tp) is None and (sp or self.in_tp_region)
 
 
 # --- kinds of components ----------------------------------------------------------------------------------
@@ -90,7 +90,9 @@ class Linear:
         row = self.shard == "row"
         init: Init = "residual" if row else "normal"
         tp_dim = None if self.shard == "replicated" else int(row)
-        weight = Weight(f"{self.name}.weight", (self.outputs, self.inputs), tp_dim, self.kv_heads, not row, matmul=1.0)
+        weight = Weight(
+            f"{self.name}.weight", (self.outputs, self.inputs), tp_dim, self.kv_heads, not row, matmul_token_share=1.0
+        )
         yield replace(weight, init=init, hf=f"{self.hf}.weight")
         if self.bias:  # of a row-parallel layer: whole, and added after the sum over ranks
             bias = Weight(f"{self.name}.bias", (self.outputs,), None if row else tp_dim, self.kv_heads, not row)
@@ -112,7 +114,7 @@ class Norm:
     hf: str = ""
 
     def weights(self) -> Iterator[Weight]:
-        whole = Weight(f"{self.name}.weight", (self.width,), in_region=self.total > 0, init="ones")
+        whole = Weight(f"{self.name}.weight", (self.width,), in_tp_region=self.total > 0, init="ones")
         yield replace(whole, hf=f"{self.hf}.weight")
         if self.bias:
             yield replace(whole, name=f"{self.name}.bias", init="zeros", hf=f"{self.hf}.bias")
@@ -143,7 +145,7 @@ class Sinks:
     heads: int
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight("attention.sinks", (self.heads,), 0, in_region=True, hf="self_attn.sinks")
+        yield Weight("attention.sinks", (self.heads,), 0, in_tp_region=True, hf="self_attn.sinks")
 
 
 @dataclass(frozen=True)
@@ -255,10 +257,10 @@ class Experts:
     def weights(self) -> Iterator[Weight]:
         into, out = (self.count, self.ffn, self.hidden), (self.count, self.hidden, self.ffn)
         share = self.top_k / self.count
-        yield Weight(f"{self.name}.gate", into, 1, experts=self.count, matmul=share)
-        yield Weight(f"{self.name}.up", into, 1, experts=self.count, matmul=share)
-        yield Weight(f"{self.name}.down", out, 2, experts=self.count, matmul=share, init="residual")
-        yield Weight(f"{self.name}.router.weight", (self.count, self.hidden), in_region=True, matmul=1.0)
+        yield Weight(f"{self.name}.gate", into, 1, experts=self.count, matmul_token_share=share)
+        yield Weight(f"{self.name}.up", into, 1, experts=self.count, matmul_token_share=share)
+        yield Weight(f"{self.name}.down", out, 2, experts=self.count, matmul_token_share=share, init="residual")
+        yield Weight(f"{self.name}.router.weight", (self.count, self.hidden), in_tp_region=True, matmul_token_share=1.0)
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,7 @@ def head_weights(m: ModelSpec) -> Iterator[Weight]:
     """Last norm and head; a tied head is no weight of its own."""
     yield from stream_norm(m, "norm", "model.norm").weights()
     if not m.tie_embeddings:
-        yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul=1.0, hf="lm_head.weight")
+        yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, hf="lm_head.weight")
 
 
 @functools.lru_cache(maxsize=256)

@@ -250,7 +250,7 @@ class ModelSpec(Section):
     @property
     def block_matmul_params(self) -> int:
         """Weights of one block that a token is multiplied with."""
-        return round(sum(weight.matmul * weight.size for weight in components.block_weights(self)))
+        return round(sum(weight.matmul_token_share * weight.size for weight in components.block_weights(self)))
 
     @property
     def matmul_params(self) -> int:

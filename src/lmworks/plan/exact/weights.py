@@ -66,4 +66,4 @@ def local_weight(weight: components.Weight, layout: ParallelSpec) -> Weight:
         shape[0] //= layout.ep
     if (dim := weight.sharded(layout.tp)) is not None:
         shape[dim] //= layout.tp
-    return Weight(weight.name, tuple(shape), weight.layer, expert, weight.partial(layout.tp, layout.sp))
+    return Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(layout.tp, layout.sp))
