@@ -36,7 +36,6 @@ from torch import Tensor
 from lmworks.bench.calibrate import probe
 from lmworks.data import Batch
 from lmworks.kernels.dispatch import nearest
-from lmworks.parallel.grad_norm import squared_norm
 from lmworks.parallel.initial_weights import Source, source_of
 from lmworks.parallel.parallelize import parallelize
 from lmworks.plan import software
@@ -54,6 +53,7 @@ from lmworks.spec import RunSpec, load_run
 from lmworks.spec.hardware import recognise
 from lmworks.train.device import PeakMemory
 from lmworks.train.optim import make_optimizer
+from lmworks.train.step_scalars import squared_norm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "validation"))
 from lmworks_validation.sources import PUBLISHED

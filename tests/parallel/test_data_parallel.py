@@ -23,13 +23,13 @@ from lmworks.parallel.data_parallel import DataParallel
 from lmworks.parallel.ddp import DDP
 from lmworks.parallel.fsdp1 import FSDP1
 from lmworks.parallel.fsdp2 import FSDP2
-from lmworks.parallel.grad_norm import squared_norm
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.optimizer_offload import HostOptimizer
 from lmworks.parallel.single_rank import SingleRank
 from lmworks.parallel.zero import Zero
 from lmworks.spec import Grid, RunSpec
+from lmworks.train.step_scalars import squared_norm
 
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 SPECS = {

@@ -20,7 +20,7 @@ from lmworks.record.event_text import findings
 from lmworks.record.folder import RESTARTS
 from lmworks.spec import LMWorksError, RunSpec, TrainingError, dump_toml
 from lmworks.train import Trainer
-from lmworks.train.health.finite import first_nonfinite_tensor
+from lmworks.train.health.nonfinite import first_nonfinite_tensor
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 
 SIX = ("optim.steps=6", "checkpoint.every=2", "checkpoint.keep=0")

@@ -15,7 +15,8 @@ import pytest
 from lmworks import checkpoint
 from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import RunSpec, SpecError, TrainingError
-from lmworks.train import Trainer, rewind
+from lmworks.train import Trainer
+from lmworks.train.health import bad_step_recovery
 from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import spike_score
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
@@ -159,10 +160,10 @@ def test_run_killed_during_rewind_rewinds_to_same_step(dataset: Path, tmp_path: 
         raise Crash
 
     if place == "save":
-        skip_data = rewind.skip_data
-        patch = mock.patch.object(rewind, "skip_data", lambda *args: (skip_data(*args), die()))
+        skip_data = bad_step_recovery.skip_data
+        patch = mock.patch.object(bad_step_recovery, "skip_data", lambda *args: (skip_data(*args), die()))
     else:
-        patch = mock.patch.object(rewind, "delete_after", die)
+        patch = mock.patch.object(bad_step_recovery, "delete_after", die)
     with patch, pytest.raises(Crash):
         trainer.run()
     assert checkpoint.step_of(checkpoint.committed(tmp_path / "run" / "checkpoints")[0]) == 12

@@ -16,8 +16,7 @@ from lmworks.record.event_text import findings
 from lmworks.record.metrics import read_stats
 from lmworks.spec import LMWorksError, RunSpec
 from lmworks.train import Trainer
-from lmworks.train.health.corruption import faulty_ranks
-from lmworks.train.health.replicas import combine_digests, digest, find_outliers
+from lmworks.train.health.replicas import combine_digests, digest, faulty_ranks, find_outliers
 from tiny import before_step, built, curve, differences, events, saved, steps_of
 from unhealthy import WATCH, as_it_is, flip, see_data, spoil_output
 

@@ -315,7 +315,7 @@ def test_missing_prediction_is_reported(dataset: Path, tmp_path: Path, monkeypat
     def fail(*_: Any) -> None:
         raise SpecError("memory of this layout is not predicted yet")
 
-    monkeypatch.setattr("lmworks.train.run_start.predict", fail)
+    monkeypatch.setattr("lmworks.train.trainer.predict", fail)
     Trainer(make_spec(dataset), tmp_path / "run")
     prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
     assert prediction["notes"] == ["memory of this layout is not predicted yet"]

@@ -15,8 +15,7 @@ from lmworks.parallel.world import init_distributed
 from lmworks.record import RunFolder, phase
 from lmworks.spec import Grid, ParallelSpec, WatchSpec
 from lmworks.train.watch import Skew, run_watchdog
-from lmworks.train.watch.skew import Straggler
-from lmworks.train.watch.watchdog import stages
+from lmworks.train.watch.watchdog import Straggler, stages
 from tiny import events
 
 SPEC = WatchSpec(straggler=1.5, straggler_steps=3)

@@ -55,7 +55,7 @@ from ..parallel.vocab_parallel import VocabLoss
 from ..plan import software
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
-from ..train import adamw as adamw_module
+from ..train import optim as adamw_module
 from ..train import step as training_step
 from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health

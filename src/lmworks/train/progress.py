@@ -1,19 +1,24 @@
-"""What a person sees while a run goes on: one live line in a terminal, plain lines everywhere else."""
+"""Terminal output of a run: the banner, then one live line in a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import IO, Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from ..record.formatting import clock, short
+from ..record import RunFolder
+from ..record.formatting import clock, duration, short
+from ..spec import RunSpec
 
 REFRESH_S = 0.2  # drawing costs half a millisecond: five times a second is smooth and free
 WINDOW = 100  # steps over which the pace is measured, long enough to hold evaluations and saves
@@ -92,3 +97,28 @@ class Progress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def banner(spec: RunSpec, folder: RunFolder, device: torch.device, step: int) -> list[str]:
+    ranks, left = spec.parallel.world, spec.optim.steps - step
+    where = f"{ranks} × {name_device(device)}" if ranks > 1 else name_device(device)
+    begun = f"from step {step:,} to {spec.optim.steps:,}" if step else f"{spec.optim.steps:,} steps"
+    return [
+        f"{spec.name}: {spec.model.params:,} parameters on {where} ({ranks} rank{'s' * (ranks > 1)}, "
+        f"{spec.precision.dtype}), {begun} of {spec.tokens_per_step:,} tokens",
+        f"run folder: {folder.path}   {planned_time(folder, left)}",
+    ]
+
+
+def planned_time(folder: RunFolder, left: int) -> str:
+    """The planner's word, until steps are measured."""
+    step_s = None
+    with suppress(OSError, ValueError, AttributeError):  # none was written, or it is damaged
+        step_s = json.loads(folder.prediction_path.read_text(encoding="utf-8")).get("step_s")
+    if not isinstance(step_s, float):
+        return "ETA: known after the first steps"
+    return f"ETA {clock(step_s * left)} as planned ({duration(step_s)} a step)"
+
+
+def name_device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

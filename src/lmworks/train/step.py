@@ -21,7 +21,6 @@ from ..data import Batch, Batches
 from ..model import GPT
 from ..model.moe import expert_load
 from ..parallel.deepspeed import DeepSpeedEngine
-from ..parallel.grad_norm import squared_norm
 from ..parallel.mesh import Mesh
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.precision import LossScale
@@ -33,10 +32,10 @@ from .health.bad_step import Health
 from .health.bad_step_recovery import BadStepRecovery, PassResult
 from .health.stats import BlockStats
 from .optim import learning_rate
-from .position import EventRecorder, Position
 from .rng import rng_state
 from .signals import StopSignals
-from .step_scalars import ScalarReader, UpdateGate, make_gate
+from .step_scalars import ScalarReader, UpdateGate, make_gate, squared_norm
+from .train_state import EventRecorder, Position
 from .watch import Watchdog
 
 

@@ -12,10 +12,13 @@ nothing, launches it after all.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..parallel.data_parallel import Shard
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -73,3 +76,22 @@ class ScalarReader:
             self.waited = time.perf_counter() - began
         numbers: list[float] = self.values.tolist()
         return numbers
+
+
+def squared_norm(shards: list[Shard], replicas: Callable[[Shard], int]) -> Tensor:
+    """This rank's share of ‖g‖²; the caller sums it over the world, together with other scalars.
+
+    Every element of the gradient counts once, under any layout: squares are divided by the number of ranks that hold
+    the same elements.
+
+        ‖g‖ = √( Σ over ranks  Σ over its shards  ‖g_shard‖² / replicas(shard) )
+    """
+    by_count: dict[int, list[Tensor]] = {}
+    for shard in shards:
+        if shard.leaf.grad is not None:
+            by_count.setdefault(replicas(shard), []).append(shard.leaf.grad)
+    total = torch.zeros((), device=shards[0].leaf.device if shards else None)
+    for count, gradients in by_count.items():
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
+        total += norms.square().sum() / count
+    return total

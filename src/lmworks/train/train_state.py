@@ -1,9 +1,9 @@
-"""Model and optimizer as one state: what a checkpoint saves and loads."""
+"""The state of a run: its position, and model and optimizer as a checkpoint has them; the recorder of its events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,33 @@ from torch import Tensor
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.state_dict import load_into, training_state
+from ..record import RunFolder
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is, in steps and in data."""
+
+    step: int  # optimizer steps taken
+    cursor: int  # position in the data: steps taken + batches skipped on purpose
+
+
+@dataclass(frozen=True)
+class EventRecorder:
+    """Writes events of the run folder, on rank 0."""
+
+    folder: RunFolder
+    lead: bool
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        if self.lead:
+            self.folder.event(kind, step, **fields)
+
+
+def skip_data(at: Position, cursor: int, reason: str, recorder: EventRecorder, **fields: float) -> Position:
+    """Do not train on the batches from the position's cursor up to `cursor`."""
+    recorder.event("skip", at.step + 1, from_cursor=at.cursor, to_cursor=cursor, reason=reason, **fields)
+    return replace(at, cursor=cursor)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The training loop: read a spec, run its steps, write a run folder.
 
 Every rank runs this loop; rank 0 prints and writes the run folder. A run can be resumed at any step. A step is a
-function of (spec, step, cursor) and the state in the last checkpoint, so a run that was killed and resumed ends bitwise
-like one that never stopped.
+function of (spec, step, cursor) and the state in the last checkpoint, so a run that was killed and resumed ends
+bitwise like one that never stopped.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -35,24 +36,23 @@ from ..parallel.world import (
 )
 from ..plan.devices.machine import Machine
 from ..plan.flops import model_flops_per_token
+from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder, phase
-from ..spec import LMWorksError, RunSpec
-from ..spec.files import refuse_unwritable, with_absolute_paths
+from ..spec import LMWorksError, RunSpec, SpecError
+from ..spec.files import refuse_unwritable, with_absolute_paths, write_whole
 from .async_step import PassLauncher, is_sync_point, supports_async_step
-from .banner import banner, name_device
 from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
 from .evaluate import Evaluation, evaluate, held_out
 from .health.bad_step import Health, StepRejected
-from .health.bad_step_recovery import BadStepRecovery
-from .health.corruption import check_replicas
-from .health.finite import check_state
+from .health.bad_step_recovery import BadStepRecovery, rewind
+from .health.nonfinite import check_state
+from .health.replicas import check_replicas
 from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
-from .position import EventRecorder, skip_data
 from .prefetcher import Prefetcher
 from .profile import Profiler
-from .progress import Progress
+from .progress import Progress, banner, name_device
 from .restart import (
     SkippedBatches,
     fit_to_world_size,
@@ -62,14 +62,12 @@ from .restart import (
     record_restart,
     resume_step,
 )
-from .rewind import rewind
 from .rng import seed_everything
-from .run_start import create_run_folder
 from .signals import Interrupted, StopSignals
 from .sinks import Sink, open_sinks
 from .step import Stepper
 from .step_scalars import ScalarReader
-from .train_state import TrainState
+from .train_state import EventRecorder, TrainState, skip_data
 from .watch import run_watchdog
 
 
@@ -369,3 +367,12 @@ class Trainer(Stepper):
         """Resume from the newest intact checkpoint (or that of `step`), if there is one."""
         if position := self.checkpoints.load(step):
             self.step, self.cursor = position.step, position.cursor
+
+
+def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
+    try:
+        prediction = predict(spec, machine).to_dict()
+    except SpecError as error:  # no number is better than a made-up one
+        prediction = {"params": spec.model.params, "notes": [str(error)]}
+    folder = RunFolder.create(run_dir, spec)
+    write_whole(folder.prediction_path, json.dumps(prediction, indent=2))

@@ -1,6 +1,5 @@
 """Watchdog for hangs and stragglers. See docs/hangs.md."""
 
-from .skew import Skew
-from .watchdog import Watchdog, run_watchdog
+from .watchdog import Skew, Watchdog, run_watchdog
 
 __all__ = ["Skew", "Watchdog", "run_watchdog"]

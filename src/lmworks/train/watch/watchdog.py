@@ -1,19 +1,22 @@
 """The watchdog: a thread in every rank that samples whether the main thread waits for other ranks, and how long.
 
-The main thread may hang in C++, so the watchdog needs no cooperation of it. It samples the position of the main thread
-many times a second: that gives the busy share of this rank (`skew`), and detects timeouts, which `alarm` handles.
+The main thread may hang in C++, so the watchdog needs no cooperation of it. It samples the position of the main
+thread many times a second: that gives the busy share of this rank (`Skew`), and detects timeouts, which `alarm`
+handles.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import mmap
+import statistics
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +33,6 @@ from ...spec import Grid, LMWorksError, TrainingError, WatchSpec
 from ...spec.files import write_whole
 from .alarm import STACKS_SIGNAL, Alarm, exit_now, report_from_heartbeat
 from .flight import FlightRecorder
-from .skew import Skew
 
 SAMPLE_S = 0.05
 WINDOW = 100  # samples: what a rank has been doing for the last seconds
@@ -232,3 +234,55 @@ class MainThread:
             return read_stat(self.path)[0] == "S"
         except OSError:
             return True
+
+
+# --- stragglers ------------------------------------------------------------------------------------------
+
+
+MIN_BUSY_SHARE = 0.5  # a straggler hardly waits itself; small shares differ by chance
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank became slow, or has recovered."""
+
+    rank: int
+    ratio: float  # its busy time over that of the median rank
+    recovered: bool
+
+
+class Skew:
+    """Compares ranks that have the same work: those of one pipeline stage. Stages of one rank are skipped."""
+
+    def __init__(self, spec: WatchSpec, stages: Sequence[Sequence[int]]) -> None:
+        self.spec = spec
+        self.stages = [list(stage) for stage in stages if len(stage) > 1]
+        self.slow_for: dict[int, int] = {}  # steps in a row
+        self.fine_for: dict[int, int] = {}  # of a rank that was named
+        self.largest = 1.0  # ratio of the last step
+
+    def update(self, busy: Sequence[float]) -> list[Straggler]:
+        """`busy`: of every rank, the share of its time that it did not wait for others."""
+        found: list[Straggler] = []
+        self.largest = 1.0
+        for stage in self.stages:
+            usual = max(statistics.median_low([busy[rank] for rank in stage]), 0.01)
+            for rank in stage:
+                ratio = busy[rank] / usual
+                self.largest = max(self.largest, round(ratio, 3))
+                found += self.judge(rank, ratio, slow=ratio > self.spec.straggler and busy[rank] > MIN_BUSY_SHARE)
+        return found
+
+    def judge(self, rank: int, ratio: float, slow: bool) -> list[Straggler]:
+        """Reported, and recovered, after straggler_steps consecutive steps."""
+        if rank in self.fine_for:
+            self.fine_for[rank] = 0 if slow else self.fine_for[rank] + 1
+            if self.fine_for[rank] < self.spec.straggler_steps:
+                return []
+            del self.fine_for[rank]
+            return [Straggler(rank, round(ratio, 2), recovered=True)]
+        self.slow_for[rank] = self.slow_for.get(rank, 0) + 1 if slow else 0
+        if self.slow_for[rank] < self.spec.straggler_steps:
+            return []
+        self.slow_for[rank], self.fine_for[rank] = 0, 0
+        return [Straggler(rank, round(ratio, 2), recovered=False)]
