@@ -25,8 +25,7 @@ from lmworks.serve.channel import LoadedEngine
 from lmworks.serve.engine_process import EngineProcess, StallTimeouts
 from lmworks.serve.keys import Settings
 from lmworks.serve.server import Server, bind_socket, make_server
-from lmworks.serve.serving import LocalModel, Serving
-from lmworks.serve.upstream import Upstream
+from lmworks.serve.serving import LocalModel, Serving, Upstream
 from lmworks.serve.workers import PromptProcessor
 
 MODEL = "tiny"

@@ -21,7 +21,7 @@ import tokenizers
 from api_server import MODEL, Api, House, until
 
 from lmworks.data.tokenizer import FileTokenizer, train_bpe
-from lmworks.serve import text_endpoint
+from lmworks.serve import sse
 from lmworks.serve.backend import PromptTokenizer
 
 LONGEST = 0.05  # seconds of CPU in one callback
@@ -156,7 +156,7 @@ def test_event_loop_is_not_blocked(spoken: Api, beat: Beat, name: str) -> None:
 
 def test_large_answer_is_written_in_parts(house: House, api: Api, beat: Beat, monkeypatch: pytest.MonkeyPatch) -> None:
     """161,280 log-probabilities: no callback of the loop, and no call that holds the lock in a thread, takes long."""
-    longest, plain = [0.0], text_endpoint.encode
+    longest, plain = [0.0], sse.encode
 
     def timed(value: Any) -> str:
         began = time.thread_time()
@@ -164,7 +164,7 @@ def test_large_answer_is_written_in_parts(house: House, api: Api, beat: Beat, mo
         longest[0] = max(longest[0], time.thread_time() - began)
         return found
 
-    monkeypatch.setattr(text_endpoint, "encode", timed)
+    monkeypatch.setattr(sse, "encode", timed)
     wishes = {"prompt": "a", "max_tokens": 480, "n": 16, "logprobs": 20, "ignore_eos": True}
     status, found = post(api, COMPLETIONS, body(**wishes))
     told = json.loads(found.partition(b"\r\n\r\n")[2])

@@ -13,7 +13,7 @@ import pytest
 from api_server import MODEL, Api, House, until
 
 from lmworks.serve import forward
-from lmworks.serve.upstream import Upstream
+from lmworks.serve.serving import Upstream
 from lmworks.spec import SpecError
 
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 12, "temperature": 0}

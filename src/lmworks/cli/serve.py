@@ -203,8 +203,7 @@ def make_serving(
 ) -> Serving:
     from ..serve.engine_process import EngineProcess, StallTimeouts
     from ..serve.keys import Settings
-    from ..serve.serving import LocalModel, Serving
-    from ..serve.upstream import Upstream
+    from ..serve.serving import LocalModel, Serving, Upstream
     from ..spec import EngineSpec
 
     EngineSpec.from_dict(options)  # validated here, not by a process that fails

@@ -202,7 +202,7 @@ async def serve(channel: socket.socket, listening: socket.socket) -> None:
 
 def make_serving(engine_host: EngineHostClient, spec: APIProcessConfig) -> Serving:
     from .keys import Settings
-    from .upstream import Upstream
+    from .serving import Upstream
 
     locals_ = []
     for card, packed in spec.models:

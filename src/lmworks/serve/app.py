@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -25,19 +25,22 @@ from typing_extensions import TypedDict
 
 from .. import __version__
 from ..spec import LMWorksError
-from . import prompts, telemetry
+from . import chat, completions, prompts, telemetry
 from .backend import State
-from .chat import chat
-from .completions import complete
+from .body import read_body
 from .errors import ErrorBody, error_response
+from .forward import forward
+from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .middleware import RequestMiddleware
 from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .serving import LocalModel, Model, Serving
+from .serving import Caller, LocalModel, Model, Serving, Upstream
+from .sse import start_stream, to_json, while_connected
 from .telemetry import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
 LONGEST_PATH = 80  # characters of a path that is compared with others, and quoted
 BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
 
@@ -162,9 +165,9 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
         response_model=Completion,
         responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
     )
-    async def completions(request: Request) -> Response:
+    async def create_completion(request: Request) -> Response:
         """Continue texts."""
-        return await complete(serving, request)
+        return await handle_request(serving, request, CompletionRequest, completions.make_handler)
 
     @app.post(
         "/v1/chat/completions",
@@ -172,9 +175,39 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
         response_model=ChatCompletion,
         responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
     )
-    async def chat_completions(request: Request) -> Response:
+    async def create_chat_completion(request: Request) -> Response:
         """Answer in a conversation."""
-        return await chat(serving, request)
+        return await handle_request(serving, request, ChatRequest, chat.make_handler)
+
+
+class RequestHandler(Protocol):
+    """How an endpoint formats its response: whole, or as a stream of events."""
+
+    generation: GenerationRequest
+
+    def full_response(self, found: RequestOutput) -> Any: ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]: ...
+
+
+async def handle_request(
+    serving: Serving,
+    request: Request,
+    kind: type[Body],
+    make_handler: Callable[[Serving, Caller, LocalModel, str | None, Body], Awaitable[RequestHandler]],
+) -> Response:
+    """Both generation endpoints: authenticate, find the model, respond whole or streamed."""
+    caller = serving.authenticate(request)
+    body, raw = await read_body(serving, request, caller, kind)
+    model, adapter = serving.find(caller, body.model)
+    if isinstance(model, Upstream):
+        return await forward(serving, caller, request, body, raw)
+    handler = await make_handler(serving, caller, model, adapter, body)
+    if body.stream:
+        return await start_stream(request, handler.stream())
+    output = await while_connected(request.receive, collect_output(handler.generation))
+    content = await in_thread_with_logprobs(handler.generation, lambda: to_json(handler.full_response(output)))
+    return Response(content, media_type="application/json")
 
 
 def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:

@@ -15,9 +15,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ..engine.core.detokenizer import possible_start
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
@@ -50,7 +47,6 @@ from .openai_types import ChatRequest, ChosenTool, JSONFormat, ObjectFormat, Too
 from .prompts import chat_size, render_chat, tokenize_prompt
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
-from .text_endpoint import handle_request
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -166,10 +162,6 @@ class ToolCallParser:
 
 
 # --- the endpoint ----------------------------------------------------------------------------------------
-
-
-async def chat(serving: Serving, request: Request) -> Response:
-    return await handle_request(serving, request, ChatRequest, make_handler)
 
 
 async def make_handler(

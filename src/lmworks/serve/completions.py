@@ -10,9 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
 from .generation_request import (
@@ -40,15 +37,10 @@ from .openai_types import CompletionRequest
 from .prompts import encode, tokenize_prompt
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
-from .text_endpoint import handle_request
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it
 
 Scored = Sequence[Logprob]
-
-
-async def complete(serving: Serving, request: Request) -> Response:
-    return await handle_request(serving, request, CompletionRequest, make_handler)
 
 
 async def make_handler(

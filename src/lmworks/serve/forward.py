@@ -20,9 +20,8 @@ from .body import LARGE_BODY_BYTES
 from .generation_request import record_usage, sampling_params
 from .limits import BYTES_A_TOKEN, Admission, APIError, size_of
 from .openai_types import ChatRequest, CompletionRequest
-from .serving import Caller, Serving
+from .serving import CONNECT_S, Caller, Serving, Upstream
 from .sse import DONE, sse_event, start_stream, while_connected
-from .upstream import CONNECT_S, Upstream
 from .workers import PromptProcessor
 
 LINE_END = re.compile(rb"[\r\n]")

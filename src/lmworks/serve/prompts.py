@@ -23,8 +23,7 @@ from .body import read_body
 from .limits import APIError
 from .openai_answers import TokenizerInfo
 from .openai_types import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
-from .serving import Caller, LocalModel, Serving
-from .upstream import Upstream
+from .serving import Caller, LocalModel, Serving, Upstream
 from .workers import PromptProcessor
 
 SHORT = 8192  # characters or tokens that are encoded in a few milliseconds
