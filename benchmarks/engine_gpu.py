@@ -165,7 +165,7 @@ FIRST_TOKEN = """
 import json, sys
 from lmworks.weight_prefetch import prefetch_weights
 prefetch_weights(sys.argv[1])  # as the commands do it
-from lmworks.cli.bench_engine import process_age
+from lmworks.cli.bench_inference import process_age
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.kernel_warmup import warm_up_kernels

@@ -198,7 +198,7 @@ def bench_train(sample: Sample) -> None:
 
 
 def bench_offline(sample: Sample) -> None:
-    from lmworks.cli import bench_engine
+    from lmworks.cli import bench_inference
 
     facts = {
         "model": "qwen3-0.6b", "device": "NVIDIA H200", "dtype": "bf16", "output_tokens_per_s": 23456.7, "power": None,
@@ -209,7 +209,7 @@ def bench_offline(sample: Sample) -> None:
         "steps": 1024, "decode_ms": {"1": 1.234, "256": 12.345}, "floors_ms": {"1": 1.0, "256": 10.5},
         "weights": "1.11 GiB", "bandwidth_gbs": 4256.6,
     }  # fmt: skip
-    bench_engine.print_throughput(facts)
+    bench_inference.print_throughput(facts)
 
 
 def bench_kernels(sample: Sample) -> None:
@@ -220,14 +220,14 @@ def bench_kernels(sample: Sample) -> None:
 
 
 def bench_serve(sample: Sample) -> None:
-    from lmworks.cli import bench_serve
+    from lmworks.cli import bench_inference
 
     for facts in result("serve_cpu.json")["loads"]["a queue of 16"]:
-        bench_serve.show({"url": "http://127.0.0.1:8000", **facts})
+        bench_inference.print_load_test({"url": "http://127.0.0.1:8000", **facts})
 
 
 def profile(sample: Sample) -> None:
-    from lmworks.cli import bench_engine
+    from lmworks.cli import bench_inference
 
     row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
     facts = {
@@ -236,7 +236,7 @@ def profile(sample: Sample) -> None:
         "inter_token_ms": {"p50": 12.3, "p99": 45.6}}, "host": {"share": 0.1, "launch_ms": 0.123, "wait_ms": 1.234},
         "prefill": {"tokens_per_s": 53123.0}, "batching": [{**row, "slower": 1.3, "efficiency": 0.77}],
     }  # fmt: skip
-    bench_engine.print_profile(facts)
+    bench_inference.print_profile(facts)
 
 
 def quantized(sample: Sample) -> None:
@@ -316,9 +316,9 @@ def validated(sample: Sample) -> None:
 
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
-    (bench_offline, "bench_engine.print_throughput"),
+    (bench_offline, "bench_inference.print_throughput"),
     (bench_kernels, "bench.print_kernels"),
-    (bench_serve, "bench_serve.show"),
+    (bench_serve, "bench_inference.print_load_test"),
     (bench_train, "bench.print_step bench.parts_table bench.kernels_table"),
     (chaos, "prove.chaos"),
     (typed("chaos", "--list"), "prove.show_list"),
@@ -330,25 +330,25 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (diagnosed, "runs.print_diagnosis"),
     (typed("hardware"), "plan_lookup.print_catalogue"),
     (machine, "plan_lookup.print_machine"),
-    (health, "runs.show_stats"),
+    (health, "runs.print_stats"),
     (typed("mesh", "tiny", *LAYOUT), "plan_lookup.mesh"),
     (typed("models"), "plan_lookup.models"),
     (parity, "prove.parity"),
     (typed("pipeline", "tiny", *LAYOUT), "plan_lookup.print_stages plan_lookup.print_timeline"),
     (typed("plan", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_memory plan.print_calls plan.print_time"),
     (measured_links, "plan_validate.print_links"),
-    (typed("plan", "memory", "llama3-8b", GPU, *LAYOUT[1:]), "plan_memory.print_budget plan_memory.print_stages"),
+    (typed("plan", "memory", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_budget plan.print_stages"),
     (typed("plan", "reliability", "--gpus", "1024", "--every", "50"), "plan_reliability.print_forecasts"),
     (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
-    (profile, "bench_engine.print_profile"),
+    (profile, "bench_inference.print_profile"),
     (quantized, "quantize.show"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
-    (show, " ".join(f"runs_show.print_{part}" for part in ("attempts", "time", "interval", "events", "layers"))),
+    (show, " ".join(f"runs.print_{part}" for part in ("attempts", "time", "interval", "events", "stats"))),
     (simulated, "prove.show"),
-    (ddp_fsdp, "bench_compare.ddp_fsdp"),
-    (precision, "bench_compare.precision"),
+    (ddp_fsdp, "bench.ddp_fsdp"),
+    (precision, "bench.precision"),
 ]

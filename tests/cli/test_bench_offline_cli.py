@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lmworks.bench import engine
-from lmworks.cli.bench_engine import process_age
+from lmworks.cli.bench_inference import process_age
 from lmworks.cli.main import main
 
 

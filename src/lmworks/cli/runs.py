@@ -1,8 +1,9 @@
-"""`lmworks runs` and `lmworks report`: list and compare run folders; bad steps (`health`) and hangs (`diagnose`)."""
+"""`lmworks runs` and `lmworks report`: list, compare and show runs; bad steps (`health`) and hangs (`diagnose`)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,142 +11,14 @@ import typer
 
 from .groups import DefaultCommandGroup
 from .output import Json, print_json, print_table
-from .runs_show import show
 
 if TYPE_CHECKING:
+    from ..diagnose.checkpoint_interval import Interval
+    from ..diagnose.goodput import TimeBreakdown
     from ..diagnose.hang import Diagnosis
     from ..record import RunFolder
     from ..record.event_text import Finding
-
-
-def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
-    attempt: Annotated[int | None, typer.Option(help="Which attempt's hang (by default the last).")] = None,
-    stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
-    json: Json = False,
-) -> None:
-    """Find the cause of a hang, or show where each rank is now.
-
-    \b
-    Examples:
-      lmworks runs diagnose runs/tiny
-      lmworks runs diagnose runs/tiny --stacks
-      lmworks runs diagnose runs/tiny --attempt 0 --json
-    """
-    from ..diagnose.hang import diagnose
-    from ..record.run_summary import locate
-
-    found = diagnose(locate(run), attempt)
-    if json:
-        print_json(found.to_dict())
-    else:
-        print_diagnosis(found, stacks)
-
-
-def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
-    for number, text in found.earlier.items():
-        typer.echo(f"attempt {number} ended so: {text} (more with --attempt {number})")
-    if found.verdict is not None:
-        typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
-    for text in found.failed_saves:
-        typer.echo(text)
-    for writer in found.writers:
-        of = f"the writer process of rank {writer.rank} on {writer.host} (pid {writer.pid})"
-        typer.echo(f"{of} is {writer.state}, at {writer.checkpoint} for {writer.for_s:.1f} s")
-    if found.verdict is None and not found.ranks:
-        if not (found.writers or found.failed_saves):
-            typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
-        return
-    rows = [
-        [
-            one.rank,
-            one.host,
-            one.state,
-            one.place,
-            one.waits_in or "-",
-            "-" if one.for_s is None else f"{one.for_s:.1f}",
-        ]
-        for one in found.ranks
-    ]
-    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows, drop=("host",))
-    if found.folder:
-        typer.echo(f"reports, with stacks and the last collectives: {found.folder}")
-    for one in found.ranks if stacks else ():
-        typer.echo(f"\nrank {one.rank}\n{one.stacks or 'no stacks: it could not answer'}")
-
-
-# --- health ----------------------------------------------------------------------------------------------
-
-
-def health(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    stats: Annotated[bool, typer.Option("--stats", help="Also show the newest statistics of every block.")] = False,
-    json: Json = False,
-) -> None:
-    """Explain spikes, NaNs and corruption: data, numbers or machine.
-
-    \b
-    Examples:
-      lmworks runs health runs/tiny
-      lmworks runs health runs/tiny --stats
-      lmworks runs health runs/tiny --json
-    """
-    from ..record import RunFolder, read_metrics
-    from ..record.event_text import findings
-    from ..record.metrics import read_stats
-
-    folder = RunFolder.open(run)
-    events = folder.events()
-    found = findings(events)
-    done = [event for event in events if event["kind"] in ("skip", "rewind", "lower_lr")]
-    overflows = [event for event in events if event["kind"] == "overflow"]
-    lines = read_stats(folder.stats_path)
-    if json:
-        table = {"run": str(run), "findings": [dataclasses.asdict(one) for one in found], "actions": done}
-        print_json({**table, "overflows": len(overflows), "stats": lines[-1] if lines and stats else None})
-        return
-    steps = len(read_metrics(folder.metrics_path))
-    typer.echo(f"{run}: {counted(steps, 'step')} recorded, {counted(len(found), 'finding')}")
-    if overflows:
-        scales = f"{overflows[0]['loss_scale']:g} to {overflows[-1]['next_scale']:g}"
-        typer.echo(f"fp16's loss scale went from {scales}; {counted(len(overflows), 'step')} left out")
-    print_health(found, done, folder)
-    if stats:
-        show_stats(lines)
-
-
-def print_health(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
-    """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
-    from ..record.event_text import describe_event
-
-    for one in found:
-        where = "" if one.cursor is None else f" (cursor {one.cursor})"
-        typer.echo(f"step {one.step}{where}: {one.what}")
-        typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
-    for event in done:
-        typer.echo(f"step {event['step']}: {describe_event(event)}")
-    cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
-    for cursor in sorted(cursors)[:3]:
-        typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
-
-
-def counted(number: int, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
-
-
-def show_stats(lines: list[dict[str, Any]]) -> None:
-    if not lines:
-        typer.echo("no statistics: health.stats_every = 100 writes them every 100 steps")
-        return
-    keys = ["act_mean_abs", "act_rms", "act_max", "grad_norm", "param_norm", "update_ratio"]
-    rows = [
-        [name, *(f"{part[key]:.3g}" if key in part else "-" for key in keys)]
-        for name, part in lines[-1]["parts"].items()
-    ]
-    print_table(f"Statistics of step {lines[-1]['step']}", ["part", *keys], rows)
-
-
-# --- the group: list, compare, report --------------------------------------------------------------------
+    from ..record.run_summary import Summary
 
 
 class FoldersOrCommand(DefaultCommandGroup):
@@ -207,31 +80,6 @@ def runs(
         typer.echo(f"loss curves: {plot}")
 
 
-app.command()(show)
-app.command()(health)
-app.command()(diagnose)
-
-
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
-    json: Json = False,
-) -> None:
-    """Write a run's report.html again, and print its path.
-
-    \b
-    Examples:
-      lmworks report runs/tiny
-    """
-    from ..record.run_summary import locate
-    from ..report.run_report import write_report
-
-    path = write_report(locate(run))
-    if json:
-        print_json({"report": str(path)})
-    else:
-        typer.echo(str(path))
-
-
 def print_list(listed: list[dict[str, Any]]) -> None:
     if not listed:
         typer.echo("no runs yet; start one with `lmworks train configs/tiny.toml`")
@@ -274,3 +122,316 @@ def run_columns(row: dict[str, Any]) -> dict[str, str]:
         "tokens/s": "-" if row["tokens_per_s"] is None else short(row["tokens_per_s"]),
         "date": row["started"][:10],
     }
+
+
+# --- runs show -------------------------------------------------------------------------------------------
+
+
+ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that are told by the tables above theirs
+SHOWN = 20  # of the others, the newest
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Mean time between stops (otherwise: as observed).")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw its time into plots/goodput.png.")] = False,
+    json: Json = False,
+) -> None:
+    """Show one run: attempts, goodput, and time lost by cause.
+
+    \b
+    Examples:
+      lmworks runs show runs/tiny
+      lmworks runs show runs/tiny --mtbf 3 --plot
+      lmworks runs show runs/tiny --json
+    """
+    from ..diagnose.checkpoint_interval import interval
+    from ..diagnose.goodput import time_breakdown
+    from ..record.metrics import read_stats
+    from ..record.run_summary import locate, summarize
+    from ..report.plots import draw_goodput
+
+    folder = locate(run)
+    summary, found = summarize(folder), time_breakdown(folder)
+    advice = interval(folder, summary, found, mtbf)
+    unusual = [event for event in folder.events() if event["kind"] not in ROUTINE]
+    layers = read_stats(folder.stats_path)[-1:]
+    drawn = draw_goodput(folder, found) if plot else None
+    if json:
+        attempts = [vars(attempt) | seconds_of(attempt.begin, attempt.end) for attempt in found.attempts]
+        result: dict[str, Any] = {
+            "run": summary.to_dict(),
+            "time": found.to_dict(),
+            "attempts": attempts,
+            "events": unusual,
+        }
+        result |= {"interval": advice.to_dict() if advice else None, "layers": layers[0] if layers else None}
+        print_json(result | ({"plot": str(drawn)} if drawn else {}))
+        return
+    print_run(summary)
+    print_attempts(found)
+    print_time(summary, found)
+    print_interval(advice, found, mtbf is not None)
+    print_events(unusual, found)
+    for line in layers:
+        print_stats(line, f"Layers at step {line['step']:,}")
+    if drawn:
+        typer.echo(f"time: {drawn}")
+
+
+def seconds_of(begin: int, end: int) -> dict[str, float]:
+    return {"begin": begin / 1e6, "end": end / 1e6}
+
+
+def print_run(summary: Summary) -> None:
+    from ..record.formatting import short
+
+    losses = {"loss": summary.loss, "val loss": summary.val_loss}
+    said = [f"{name} {value:.4f}" for name, value in losses.items() if value is not None]
+    if summary.tokens_per_s:
+        said.append(f"{short(summary.tokens_per_s)} tokens/s in a median step")
+    typer.echo(f"{summary.name}: {summary.status}, {summary.steps:,} of {summary.total_steps:,} steps")
+    if said:
+        typer.echo(", ".join(said))
+
+
+def print_attempts(found: TimeBreakdown) -> None:
+    from ..record.formatting import clock, duration
+
+    rows = [
+        [
+            attempt.number,
+            clock(attempt.begin / 1e6),
+            duration((attempt.end - attempt.begin) / 1e6),
+            f"{attempt.from_step:,} to {attempt.to_step:,}",
+            attempt.ended + (f": {attempt.error}" if attempt.error else ""),
+        ]
+        for attempt in found.attempts
+    ]
+    if rows:
+        print_table("Attempts", ["attempt", "began at", "lasted", "steps", "ended"], rows)
+
+
+def print_time(summary: Summary, found: TimeBreakdown) -> None:
+    from ..diagnose.goodput import CAUSES
+    from ..record.formatting import duration, short
+
+    if found.ettr is None or found.goodput is None:
+        typer.echo("nothing is recorded yet")
+        return
+    rows = [
+        [cause, duration(seconds), f"{seconds / found.wall_s:.1%}", CAUSES[cause]]
+        for cause, seconds in found.seconds.items()
+        if seconds
+    ]
+    rows.append(["all", duration(found.wall_s), "100.0%", "from the first record to the last"])
+    print_table("Time", ["cause", "time", "share", ""], rows)
+    typer.echo(f"ETTR {found.ettr:.1%}: useful time and evaluation, of all time but pauses")
+    speed = f" ({short(summary.tokens_per_s)} in a median step)" if summary.tokens_per_s else ""
+    typer.echo(f"goodput {short(found.goodput)} tokens/s{speed}")
+
+
+def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -> None:
+    from ..record.formatting import duration
+
+    if advice is None:
+        missing = "a save" if given or found.failures else "a stop; give one with --mtbf HOURS"
+        typer.echo(f"\nHow often to save is not known without {missing}.")
+        return
+    durations = {key: duration(value) for key, value in vars(advice.recovery).items()}
+    whose = f"observed, {found.failures} so far" if advice.observed else "given"
+    columns = {"in use": (advice.steps, advice.ettr), "best": (advice.best_steps, advice.best_ettr)}
+    rows = [
+        [
+            name,
+            steps or "never",
+            duration(steps * advice.step_s) if steps else "-",
+            "-" if ettr is None else f"{ettr:.2%}",
+        ]
+        for name, (steps, ettr) in columns.items()
+    ]
+    print_table("Saves", ["interval", "steps", "training between", "ETTR to expect"], rows)
+    written = f" and counts {durations['write_s']} later" if advice.recovery.write_s else ""
+    typer.echo(
+        f"A save holds training up for {durations['stall_s']}{written}; a restart takes {durations['restart_s']};"
+    )
+    typer.echo(f"a stop comes every {durations['mtbf_s']} ({whose}).")
+
+
+def print_events(unusual: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> None:
+    from datetime import datetime
+
+    from ..record.event_text import describe_event
+    from ..record.formatting import clock
+
+    if not unusual:
+        return
+    began = datetime.fromisoformat(found.began)
+    rows = [
+        [
+            clock((datetime.fromisoformat(event["time"]) - began).total_seconds()),
+            event["step"],
+            event["kind"],
+            describe_event(event),
+        ]
+        for event in unusual[-SHOWN:]
+    ]
+    more = f", the newest {SHOWN} of {len(unusual)}" if len(unusual) > SHOWN else ""
+    print_table(f"Events{more}", ["at", "step", "event", ""], rows)
+
+
+def print_stats(line: Mapping[str, Any], title: str) -> None:
+    """The statistics of `health.stats_every` at one step."""
+    parts: Mapping[str, Mapping[str, float]] = line["parts"]
+    columns = list(dict.fromkeys(key for part in parts.values() for key in part))
+    rows = [[name, *(f"{part[key]:.3g}" if key in part else "-" for key in columns)] for name, part in parts.items()]
+    print_table(title, ["part", *columns], rows)
+
+
+# --- runs health -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def health(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    stats: Annotated[bool, typer.Option("--stats", help="Also show the newest statistics of every block.")] = False,
+    json: Json = False,
+) -> None:
+    """Explain spikes, NaNs and corruption: data, numbers or machine.
+
+    \b
+    Examples:
+      lmworks runs health runs/tiny
+      lmworks runs health runs/tiny --stats
+      lmworks runs health runs/tiny --json
+    """
+    from ..record import RunFolder, read_metrics
+    from ..record.event_text import findings
+    from ..record.metrics import read_stats
+
+    folder = RunFolder.open(run)
+    events = folder.events()
+    found = findings(events)
+    done = [event for event in events if event["kind"] in ("skip", "rewind", "lower_lr")]
+    overflows = [event for event in events if event["kind"] == "overflow"]
+    lines = read_stats(folder.stats_path)
+    if json:
+        table = {"run": str(run), "findings": [dataclasses.asdict(one) for one in found], "actions": done}
+        print_json({**table, "overflows": len(overflows), "stats": lines[-1] if lines and stats else None})
+        return
+    steps = len(read_metrics(folder.metrics_path))
+    typer.echo(f"{run}: {counted(steps, 'step')} recorded, {counted(len(found), 'finding')}")
+    if overflows:
+        scales = f"{overflows[0]['loss_scale']:g} to {overflows[-1]['next_scale']:g}"
+        typer.echo(f"fp16's loss scale went from {scales}; {counted(len(overflows), 'step')} left out")
+    print_health(found, done, folder)
+    if stats:
+        if lines:
+            print_stats(lines[-1], f"Statistics of step {lines[-1]['step']}")
+        else:
+            typer.echo("no statistics: health.stats_every = 100 writes them every 100 steps")
+
+
+def print_health(found: list[Finding], done: list[dict[str, Any]], folder: RunFolder) -> None:
+    """A finding takes two lines, which fit into a terminal where a table of sentences would not."""
+    from ..record.event_text import describe_event
+
+    for one in found:
+        where = "" if one.cursor is None else f" (cursor {one.cursor})"
+        typer.echo(f"step {one.step}{where}: {one.what}")
+        typer.echo(f"    {one.cause}: {one.why}; done: {one.action}")
+    for event in done:
+        typer.echo(f"step {event['step']}: {describe_event(event)}")
+    cursors = {f.cursor for f in found if f.cause in ("data", "unclear") and f.cursor is not None}
+    for cursor in sorted(cursors)[:3]:
+        typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+# --- runs diagnose ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    attempt: Annotated[int | None, typer.Option(help="Which attempt's hang (by default the last).")] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
+    json: Json = False,
+) -> None:
+    """Find the cause of a hang, or show where each rank is now.
+
+    \b
+    Examples:
+      lmworks runs diagnose runs/tiny
+      lmworks runs diagnose runs/tiny --stacks
+      lmworks runs diagnose runs/tiny --attempt 0 --json
+    """
+    from ..diagnose.hang import diagnose
+    from ..record.run_summary import locate
+
+    found = diagnose(locate(run), attempt)
+    if json:
+        print_json(found.to_dict())
+    else:
+        print_diagnosis(found, stacks)
+
+
+def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
+    for number, text in found.earlier.items():
+        typer.echo(f"attempt {number} ended so: {text} (more with --attempt {number})")
+    if found.verdict is not None:
+        typer.echo(f"attempt {found.attempt}: {found.verdict.text}")
+    for text in found.failed_saves:
+        typer.echo(text)
+    for writer in found.writers:
+        of = f"the writer process of rank {writer.rank} on {writer.host} (pid {writer.pid})"
+        typer.echo(f"{of} is {writer.state}, at {writer.checkpoint} for {writer.for_s:.1f} s")
+    if found.verdict is None and not found.ranks:
+        if not (found.writers or found.failed_saves):
+            typer.echo(f"{found.run}: no hang is on record, and no rank of several is training now")
+        return
+    rows = [
+        [
+            one.rank,
+            one.host,
+            one.state,
+            one.place,
+            one.waits_in or "-",
+            "-" if one.for_s is None else f"{one.for_s:.1f}",
+        ]
+        for one in found.ranks
+    ]
+    print_table("Ranks", ["rank", "host", "process", "in", "waits in", "for s"], rows, drop=("host",))
+    if found.folder:
+        typer.echo(f"reports, with stacks and the last collectives: {found.folder}")
+    for one in found.ranks if stacks else ():
+        typer.echo(f"\nrank {one.rank}\n{one.stacks or 'no stacks: it could not answer'}")
+
+
+# --- report ----------------------------------------------------------------------------------------------
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    json: Json = False,
+) -> None:
+    """Write a run's report.html again, and print its path.
+
+    \b
+    Examples:
+      lmworks report runs/tiny
+    """
+    from ..record.run_summary import locate
+    from ..report.run_report import write_report
+
+    path = write_report(locate(run))
+    if json:
+        print_json({"report": str(path)})
+    else:
+        typer.echo(str(path))
