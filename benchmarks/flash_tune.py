@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lmworks.kernels.training import flash_backward_triton, flash_forward_triton
-from lmworks.kernels.training.flash_tiles import HALF, PASSES, Tiles
+from lmworks.kernels.training.flash_forward_triton import HALF, PASSES, Tiles
 
 HIDDEN, TOKENS = 2048, 16_384
 MIDDLE, OTHERS = 8192, (2048, 32_768)

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lmworks.kernels.inference.add_norm import add_rms_norm
 from lmworks.kernels.inference.kv_cache_write import write_kv_cache
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
+from lmworks.kernels.rms_norm import add_rms_norm
 from lmworks.kernels.swiglu import swiglu_packed
 
 BANDWIDTH = 4.27e12  # bytes/s, of a copy on an H200

@@ -1,8 +1,8 @@
 """How the loss in place and the kernels of fp8 should share out their work on this GPU, and how large chunks should be.
 
 Each constant is varied at the shapes of three models in bf16. What wins is then written into the constant by hand:
-in kernels/training `WARPS` and `HELD` of cross_entropy_one_pass_triton.py, `CHUNK_BYTES_IN_PLACE` of cross_entropy.py
-(and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TRANSPOSED_TILE` of float8_triton.py.
+in kernels/training `ONE_PASS_WARPS` and `HELD_BLOCKS` of cross_entropy_triton.py, `CHUNK_BYTES_IN_PLACE` of
+cross_entropy.py (and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TRANSPOSED_TILE` of float8_triton.py.
 Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
@@ -22,13 +22,7 @@ from typing import Any
 import torch
 from common import RESULTS, commit, write_result
 
-from lmworks.kernels.training import (
-    cross_entropy,
-    cross_entropy_one_pass_triton,
-    cross_entropy_triton,
-    float8,
-    float8_triton,
-)
+from lmworks.kernels.training import cross_entropy, cross_entropy_triton, float8, float8_triton
 
 COPY, PRODUCT = 4.27e12, 763e12  # bytes/s and FLOP/s of an H200
 SHAPES = {"llama3-8b": (16_384, 128_256, 4096), "llama3-1b": (16_384, 128_256, 2048), "gpt2": (65_536, 50_257, 768)}
@@ -75,7 +69,7 @@ def loss_kernel(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
     found = {}
     for warps, held in KERNEL:
         seconds = measured(lambda: cross_entropy_triton.loss_in_place(logits, targets, True, vocab),
-                           cross_entropy_one_pass_triton, WARPS=warps, HELD=held)  # fmt: skip
+                           cross_entropy_triton, ONE_PASS_WARPS=warps, HELD_BLOCKS=held)  # fmt: skip
         if seconds is not None:
             found[f"{warps} warps, {held} blocks held"] = 4 * logits.numel() / seconds / COPY
     return found

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from common import write_result
 from torch import Tensor
 
-from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton, quantized
-from lmworks.kernels.inference.decode_linear_triton import Tile
+from lmworks.kernels.inference import linear_triton, quantized, quantized_triton
+from lmworks.kernels.inference.linear_triton import Tile
 from lmworks.kernels.training import float8_triton
 
 PACE = 4.27e12  # bytes/s
@@ -63,17 +63,17 @@ def make(kind: str, channels: int, inputs: int, seed: int) -> tuple[Tensor, ...]
 def ours(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
     """The kernels of ours, whatever the number of rows."""
     if kind == "bf16":
-        return lambda x: decode_linear_triton.linear(x, tensors[0])
+        return lambda x: linear_triton.linear(x, tensors[0])
     if kind == "int8":
-        return lambda x: int8_triton.int8_linear(x, *tensors)
+        return lambda x: quantized_triton.int8_linear(x, *tensors)
     if kind == "int4":
-        return lambda x: int4_triton.int4_linear(x, *tensors)
-    return lambda x: decode_linear_triton.fp8_linear(*float8_triton.quantize_rows(x, quantized.FP8), *tensors, x.dtype)
+        return lambda x: quantized_triton.int4_linear(x, *tensors)
+    return lambda x: linear_triton.fp8_linear(*float8_triton.quantize_rows(x, quantized.FP8), *tensors, x.dtype)
 
 
 def widened(kind: str, tensors: tuple[Tensor, ...]) -> Linear:
     """The weight in half precision, for the time of one product, and cuBLAS."""
-    widen = {"int8": int8_triton.int8_widen, "int4": int4_triton.int4_widen}[kind]
+    widen = {"int8": quantized_triton.int8_dequantize, "int4": quantized_triton.int4_dequantize}[kind]
     return lambda x: F.linear(x, widen(tensors[0], tensors[1], x.dtype))
 
 
@@ -192,8 +192,8 @@ def tiles(kind: str, rows: int) -> Iterator[Tile]:
 
 
 def set_tile(kind: str, tile: Tile) -> None:
-    own = {"int8": (int8_triton, "int8_tile"), "int4": (int4_triton, "int4_tile")}
-    setattr(*own.get(kind, (decode_linear_triton, "few_rows_tile")), lambda *_: tile)
+    own = {"int8": (quantized_triton, "int8_tile"), "int4": (quantized_triton, "int4_tile")}
+    setattr(*own.get(kind, (linear_triton, "few_rows_tile")), lambda *_: tile)
 
 
 def prepare(kind: str, rows: int, tile: Tile) -> None:

@@ -128,6 +128,13 @@ RETIRED = {
     "refuse_unknown_source": "check_source",
     "refuse_too_large": "check_host_memory",
     "speaks": "is_text",
+    "fixed_linear": "batch_invariant_linear",
+    "fixed_rows": "launch_batch_invariant",
+    "small_linear": "decode_linear",
+    "losses_once": "one_pass_losses",
+    "LEAST_GROUP": "INT4_MIN_GROUP",
+    "every_fourth": "deinterleave_4",
+    "UNCOUNTED": "IGNORED",
     # serve, cli, launch
     "stop_with_starter": "die_with_parent",
     "leave_word": "write_error_file",

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels import dispatch
-from lmworks.kernels.inference.add_norm import add_rms_norm
-from lmworks.kernels.rms_norm import rms_norm
+from lmworks.kernels.rms_norm import add_rms_norm, rms_norm
 from lmworks.kernels.rope import rotate, rotate_both
 from lmworks.kernels.swiglu import swiglu, swiglu_packed
 from lmworks.model import GPT, rope

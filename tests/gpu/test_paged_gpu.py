@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.kernels.inference.add_norm import add_rms_norm
 from lmworks.kernels.inference.kv_cache_write import reference as write_reference
 from lmworks.kernels.inference.kv_cache_write import write_kv_cache
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
+from lmworks.kernels.rms_norm import add_rms_norm
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model import rope
 from lmworks.spec import ModelSpec

@@ -14,9 +14,8 @@ from lmworks.engine.quantization.drift import DriftMonitor, Inputs
 from lmworks.engine.quantization.quantize import Calibration, quantize
 from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, rounded, set_fixed
 from lmworks.kernels.inference import quantized
-from lmworks.kernels.inference.add_norm import add_rms_norm
-from lmworks.kernels.inference.batch_invariant_linear import fixed_linear
-from lmworks.kernels.inference.decode_linear import FEW, small_linear
+from lmworks.kernels.inference.linear import DECODE_MAX_ROWS, batch_invariant_linear, decode_linear
+from lmworks.kernels.rms_norm import add_rms_norm
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model.gpt import Linear
 
@@ -67,22 +66,22 @@ def test_quantized_layers_equal_reference(scheme: str, shape: tuple[int, int], d
         assert torch.equal(found[0], new(x.clone())[0])
 
 
-@pytest.mark.parametrize("rows", [1, 5, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, 5, DECODE_MAX_ROWS, DECODE_MAX_ROWS + 1])
 def test_small_linears_in_half_precision(rows: int) -> None:
     for channels, inputs in SHAPES:
         x, weight, bias = draw(rows, inputs).bfloat16(), draw(channels, inputs).bfloat16(), draw(channels).bfloat16()
         wanted = F.linear(x.double(), weight.double(), bias.double())
-        assert off(small_linear(x, weight, bias), wanted) < 4e-3
+        assert off(decode_linear(x, weight, bias), wanted) < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_batch_invariance(dtype: torch.dtype) -> None:
     for channels, inputs in SHAPES:
         x, weight = draw(200, inputs).to(dtype), draw(channels, inputs, seed=1).to(dtype)
-        whole = fixed_linear(x, weight)
+        whole = batch_invariant_linear(x, weight)
         assert off(whole, F.linear(x.double(), weight.double())) < (5e-6 if dtype == torch.float32 else 4e-3)
         for start, end in ((0, 1), (77, 78), (3, 20), (100, 164), (50, 115)):
-            assert torch.equal(fixed_linear(x[start:end], weight), whole[start:end])
+            assert torch.equal(batch_invariant_linear(x[start:end], weight), whole[start:end])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -158,7 +157,7 @@ def test_early_launch_is_bitwise_equal(scheme: str, monkeypatch: pytest.MonkeyPa
         x, delta = start, start
         for one in layers:
             x, normed = add_rms_norm(x, delta, norm, 1e-5, "triton")
-            delta = small_linear(normed, one.weight) if isinstance(one, Linear) else one(normed)
+            delta = decode_linear(normed, one.weight) if isinstance(one, Linear) else one(normed)
         return delta
 
     with monkeypatch.context() as patched:

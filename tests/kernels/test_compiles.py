@@ -100,21 +100,21 @@ def store(held: torch.dtype) -> None:
 
 
 def product(kind: str, rows: int, gate: bool = False, channels: int = 4096) -> None:
-    few = importlib.import_module("lmworks.kernels.inference.decode_linear_triton")
+    few = importlib.import_module("lmworks.kernels.inference.linear_triton")
     x, inputs = torch.zeros(rows, 1024, dtype=BF16), 1024
     if kind == "int4":
         words, scale = torch.zeros(channels, inputs // 8, dtype=torch.int32), torch.zeros(channels, 8, dtype=BF16)
-        importlib.import_module("lmworks.kernels.inference.int4_triton").int4_linear(x, words, scale, gate)
+        importlib.import_module("lmworks.kernels.inference.quantized_triton").int4_linear(x, words, scale, gate)
     elif kind == "int8":
         q, scale = torch.zeros(channels, inputs, dtype=torch.int8), torch.zeros(channels)
-        importlib.import_module("lmworks.kernels.inference.int8_triton").int8_linear(x, q, scale, gate)
+        importlib.import_module("lmworks.kernels.inference.quantized_triton").int8_linear(x, q, scale, gate)
     elif kind == "fp8":
         weight = torch.zeros(channels, inputs, dtype=FP8)
         few.fp8_linear(x.to(FP8), torch.zeros(rows), weight, torch.zeros(channels), BF16, gate)
     elif kind.startswith("fixed"):
         weight = torch.zeros(channels, inputs, dtype=BF16)
-        fixed = importlib.import_module("lmworks.kernels.inference.batch_invariant_linear_triton")
-        fixed.fixed_rows(x, weight, None, wide=kind == "fixed-wide")
+        fixed = importlib.import_module("lmworks.kernels.inference.linear_triton")
+        fixed.launch_batch_invariant(x, weight, None, fp32_out=kind == "fixed-wide")
     else:
         few.linear(x, torch.zeros(channels, inputs, dtype=BF16), gate)
 
@@ -330,7 +330,7 @@ def test_flash_attention_uses_tensor_cores_without_spills(
 def test_fp8_sums_are_promoted_every_step(compiled: list[Any]) -> None:
     """What they keep of a sum of fp8 is too little for a long one: it goes on in fp32 registers, of which a tile of
     128 channels and 16 rows has 8 in each of 256 threads."""
-    module = importlib.import_module("lmworks.kernels.inference.decode_linear_triton")
+    module = importlib.import_module("lmworks.kernels.inference.linear_triton")
     weight, x = torch.zeros(28_672, 512, dtype=torch.uint8).view(FP8), torch.zeros(2, 512).to(FP8)
     module.fp8_linear(x, torch.zeros(2), weight, torch.zeros(28_672), BF16)
     [kernel] = compiled

@@ -85,11 +85,11 @@ def test_one_pass_gradient_equals_two_pass(
 ) -> None:
     """Blocks of 256 logits, all of them held or the last few, the last one cut; more rows than programs, so that each
     takes on the next row. The interpreter cuts bf16 where a GPU rounds: twice the error."""
-    from lmworks.kernels.training import cross_entropy_one_pass_triton, cross_entropy_triton
+    from lmworks.kernels.training import cross_entropy_triton
 
-    for name, value in {"WARPS": 1, "HELD": held, "SHORTEST": 64}.items():
-        monkeypatch.setattr(cross_entropy_one_pass_triton, name, value)
-    monkeypatch.setattr(cross_entropy_one_pass_triton, "multiprocessors", lambda _: 2)
+    for name, value in {"ONE_PASS_WARPS": 1, "HELD_BLOCKS": held, "MIN_ROW": 64}.items():
+        monkeypatch.setattr(cross_entropy_triton, name, value)
+    monkeypatch.setattr(cross_entropy_triton, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(cross_entropy_triton, "launch", lambda *_, **__: pytest.fail("read twice"))
     logits = (torch.randn(7, columns, generator=torch.Generator().manual_seed(0)) * 5).to(DEVICE, torch.bfloat16)
     logits[:, vocab:] = 99  # must not count
@@ -107,14 +107,14 @@ def test_one_pass_gradient_equals_two_pass(
 
 @with_triton
 def test_one_pass_eligibility() -> None:
-    from lmworks.kernels.training.cross_entropy_one_pass_triton import fits
+    from lmworks.kernels.training.cross_entropy_triton import one_pass_supports
 
     rows = torch.empty(2, 50_304, dtype=torch.bfloat16)
-    assert fits(rows, 50_257) and fits(rows, 49_153)
-    assert not fits(rows, 49_152)  # the last block has no token
-    assert not fits(rows.half(), 50_257)
-    assert not fits(rows[:, :50_300], 50_257)  # half a load at the end
-    assert not fits(rows[:, :8192], 8192)  # short
+    assert one_pass_supports(rows, 50_257) and one_pass_supports(rows, 49_153)
+    assert not one_pass_supports(rows, 49_152)  # the last block has no token
+    assert not one_pass_supports(rows.half(), 50_257)
+    assert not one_pass_supports(rows[:, :50_300], 50_257)  # half a load at the end
+    assert not one_pass_supports(rows[:, :8192], 8192)  # short
 
 
 @with_triton

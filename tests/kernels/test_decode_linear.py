@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels.inference import quantized
-from lmworks.kernels.inference.batch_invariant_linear import fixed_linear
-from lmworks.kernels.inference.decode_linear import small_linear
+from lmworks.kernels.inference.linear import batch_invariant_linear, decode_linear
 
 GPU = torch.cuda.is_available()
 DEVICE, HALF = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float16)
@@ -114,16 +113,16 @@ def test_fp8_matmul_equals_scaled_mm() -> None:
 @pytest.fixture(params=["whole", "shared"])
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`shared`: three programs add up one tile, in steps of 256."""
-    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
+    from lmworks.kernels.inference import linear_triton, quantized_triton
 
-    tiles = ((decode_linear_triton, "few_rows_tile"), (int8_triton, "int8_tile"), (int4_triton, "int4_tile"))
+    tiles = ((linear_triton, "few_rows_tile"), (quantized_triton, "int8_tile"), (quantized_triton, "int4_tile"))
     for module, name in tiles:
         plain = getattr(module, name)
         other = {"split": 3, "inputs": 256} if request.param == "shared" else {"split": 1}
         monkeypatch.setattr(module, name, lambda *shape, plain=plain, other=other: replace(plain(*shape), **other))
     yield
     if GPU or INTERPRETED:
-        assert not decode_linear_triton.split_counters(torch.device(DEVICE)).any()  # left as the next call expects them
+        assert not linear_triton.split_counters(torch.device(DEVICE)).any()  # left as the next call expects them
 
 
 @with_triton
@@ -132,24 +131,24 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_kernels_equal_references(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile, nor do 70 rows two. 1,156 inputs are five steps of 256, the last not full, and 1,024
     are four pairs of groups: of three programs the last has one, or none. What lies behind x is no number."""
-    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
+    from lmworks.kernels.inference import linear_triton, quantized_triton
 
     inputs = 1024 if kind == "int4" else 1156
     padded = F.pad(draw(rows, inputs), (0, 0, 0, 1), value=float("nan")).to(DEVICE, HALF)
     x, weight = padded[:rows], draw(90, inputs, seed=1).to(DEVICE)
     if kind == "wide":
-        found, wanted = decode_linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
+        found, wanted = linear_triton.linear(x, weight.to(HALF)), F.linear(x.double(), weight.to(HALF).double())
     elif kind == "int8":
         tensors = quantized.int8_quantize(weight)
-        found, wanted = int8_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
+        found, wanted = quantized_triton.int8_linear(x, *tensors), quantized.int8_reference(x.double(), *tensors)
     elif kind == "int4":
         tensors = int4(weight, 128)
-        found, wanted = int4_triton.int4_linear(x, *tensors), quantized.int4_reference(x.double(), *tensors)
+        found, wanted = quantized_triton.int4_linear(x, *tensors), quantized.int4_reference(x.double(), *tensors)
     else:
         q, scale = quantized.fp8_quantize(weight)
         p, s = (each[:rows] for each in quantized.fp8_quantize(padded))
         found, wanted = (
-            decode_linear_triton.fp8_linear(p, s, q, scale, HALF),
+            linear_triton.fp8_linear(p, s, q, scale, HALF),
             quantized.fp8_reference(x.float(), q, scale),
         )
     assert found.dtype == HALF
@@ -161,19 +160,21 @@ def test_kernels_equal_references(kind: str, rows: int, cut: None) -> None:
 def test_gated_matmul_equals_swiglu_bitwise(kind: str, cut: None) -> None:
     """38 gates and what they are for: the last tile of either is not full."""
     from lmworks.kernels import swiglu_triton
-    from lmworks.kernels.inference import decode_linear_triton, int4_triton, int8_triton
+    from lmworks.kernels.inference import linear_triton, quantized_triton
 
     rows = 3
     x, weight = draw(rows, 768).to(DEVICE, HALF), draw(76, 768, seed=1).to(DEVICE)
     if kind == "wide":
-        plain, gated = (decode_linear_triton.linear(x, weight.to(HALF), gate) for gate in (False, True))
+        plain, gated = (linear_triton.linear(x, weight.to(HALF), gate) for gate in (False, True))
     elif kind == "int8":
-        plain, gated = (int8_triton.int8_linear(x, *quantized.int8_quantize(weight), gate) for gate in (False, True))
+        plain, gated = (
+            quantized_triton.int8_linear(x, *quantized.int8_quantize(weight), gate) for gate in (False, True)
+        )
     elif kind == "int4":
-        plain, gated = (int4_triton.int4_linear(x, *int4(weight, 128), gate) for gate in (False, True))
+        plain, gated = (quantized_triton.int4_linear(x, *int4(weight, 128), gate) for gate in (False, True))
     else:
         pairs = (*quantized.fp8_quantize(x), *quantized.fp8_quantize(weight))
-        plain, gated = (decode_linear_triton.fp8_linear(*pairs, HALF, gate) for gate in (False, True))
+        plain, gated = (linear_triton.fp8_linear(*pairs, HALF, gate) for gate in (False, True))
     assert gated.shape == (rows, 38)
     assert torch.equal(gated, swiglu_triton.forward(*plain.chunk(2, dim=1)))
 
@@ -185,20 +186,20 @@ def int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 @with_triton
 def test_int8_dequantize_kernel_equals_reference() -> None:
-    from lmworks.kernels.inference import int8_triton
+    from lmworks.kernels.inference import quantized_triton
 
     q, scale = quantized.int8_quantize(draw(11, 1056))
-    found = int8_triton.int8_widen(q.to(DEVICE), scale.to(DEVICE), torch.float32)
+    found = quantized_triton.int8_dequantize(q.to(DEVICE), scale.to(DEVICE), torch.float32)
     assert torch.equal(found.cpu(), quantized.int8_dequantize(q, scale))
 
 
 @with_triton
 @pytest.mark.parametrize("group", [16, 64])
 def test_int4_dequantize_kernel_equals_reference(group: int) -> None:
-    from lmworks.kernels.inference import int4_triton
+    from lmworks.kernels.inference import quantized_triton
 
     words, scale = int4(draw(70, 256), group)
-    found = int4_triton.int4_widen(words.to(DEVICE), scale.to(DEVICE), torch.float32)
+    found = quantized_triton.int4_dequantize(words.to(DEVICE), scale.to(DEVICE), torch.float32)
     assert torch.equal(found.cpu(), quantized.int4_dequantize(words, scale))
 
 
@@ -266,26 +267,28 @@ def ptx(text: str, words: list[int], results: int) -> list[list[float]]:
 def test_packed_words_are_unpacked() -> None:
     """By PTX, which the interpreter does not run: every byte in every place."""
     pytest.importorskip("triton")
-    from lmworks.kernels.inference import int4_triton, int8_triton
+    from lmworks.kernels.inference import quantized_triton
 
     for first in range(256):
         pair = [bytes((first + by * i) % 256 for i in range(4)) for by in (1, 77)]
         words = [int.from_bytes(each, "little") for each in pair]
         signed = [struct.unpack("4b", each) for each in pair]
-        assert ptx(int8_triton.spread(), words, 4) == [list(both) for both in zip(*signed, strict=True)]
-        assert ptx(int4_triton.spread(), words, 8) == [[(word >> 4 * t & 15) - 8 for word in words] for t in range(8)]
+        assert ptx(quantized_triton.int8_unpack_ptx(), words, 4) == [list(both) for both in zip(*signed, strict=True)]
+        assert ptx(quantized_triton.int4_unpack_ptx(), words, 8) == [
+            [(word >> 4 * t & 15) - 8 for word in words] for t in range(8)
+        ]
 
 
 def test_small_linear_equals_linear() -> None:
     x, weight, bias = draw(2, 3, 256).to(DEVICE, HALF), draw(90, 256).to(DEVICE, HALF), draw(90).to(DEVICE, HALF)
-    assert off(small_linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())) < 4e-3
+    assert off(decode_linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double())) < 4e-3
 
 
 @pytest.mark.parametrize("rows", [7, 8, 32, 33])
 @pytest.mark.parametrize("biased", [False, True])
 def test_transposed_cpu_matmul_gives_same_result(rows: int, biased: bool) -> None:
     x, weight, bias = draw(rows, 1, 96), draw(70, 96, seed=1), draw(70, seed=2) if biased else None
-    found = small_linear(x, weight, bias)
+    found = decode_linear(x, weight, bias)
     assert found.is_contiguous()
     torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
 
@@ -295,26 +298,26 @@ def test_transposed_cpu_matmul_gives_same_result(rows: int, biased: bool) -> Non
 
 def test_batch_invariance_on_cpu() -> None:
     x, weight, bias = draw(70, 200), draw(90, 200, seed=1), draw(90, seed=2)
-    whole = fixed_linear(x.view(7, 10, 200), weight, bias)
+    whole = batch_invariant_linear(x.view(7, 10, 200), weight, bias)
     assert off(whole.view(70, 90), F.linear(x.double(), weight.double(), bias.double())) < 1e-6
     for start, end in ((0, 1), (13, 14), (5, 69)):
-        assert torch.equal(fixed_linear(x[start:end], weight, bias), whole.view(70, 90)[start:end])
-    assert fixed_linear(x[:0], weight).shape == (0, 90)
+        assert torch.equal(batch_invariant_linear(x[start:end], weight, bias), whole.view(70, 90)[start:end])
+    assert batch_invariant_linear(x[:0], weight).shape == (0, 90)
     half = 100 * x.half(), 100 * weight.half()  # whose products are more than fp16 holds
-    assert off(fixed_linear(*half, wide=True), F.linear(*(each.double() for each in half))) < 1e-6
+    assert off(batch_invariant_linear(*half, fp32_out=True), F.linear(*(each.double() for each in half))) < 1e-6
 
 
 @with_triton
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_batch_invariance_of_kernel(dtype: torch.dtype) -> None:
-    """1,100 inputs are cut into stretches; up to 64 rows programs share them, 70 rows are one program's a tile."""
-    from lmworks.kernels.inference.batch_invariant_linear_triton import CUTS, fixed_rows, num_k_splits
+    """1,100 inputs are split along K: over programs up to 64 rows, within one program for 70 rows."""
+    from lmworks.kernels.inference.linear_triton import batch_invariant_tile, launch_batch_invariant
 
-    assert num_k_splits(90, 1100, CUTS[dtype.itemsize]) > 1
+    assert batch_invariant_tile(90, 1100, dtype.itemsize).split > 1
     x, weight, bias = (draw(*s, seed=i).to(DEVICE, dtype) for i, s in enumerate(((70, 1100), (90, 1100), (90,))))
-    whole = fixed_rows(x, weight, bias)
+    whole = launch_batch_invariant(x, weight, bias)
     assert off(whole, F.linear(x.double(), weight.double(), bias.double())) < (1e-6 if dtype == torch.float32 else 4e-3)
     for start, end in ((0, 1), (13, 14), (40, 70)):
-        assert torch.equal(fixed_rows(x[start:end], weight, bias), whole[start:end])
-    wide = fixed_rows(x, weight, bias, wide=True)
+        assert torch.equal(launch_batch_invariant(x[start:end], weight, bias), whole[start:end])
+    wide = launch_batch_invariant(x, weight, bias, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), whole)

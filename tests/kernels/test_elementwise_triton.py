@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels import dispatch
-from lmworks.kernels.inference.add_norm import add_rms_norm
-from lmworks.kernels.rms_norm import rms_norm
+from lmworks.kernels.rms_norm import add_rms_norm, rms_norm
 from lmworks.kernels.rope import rotate, rotate_both
 from lmworks.kernels.swiglu import swiglu
 from lmworks.model import GPT, rope

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lmworks.kernels.training.flash_attention import Bounds, flash_attention
-from lmworks.kernels.training.flash_tiles import PASSES, Tiles, choose_tiles
+from lmworks.kernels.training.flash_forward_triton import PASSES, Tiles, choose_tiles
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec
 

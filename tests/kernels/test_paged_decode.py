@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lmworks.kernels.inference import paged_decode
+from lmworks.kernels.inference import paged_attention
 from paged_cases import Case, Made, expected, make, random_case
 
 
@@ -17,13 +17,13 @@ from paged_cases import Case, Made, expected, make, random_case
 @pytest.mark.parametrize("seed", range(12))
 def test_batched_decode_equals_sdpa(seed: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, in groups of like length, and one by one."""
-    monkeypatch.setattr(paged_decode, "GROUP_ELEMENTS", together)
-    monkeypatch.setattr(paged_decode, "gather_buffers", paged_decode.GatherBuffers())
+    monkeypatch.setattr(paged_attention, "GROUP_ELEMENTS", together)
+    monkeypatch.setattr(paged_attention, "gather_buffers", paged_attention.GatherBuffers())
     draw = random.Random(seed)
     lengths = tuple(draw.choice((0, 1, draw.randint(2, 40), draw.randint(40, 200))) for _ in range(6))
     case: Case = dataclasses.replace(random_case(seed), lengths=lengths, queries=(1,) * 6)
     made = make(case, seed)
-    out = paged_decode.paged_decode(made.q, made.cache, made.metadata, **case.scores())
+    out = paged_attention.paged_decode(made.q, made.cache, made.metadata, **case.scores())
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
@@ -33,7 +33,7 @@ def test_gather_buffers_are_thread_local() -> None:
 
     def decoded(made: Made) -> torch.Tensor:
         for _ in range(20):
-            out = paged_decode.paged_decode(made.q, made.cache, made.metadata)
+            out = paged_attention.paged_decode(made.q, made.cache, made.metadata)
         return out
 
     with ThreadPoolExecutor(4) as pool:

@@ -1,11 +1,11 @@
-"""RMSNorm: x · r · weight with r = 1/√(mean(x²) + ε), that keeps only x and r for the backward pass.
+"""RMSNorm: x · r · weight with r = 1/√(mean(x²) + ε). Only x and r are saved for the backward pass.
 
-CUDA has a fused kernel for it. On a CPU PyTorch composes it of small operations and saves x·r as well: twice the
-memory and twice the time of the formula below, with n = x·r and g = ∂loss/∂y:
+CUDA has a fused kernel. On a CPU PyTorch composes it of small operations and saves x·r as well: twice the memory and
+twice the time of the formula below, with n = x·r and g = ∂loss/∂y:
 
     ∂loss/∂weight = Σ over tokens of g·n        ∂loss/∂x = r · (g·weight − n · mean(g·weight·n))
 
-Every implementation computes in fp32 and rounds once, to the precision of x; the weight may have another.
+Every implementation computes in fp32 and rounds once, to the dtype of x; the weight may have another.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..spec import SpecError
 from .dispatch import pick_unless_compiling
 
 IMPLEMENTATIONS = ("torch", "triton")
-NATIVE = "native"  # in C++ and CUDA: only for who asks for it, as it has to be built
+NATIVE = "native"  # C++ and CUDA, built on first use: never chosen by default
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,7 +29,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, implementation: str | None = None) -> Tensor:
-    """As `reference`, over the last dimension of x; the result has the precision of x."""
+    """As `reference`, over the last dimension of x; the result has the dtype of x."""
     if implementation == NATIVE:
         from . import native
 
@@ -38,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, implementation: str | None =
         return TritonRMSNorm.apply(x, weight, eps)
     if x.device.type == "cpu":
         return RMSNorm.apply(x, weight, eps)
-    # Under autocast heads come in bf16 beside fp32 weights; the fused kernel wants one precision.
+    # Under autocast heads are bf16 and weights fp32; the fused kernel takes one dtype.
     return F.rms_norm(x, weight.shape, weight.type_as(x), eps).type_as(x)
 
 
@@ -51,7 +52,7 @@ class RMSNorm(torch.autograd.Function):
         return (wide * r).mul_(weight).type_as(x)
 
     @staticmethod
-    @once_differentiable  # r is a constant to whoever would differentiate it again
+    @once_differentiable  # r is treated as a constant
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
         grad = grad.float()
@@ -79,3 +80,18 @@ class TritonRMSNorm(torch.autograd.Function):
 
         x, weight, r = ctx.saved_tensors
         return *backward(grad, x, weight, r), None
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, implementation: str = "torch"
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMSNorm), in the dtype of x + delta. The kernel does both in one pass. Without backward pass."""
+    if implementation not in IMPLEMENTATIONS:
+        raise SpecError(f"add_rms_norm has no implementation {implementation!r}: {' or '.join(IMPLEMENTATIONS)}")
+    if implementation == "triton":
+        from .rms_norm_triton import forward
+
+        total, normed, _ = forward(x, delta, weight, eps)
+        return total, normed
+    total = x + delta
+    return total, rms_norm(total, weight, eps)

@@ -15,7 +15,7 @@ from .case import Number
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
 
-# As in kernels/training/cross_entropy_one_pass_triton.py: logits that a program holds in registers, and the shortest
+# As in kernels/training/cross_entropy_triton.py: logits that a program holds in registers, and the shortest
 # row for which it does.
 LOGITS_IN_REGISTERS, MIN_LONG_ROW = 13 * 4096, 2**14
 

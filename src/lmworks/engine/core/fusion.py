@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.inference.add_norm import add_rms_norm
-from ...kernels.inference.batch_invariant_linear import fixed_linear
-from ...kernels.inference.decode_linear import gated_linear, small_linear
+from ...kernels.inference.linear import batch_invariant_linear, decode_linear, gated_linear
+from ...kernels.rms_norm import add_rms_norm
 from ...kernels.swiglu import swiglu_packed
 from ...model import rope
 from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RMSNorm, Rotary
@@ -44,7 +43,7 @@ class LinearMethod:
 
     def __init__(self, invariant: bool) -> None:
         self.invariant = invariant
-        self.product: Product = fixed_linear if invariant else small_linear
+        self.product: Product = batch_invariant_linear if invariant else decode_linear
 
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
         if type(layer) is Linear:

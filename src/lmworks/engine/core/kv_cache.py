@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.inference.kv_cache_write import write_kv_cache
-from ...kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
-from ...kernels.inference.paged_decode import paged_decode
+from ...kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention, paged_decode
 from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from ...spec.components import token_cache
 

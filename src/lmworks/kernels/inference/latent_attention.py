@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from .paged_attention import AttentionMetadata, LayerCache, gathered
+from .paged_attention import AttentionMetadata, LayerCache, gather_blocks
 
 SCORES = 2**25  # that are held at once, in fp32
 
@@ -38,7 +38,7 @@ def paged_latent_attention(
         if not length or begin == end:
             continue
         table = metadata.block_tables[row : row + 1, : math.ceil(length / cache.size)]
-        latents = gathered(cache.keys, cache.key_scales, table, q.dtype)[0, 0, :length]
+        latents = gather_blocks(cache.keys, cache.key_scales, table, q.dtype)[0, 0, :length]
         step = 1 if invariant else max(1, SCORES // (q.shape[1] * length))
         for first in range(begin, end, step):
             last = min(first + step, end)

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...spec.precision import FP8_ALIGNED
 from ..swiglu import swiglu_packed
 from ..training import float8
-from .batch_invariant_linear import fixed_linear
+from .linear import batch_invariant_linear
 
 FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
 GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
@@ -122,30 +122,30 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: 
     """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are. `gate`: of the
     result, silu(first half) · second half."""
     if fixed:  # an int8 is exact in bf16; before it is scaled, a sum may be more than fp16 holds
-        y = (fixed_linear(x, q.to(x.dtype), wide=True) * scale).type_as(x)
+        y = (batch_invariant_linear(x, q.to(x.dtype), fp32_out=True) * scale).type_as(x)
     elif plain(x):
         y = int8_reference(x, q, scale)
     else:
-        from . import int8_triton
+        from . import quantized_triton
 
-        if rows_of(x) < MANY and q.shape[1] % int8_triton.WORD == 0:
-            return int8_triton.int8_linear(x, q, scale, gate)
-        y = F.linear(x, int8_triton.int8_widen(q, scale, x.dtype))
+        if rows_of(x) < MANY and q.shape[1] % quantized_triton.INT8_PER_WORD == 0:
+            return quantized_triton.int8_linear(x, q, scale, gate)
+        y = F.linear(x, quantized_triton.int8_dequantize(q, scale, x.dtype))
     return swiglu_packed(y) if gate else y
 
 
 def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: words (out, in / 8) int32, scale (out, in / group) bf16."""
     if fixed:
-        y = fixed_linear(x, int4_dequantize(words, scale).to(x.dtype))
+        y = batch_invariant_linear(x, int4_dequantize(words, scale).to(x.dtype))
     elif plain(x):
         y = int4_reference(x, words, scale)
     else:
-        from . import int4_triton
+        from . import quantized_triton
 
-        if rows_of(x) < MANY and int4_group_of(words, scale) >= int4_triton.LEAST_GROUP:
-            return int4_triton.int4_linear(x, words, scale, gate)
-        y = F.linear(x, int4_triton.int4_widen(words, scale, x.dtype))
+        if rows_of(x) < MANY and int4_group_of(words, scale) >= quantized_triton.INT4_MIN_GROUP:
+            return quantized_triton.int4_linear(x, words, scale, gate)
+        y = F.linear(x, quantized_triton.int4_dequantize(words, scale, x.dtype))
     return swiglu_packed(y) if gate else y
 
 
@@ -153,17 +153,17 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
     """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
     if fixed:
         p, s = fp8_quantize(x.flatten(0, -2))
-        y = fixed_linear(p.to(x.dtype), q.to(x.dtype), wide=True) * s.unsqueeze(1) * scale
+        y = batch_invariant_linear(p.to(x.dtype), q.to(x.dtype), fp32_out=True) * s.unsqueeze(1) * scale
         y = y.type_as(x).view(*x.shape[:-1], -1)
     elif plain(x):
         y = fp8_reference(x, q, scale)
     else:
         from ..training import float8_triton
-        from . import decode_linear_triton
+        from . import linear_triton
 
         p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
         if rows_of(x) < FP8_MANY or not scaled_mm_supports(x, q):
-            return decode_linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
+            return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         y = y.view(*x.shape[:-1], -1)
     return swiglu_packed(y) if gate else y

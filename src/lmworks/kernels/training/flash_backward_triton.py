@@ -29,8 +29,19 @@ import torch
 from torch import Tensor
 
 from ..triton_support import tl, triton
-from .flash_forward_triton import LOG2E, describe, first_keys, fit, key_span, seen, store_tile, tile, width_of
-from .flash_tiles import Tiles, choose_tiles
+from .flash_forward_triton import (
+    LOG2E,
+    Tiles,
+    choose_tiles,
+    describe,
+    first_keys,
+    fit,
+    key_span,
+    seen,
+    store_tile,
+    tile,
+    width_of,
+)
 
 
 def launch(

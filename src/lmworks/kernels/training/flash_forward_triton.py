@@ -1,23 +1,23 @@
-"""The forward pass of flash attention on a GPU. `flash_attention` says what is computed; here is how.
+"""The forward pass of flash attention on a GPU, and the tile sizes of all passes.
 
-A program takes ROWS queries of one head and walks over their keys, KEYS at a time. Softmax needs the largest score of a
-row and the sum over all of it, and a walk knows neither before its end; so it keeps, for every row, the largest score
-so far m, the sum ℓ = Σ 2^(s − m), and the mixture acc = Σ 2^(s − m)·v. When a tile brings a larger score m′, what was
-summed before is too large by one factor, which is made good (the online softmax):
+A program takes ROWS queries of one head and loops over their keys, KEYS at a time. Softmax needs the largest score of a
+row and the sum over all of it, which are known at the end only; so the loop keeps, for every row, the largest score so
+far m, the sum ℓ = Σ 2^(s − m), and acc = Σ 2^(s − m)·v. When a tile has a larger score m′, the sums are rescaled
+(online softmax):
 
     ℓ ← ℓ · 2^(m − m′) + Σ 2^(s′ − m′),      acc ← acc · 2^(m − m′) + 2^(s′ − m′) · v′
 
-In the end out = acc / ℓ, and the log-sum-exp m + log₂ ℓ is all that the backward pass needs to know of the scores.
-Scores are in units of log 2 (log₂e/√d is multiplied in as the exponent is formed), since a GPU has 2^x and not e^x.
+In the end out = acc / ℓ, and the log-sum-exp m + log₂ ℓ is all that the backward pass needs of the scores. Scores are
+in units of log 2 (log₂e/√d is multiplied in as the exponent is formed), since a GPU has 2^x and not e^x.
 
-Tiles that all queries see in full need no mask, and almost all tiles are such: the walk is up to three loops, over
+Tiles that all queries see in full need no mask, and almost all tiles are such. There are up to three loops, over
 
     [begin, whole)      tiles in which a window or a document begins for some of the queries
     [whole, diagonal)   tiles that every query sees in full
-    [diagonal, end)     tiles that some queries see only in part, as the keys there come after them
+    [diagonal, end)     tiles that some queries see only in part: causal mask
 
-Tiles come and go by tensor descriptors, Hopper's copy engine: one thread asks for a tile, rows beyond the sequence and
-columns beyond the head arrive as zeros, and such rows are not written.
+Tiles are loaded and stored by tensor descriptors (TMA): rows beyond the sequence and columns beyond the head are loaded
+as zeros and not stored.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -25,16 +25,80 @@ columns beyond the head arrive as zeros, and such rows are not written.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..triton_support import power_of_two, tl, triton
-from .flash_tiles import Tiles, choose_tiles
 
 LOWEST = tl.constexpr(-1e30)  # a score below all others, and finite: a row that has seen nothing is 0 and not NaN
 LOG2E = tl.constexpr(math.log2(math.e))
+
+# --- tile sizes -------------------------------------------------------------------------------------------
+
+# A program holds ROWS queries and loops over KEYS keys at a time (in the pass for dK and dV: the other way round).
+# Groups of 4 warps feed Hopper's tensor cores 64 rows at a time. What bounds each choice:
+#
+#     registers   a thread has 255: accumulators take rows · width / threads of them, scores rows · keys / threads
+#     shared      227 KiB of a multiprocessor: what its programs hold, and `stages` of each tile that they loop over
+#     L2          every program reads all that it loops over: the fewer rows it holds, the more is read
+#
+# `benchmarks/flash_tune.py` tries others. Those for heads of 64 and 128 were the fastest on an H200, at 8192 positions
+# (benchmarks/results/flash_tune.json, Triton 3.6). Heads of 32 take those of 64, and 256 was chosen by compiling for
+# Hopper: neither was timed.
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes and launch options of one pass."""
+
+    rows: int  # queries in a tile
+    keys: int  # keys in a tile
+    warps: int
+    stages: int  # of the software pipeline of loads
+    registers: int | None = None  # limit per thread, so that two programs fit on a multiprocessor
+
+    def options(self) -> dict[str, Any]:
+        """Launch arguments."""
+        common = {"ROWS": self.rows, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return common if self.registers is None else common | {"maxnreg": self.registers}
+
+
+PASSES = ("forward", "queries", "keys")  # the two of the backward pass: dQ; dK and dV
+
+# By pass and head width (head_dim rounded up to a power of two), for 16-bit dtypes.
+HALF: dict[str, dict[int, Tiles]] = {
+    "forward": {
+        32: Tiles(128, 64, 4, 3),
+        64: Tiles(128, 64, 4, 3),
+        128: Tiles(128, 128, 8, 3),
+        256: Tiles(128, 64, 8, 2),
+    },
+    "queries": {
+        32: Tiles(128, 64, 8, 3),
+        64: Tiles(128, 64, 8, 3),
+        128: Tiles(128, 64, 8, 3),
+        256: Tiles(64, 32, 8, 2),
+    },
+    "keys": {
+        32: Tiles(64, 64, 4, 3),
+        64: Tiles(64, 64, 4, 3),
+        128: Tiles(64, 64, 4, 2),
+        256: Tiles(32, 64, 8, 2),
+    },
+}
+# fp32 uses no tensor cores (products are exact): it is for tests, and small tiles keep it in registers.
+FULL = Tiles(32, 32, 4, 1)
+
+
+def choose_tiles(name: str, width: int, dtype: torch.dtype) -> Tiles:
+    """Tile sizes of a pass; heads narrower than 32 take those of 32."""
+    return FULL if dtype == torch.float32 else HALF[name][max(width, min(HALF[name]))]
+
+
+# --- the pass ---------------------------------------------------------------------------------------------
 
 
 def width_of(x: Tensor) -> int:
