@@ -27,7 +27,7 @@ from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
-from ..pipelines.in_flight import Moment, padded, pass_states
+from ..pipelines.in_flight import Moment, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .rank_weights import Place, RankWeights, distinct, rank_weights
 
@@ -418,7 +418,7 @@ def pass_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
     return found
 
 
-def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, tuple[Any, Any, Any]]:
+def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """By moment the highest state of each candidate: micro-batches in flight, pending, and 1 for the stage at work.
 
     `sizes`: bytes of each stage (stages, candidates): kept by a micro-batch, pending, at work forward, and backward.
@@ -432,15 +432,12 @@ def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, 
     keys = np.stack([np.broadcast_to(column, shape).reshape(-1) for column in columns], axis=-1)
     rows, where = np.unique(keys, axis=0, return_inverse=True)
     whole = case.recompute != "none" or case.schedule not in SPLIT_BACKWARD
-    each = [pass_states(case.schedule, *row, whole) for row in rows.astype(int).tolist()]
-    found = {}
-    for moment in dict.fromkeys(moment for states in each for moment in states):
-        table = padded([states.get(moment) for states in each], slots)[where.ravel()]  # candidates × states × columns
-        in_flight, pending, at_work = table[..., :slots], table[..., slots : 2 * slots], table[..., 2 * slots :]
-        work = forward if moment[0] == "F" else backward
-        totals = (in_flight @ kept.T[:, :, None] + pending @ waiting.T[:, :, None] + at_work @ work.T[:, :, None])[
-            ..., 0
-        ]
-        best = table[np.arange(count), totals.argmax(axis=1)].T.reshape(3, slots, *shape)
-        found[MOMENTS[moment]] = (best[0], best[1], best[2])
-    return found
+    found: dict[str, NDArray[Any]] = {}
+    for number, pipeline in enumerate(rows.astype(int).tolist()):
+        mine, stages = where.ravel() == number, pipeline[1]
+        for moment, states in pass_states(case.schedule, *pipeline, whole).items():
+            work = forward if moment[0] == "F" else backward
+            each = np.concatenate([size[:stages, mine] for size in (kept, waiting, work)])
+            best = found.setdefault(MOMENTS[moment], np.zeros((3, slots, count)))
+            best[:, :stages, mine] = states[(states @ each).argmax(axis=0)].T.reshape(3, stages, -1)
+    return {moment: best.reshape(3, slots, *shape) for moment, best in found.items()}

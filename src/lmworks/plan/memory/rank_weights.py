@@ -138,11 +138,17 @@ def rank_weights(case: Case, place: Place) -> RankWeights:
     known = weights_by_layout(alike)
 
     def one(*numbers: int) -> RankWeights:
-        key = (*numbers, place.shard, place.edp)
-        if key not in known:
-            degrees = dict(zip(DEGREES, numbers, strict=False))
-            known[key] = weights_of_one(alike.replace(**degrees), Place(numbers[-1], place.shard, place.edp))
-        return known[key]
+        degrees = (*numbers, place.shard, place.edp)
+        if degrees not in known:  # which stages these are, and among how many ranks, many layouts have in common
+            candidate = alike.replace(**dict(zip(DEGREES, numbers, strict=False)))
+            stages, grid = rank_stages(candidate, numbers[-1]), candidate.grid
+            ranks = grid.size("shard"), grid.size("edp"), candidate.dp_shard > 1, candidate.sharding
+            held = ((len(stage.layers), stage.first, stage.last) for stage in stages)
+            alike_in = (candidate.tp, candidate.ep, *ranks, place.shard, place.edp, *held)
+            if alike_in not in known:
+                known[alike_in] = weights_of_one(candidate, stages, place)
+            known[degrees] = known[alike_in]
+        return known[degrees]
 
     return distinct(one, *(getattr(case, name) for name in DEGREES), place.pp)
 
@@ -151,8 +157,8 @@ DEGREES = ("tp", "cp", "pp", "ep", "virtual", "dp_replicate", "dp_shard")
 
 
 @functools.lru_cache(maxsize=2**6)
-def weights_by_layout(_alike: Case) -> dict[tuple[int, ...], RankWeights]:
-    """Those that are worked out already, by degrees and place."""
+def weights_by_layout(_alike: Case) -> dict[tuple[Any, ...], RankWeights]:
+    """Those that are worked out already, by degrees and place, and by what of these matters."""
     return {}
 
 
@@ -170,8 +176,7 @@ def distinct(function: Callable[..., Found], *columns: Number) -> Found:
     return kind(**arrays)
 
 
-def weights_of_one(case: Case, place: Place) -> RankWeights:
-    stages = rank_stages(case, int(place.pp))
+def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights:
     layers = sum(len(stage.layers) for stage in stages)
     # Units, and how often the rank has each: blocks are alike.
     held = [(unit, layers) for unit in units(case, Stage(0, range(1), first=False, last=False))]
