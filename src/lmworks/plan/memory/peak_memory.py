@@ -29,7 +29,7 @@ from ..network import Network, network
 from ..ops import Workload
 from ..pipelines.in_flight import Moment, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
-from .rank_weights import Place, RankWeights, distinct, rank_weights
+from .rank_weights import Place, RankWeights, distinct, distinct_rows, rank_weights
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
@@ -429,12 +429,12 @@ def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, 
         np.stack([np.broadcast_to(one, shape).reshape(-1) for one in size]) for size in sizes
     )
     slots, count = kept.shape
-    keys = np.stack([np.broadcast_to(column, shape).reshape(-1) for column in columns], axis=-1)
-    rows, where = np.unique(keys, axis=0, return_inverse=True)
+    rows, where = distinct_rows([np.broadcast_to(column, shape) for column in columns])
     whole = case.recompute != "none" or case.schedule not in SPLIT_BACKWARD
     found: dict[str, NDArray[Any]] = {}
-    for number, pipeline in enumerate(rows.astype(int).tolist()):
-        mine, stages = where.ravel() == number, pipeline[1]
+    candidates = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where))[:-1])
+    for pipeline, mine in zip(rows, candidates, strict=True):
+        stages = pipeline[1]
         for moment, states in pass_states(case.schedule, *pipeline, whole).items():
             work = forward if moment[0] == "F" else backward
             each = np.concatenate([size[:stages, mine] for size in (kept, waiting, work)])

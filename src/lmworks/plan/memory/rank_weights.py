@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...spec import Grid, RunSpec, SpecError
 from ...spec.errors import did_you_mean
@@ -169,11 +170,19 @@ def distinct(function: Callable[..., Found], *columns: Number) -> Found:
     """`function` of whole numbers, which gives a dataclass of numbers; of arrays called once for each distinct row."""
     if all(np.ndim(column) == 0 for column in columns):
         return function(*(int(column) for column in columns))
-    rows, where = np.unique(np.stack(np.broadcast_arrays(*columns), axis=-1), axis=0, return_inverse=True)
-    found = [function(*row) for row in rows.astype(int).tolist()]
-    arrays = {f.name: np.array([getattr(one, f.name) for one in found])[where.ravel()].T for f in fields(found[0])}
+    rows, where = distinct_rows(columns)
+    found = [function(*row) for row in rows]
+    arrays = {f.name: np.array([getattr(one, f.name) for one in found])[where].T for f in fields(found[0])}
     kind: Callable[..., Found] = type(found[0])
     return kind(**arrays)
+
+
+def distinct_rows(columns: Sequence[Number]) -> tuple[list[list[int]], NDArray[Any]]:
+    """Distinct rows of columns of whole numbers, and which of them each row is."""
+    table = np.stack([column.ravel() for column in np.broadcast_arrays(*columns)]).astype(np.int64)
+    codes = np.ravel_multi_index(tuple(table), tuple(table.max(axis=1) + 1))  # one number instead of a row
+    _, first, where = np.unique(codes, return_index=True, return_inverse=True)
+    return table[:, first].T.tolist(), where
 
 
 def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights:
