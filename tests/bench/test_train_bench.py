@@ -22,7 +22,7 @@ from lmworks.bench.roofline import PeakRates, datasheet_peak_rates, measured_pea
 from lmworks.bench.train import bench_train
 from lmworks.cli.bench import prediction_rows
 from lmworks.cli.main import app
-from lmworks.parallel import host_memory
+from lmworks.parallel import preflight
 from lmworks.plan.step_flops import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.train import Trainer
@@ -99,7 +99,7 @@ def test_a_step_in_memory_that_was_there_already(dataset: Path, quick: Path, mon
 def test_nothing_is_saved_and_no_memory_wanted_for_it(
     dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 0)
     assert bench_train(make_spec(dataset, "checkpoint.asynchronous=true"), 1) is not None
 
 

@@ -26,7 +26,7 @@ from lmworks.kernels.training.cross_entropy import (
     sum_dtype,
 )
 from lmworks.parallel import collectives
-from lmworks.parallel.vocab_parallel import VocabLoss
+from lmworks.parallel.tensor_parallel import VocabLoss
 from lmworks.spec import LMWorksError
 
 GPU = torch.cuda.is_available()

@@ -21,8 +21,7 @@ from lmworks.kernels.training.gelu import gelu_grad
 from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.training_fusion import fuse_gelu_epilogues
-from lmworks.parallel.activation_checkpointing import choose_recompute
-from lmworks.parallel.parallelize import gelu_blocks
+from lmworks.parallel.parallelize import choose_recompute, gelu_blocks
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
 from lmworks.train.health.nonfinite import FirstNonfiniteModule
 

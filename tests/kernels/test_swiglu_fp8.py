@@ -23,7 +23,7 @@ from lmworks.kernels.training.swiglu_fp8 import swiglu_mlp
 from lmworks.model import GPT
 from lmworks.model.gpt import MLP
 from lmworks.model.training_fusion import Float8SwiGLU, fuse_float8_swiglu
-from lmworks.parallel import float8
+from lmworks.parallel import precision
 from lmworks.spec import ModelSpec
 from tiny import make_spec
 
@@ -133,7 +133,7 @@ def test_custom_ops_pass_opcheck(op: Callable[..., object], whole: bool) -> None
 def test_layers_are_fused_when_possible(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one scale for a tensor, without a bias; experts that all tokens visit, too. Not where they are emulated."""
     torchao = pytest.importorskip("torchao.float8")
-    monkeypatch.setattr(float8, "has_products", lambda device: device.type == "cuda")
+    monkeypatch.setattr(precision, "has_products", lambda device: device.type == "cuda")
     shared = ("model.experts=4", "model.shared_experts=1", "model.expert_ffn=32")
     cases = ((), True), (shared, True), (("precision.fp8_scaling=rowwise",), False), (("model.ffn=40",), False)
     for overrides, narrow in cases:
@@ -141,7 +141,7 @@ def test_layers_are_fused_when_possible(dataset: Path, monkeypatch: pytest.Monke
         for device, wanted in (("cuda", narrow), ("cpu", False)):
             with torch.device("meta"):
                 part = GPT(spec.model)
-            float8.apply_float8(part, spec, torch.device(device))
+            precision.apply_float8(part, spec, torch.device(device))
             assert [type(module) is Float8SwiGLU for module in part.modules() if isinstance(module, MLP)] == [wanted]
     for converted, bias in ((3, False), (2, False), (3, True)):
         mlp = made()

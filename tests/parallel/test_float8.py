@@ -16,8 +16,8 @@ import torch
 from lmworks.kernels.training import swiglu_fp8
 from lmworks.model import GPT, training_fusion
 from lmworks.model.training_fusion import fuse_float8_swiglu
-from lmworks.parallel import float8
-from lmworks.parallel.float8 import apply_float8, refuse_float8
+from lmworks.parallel import parallelize
+from lmworks.parallel.precision import apply_float8, refuse_float8
 from lmworks.prove.parity import parity
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.layouts import Layout
@@ -106,7 +106,7 @@ def test_an_mlp_that_is_one_operation_trains_alike(
 def count_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """MLPs are one operation from now on, whose passes are counted."""
     passes = {"forward": 0, "backward": 0}
-    apply, function = float8.apply_float8, swiglu_fp8.SwiGLUMLP
+    apply, function = apply_float8, swiglu_fp8.SwiGLUMLP
 
     def joined(part: GPT, spec: RunSpec, device: torch.device) -> None:
         apply(part, spec, device)
@@ -119,7 +119,7 @@ def count_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return staticmethod(once_more)
 
-    monkeypatch.setattr(float8, "apply_float8", joined)
+    monkeypatch.setattr(parallelize, "apply_float8", joined)
     monkeypatch.setattr(training_fusion, "has_hooks", lambda _: False)  # by hooks that cast what comes in on a CPU
     monkeypatch.setattr(swiglu_fp8, "pick", lambda *_, **__: "triton")
     for name in passes:

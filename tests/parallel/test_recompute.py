@@ -10,7 +10,7 @@ import torch
 
 from layouts import Job, do, layout
 from lmworks.model import GPT, activation_offload
-from lmworks.parallel.activation_checkpointing import choose_recompute
+from lmworks.parallel.parallelize import choose_recompute
 from lmworks.plan.policies import saved_bytes_by_policy
 from lmworks.spec import SpecError
 from tiny import differences, saved

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from lmworks.parallel import elastic_agent
+from lmworks.parallel import rendezvous
 from lmworks.parallel.rendezvous import agree_on_prefix
 from lmworks.spec import TrainingError
 
@@ -51,9 +51,9 @@ def test_who_does_not_come_is_named(rank: int, missing: str) -> None:
 def test_an_agent_that_exits_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """A zombie is still the parent: its other threads may not have ended."""
     with subprocess.Popen(["sleep", "60"]) as agent:
-        monkeypatch.setattr(elastic_agent, "agent_pid", agent.pid)
-        monkeypatch.setattr(elastic_agent.os, "getppid", lambda: agent.pid)
-        assert not elastic_agent.agent_died()
+        monkeypatch.setattr(rendezvous, "agent_pid", agent.pid)
+        monkeypatch.setattr(rendezvous.os, "getppid", lambda: agent.pid)
+        assert not rendezvous.agent_died()
         agent.kill()
         os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
-        assert elastic_agent.agent_died()
+        assert rendezvous.agent_died()

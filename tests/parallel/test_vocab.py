@@ -14,7 +14,7 @@ from lmworks.kernels.training import cross_entropy
 from lmworks.parallel import collectives
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.vocab_parallel import VocabLoss
+from lmworks.parallel.tensor_parallel import VocabLoss
 from lmworks.spec import Grid
 
 

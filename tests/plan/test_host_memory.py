@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.parallel.host_memory import refuse_full_host
-from lmworks.parallel.preflight import refuse_impossible
+from lmworks.parallel.preflight import refuse_full_host, refuse_impossible
 from lmworks.plan.memory import host
 from lmworks.plan.memory.host_fit import refusal
 from lmworks.plan.memory.host_need import HostNeed, machine_need

@@ -11,7 +11,7 @@ import torch
 from lmworks.kernels import dispatch
 from lmworks.kernels.training import cross_entropy
 from lmworks.model import activation_offload as runtime_offload
-from lmworks.parallel.activation_checkpointing import offload_activations
+from lmworks.parallel.parallelize import offload_activations
 from lmworks.plan import activation_offload, software
 from lmworks.plan.case import Case
 from lmworks.plan.exact.weights import weights

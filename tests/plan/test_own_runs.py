@@ -18,8 +18,7 @@ from lmworks.kernels import dispatch
 from lmworks.kernels.training import cross_entropy_triton as once
 from lmworks.kernels.training import gelu_mlp
 from lmworks.model import GPT
-from lmworks.parallel.activation_checkpointing import choose_recompute
-from lmworks.parallel.parallelize import gelu_blocks
+from lmworks.parallel.parallelize import choose_recompute, gelu_blocks
 from lmworks.plan import fused, software
 from lmworks.plan.case import Case
 from lmworks.plan.eager import LOGITS_IN_REGISTERS, MIN_LONG_ROW, loss

@@ -193,7 +193,7 @@ def test_sigkill_of_oversized_ranks_is_probably_oom(dataset: Path, capfd: Any, t
     killed = ranks.RanksExit(-9, "rank 1 was ended by SIGKILL", rank=1)
     with (
         mock.patch.object(ranks, "run_ranks", return_value=killed),
-        mock.patch("lmworks.parallel.memory_preflight.available_bytes", return_value=100 * MIB),
+        mock.patch("lmworks.parallel.preflight.available_bytes", return_value=100 * MIB),
         pytest.raises(typer.Exit),
     ):
         ranks.supervise(spec, RunFolder(tmp_path / "run"), ["x"], ["x"], 0, force=True)

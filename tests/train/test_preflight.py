@@ -13,7 +13,7 @@ from lmworks.bench import data_parallel
 from lmworks.bench.data_parallel import with_strategy
 from lmworks.bench.precision.study import study as precision_study
 from lmworks.cli import ranks as agent
-from lmworks.parallel import memory_preflight
+from lmworks.parallel import preflight
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.memory.fit import peak_rows, total
 from lmworks.prove import parity
@@ -38,7 +38,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def give(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A machine with so many bytes left."""
-    monkeypatch.setattr(memory_preflight, "available_bytes", lambda: size)
+    monkeypatch.setattr(preflight, "available_bytes", lambda: size)
 
 
 def need(spec: RunSpec) -> int:
@@ -77,7 +77,7 @@ def test_memory_of_all_ranks_is_checked_before_start(
     """Each has its runtime to load too."""
     words = ("train", str(spec_file), "parallel.dp=2", "--run-dir", str(tmp_path / "run"))
     given = make_spec(Path("x"), "parallel.dp=2", "optim.steps=2")
-    enough = need(given) + 2 * memory_preflight.RUNTIME
+    enough = need(given) + 2 * preflight.RUNTIME
     with mock.patch("lmworks.cli.ranks.run_ranks", return_value=agent.RanksExit()) as start:
         give(monkeypatch, enough - 1)
         code, _, err = lmworks(capsys, *words)
@@ -108,7 +108,7 @@ def test_oversized_resume_and_bench_are_rejected(
 
 
 def refused_rank(rank: int, spec: RunSpec, folder: Path, size: int) -> str:
-    with mock.patch.object(memory_preflight, "available_bytes", lambda: size), pytest.raises(LMWorksError) as error:
+    with mock.patch.object(preflight, "available_bytes", lambda: size), pytest.raises(LMWorksError) as error:
         Trainer(spec, folder, quiet=True)
     assert error.value.collective and error.value.exit_code == 2  # the first rank says it for all
     return str(error.value)
@@ -125,13 +125,13 @@ def test_ranks_of_other_machines_are_not_counted(dataset: Path, monkeypatch: pyt
     spec = make_spec(dataset, "parallel.dp=4", "data.micro_batch=1")
     give(monkeypatch, need(spec) // 2)
     with pytest.raises(SpecError, match="for the 4 ranks"):
-        memory_preflight.refuse_oversized(spec, CPU)
+        preflight.refuse_oversized(spec, CPU)
     for name, value in {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    memory_preflight.refuse_oversized(spec, CPU)
+    preflight.refuse_oversized(spec, CPU)
     give(monkeypatch, need(spec) // 2 - 4)
     with pytest.raises(SpecError, match="for the 2 ranks"):
-        memory_preflight.refuse_oversized(spec, CPU)
+        preflight.refuse_oversized(spec, CPU)
 
 
 def test_free_gpu_memory_is_used(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +144,11 @@ def test_free_gpu_memory_is_used(dataset: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2)
     device = torch.device("cuda", 1)
-    memory_preflight.refuse_oversized(spec, device)
+    preflight.refuse_oversized(spec, device)
     free["free"] -= 1
     with pytest.raises(SpecError, match="of GPU memory, and"):
-        memory_preflight.refuse_oversized(spec, device)
-    memory_preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
+        preflight.refuse_oversized(spec, device)
+    preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
 
 
 def test_parity_memory_includes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

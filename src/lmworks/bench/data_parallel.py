@@ -26,7 +26,7 @@ import torch
 from ..checkpoint import committed, step_of
 from ..parallel.deepspeed import load_deepspeed
 from ..parallel.local_ranks import RankFailed, on_ranks
-from ..parallel.memory_preflight import refuse_oversized
+from ..parallel.preflight import refuse_oversized
 from ..plan.exact.calls import by_kind
 from ..plan.exact.collectives import collectives
 from ..plan.memory.peak_memory import Row

@@ -270,7 +270,7 @@ def preflight(spec: RunSpec, ranks: int, force: bool) -> None:
     """Refuse, before any rank is started, what this machine has no GPU or no memory for."""
     import torch
 
-    from ..parallel.memory_preflight import refuse_missing_gpu, refuse_oversized
+    from ..parallel.preflight import refuse_missing_gpu, refuse_oversized
     from ..spec.elastic import fitted
 
     refuse_missing_gpu(spec.cluster)

@@ -31,7 +31,7 @@ class Shard:
 
 
 def take_low(weight: Tensor) -> Tensor | None:
-    """What rounding cut off a weight when it was made (`parallelize.materialise`): whoever takes it owns it."""
+    """What rounding cut off a weight when it was made (`initial_weights.materialise`): whoever takes it owns it."""
     low: Tensor | None = vars(weight).pop("low_bits", None)
     return low
 

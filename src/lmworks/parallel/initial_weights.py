@@ -1,21 +1,25 @@
-"""Where initial weights come from: a function from a weight's name and whole shape to its whole value, on the CPU.
+"""Initial weights: where they come from, and the share of each that a rank holds.
 
-Each rank asks for one weight at a time and keeps its share, so every layout starts from the same numbers and no rank
-holds the model twice. A source is a seed (equal under every layout by construction), or a Hugging Face folder; a run
-folder's checkpoint is loaded later, straight into shards.
+A source is a function from a weight's name and whole shape to its whole value, on the CPU. Each rank asks for one
+weight at a time and keeps its share, so every layout starts from the same numbers and no rank holds the model twice.
+A source is a seed, or a Hugging Face folder; a run folder's checkpoint is loaded later, straight into shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..kernels.training.adamw import split
 from ..model.gpt import initial_weight
 from ..model.hf import HFWeights
 from ..spec import RunSpec, SpecError
+from .mesh import Mesh
+from .sharding_plan import ShardingPlan
 
 Source = Callable[[str, torch.Size], Tensor]
 
@@ -32,3 +36,52 @@ def is_hf(folder: Path) -> bool:
     if not folder.is_dir():
         raise SpecError(f"checkpoint.init = {str(folder)!r}: there is no such folder")
     return (folder / "config.json").is_file() and not (folder / "spec.toml").exists()
+
+
+@torch.no_grad()
+def materialise(
+    part: nn.Module,
+    sharding: ShardingPlan,
+    mesh: Mesh | None,
+    device: torch.device,
+    weights: Source,
+    home: torch.device,
+    master: bool = False,
+) -> None:
+    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole.
+
+    With `master` what bf16 cuts off each weight is kept for its optimizer.
+    """
+    part.to_empty(device=home)
+    for name, parameter in part.named_parameters():
+        whole = weights(name, sharding.shape(name, parameter.shape))
+        share = sharding.part_of(name, whole, mesh) if mesh is not None else whole
+        own = own_rows(parameter, share)
+        if master:
+            own, low = split(own.float().to(home))
+            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
+        rows_of(parameter).copy_(own)
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def rows_of(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+
+
+def own_rows(parameter: Any, share: Tensor) -> Tensor:
+    """What FSDP2 leaves to this rank of a weight."""
+    if not is_sharded(parameter):
+        return share
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            count, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
+            chunks = share.chunk(count, placement.dim)
+            share = chunks[rank] if rank < len(chunks) else share[:0]
+    return share
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, which FSDP2 makes of a weight."""
+    return hasattr(parameter, "placements")

@@ -9,28 +9,26 @@ needs is imported where it is used, because PyTorch's distributed parts take sec
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
-from ..kernels.training.adamw import split
 from ..model import GPT
 from ..model.activation_checkpointing import PARTLY, inside
+from ..model.activation_offload import Offload
 from ..model.gpt import Block, LayerNorm
 from ..model.training_fusion import fuse_gelu_epilogues
+from ..plan.activation_offload import block_budgets
 from ..plan.pipelines.stages import Stage, stages_of_rank
+from ..plan.policies import policies
 from ..spec import RunSpec
 from ..spec.layout import SPLIT_BACKWARD
-from .activation_checkpointing import choose_recompute, offload_activations
 from .data_parallel import DataParallel
 from .ddp import DDP
 from .expert_parallel import apply_expert_parallel, expert_names, join_sequences
-from .initial_weights import Source
+from .initial_weights import Source, materialise
 from .mesh import Mesh
 from .optimizer_offload import HostOptimizer
 from .parallel_model import ParallelModel
-from .precision import autocast_forward, cast_weights
+from .precision import apply_float8, autocast_forward, cast_weights
 from .sharding_plan import ShardingPlan
 from .single_rank import SingleRank
 from .tensor_parallel import apply_tensor_parallel, enable_async_tp
@@ -58,8 +56,6 @@ def parallelize(
             if mesh.size("cp") > 1:
                 join_sequences(part, mesh.group("cp"))
         if spec.precision.dtype == "fp8":
-            from .float8 import apply_float8  # torchao takes a second to import
-
             apply_float8(part, spec, device)
         choose_recompute(part, spec, device)
         fuse_gelu_epilogues(gelu_blocks(part, spec))
@@ -156,50 +152,19 @@ def has_no_replicas(spec: RunSpec, mesh: Mesh) -> bool:
     return mesh.size("dp_cp") == 1 and spec.parallel.offload != "full"
 
 
-@torch.no_grad()
-def materialise(
-    part: nn.Module,
-    sharding: ShardingPlan,
-    mesh: Mesh | None,
-    device: torch.device,
-    weights: Source,
-    home: torch.device,
-    master: bool = False,
-) -> None:
-    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole.
-
-    With `master` what bf16 cuts off each weight is kept for its optimizer.
-    """
-    part.to_empty(device=home)
-    for name, parameter in part.named_parameters():
-        whole = weights(name, sharding.shape(name, parameter.shape))
-        share = sharding.part_of(name, whole, mesh) if mesh is not None else whole
-        own = own_rows(parameter, share)
-        if master:
-            own, low = split(own.float().to(home))
-            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
-        rows_of(parameter).copy_(own)
-    for module in part.modules():
-        for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
+    blocks = part.layers()
+    chosen = policies(with_device(spec, device), [block.attention.layer for block in blocks])
+    for block, policy in zip(blocks, chosen, strict=True):
+        block.recompute = policy
 
 
-def rows_of(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+def offload_activations(part: GPT, spec: RunSpec) -> None:
+    if spec.parallel.offload_activations:
+        blocks = part.layers()
+        part.offload = Offload(block_budgets(spec, len(blocks)), blocks[0].parameters())
 
 
-def own_rows(parameter: Any, share: Tensor) -> Tensor:
-    """What FSDP2 leaves to this rank of a weight."""
-    if not is_sharded(parameter):
-        return share
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            count, rank = parameter.device_mesh.size(dim), parameter.device_mesh.get_local_rank(dim)
-            chunks = share.chunk(count, placement.dim)
-            share = chunks[rank] if rank < len(chunks) else share[:0]
-    return share
-
-
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether it is a DTensor, which FSDP2 makes of a weight."""
-    return hasattr(parameter, "placements")
+def with_device(spec: RunSpec, device: torch.device) -> RunSpec:
+    """Where it runs, which a spec may leave open: what blocks keep depends on whose kernels run."""
+    return spec.replace(cluster=spec.cluster.replace(device=device.type)) if spec.cluster.device == "auto" else spec

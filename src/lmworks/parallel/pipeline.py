@@ -10,13 +10,15 @@ it: a stage looks its own inputs up by the index of the micro-batch that the sch
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,10 +32,10 @@ from torch.distributed.pipelining import (
 )
 
 from ..plan.pipelines.orders import stages_of
+from ..plan.pipelines.schedule import Span
 from ..spec import RunSpec, SpecError, TrainingError
 from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh
-from .pipeline_recorder import Recorder
 from .precision import DTYPES
 
 SINGLE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -271,3 +273,32 @@ class Pipeline:
 def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:
     for part in modules.values():
         yield from (module for module in part.modules() if isinstance(module, FSDPModule))
+
+
+class Recorder:
+    """Measures when this rank works; plan/pipelines/schedule.py predicts it. On a GPU each measurement synchronizes, so
+    nothing overlaps.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self.spans: list[Span] = []
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.time()  # not the faster monotonic clock: ranks of a step are compared with each other
+
+    @contextmanager
+    def note(self, stage: int, kind: str, micro_batch: int) -> Iterator[None]:
+        begin = self.now()
+        yield
+        self.spans.append(Span(self.rank, stage, kind, micro_batch, begin, self.now()))
+
+    def gather(self, group: ProcessGroup) -> list[Span]:
+        """Every rank's spans of the step, on every rank; time counts from the first of them."""
+        lists: list[list[Span]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(lists, self.spans, group=group)
+        spans = [span for spans in lists for span in spans]
+        start = min(span.begin for span in spans)
+        return [span._replace(begin=span.begin - start, end=span.end - start) for span in spans]

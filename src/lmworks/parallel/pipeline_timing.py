@@ -10,7 +10,7 @@ from ..spec import RunSpec
 from .initial_weights import source_of
 from .mesh import Mesh
 from .parallelize import parallelize
-from .pipeline_recorder import Recorder
+from .pipeline import Recorder
 
 
 def measure_step(spec: RunSpec, mesh: Mesh, device: torch.device) -> list[Span]:

@@ -7,6 +7,7 @@ identify a generation: every node counts for itself, and a node that joined late
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from datetime import timedelta
@@ -14,6 +15,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ..record.heartbeat import read_stat
 from ..spec import TrainingError
 
 POLL_S = 0.01
@@ -55,3 +57,32 @@ def wait(deadline: float, peer: str) -> None:
     if time.monotonic() > deadline:
         raise TrainingError(f"{peer} did not join the rendezvous; the run can be resumed")
     time.sleep(POLL_S)
+
+
+# --- the agent that hosts the store ----------------------------------------------------------------------
+
+# torchrun's, or that of `lmworks train`. The store is lost when the agent is killed. A rank checks that before it uses
+# the store: PyTorch prints a C++ stack to standard error for every failed call.
+
+AGENT_KILLED = "the agent that started the ranks was killed"
+agent_pid: int | None = None  # None: no agent started this rank
+
+
+def uses_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def record_agent() -> None:
+    """Called at the rendezvous: the parent process at that time is the agent."""
+    global agent_pid
+    agent_pid = os.getppid() if uses_agent_store() else None
+
+
+def agent_died() -> bool:
+    """Also while it exits: the kernel signals its ranks when the main thread ends, maybe before the other threads."""
+    if agent_pid is None:
+        return False
+    try:
+        return os.getppid() != agent_pid or read_stat(f"/proc/{agent_pid}/stat")[0] in "ZX"
+    except OSError:  # it has ended meanwhile, or there is no /proc
+        return os.getppid() != agent_pid

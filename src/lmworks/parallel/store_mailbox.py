@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..spec import LMWorksError
-from . import elastic_agent
+from .rendezvous import agent_died
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class StoreMailbox:
         return f"{self.prefix}/{number}/{what}"
 
     def call_store(self, call: Callable[..., T], *arguments: Any) -> T:
-        if elastic_agent.agent_died():
+        if agent_died():
             raise StoreUnavailable
         try:
             return call(*arguments)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from ..record.oom import as_oom
 from ..spec import Grid, LMWorksError, ParallelSpec, SpecError, TrainingError
-from . import elastic_agent
 from .mesh import Mesh
-from .rendezvous import private_store
+from .rendezvous import AGENT_KILLED, agent_died, private_store, record_agent, uses_agent_store
 
 T = TypeVar("T")
 ERROR_KEY = "lmworks/rank-error"
@@ -70,8 +69,8 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
     limit = timedelta(seconds=1.5 * timeout_s + TIMEOUT_MARGIN_S)
     if not dist.is_initialized():
-        elastic_agent.record_agent()
-        store = private_store(limit) if elastic_agent.uses_agent_store() else None
+        record_agent()
+        store = private_store(limit) if uses_agent_store() else None
         rank = int(os.environ["RANK"])
         dist.init_process_group(BACKENDS[device.type], timeout=limit, store=store, rank=rank, world_size=started)
     mesh = Mesh(Grid.of(parallel), device.type)
@@ -173,8 +172,8 @@ def root_cause(error: Exception, monitor: RankMonitor | None = None) -> Exceptio
         post_error(store, as_rank_error(error, dist.get_rank()))
         return error
     posted = wait_for_error(store, monitor)
-    if posted is None and elastic_agent.agent_died():
-        posted = RankError(elastic_agent.AGENT_KILLED)
+    if posted is None and agent_died():
+        posted = RankError(AGENT_KILLED)
     if posted is None and monitor is not None:
         cause = monitor.diagnose()
         posted = RankError(cause) if cause else None
@@ -199,7 +198,7 @@ class RankError(NamedTuple):
 
 
 def post_error(store: Any, error: RankError) -> None:
-    if elastic_agent.agent_died():
+    if agent_died():
         return
     with suppress(RuntimeError):  # the store may be lost too
         store.compare_set(ERROR_KEY, "", json.dumps(error))
@@ -223,7 +222,7 @@ def wait_for_error(store: Any, monitor: RankMonitor | None, timeout_s: float = 2
 
 
 def read_error(store: Any) -> RankError | None:
-    if elastic_agent.agent_died():
+    if agent_died():
         return None
     with suppress(RuntimeError):
         if store.check([ERROR_KEY]):

@@ -51,7 +51,7 @@ from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Me
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
-from ..parallel.vocab_parallel import VocabLoss
+from ..parallel.tensor_parallel import VocabLoss
 from ..plan import software
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError

@@ -20,7 +20,7 @@ import torch
 
 from ..parallel.comm_counter import Row as Traffic
 from ..parallel.local_ranks import RankFailed, on_ranks
-from ..parallel.memory_preflight import refuse_oversized
+from ..parallel.preflight import refuse_oversized
 from ..plan.exact.shards import local_shapes
 from ..plan.memory.peak_memory import Row
 from ..spec import RunSpec, SpecError

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
-from ..parallel import elastic_agent
+from ..parallel.rendezvous import AGENT_KILLED, agent_died
 from ..spec.errors import PREEMPTED, LMWorksError
 
 ONE_REQUEST_S = 3.0  # two SIGTERMs within this time are one request: see `watch`
@@ -32,7 +32,7 @@ class Interrupted(LMWorksError):
     def __init__(self, number: int, step: int, folder: Path) -> None:
         name = signal.Signals(number).name
         # The kernel signals the ranks when their agent is killed.
-        why = f"{elastic_agent.AGENT_KILLED}: stopped" if elastic_agent.agent_died() else f"stopped by {name}"
+        why = f"{AGENT_KILLED}: stopped" if agent_died() else f"stopped by {name}"
         super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 

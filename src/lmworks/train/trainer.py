@@ -22,10 +22,9 @@ from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.initial_weights import source_of
-from ..parallel.memory_preflight import refuse_missing_gpu
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
-from ..parallel.preflight import refuse_impossible
+from ..parallel.preflight import refuse_impossible, refuse_missing_gpu
 from ..parallel.world import (
     collective_error,
     init_distributed,

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...parallel.memory_preflight import refuse_missing_gpu, refuse_oversized
+from ...parallel.preflight import refuse_missing_gpu, refuse_oversized
 from ...plan.memory.peak_memory import Row
 from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.inference.quantized import GROUPS
 from ...model.gpt import GPT
-from ...parallel.memory_preflight import free_for
+from ...parallel.preflight import free_for
 from ...plan.memory.fit import sentence, total
 from ...plan.memory.peak_memory import Row, row
 from ...spec import DataError, LMWorksError, ModelSpec, SpecError, components

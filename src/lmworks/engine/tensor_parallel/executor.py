@@ -38,9 +38,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ...model.gpt import GPT
 from ...parallel.collectives import all_gather
 from ...parallel.collectives import all_reduce as reduce_over_group
-from ...parallel.initial_weights import Source
+from ...parallel.initial_weights import Source, materialise
 from ...parallel.mesh import Mesh
-from ...parallel.parallelize import materialise
 from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import apply_tensor_parallel
 from ...parallel.tensor_parallel import local_heads as heads_of_rank
