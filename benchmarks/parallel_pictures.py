@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from lmworks.parallel.ring_attention import chunk_starts
 from lmworks.plan.pipelines.orders import actions
 from lmworks.plan.pipelines.schedule import durations, simulate, stage_times
-from lmworks.report.pipeline_timeline import draw_png
+from lmworks.report.plots import draw_timeline
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES
 
@@ -186,4 +186,4 @@ def draw_all(folder: Path) -> None:
     for name in SCHEDULES:
         virtual = 1 if name in ("gpipe", "1f1b") else 2
         spans = simulate(actions(name, 4, virtual, 8), stage_times(durations(), [1.0] * 4 * virtual))
-        draw_png(spans, folder / f"parallel-{name}.png", f"{name}: time in forward passes of one stage")
+        draw_timeline(spans, folder / f"parallel-{name}.png", f"{name}: time in forward passes of one stage")

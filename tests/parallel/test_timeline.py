@@ -13,7 +13,7 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.pipeline import SEVERAL, SINGLE
 from lmworks.plan.pipelines.orders import Action, actions
 from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times
-from lmworks.report.pipeline_timeline import draw_png, draw_text
+from lmworks.report.plots import draw_timeline, draw_timeline_text
 
 
 def even(schedule: str, ranks: int, virtual: int, micro_batches: int) -> list[Span]:
@@ -59,20 +59,20 @@ def test_the_planner_knows_the_order_that_pytorch_runs(schedule: str) -> None:
 
 
 def test_a_timeline_as_text() -> None:
-    assert draw_text(even("1f1b", 2, 1, 3), unit=0.5).splitlines() == [
+    assert draw_timeline_text(even("1f1b", 2, 1, 3), unit=0.5).splitlines() == [
         "rank 0  F0F1····B0──F2B1──··B2──",
         "rank 1  ··F0B0──F1B1──F2B2──····",
     ]
 
 
 def test_small_letters_are_the_second_stage_of_a_rank() -> None:
-    top = draw_text(even("zbv", 2, 2, 2), unit=0.5).splitlines()[0]
+    top = draw_timeline_text(even("zbv", 2, 2, 2), unit=0.5).splitlines()[0]
     assert "F0" in top and "f0" in top and "w0" in top
 
 
 def test_a_timeline_as_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = draw_png(even("zbv", 2, 2, 4), tmp_path / "a" / "zbv.png", "forward passes")
+    path = draw_timeline(even("zbv", 2, 2, 4), tmp_path / "a" / "zbv.png", "forward passes")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -209,11 +209,11 @@ def pipeline(
     real = measured(run) if measure else None
     if measure and real is None:
         return  # another rank reports
-    from ..report.pipeline_timeline import draw_png
+    from ..report.plots import draw_timeline
 
     facts, simulated = describe(run, real)
     if png:
-        draw_png(real or simulated, png, "seconds" if real else "forward passes of an average stage")
+        draw_timeline(real or simulated, png, "seconds" if real else "forward passes of an average stage")
     if json:
         print_json(facts)
         return
@@ -297,7 +297,7 @@ def print_stages(facts: dict[str, Any]) -> None:
 
 
 def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span] | None) -> None:
-    from ..report.pipeline_timeline import KINDS
+    from ..report.plots import KINDS
 
     idle = facts["idle"]
     title = f"{facts['schedule']}, {facts['micro_batches']} micro-batches over {facts['ranks']} ranks"
@@ -320,8 +320,8 @@ def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span
 
 def fitted(spans: list[Span], unit: float) -> str:
     """Drawn at this many units of time a column, or coarser where the terminal is too narrow."""
-    from ..report.pipeline_timeline import draw_text
+    from ..report.plots import draw_timeline_text
 
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
     room = max(40, shutil.get_terminal_size((120, 24)).columns - 8)
-    return draw_text(spans, max(unit, whole / room))
+    return draw_timeline_text(spans, max(unit, whole / room))

@@ -6,7 +6,9 @@ compared on every rank that holds a shard of it, and every weight after five ste
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import shutil
 import tempfile
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..data import prepare
 from ..parallel.comm_counter import Row as Traffic
 from ..parallel.local_ranks import RankFailed, on_ranks
 from ..parallel.preflight import refuse_oversized
@@ -25,7 +28,6 @@ from ..plan.exact.shards import local_shapes
 from ..plan.memory.peak_memory import Row
 from ..spec import RunSpec, SpecError
 from ..spec.layouts import ZERO_CAUSE, Layout, zero_gradients
-from .corpus import write_corpus
 from .planner_agreement import disagreements
 from .rank_record import STEPS, RankRecord, record_runs
 from .rounding import Worst, gradient_errors, rounding_verdict, scalar_errors, weight_errors, worst
@@ -232,3 +234,18 @@ def busiest_calls(ranks: list[RankRecord]) -> list[dict[str, Any]]:
         if key not in rows or row.bytes > rows[key].bytes:
             rows[key] = row
     return [asdict(row) for row in sorted(rows.values(), key=lambda row: -row.bytes)]
+
+
+# --- data ------------------------------------------------------------------------------------------------
+
+
+WORDS = ("def", "return", "for", "in", "x", "y", "if", "not", "self", "import")
+
+
+def write_corpus(root: Path, documents: int = 1000) -> Path:
+    """Random documents as byte tokens, the same each time; so short that most sequences hold a document boundary."""
+    draw = random.Random(0)
+    texts = (" ".join(draw.choices(WORDS, k=draw.randint(1, 8))) for _ in range(documents))
+    source = root / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return prepare([str(source)], root / "tokens", workers=1).folder

@@ -1,13 +1,11 @@
 """One training of the precision study, in its own process: memory and failures are isolated.
 
-`python -m lmworks.bench.precision FOLDER NAME` trains FOLDER/NAME.toml in the run folder FOLDER/NAME, resumes it if it
-was stopped, times steps interleaved with fp32, and writes the results to FOLDER/NAME.json.
+`python -m lmworks.bench.precision.single_run FOLDER NAME` trains FOLDER/NAME.toml in the run folder FOLDER/NAME,
+resumes it if it was stopped, times steps interleaved with fp32, and writes the results to FOLDER/NAME.json.
 
-The trainer of `lmworks train` with an inspection of a few steps.
-
-At each of `inspected_steps` it compares the optimizer's update with the exact one, and after the step, on the next
-batch, gradients with those of the same weights in fp32. Results are lines of looked.jsonl. The run itself is not
-changed: copies are inspected, and gradients are dropped again.
+The trainer is that of `lmworks train` with an inspection at each of `inspected_steps`: the optimizer's update is
+compared with the exact one, and, on the next batch, gradients with those of the same weights in fp32. Results are lines
+of looked.jsonl. The run itself is not changed: copies are inspected, and gradients are dropped again.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -246,3 +245,14 @@ def interleaved_seconds(folder: Path, name: str, spec: RunSpec) -> dict[str, lis
     base = load_run(str(folder / f"{BASE.name}.toml"))
     with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:
         return time_interleaved_steps(0, {BASE.name: base, name: spec}, Path(scratch), ROUNDS)
+
+
+if __name__ == "__main__":
+    folder, name, *force = sys.argv[1:]
+    try:
+        train_one(Path(folder), name, force == ["--force"])
+    except LMWorksError as error:
+        print(f"lmworks: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

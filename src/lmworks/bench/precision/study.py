@@ -141,7 +141,7 @@ def side_effects(found: RunMetrics, overflows: Sequence[int]) -> list[str]:
 # --- study -----------------------------------------------------------------------------------------------
 
 
-PROGRAM = ("-m", "lmworks.bench.precision")
+PROGRAM = ("-m", "lmworks.bench.precision.single_run")
 
 
 @dataclass(frozen=True)

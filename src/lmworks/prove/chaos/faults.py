@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ...spec import RunSpec, SpecError
 from ...spec.errors import did_you_mean
 from ...spec.load import apply_overrides
-from .trigger import Injection
+from .fault_injection import Injection
 
 TIMEOUT_S = 5.0  # of collectives, in every trial
 TOLERANCE = 1e-5  # relative, of every loss, and of every weight tensor by its norm

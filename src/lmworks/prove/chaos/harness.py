@@ -27,12 +27,11 @@ import torch.multiprocessing as mp
 
 from ...record import RunFolder
 from ...spec import RunSpec, TrainingError, dump_toml
-from ..corpus import write_corpus
+from ..parity import write_corpus
 from .compare_runs import compare_runs, exit_save_problem, log_lines
-from .fault_injection import FILLER
+from .fault_injection import FILLER, injections_done, write_injections
 from .faults import Trial, trial_spec
 from .jobs import JobResult, run_command, run_forked
-from .trigger import injections_done, write_injections
 
 MAX_ATTEMPTS = 4  # of a job with one or two injected faults
 SMALL_DISK = "16m"

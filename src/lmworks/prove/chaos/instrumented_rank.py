@@ -30,7 +30,7 @@ from ...record import phase
 from ...report import run_report
 from ...train import Trainer
 from . import fault_injection
-from .trigger import Announce, FaultTrigger, Injection, Injector, ProcessContext
+from .fault_injection import Announce, FaultTrigger, Injection, Injector, ProcessContext
 
 SLOW_S = 0.8  # many times a step's duration: the straggler detector averages over seconds
 
