@@ -115,7 +115,15 @@ def test_a_budget_adds_up_to_the_rows_of_its_sheet() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("schedule", "virtual"),
-    [("1f1b", 1), ("interleaved", 3), ("interleaved-zero-bubble", 2), ("zbv", 2), ("dualpipev", 2)],
+    [
+        ("gpipe", 1),
+        ("looped-bfs", 2),
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("interleaved-zero-bubble", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    ],
 )
 def test_states_of_a_pipeline_repeat(schedule: str, virtual: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of many micro-batches has the highest states of a shorter one."""
@@ -123,13 +131,7 @@ def test_states_of_a_pipeline_repeat(schedule: str, virtual: int, ranks: int, mo
 
     def states() -> list[dict[in_flight.Moment, set[Any]]]:
         found = [in_flight.pass_states.__wrapped__(schedule, ranks, virtual, *order) for order in orders]
-        return [
-            {
-                kind: {*map(tuple, np.column_stack([one.in_flight, one.pending, one.at_work]))}
-                for kind, one in each.items()
-            }
-            for each in found
-        ]
+        return [{kind: {*map(tuple, table)} for kind, table in each.items()} for each in found]
 
     few = states()
     monkeypatch.setattr(in_flight, "repeating", lambda _schedule, _ranks, micro_batches: micro_batches)
