@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.data.mixture import Mixture, whole_counts
-from lmworks.data.permute import key_of, permute
+from lmworks.data.order import Mixture, key_of, permute, whole_counts
 from lmworks.spec import SpecError
 
 

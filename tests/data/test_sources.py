@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import stored_texts
 
-from lmworks.data import Reading, prepare, readers
+from lmworks.data import Reading, prepare, sources
 from lmworks.data.sources import documents_of, parts_of, stdlib_files
 from lmworks.spec import DataError, SpecError
 
@@ -162,9 +162,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         return stream
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    readers.hf_stream.cache_clear()
+    sources.hf_stream.cache_clear()
     yield calls
-    readers.hf_stream.cache_clear()
+    sources.hf_stream.cache_clear()
 
 
 def test_hub_dataset_is_streamed_by_shard(hub: list[tuple], tmp_path: Path) -> None:
@@ -185,6 +185,6 @@ def test_unreachable_hub_is_one_line_error(hub: list[tuple], tmp_path: Path) -> 
 
 def test_missing_datasets_package_names_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    readers.hf_stream.cache_clear()
+    sources.hf_stream.cache_clear()
     with pytest.raises(DataError, match=r"needs `datasets`: pip install 'lmworks\[data\]'"):
         prepare(["hf:owner/web"], tmp_path / "out")

@@ -19,8 +19,7 @@ from lmworks.engine.quantization.quantized_model import SCHEMES
 from lmworks.loading import random_model
 from lmworks.model import GPT
 from lmworks.model.hf import load_hf
-from lmworks.model.tensor_files import save_tensors, spans
-from lmworks.model.upload import Lane
+from lmworks.model.tensor_files import DoubleBuffer, save_tensors, spans
 from lmworks.spec import ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -35,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_chunked_upload_is_exact(tmp_path: Path) -> None:
-    lane = Lane(CUDA, piece=4096)  # pieces follow one another faster than they leave
+    buffer = DoubleBuffer(CUDA, piece=4096)  # pieces follow one another faster than they leave
     hosts = {str(seed): torch.randn(777, 333, generator=torch.Generator().manual_seed(seed)) for seed in range(4)}
     save_tensors(hosts, tmp_path / "some")
     with (tmp_path / "some").open("rb") as file:
         for name, span in spans(tmp_path / "some").items():
-            assert torch.equal(lane.fetch(file.fileno(), span).cpu(), hosts[name])
+            assert torch.equal(buffer.fetch(file.fileno(), span).cpu(), hosts[name])
 
 
 def test_weights_equal_files(folder: Path) -> None:

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lmworks.model import GPT, hf
-from lmworks.model.tensor_files import save_tensors, spans
-from lmworks.model.upload import Lane, in_lanes
+from lmworks.model.tensor_files import DoubleBuffer, save_tensors, spans, upload_in_threads
 from lmworks.spec import CheckpointError, ModelSpec
 
 CPU = torch.device("cpu")
@@ -30,14 +29,14 @@ def stored(path: Path, tensors: dict[str, Tensor]) -> BinaryIO:
 @pytest.mark.parametrize("shape", [(), (1,), (7, 33), (16, 16)])
 def test_a_tensor_arrives_whole_in_pieces(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
     """And is the one that was asked for: others lie before and behind it."""
-    lane = Lane(CPU, piece=60)  # neither a power of two nor a divisor of any row
+    buffer = DoubleBuffer(CPU, piece=60)  # neither a power of two nor a divisor of any row
     luck = torch.Generator().manual_seed(0)
     hosts = {
         name: torch.randint(-100, 100, shape, generator=luck).to(dtype) for name in "abc"
     }  # buffers are used again
     with stored(tmp_path / "some", hosts) as file:
         for name, span in spans(tmp_path / "some").items():
-            there = lane.fetch(file.fileno(), span)
+            there = buffer.fetch(file.fileno(), span)
             assert there.dtype == dtype and there.shape == shape and torch.equal(there, hosts[name])
 
 
@@ -57,21 +56,21 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
         span = spans(tmp_path / "some")["a"]
         os.truncate(tmp_path / "some", span.start + 200)
         with pytest.raises(CheckpointError, match="shorter"):
-            Lane(CPU, piece=64).fetch(file.fileno(), span)
+            DoubleBuffer(CPU, piece=64).fetch(file.fileno(), span)
 
 
 def test_every_item_is_worked_on_and_an_error_is_raised(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    def work(item: str, lane: Lane) -> None:
+    def work(item: str, buffer: DoubleBuffer) -> None:
         if item == "13":
             raise CheckpointError("thirteen")
-        seen.append(int(lane.fetch(file.fileno(), table[item])))
+        seen.append(int(buffer.fetch(file.fileno(), table[item])))
 
     with stored(tmp_path / "some", {str(number): torch.tensor(number) for number in range(30)}) as file:
         table = spans(tmp_path / "some")
         with pytest.raises(CheckpointError, match="thirteen"):
-            in_lanes(table, work, CPU)
+            upload_in_threads(table, work, CPU)
     assert sorted(seen) == [item for item in range(30) if item != 13]
 
 
@@ -80,11 +79,11 @@ def test_a_model_gets_room_without_loading_what_to_empty_loads() -> None:
     code = """
 import sys, torch
 from lmworks.model import GPT
-from lmworks.model.load_memory import make_room
+from lmworks.model.tensor_files import to_empty
 from lmworks.spec import ModelSpec
 with torch.device("meta"):
     model = GPT(ModelSpec.from_preset("tiny"))
-make_room(model, torch.device("cpu"), torch.bfloat16)
+to_empty(model, torch.device("cpu"), torch.bfloat16)
 assert all(one.dtype == torch.bfloat16 and one.device.type == "cpu" for one in model.parameters())
 print("sympy" in sys.modules)
 """
@@ -103,7 +102,7 @@ def test_weights_go_straight_to_the_device_in_the_wanted_precision(
         torch.nn.init.normal_(parameter)
     model.save_hf(tmp_path)
     plain = hf.load_hf(GPT, tmp_path, dtype=torch.bfloat16)
-    monkeypatch.setattr(hf, "STAGED", ("cpu",))
+    monkeypatch.setattr(hf, "STAGED_DEVICES", ("cpu",))
     staged = hf.load_hf(GPT, tmp_path, dtype=torch.bfloat16)
     wanted: dict[str, Tensor] = dict(model.to(torch.bfloat16).named_parameters())
     for loaded in (plain, staged):

@@ -159,7 +159,7 @@ def deliver(text: str, out: Path | None, command: str) -> None:
 
 def check_vocabulary(spec: RunSpec) -> None:
     """As training does, for data that are here; others are looked at where the run starts."""
-    from ..data.cache import check_vocabulary
+    from ..data.pipeline import check_vocabulary
 
     for index in prepared(spec.data).values():
         if index:

@@ -10,17 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .bigram import bigram_loss as bigram_loss
-    from .cache import resolve as resolve
     from .index import Index as Index
     from .index import read_index as read_index
     from .loader import Batch as Batch
     from .loader import Batches as Batches
     from .pipeline import Prepared as Prepared
     from .pipeline import prepare as prepare
+    from .pipeline import resolve as resolve
     from .progress import console_progress as console_progress
     from .sources import Reading as Reading
     from .store import TokenData as TokenData
+    from .survey import bigram_loss as bigram_loss
     from .tokenizer import Tokenizer as Tokenizer
     from .tokenizer import load_tokenizer as load_tokenizer
 
@@ -32,12 +32,12 @@ EXPORTS = {
     "Reading": "sources",
     "TokenData": "store",
     "Tokenizer": "tokenizer",
-    "bigram_loss": "bigram",
+    "bigram_loss": "survey",
     "console_progress": "progress",
     "load_tokenizer": "tokenizer",
     "prepare": "pipeline",
     "read_index": "index",
-    "resolve": "cache",
+    "resolve": "pipeline",
 }
 
 

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from ..spec.errors import DataError, SpecError
 from ..spec.run import DataSpec
-from .cache import resolve
-from .mixture import Mixture
-from .permute import key_of, permute
+from .order import Mixture, key_of, permute
+from .pipeline import resolve
 from .progress import Progress, silent
 from .store import PREPARE_AGAIN, TokenData
 from .tokenizer import Tokenizer, load_tokenizer

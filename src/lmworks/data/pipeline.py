@@ -13,21 +13,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..spec import RunSpec
 from ..spec.errors import DataError, SpecError
-from ..spec.files import refuse_unwritable, write_whole
+from ..spec.files import cache_root, refuse_unwritable, write_whole
+from ..spec.run import NO_DATA
 from .assemble import assemble, held_out
-from .encode import Job, as_digests, content_digest, encode_part, open_tokenizer, read_encoded
+from .encode import (
+    Job,
+    as_digests,
+    available_cores,
+    content_digest,
+    encode_part,
+    map_as_completed,
+    open_tokenizer,
+    read_encoded,
+    worker_pool,
+)
 from .folder import begin_result, begin_work, end_work, exclusive, swap_in, up_to_date
-from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for
+from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for, read_index
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
 from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
-from .workers import available_cores, map_as_completed, worker_pool
 
 SHARD_TOKENS = 2**27
 BPE_SAMPLE_BYTES = 64 * 2**20
@@ -194,3 +206,34 @@ def finish(request: Request, fingerprint: str, jobs: list[Job], out: Path, progr
 def no_text(sources: Sequence[str], unreadable: int) -> str:
     why = f"{unreadable} files that are not UTF-8" if unreadable else "empty, or nothing but white space"
     return f"no text in {', '.join(sources)}: {why}"
+
+
+# --- data.path of a spec ---------------------------------------------------------------------------------
+
+
+def resolve(path: str, progress: Progress = silent) -> Path:
+    """A prepared folder. `stdlib:TOKENIZER` is prepared on first use, by one of the processes that ask at once."""
+    if not path:
+        raise SpecError(NO_DATA)
+    if path != "stdlib" and not path.startswith("stdlib:"):
+        read_index(path)
+        return Path(path)
+    tokenizer = path.removeprefix("stdlib").removeprefix(":")
+    if tokenizer.startswith("bpe:"):
+        bpe_size(tokenizer)
+    elif tokenizer != "bytes":
+        raise SpecError(f"data.path = {path!r}: write stdlib:bytes, or stdlib:bpe:N, e.g. stdlib:bpe:4096")
+    # Named by what it is made from, so that another Python or format has a folder of its own.
+    folder = cache_root() / "data" / f"stdlib-{platform.python_version()}-{tokenizer.replace(':', '-')}-v{VERSION}"
+    if not (folder / INDEX_FILE).exists():
+        prepare(["stdlib"], folder, tokenizer, progress=progress)
+    return folder
+
+
+def check_vocabulary(spec: RunSpec, tokens: int) -> None:
+    """A tokenizer with more tokens than the model has rows for; fewer are no harm."""
+    if tokens > spec.model.vocab:
+        raise SpecError(
+            f"model.vocab = {spec.model.vocab} is less than the tokenizer's {tokens} tokens "
+            f"({', '.join(spec.data.sources)}); use at least {tokens}"
+        )

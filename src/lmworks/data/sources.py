@@ -1,19 +1,22 @@
 """Where text comes from: a source is cut into parts, and a part is read as a stream of documents.
 
-Parts are what worker processes share out and what a resumed run finds finished. The documents of all parts,
-in order, are the documents of the source; how it was cut changes nothing in the result.
+Parts are what worker processes share out and what a resumed run finds finished. The documents of all parts, in
+order, are the documents of the source; how it was cut changes nothing in the result.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import mmap
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..spec.errors import DataError, NoSuchData, SpecError
-from . import readers
 
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -50,7 +53,7 @@ def parts_of(source: str, reading: Reading, out: Path) -> list[Part]:
     if source == "stdlib":
         return file_parts(source, stdlib_files(), reading)
     if source.startswith("hf:"):
-        return [Part("hf", source, start=i, stop=n) for n in [readers.hf_shards(source)] for i in range(n)]
+        return [Part("hf", source, start=i, stop=n) for n in [hf_shards(source)] for i in range(n)]
     path = Path(source)
     if path.is_dir():
         return file_parts(source, folder_files(path, reading.glob, out), reading)
@@ -62,7 +65,7 @@ def parts_of(source: str, reading: Reading, out: Path) -> list[Part]:
         cuts = range(0, max(1, path.stat().st_size), reading.part_bytes)
         return [Part("jsonl", source, (source,), start, start + reading.part_bytes) for start in cuts]
     if path.suffix == ".parquet":
-        return [Part("parquet", source, (source,), i, i + 1) for i in range(readers.parquet_groups(source))]
+        return [Part("parquet", source, (source,), i, i + 1) for i in range(parquet_groups(source))]
     return [Part("text", source, (source,))]
 
 
@@ -70,14 +73,14 @@ def documents_of(part: Part, reading: Reading) -> Iterator[Document]:
     """Everything a part holds, in order; a file of a folder that is no text comes as a skipped document."""
     if part.kind == "files":
         for file in part.files:
-            text = readers.read_text(file)
+            text = read_text(file)
             yield Document(text) if text is not None else Document("", skipped=file)
         return
     streams: dict[str, Callable[[], Iterator[str]]] = {
-        "text": lambda: readers.separated_text(part.source, reading.separator),
-        "jsonl": lambda: readers.jsonl_texts(part.source, part.start, part.stop, reading.text_field),
-        "parquet": lambda: readers.parquet_texts(part.source, part.start, reading.text_field),
-        "hf": lambda: readers.hf_texts(part.source, part.start, part.stop, reading.text_field),
+        "text": lambda: separated_text(part.source, reading.separator),
+        "jsonl": lambda: jsonl_texts(part.source, part.start, part.stop, reading.text_field),
+        "parquet": lambda: parquet_texts(part.source, part.start, reading.text_field),
+        "hf": lambda: hf_texts(part.source, part.start, part.stop, reading.text_field),
     }
     for text in streams[part.kind]():
         yield Document(text)
@@ -126,3 +129,146 @@ def stdlib_files() -> list[str]:
     if not found:
         raise DataError(f"the standard library at {root} holds no .py files; give a folder of source files instead")
     return found
+
+
+# --- readers, one for each format ------------------------------------------------------------------------
+
+
+Where = Callable[[], str]
+"""Names the place of a record; called only when there is something to say about it (a line number costs a scan)."""
+
+EXTRA = "pip install 'lmworks[data]'"
+
+
+def read_text(file: str) -> str | None:
+    """A whole file; None where it is not UTF-8 text (an image, an archive, another encoding)."""
+    try:
+        with open(file, "rb") as stream:
+            raw = stream.read()
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+    try:
+        return None if b"\0" in raw else raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def separated_text(file: str, separator: str) -> Iterator[str]:
+    text = read_text(file)
+    if text is None:
+        raise DataError(f"{file} is not UTF-8 text; convert it first (iconv -t UTF-8), or give .jsonl or .parquet")
+    yield from text.split(separator) if separator else [text]
+
+
+def jsonl_texts(file: str, start: int, stop: int, field: str) -> Iterator[str]:
+    """The lines that begin in bytes [start, stop): every line is in exactly one such range."""
+    with open(file, "rb") as stream:
+        if not stream.seek(0, 2):
+            return
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
+            at = 0 if start == 0 else raw.find(b"\n", start - 1) + 1
+            # find gave -1: no line begins here, the last one reaches over this range
+            while start <= at < min(stop, len(raw)):
+                end = raw.find(b"\n", at)
+                end = len(raw) if end < 0 else end
+                line = raw[at:end]
+                if line.strip():
+                    yield line_text(line, field, functools.partial(line_name, file, raw, at))
+                at = end + 1
+
+
+def line_name(file: str, raw: mmap.mmap, at: int) -> str:
+    newlines = raw[:at].count(b"\n")
+    return f"{file} line {newlines + 1}"
+
+
+def line_text(line: bytes, field: str, where: Where) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where()} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where()} is not a JSON object with a field {field!r}")
+    return field_text(record, field, where)
+
+
+def field_text(record: Mapping[str, Any], field: str, where: Where) -> str:
+    if field not in record:
+        raise DataError(f"{where()}: no field {field!r}; it has {', '.join(record)}; choose one with --text-field")
+    if not isinstance(record[field], str):
+        raise DataError(f"{where()}: field {field!r} is not a string; choose another with --text-field")
+    return without_surrogates(record[field])
+
+
+def without_surrogates(text: str) -> str:
+    """JSON can spell half a surrogate pair, which no UTF-8 text can hold; it becomes '?'."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def parquet_file(file: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{file}: reading parquet needs pyarrow: {EXTRA}") from None
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def parquet_groups(file: str) -> int:
+    count: int = parquet_file(file).num_row_groups
+    return count
+
+
+def parquet_texts(file: str, group: int, field: str) -> Iterator[str]:
+    table = parquet_file(file)
+    columns = table.schema_arrow.names
+    if field not in columns:
+        raise DataError(f"{file}: no column {field!r}; it has {', '.join(columns)}; choose one with --text-field")
+    for batch in table.iter_batches(row_groups=[group], columns=[field]):
+        for text in batch.column(0).to_pylist():
+            # a null is a row without text, which is dropped like an empty one
+            yield field_text({field: "" if text is None else text}, field, lambda: file)
+
+
+@functools.lru_cache(maxsize=4)
+def hf_stream(source: str) -> Any:
+    """`hf:NAME[:CONFIG][:SPLIT]`, streamed: nothing is stored but our tokens."""
+    name, config, split, *rest = [*source.removeprefix("hf:").split(":"), "", ""]
+    if not name or any(rest):
+        raise SpecError(f"{source!r}: write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source}: reading Hugging Face datasets needs `datasets`: {EXTRA}") from None
+    try:
+        return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # network, name, access: many types, all of them the user's to see
+        raise DataError(f"{source} cannot be opened: {' '.join(str(error).split())[:300]}") from None
+
+
+def hf_shards(source: str) -> int:
+    """Files that the hub keeps the dataset in; each becomes a part."""
+    stream = hf_stream(source)
+    shards: int = getattr(stream, "num_shards", 1)
+    return max(1, shards) if hasattr(stream, "shard") else 1
+
+
+def hf_texts(source: str, shard: int, shards: int, field: str) -> Iterator[str]:
+    stream = hf_stream(source)
+    records = iter(stream.shard(num_shards=shards, index=shard) if shards > 1 else stream)
+    while True:
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        except Exception as error:  # the network, mostly
+            raise DataError(
+                f"{source} broke off: {' '.join(str(error).split())[:300]}; run again to continue"
+            ) from None
+        yield field_text(record, field, lambda: source)

@@ -1,9 +1,11 @@
-"""What lies in a prepared folder: sizes, lengths, frequencies, repetition, and text to look at."""
+"""Statistics of a prepared folder: sizes, lengths, frequencies, repetition, sample texts, and the loss of a bigram
+model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .index import Index
-from .permute import GOLDEN, mix
+from .order import GOLDEN, mix
 from .store import TokenData
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -147,3 +149,52 @@ def sample_texts(data: TokenData, tokenizer: Tokenizer, count: int) -> Iterable[
         start = int(ends[document - 1]) if document else 0
         # - 1: without its end-of-text
         yield tokenizer.decode(data.read(start, min(start + SAMPLE_TOKENS, int(ends[document]) - 1)).tolist())
+
+
+# --- bigram model ----------------------------------------------------------------------------------------
+
+
+def bigram_loss(train: TokenData, val: TokenData, vocab_size: int) -> float:
+    """Nats per token of `val` under a Witten–Bell smoothed bigram model of `train`.
+
+    P(b | a) = (c(a, b) + t(a) · P(b)) / (c(a) + t(a)), with t(a) the number of different successors of a: a token
+    that was seen with many leaves more room for others. P(b) = (c(b) + 1) / (n + vocab_size).
+    """
+    pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for keys in pair_keys(train, vocab_size):
+        pairs, counts = add_counts(pairs, counts, keys)
+    first = pairs // vocab_size
+    total = np.bincount(first, counts, minlength=vocab_size)  # c(a)
+    kinds = np.bincount(first, minlength=vocab_size)  # t(a)
+    unigram = np.bincount(pairs % vocab_size, counts, minlength=vocab_size) + 1.0
+    unigram /= unigram.sum()
+
+    loss, n = 0.0, 0
+    for keys in pair_keys(val, vocab_size):
+        a, b = keys // vocab_size, keys % vocab_size
+        place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
+        seen = np.where(pairs[place] == keys, counts[place], 0)
+        # A token that never came before anything in train leaves nothing but P(b).
+        room = np.maximum(kinds[a], 1)
+        loss -= float(np.log((seen + room * unigram[b]) / (total[a] + room)).sum())
+        n += len(keys)
+    return loss / n
+
+
+def pair_keys(data: TokenData, vocab_size: int) -> Iterator[NDArray[np.int64]]:
+    """(a, b) of every two neighbours as the number a · vocab_size + b, a piece at a time."""
+    last = np.empty(0, np.int64)
+    for chunk in data.chunks():
+        tokens = np.concatenate([last, chunk.astype(np.int64)])
+        yield tokens[:-1] * vocab_size + tokens[1:]
+        last = tokens[-1:]
+
+
+def add_counts(
+    pairs: NDArray[np.int64], counts: NDArray[np.int64], keys: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sorted pairs and how often each was seen, with `keys` counted in: sparse, so any vocabulary will do."""
+    new, new_counts = np.unique(keys, return_counts=True)
+    merged, places = np.unique(np.concatenate([pairs, new]), return_inverse=True)
+    sums = np.bincount(places, np.concatenate([counts, new_counts]))
+    return merged, sums.astype(np.int64)

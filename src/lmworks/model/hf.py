@@ -22,9 +22,7 @@ from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import unsafe_name
 from .hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
-from .load_memory import make_room
-from .tensor_files import Span, spans
-from .upload import STAGED, Lane, in_lanes
+from .tensor_files import STAGED_DEVICES, DoubleBuffer, Span, spans, to_empty, upload_in_threads
 
 if TYPE_CHECKING:
     from .gpt import GPT
@@ -185,16 +183,16 @@ def load_hf(
             model = cls(spec)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
         refuse_surplus(checkpoint, plan)
-        make_room(model, device, dtype)
+        to_empty(model, device, dtype)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
 
-        def read(item: tuple[str, Stored], lane: Lane) -> None:
+        def read(item: tuple[str, Stored], buffer: DoubleBuffer) -> None:
             name, stored = item
-            stored.scatter(lane.fetch(*checkpoint.where(name, stored.shape(parameters))), parameters)
+            stored.scatter(buffer.fetch(*checkpoint.where(name, stored.shape(parameters))), parameters)
 
-        if device.type in STAGED:
+        if device.type in STAGED_DEVICES:
             checkpoint.open_files(files)
-            in_lanes(plan.items(), read, device)
+            upload_in_threads(plan.items(), read, device)
             torch.cuda.empty_cache()  # tensors as they were stored
         else:
             for name, stored in plan.items():

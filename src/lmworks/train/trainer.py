@@ -17,7 +17,7 @@ from typing import Any, Self, cast
 from ..checkpoint.format.digest import new_hash
 from ..checkpoint.format.remote import check_empty
 from ..data import Batch, Batches, console_progress
-from ..data.cache import check_vocabulary
+from ..data.pipeline import check_vocabulary
 from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine

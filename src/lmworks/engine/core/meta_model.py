@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...model import GPT
-from ...model.load_memory import make_room
+from ...model.tensor_files import to_empty
 from ...spec import ModelSpec
 from ..quantization.quantized_model import empty_like_quantized
 
@@ -21,7 +21,7 @@ class MetaModel:
 
     def blank(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> GPT:
         """The network (or its first `layers`) with uninitialised weights; unquantized ones in `dtype`."""
-        return make_room(self.shape(layers), device, dtype)
+        return to_empty(self.shape(layers), device, dtype)
 
     def shape(self, layers: int | None = None) -> GPT:
         """The network on the meta device."""

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from ...model.gpt import GPT
 from ...model.hf import one_line, read_json
-from ...model.tensor_files import Span, save_tensors, spans
-from ...model.upload import STAGED, Lane, in_lanes
+from ...model.tensor_files import STAGED_DEVICES, DoubleBuffer, Span, save_tensors, spans, upload_in_threads
 from ...spec import CheckpointError, ModelSpec, SpecError
 from ...spec.files import refuse_unwritable, write_whole
 from ..core.meta_model import MetaModel
@@ -229,16 +228,16 @@ def fill(model: GPT, path: Path) -> None:
         with safe_open(path, framework="pt") as file:
             table: dict[str, Span] = spans(path)
             check_tensors(path, set(file.keys()), table, state)
-            if model.device.type not in STAGED:
+            if model.device.type not in STAGED_DEVICES:
                 for name, tensor in state.items():
                     tensor.copy_(file.get_tensor(name))
                 return
         with path.open("rb") as raw:
 
-            def read(item: tuple[str, Tensor], lane: Lane) -> None:
-                item[1].copy_(lane.fetch(raw.fileno(), table[item[0]]))
+            def read(item: tuple[str, Tensor], buffer: DoubleBuffer) -> None:
+                item[1].copy_(buffer.fetch(raw.fileno(), table[item[0]]))
 
-            in_lanes(state.items(), read, model.device)
+            upload_in_threads(state.items(), read, model.device)
 
 
 def check_tensors(path: Path, names: set[str], table: dict[str, Span], state: dict[str, Tensor]) -> None:
