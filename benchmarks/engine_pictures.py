@@ -72,7 +72,7 @@ def half_way() -> tuple[Engine, dict[str, Sequence]]:
 
 def draw_blocks() -> None:
     engine, named = half_way()
-    pool = engine.scheduler.pool
+    pool = engine.scheduler.block_manager
     colours = dict(zip(named, COLOURS, strict=False))
     holders = {block: [name for name, one in named.items() if block in one.blocks] for block in range(POOL)}
     with sheet("blocks", 9.6, 4.7) as axes:

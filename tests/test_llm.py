@@ -408,7 +408,7 @@ def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
             break
     else:
         raise AssertionError
-    assert not preset.native.requests and preset.native.scheduler.pool.num_used_blocks == 0
+    assert not preset.native.requests and preset.native.scheduler.block_manager.num_used_blocks == 0
 
 
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(mo
         next(held[0])
         held.append(held)  # a cycle
         del held
-        pool = llm.native.scheduler.pool
+        pool = llm.native.scheduler.block_manager
         allocate, asked = pool.allocate, iter(range(1000))
 
         def collecting(count: int) -> list[int]:
@@ -475,7 +475,7 @@ def test_an_interrupt_while_requests_are_taken_in_takes_them_back(
         else:
             next(preset.stream([1, 2], SamplingParams(max_tokens=50)))
     monkeypatch.undo()
-    assert not engine.requests and engine.failure is None and engine.scheduler.pool.num_used_blocks == 0
+    assert not engine.requests and engine.failure is None and engine.scheduler.block_manager.num_used_blocks == 0
     assert len(preset.generate([[1, 2]], GREEDY)[0].token_ids) == 12
 
 

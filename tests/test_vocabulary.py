@@ -135,6 +135,11 @@ RETIRED = {
     "LEAST_GROUP": "INT4_MIN_GROUP",
     "every_fourth": "deinterleave_4",
     "UNCOUNTED": "IGNORED",
+    "BlockPool": "BlockManager",
+    "set_fixed": "set_batch_invariant",
+    "launches_early": "supports_pdl",
+    "quantized_outline": "quantized_meta_model",
+    "Compilers": "CompileExecutor",
     # serve, cli, launch
     "stop_with_starter": "die_with_parent",
     "leave_word": "write_error_file",

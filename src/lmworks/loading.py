@@ -12,17 +12,17 @@ from .data import Tokenizer, load_tokenizer
 from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
 from .engine.core.kernel_warmup import warm_up_kernels
-from .engine.core.meta_model import MetaModel
 from .engine.core.model_runner import DTYPES, ModelRunner
 from .engine.quantization.folder import (
     QuantizedWeights,
     check_digests,
     is_quantized,
     load_quantized,
-    quantized_outline,
+    quantized_meta_model,
     quantized_vocab,
     uses_byte_tokenizer,
 )
+from .engine.quantization.quantized_model import MetaModel
 from .engine.speculative.draft_model import DraftModel, DraftModelProposer
 from .engine.speculative.ngram import NgramProposer
 from .engine.speculative.verification import Speculator
@@ -84,7 +84,7 @@ def load_shard(
             if tp_rank.rank == 0:  # once for all ranks: it reads every byte
                 check_digests(folder)
             stored = QuantizedWeights(folder)
-            part = tp_rank.load_shards(stored.outline, dtype, stored.tensor, stored.layer)
+            part = tp_rank.load_shards(stored.meta_model, dtype, stored.tensor, stored.layer)
             return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = described(folder)[1]
         part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
@@ -231,7 +231,7 @@ def meta_model_of(source: str | Path) -> MetaModel | None:
     if is_preset(source):
         return MetaModel(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
-        return quantized_outline(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
+        return quantized_meta_model(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
     check_source(folder)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lmworks.engine.core.block_manager import BlockPool, IntegrityError, block_hash, root_hash
+from lmworks.engine.core.block_manager import BlockManager, IntegrityError, block_hash, root_hash
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 
@@ -14,7 +14,7 @@ def sequence(tokens: list[int], tenant: str = "", adapter: str | None = None) ->
     return Sequence(request, 0, 0, list(tokens), len(tokens))
 
 
-def computed(pool: BlockPool, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
+def computed(pool: BlockManager, tokens: list[int], tenant: str = "", adapter: str | None = None) -> Sequence:
     """A sequence that runs, with all its tokens in the cache."""
     each = sequence(tokens, tenant, adapter)
     each.blocks = pool.allocate(pool.blocks_for(len(tokens)))
@@ -24,7 +24,7 @@ def computed(pool: BlockPool, tokens: list[int], tenant: str = "", adapter: str 
 
 
 def test_cached_blocks_are_found_after_free() -> None:
-    pool = BlockPool(8, 4)
+    pool = BlockManager(8, 4)
     first = computed(pool, list(range(10)))
     held = list(first.blocks)
     assert pool.find_cached_prefix(sequence(list(range(10)))) == held[:2]
@@ -36,13 +36,13 @@ def test_cached_blocks_are_found_after_free() -> None:
 
 
 def test_prefix_match_is_contiguous() -> None:
-    pool = BlockPool(8, 2)
+    pool = BlockManager(8, 2)
     computed(pool, [1, 2, 3, 4, 5])
     assert pool.find_cached_prefix(sequence([9, 9, 3, 4, 5])) == []
 
 
 def test_prefix_match_leaves_one_token() -> None:
-    pool = BlockPool(8, 4)
+    pool = BlockManager(8, 4)
     held = computed(pool, list(range(8))).blocks
     assert pool.find_cached_prefix(sequence(list(range(8)))) == held[:1]
     assert pool.find_cached_prefix(sequence(list(range(9)))) == held[:2]
@@ -50,7 +50,7 @@ def test_prefix_match_leaves_one_token() -> None:
 
 
 def test_tenants_and_adapters_do_not_share_blocks() -> None:
-    pool = BlockPool(8, 2)
+    pool = BlockManager(8, 2)
     computed(pool, [1, 2, 3], tenant="a", adapter="x")
     assert pool.find_cached_prefix(sequence([1, 2, 3], tenant="a", adapter="x"))
     for tenant, adapter in (("b", "x"), ("a", None), ("a", "y"), ("", "ax"), ("ax", None), ("x", "a")):
@@ -68,7 +68,7 @@ def test_hash_depends_on_all_tokens_in_order() -> None:
 
 
 def test_unknown_tokens_are_not_cached() -> None:
-    pool = BlockPool(8, 2)
+    pool = BlockManager(8, 2)
     running = computed(pool, [1, 2, 3])
     running.tokens.append(PLACEHOLDER_TOKEN)
     running.num_computed_tokens = 4
@@ -80,7 +80,7 @@ def test_unknown_tokens_are_not_cached() -> None:
 
 
 def test_eviction_is_lru_and_from_the_end() -> None:
-    pool = BlockPool(6, 1)
+    pool = BlockManager(6, 1)
     old, new = computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
     first, second = list(old.blocks), list(new.blocks)
     pool.free(old)
@@ -90,7 +90,7 @@ def test_eviction_is_lru_and_from_the_end() -> None:
 
 
 def test_cache_hit_refreshes_lru() -> None:
-    pool = BlockPool(4, 1)
+    pool = BlockManager(4, 1)
     old, new = computed(pool, [1, 2]), computed(pool, [3, 4])
     first, second = list(old.blocks), list(new.blocks)
     pool.free(old)
@@ -104,7 +104,7 @@ def test_cache_hit_refreshes_lru() -> None:
 
 
 def test_uncached_blocks_are_evicted_first() -> None:
-    pool = BlockPool(4, 2)
+    pool = BlockManager(4, 2)
     cached, nothing = computed(pool, [1, 2]), computed(pool, [3])
     plain = list(nothing.blocks)
     pool.allocate(2)
@@ -114,7 +114,7 @@ def test_uncached_blocks_are_evicted_first() -> None:
 
 
 def test_fork_shares_full_blocks_and_copies_partial_block() -> None:
-    pool = BlockPool(8, 4)
+    pool = BlockManager(8, 4)
     parent = computed(pool, list(range(10)))
     blocks, copies = pool.fork(parent, 9)
     assert blocks[:2] == parent.blocks[:2] and blocks[2] not in parent.blocks
@@ -124,7 +124,7 @@ def test_fork_shares_full_blocks_and_copies_partial_block() -> None:
 
 
 def test_shared_block_is_freed_by_last_reference() -> None:
-    pool = BlockPool(8, 4)
+    pool = BlockManager(8, 4)
     parent = computed(pool, list(range(8)))
     child = sequence(list(range(8)))
     child.blocks, _ = pool.fork(parent, 8)
@@ -138,7 +138,7 @@ def test_shared_block_is_freed_by_last_reference() -> None:
 
 
 def test_uncached_blocks_are_not_matched() -> None:
-    pool = BlockPool(8, 2)
+    pool = BlockManager(8, 2)
     bad = computed(pool, [1, 2, 3, 4, 5])
     pool.uncache(bad)
     assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
@@ -148,13 +148,13 @@ def test_uncached_blocks_are_not_matched() -> None:
 
 
 def test_disabled_prefix_cache_finds_nothing() -> None:
-    pool = BlockPool(8, 2, prefix_cache=False)
+    pool = BlockManager(8, 2, prefix_cache=False)
     computed(pool, [1, 2, 3, 4])
     assert pool.find_cached_prefix(sequence([1, 2, 3])) == []
 
 
-def two_running() -> tuple[BlockPool, Sequence, Sequence]:
-    pool = BlockPool(8, 2)
+def two_running() -> tuple[BlockManager, Sequence, Sequence]:
+    pool = BlockManager(8, 2)
     return pool, computed(pool, [1, 2, 3]), computed(pool, [4, 5, 6])
 
 

@@ -167,12 +167,12 @@ def test_cancel_frees_all_blocks() -> None:
         pieces = [piece for _ in range(steps) for piece in engine.step()]
         assert engine.cancel(long.id) and not engine.cancel(long.id)
         assert all(each.state is SequenceStatus.FINISHED and not each.blocks for each in long.sequences)
-        engine.scheduler.pool.check(engine.scheduler.running)
+        engine.scheduler.block_manager.check(engine.scheduler.running)
         pieces += engine.run()
         results = {piece.request.id: piece.result for piece in pieces if piece.result}
         assert [answer.finish_reason for answer in results[long.id].answers] == ["cancelled"] * 3
         assert results[other.id].token_ids == alone([2], 2, 16, VOCAB)
-        assert engine.scheduler.pool.num_used_blocks == 0
+        assert engine.scheduler.block_manager.num_used_blocks == 0
     assert not engine.cancel(12345)
 
 
@@ -237,14 +237,14 @@ def test_a_sequence_that_matched_corrupted_blocks_is_recomputed(steps: int, sync
         alone([*shared, 2, 3], seed, 9, VOCAB) for seed in seeds
     ]
     assert good.sequences[0].skip_prefix_cache == (steps < 3 or not synchronous)  # else it came too late to find them
-    engine.scheduler.pool.check([])
+    engine.scheduler.block_manager.check([])
 
 
 def test_block_pool_is_checked_when_idle() -> None:
     engine = Engine(FakeDevice(SPEC, VOCAB))
     engine.add(Request([1, 2], SamplingParams(max_tokens=3)))
     engine.step()
-    engine.scheduler.pool.allocate(1)  # nobody will ever give it back
+    engine.scheduler.block_manager.allocate(1)  # nobody will ever give it back
     with pytest.raises(IntegrityError, match="neither free nor held"):
         engine.run()
 
@@ -453,7 +453,7 @@ def test_closed_stream_cancels_request(how: str) -> None:
             assert len(left.sequences[0].output_token_ids) < 50
 
     asyncio.run(main())
-    assert engine.scheduler.pool.num_used_blocks == 0
+    assert engine.scheduler.block_manager.num_used_blocks == 0
 
 
 class Slow(FakeDevice):
@@ -523,7 +523,7 @@ def test_an_engine_has_one_driver() -> None:
         AsyncEngine(engine)
     stream.close()
     AsyncEngine(engine).close()
-    assert engine.scheduler.pool.num_used_blocks == 0
+    assert engine.scheduler.block_manager.num_used_blocks == 0
 
 
 def test_rejected_request_raises_for_its_consumer_only() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, alone
 
-from lmworks.engine.core.block_manager import BlockPool, IntegrityError
+from lmworks.engine.core.block_manager import BlockManager, IntegrityError
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import OutputDelta, Request, Result, Sequence
@@ -107,7 +107,7 @@ def live(world: World) -> Outcome:
             cancelled.add(victim)
         pieces += engine.step()
         if draw.random() < 0.1:
-            engine.scheduler.pool.check(engine.scheduler.running)
+            engine.scheduler.block_manager.check(engine.scheduler.running)
         assert len(device.steps) < 20 * world.steps, "someone starves"
     results = {piece.request.id: piece.result for piece in pieces if piece.result is not None}
     return Outcome(requests, results, pieces, cancelled, engine)
@@ -121,8 +121,8 @@ def expected(request: Request, sequence: Sequence) -> list[int]:
 
 def verify(outcome: Outcome) -> None:
     engine, device = outcome.engine, outcome.engine.runner
-    engine.scheduler.pool.check([])
-    assert engine.scheduler.pool.num_used_blocks == 0 and len(engine.scheduler.slots) == device.spec.max_seqs
+    engine.scheduler.block_manager.check([])
+    assert engine.scheduler.block_manager.num_used_blocks == 0 and len(engine.scheduler.slots) == device.spec.max_seqs
     assert outcome.results.keys() == {request.id for request in outcome.requests}
     for request in outcome.requests:
         result = outcome.results[request.id]
@@ -159,14 +159,14 @@ def test_random_schedules_cover_all_events() -> None:
     assert sum(len(outcome.cancelled) for outcome in outcomes) > 20
 
 
-def no_copy(pool: BlockPool, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
+def no_copy(pool: BlockManager, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
     """A branch in the middle of a block writes to its parent's."""
     blocks = parent.blocks[: pool.blocks_for(tokens)]
     pool.add_reference(blocks)
     return blocks, []
 
 
-def free_shared(pool: BlockPool, sequence: Sequence) -> None:
+def free_shared(pool: BlockManager, sequence: Sequence) -> None:
     """Blocks that another sequence still holds go back to the pool."""
     for block in sequence.blocks:
         pool.ref_counts[block] = 0
@@ -175,7 +175,7 @@ def free_shared(pool: BlockPool, sequence: Sequence) -> None:
     sequence.num_cached_blocks = 0
 
 
-def cache_partial_blocks(pool: BlockPool, sequence: Sequence) -> None:
+def cache_partial_blocks(pool: BlockManager, sequence: Sequence) -> None:
     """A block can be found before it is full."""
     for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.num_computed_tokens)]):
         if block not in pool.block_hashes and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.cached_blocks:
@@ -184,7 +184,7 @@ def cache_partial_blocks(pool: BlockPool, sequence: Sequence) -> None:
 
 def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool:
     """A sequence is given a block that is not free."""
-    missing = scheduler.pool.blocks_for(tokens) - len(sequence.blocks)
+    missing = scheduler.block_manager.blocks_for(tokens) - len(sequence.blocks)
     sequence.blocks += scheduler.running[0].blocks[:missing]
     return True
 
@@ -193,9 +193,9 @@ def no_preempting(scheduler: Scheduler, sequence: Sequence, tokens: int) -> bool
 @pytest.mark.parametrize(
     ("where", "name", "bug"),
     [
-        (BlockPool, "fork", no_copy),
-        (BlockPool, "free", free_shared),
-        (BlockPool, "cache_full_blocks", cache_partial_blocks),
+        (BlockManager, "fork", no_copy),
+        (BlockManager, "free", free_shared),
+        (BlockManager, "cache_full_blocks", cache_partial_blocks),
         (Scheduler, "allocate_slots", no_preempting),
     ],
 )
@@ -205,7 +205,7 @@ def test_injected_bugs_are_found(
     """Wrong blocks are found by the check, and with the check switched off they give wrong answers."""
     monkeypatch.setattr(where, name, bug)
     if not checked:
-        monkeypatch.setattr(BlockPool, "check", lambda pool, sequences: None)
+        monkeypatch.setattr(BlockManager, "check", lambda pool, sequences: None)
     with pytest.raises(IntegrityError if checked else AssertionError):
         for seed in range(6):
             verify(live(World(seed)))

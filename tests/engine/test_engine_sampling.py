@@ -96,7 +96,7 @@ def served(engine: Engine, asked: list[Request], draw: random.Random) -> dict[in
         engine.add(request)
         for _ in range(draw.randrange(4)):
             pieces += engine.step()
-            engine.scheduler.pool.check(engine.scheduler.running)
+            engine.scheduler.block_manager.check(engine.scheduler.running)
     pieces += engine.run()
     return {piece.request.id: piece.result for piece in pieces if piece.result is not None}
 

@@ -13,8 +13,8 @@ import pytest
 from hf_reference import VOCAB, compare, random_prompts, reference_model
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.core.meta_model import MetaModel
 from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.quantization.quantized_model import MetaModel
 from lmworks.engine.tensor_parallel import executor
 from lmworks.engine.tensor_parallel.executor import Executor, WorkerExits, WorkerReplies
 from lmworks.engine.tensor_parallel.tp_shards import check_tp_divides

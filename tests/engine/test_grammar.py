@@ -20,9 +20,17 @@ from lmworks.engine.core.detokenizer import IncrementalDetokenizer
 from lmworks.engine.core.request import Request, Sequence
 from lmworks.engine.core.sampler import Sampler
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.grammars.grammar import CACHE_BYTES, CACHE_SIZE, LIMITS, Grammars, Matcher, grammar, text_depth
+from lmworks.engine.grammars.grammar import (
+    CACHE_BYTES,
+    CACHE_SIZE,
+    LIMITS,
+    Grammars,
+    LRUCache,
+    Matcher,
+    grammar,
+    text_depth,
+)
 from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, GrammarSandbox, TooComplex, end
-from lmworks.engine.grammars.lru_cache import LRUCache
 from lmworks.spec import LMWorksError, SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have

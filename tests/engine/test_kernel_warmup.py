@@ -10,11 +10,10 @@ import torch
 
 from lmworks.engine.core import kernel_warmup
 from lmworks.engine.core.cuda_graphs import capture_sizes
-from lmworks.engine.core.meta_model import MetaModel
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_input import Packer
-from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, quantized_layers
+from lmworks.engine.quantization.quantized_model import SCHEMES, MetaModel, apply_quantization, quantized_layers
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 from lmworks.loading import load_engine
 from lmworks.model import GPT

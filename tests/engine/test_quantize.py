@@ -28,11 +28,11 @@ from lmworks.engine.quantization.quantized_model import (
     QuantLinear,
     apply_quantization,
     linears,
-    merge,
+    merge_layers,
     quantized_layers,
-    rounded,
+    round_to_nearest,
     served_bytes,
-    set_fixed,
+    set_batch_invariant,
 )
 from lmworks.kernels.inference.quantized import int4_round
 from lmworks.loading import hf_tokenizer
@@ -104,15 +104,15 @@ def fp8_and_back(x: Tensor) -> tuple[Tensor]:
 def test_layers_merge_along_their_outputs(scheme: str, shape: str) -> None:
     attention = apply_quantization(small(shape), scheme).layers()[1].attention
     parts = [attention.q, attention.k, attention.v]
-    whole = merge(parts)
+    whole = merge_layers(parts)
     assert whole is not None
     assert whole.weight.dtype == SCHEMES[scheme].stored
     assert whole.label == "blocks.1.attention.q"
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(whole(x), torch.cat([part(x) for part in parts], dim=-1))
-    assert merge([attention.q, small().layers()[0].attention.k]) is None
+    assert merge_layers([attention.q, small().layers()[0].attention.k]) is None
     other = "fp8" if scheme == "int8" else "int8"
-    assert merge([attention.q, apply_quantization(small(shape), other).layers()[1].attention.k]) is None
+    assert merge_layers([attention.q, apply_quantization(small(shape), other).layers()[1].attention.k]) is None
 
 
 def test_deepcopy_copies_head() -> None:
@@ -153,7 +153,7 @@ def test_batch_invariant_layer(scheme: str) -> None:
     layer = model.layers()[0].mlp.down
     x = torch.randn(33, layer.in_features, generator=torch.Generator().manual_seed(0))
     before = layer(x)
-    set_fixed(model)
+    set_batch_invariant(model)
     whole = layer(x)
     assert off(whole, before) < 1e-5
     for end in (1, 2, 8, 32):
@@ -168,7 +168,7 @@ def test_batch_invariant_layer_in_half_precision(scheme: str, dtype: torch.dtype
     layer = model.layers()[0].mlp.down
     x = 30 * torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = layer(x)
-    set_fixed(model)
+    set_batch_invariant(model)
     assert off(layer(x), wanted) < 2 * torch.finfo(dtype).eps
 
 
@@ -208,7 +208,9 @@ def test_calibration_improves_correlated_inputs() -> None:
     seen.update(inputs, True, True)
     scheme = SCHEMES["int4"]
     wanted = F.linear(others, layer.weight)
-    plain, better = (new(others) - layer.bias for new in (rounded(scheme, layer), calibrated(scheme, layer, seen, 128)))
+    plain, better = (
+        new(others) - layer.bias for new in (round_to_nearest(scheme, layer), calibrated(scheme, layer, seen, 128))
+    )
     assert off(plain, wanted) > 0.05
     assert off(better, wanted) < 0.4 * off(plain, wanted)
 
@@ -285,7 +287,7 @@ def test_report_has_loss_and_size(scheme: str, trained: GPT, text: Calibration) 
 @pytest.mark.parametrize("broken", ["blocks.0.mlp.up", "head"])
 def test_broken_scale_is_rejected_by_layer(broken: str, trained: GPT, text: Calibration) -> None:
     def damaged(name: str, layer: Linear, seen: InputStats) -> QuantLinear:
-        new = rounded(SCHEMES["int8"], layer)
+        new = round_to_nearest(SCHEMES["int8"], layer)
         if name == broken:
             new.scale[30:120] *= 40
         return new
@@ -296,7 +298,7 @@ def test_broken_scale_is_rejected_by_layer(broken: str, trained: GPT, text: Cali
     assert refused.value.report.increase > 0.02
 
     def not_finite(name: str, layer: Linear, seen: InputStats) -> QuantLinear:
-        new = rounded(SCHEMES["int8"], layer)
+        new = round_to_nearest(SCHEMES["int8"], layer)
         if name == broken:
             new.scale[3] = math.inf
         return new

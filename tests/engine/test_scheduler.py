@@ -44,7 +44,7 @@ def read(scheduler: Scheduler, step: Step) -> None:
 
 def run(scheduler: Scheduler) -> Step:
     step = scheduler.schedule()
-    scheduler.pool.check(scheduler.running)
+    scheduler.block_manager.check(scheduler.running)
     assert step.tokens <= scheduler.spec.max_batch_tokens
     read(scheduler, step)
     return step
@@ -122,7 +122,7 @@ def test_latest_sequence_is_preempted_and_resumed() -> None:
     [chunk] = step.chunks
     assert chunk.sequence is waiting and (chunk.start, chunk.num_logits) == (0, 1) and chunk.count > 8
     until(scheduler, lambda: done(second))
-    assert scheduler.pool.num_used_blocks == 0
+    assert scheduler.block_manager.num_used_blocks == 0
 
 
 def test_lower_priority_is_preempted() -> None:
@@ -312,5 +312,5 @@ def test_finished_sequences_free_blocks_and_slots() -> None:
         for sequence in request.sequences:
             scheduler.finish(sequence)
             scheduler.finish(sequence)
-    assert not scheduler.running and not scheduler.waiting and scheduler.pool.num_used_blocks == 0
+    assert not scheduler.running and not scheduler.waiting and scheduler.block_manager.num_used_blocks == 0
     assert sorted(scheduler.slots) == [0, 1]

@@ -17,12 +17,18 @@ from test_lora import Made, all_at_once, greedy_of, merged, two_adapters
 from torch import Tensor, nn
 
 from lmworks import LLM, SamplingParams
-from lmworks.engine.core.meta_model import MetaModel
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Result
 from lmworks.engine.quantization.folder import QuantizedWeights, load_quantized, save_quantized
 from lmworks.engine.quantization.quantize import Calibration, quantize
-from lmworks.engine.quantization.quantized_model import SCHEMES, QuantLinear, quantized_layers, rounded, served_bytes
+from lmworks.engine.quantization.quantized_model import (
+    SCHEMES,
+    MetaModel,
+    QuantLinear,
+    quantized_layers,
+    round_to_nearest,
+    served_bytes,
+)
 from lmworks.engine.tensor_parallel.executor import Executor
 from lmworks.engine.tensor_parallel.tp_shards import INPUTS, OUTPUTS, LinearShard, check_tp_divides
 from lmworks.model import GPT
@@ -47,7 +53,7 @@ def a_layer(scheme: str, group: int = 128, inputs: int = 192, bias: bool = False
     draw = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, generator=draw)
-    return rounded(SCHEMES[scheme], layer.requires_grad_(False), group)
+    return round_to_nearest(SCHEMES[scheme], layer.requires_grad_(False), group)
 
 
 def shares(whole: QuantLinear, dim: int, tp: int) -> list[QuantLinear]:
@@ -77,14 +83,14 @@ def test_shards_join_to_whole_bitwise(scheme: str, group: int, tp: int) -> None:
 def test_indivisible_group_is_rejected() -> None:
     spec = ModelSpec.from_preset("tiny", hidden=64, heads=8, kv_heads=2, ffn=192)
     groups = {"blocks.0.attention.q": 32, "blocks.0.attention.out": 32, "blocks.0.mlp.down": 32}
-    outline = MetaModel(spec, "int4", groups)
-    check_tp_divides(outline, 2)
+    meta_model = MetaModel(spec, "int4", groups)
+    check_tp_divides(meta_model, 2)
     says = (
         r"engine.tp = 4: layer 'blocks.0.attention.out' has 64 inputs in int4 groups of 32, and a rank's share of 16 "
         r"is not a multiple of 32, the packing unit; engine.tp = 2 works"
     )
     with pytest.raises(SpecError, match=says):
-        check_tp_divides(outline, 4)
+        check_tp_divides(meta_model, 4)
     check_tp_divides(MetaModel(spec, "int8"), 4)
 
 

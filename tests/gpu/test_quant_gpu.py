@@ -12,7 +12,12 @@ from torch import Tensor
 from lmworks import GPT, ModelSpec
 from lmworks.engine.quantization.drift import DriftMonitor, Inputs
 from lmworks.engine.quantization.quantize import Calibration, quantize
-from lmworks.engine.quantization.quantized_model import SCHEMES, apply_quantization, rounded, set_fixed
+from lmworks.engine.quantization.quantized_model import (
+    SCHEMES,
+    apply_quantization,
+    round_to_nearest,
+    set_batch_invariant,
+)
 from lmworks.kernels.inference import quantized
 from lmworks.kernels.inference.linear import DECODE_MAX_ROWS, batch_invariant_linear, decode_linear
 from lmworks.kernels.rms_norm import add_rms_norm
@@ -25,7 +30,8 @@ pytestmark = [
 ]
 
 SHAPES = [(1000, 1024), (1024, 3072), (6144, 4096), (16_400, 512), (65_600, 512)]  # (channels, inputs)
-ROWS = [1, 2, 8, 9, 16, 17, 64, 65, quantized.FP8_MANY, quantized.MANY - 1, quantized.MANY, 300]
+MANY = quantized.DEQUANTIZE_MIN_ROWS
+ROWS = [1, 2, 8, 9, 16, 17, 64, 65, quantized.SCALED_MM_MIN_ROWS, MANY - 1, MANY, 300]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +54,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 def test_quantized_layers_equal_reference(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
     from lmworks.kernels.training import float8_triton
 
-    new = rounded(SCHEMES[scheme], layer(*shape, dtype))
+    new = round_to_nearest(SCHEMES[scheme], layer(*shape, dtype))
     weight = new.dequantized().double()
     for rows in ROWS:
         x = draw(rows, shape[1], seed=rows).to(dtype)
@@ -86,13 +92,13 @@ def test_batch_invariance(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_batch_invariant_layers(scheme: str) -> None:
-    new = rounded(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
+    new = round_to_nearest(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
     x = draw(300, 3072).bfloat16()
-    set_fixed(new)
+    set_batch_invariant(new)
     whole = new(x)
     for start, end in ((0, 1), (77, 78), (3, 20), (100, 164)):
         assert torch.equal(new(x[start:end]), whole[start:end])
-    new.fixed = False
+    new.batch_invariant = False
     assert off(whole, new(x)) < 0.01
 
 
@@ -111,7 +117,7 @@ def test_model_equals_cpu(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_graphs_capture_matmuls_and_drift_monitor(scheme: str) -> None:
     """Replays give the same bits: tickets of split-K are back at zero after each. A monitor counts every replay."""
-    new = rounded(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
+    new = round_to_nearest(SCHEMES[scheme], layer(1024, 3072, torch.bfloat16))
     new.label = "down"
     x = draw(5, 3072).bfloat16()
     wanted = new(x)
@@ -150,7 +156,7 @@ def test_early_launch_is_bitwise_equal(scheme: str, monkeypatch: pytest.MonkeyPa
 
     layers: list[torch.nn.Module] = [layer(4096, 4096, torch.bfloat16) for _ in range(6)]
     if scheme:
-        layers = [rounded(SCHEMES[scheme], one) for one in layers if isinstance(one, Linear)]
+        layers = [round_to_nearest(SCHEMES[scheme], one) for one in layers if isinstance(one, Linear)]
     start, norm = draw(1, 4096).bfloat16(), torch.ones(4096, device="cuda", dtype=torch.bfloat16)
 
     def work() -> Tensor:
@@ -161,7 +167,7 @@ def test_early_launch_is_bitwise_equal(scheme: str, monkeypatch: pytest.MonkeyPa
         return delta
 
     with monkeypatch.context() as patched:
-        patched.setattr(triton_support, "launches_early", lambda _device: False)
+        patched.setattr(triton_support, "supports_pdl", lambda _device: False)
         wanted = []
         for seed in range(8):
             start.copy_(draw(1, 4096, seed=seed))

@@ -73,7 +73,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(triton.compile(described(kernel, given), target=target, options=options))
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", launch)
-    monkeypatch.setattr(triton_support, "launches_early", lambda _device: True)
+    monkeypatch.setattr(triton_support, "supports_pdl", lambda _device: True)
     return found
 
 

@@ -122,7 +122,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         monkeypatch.setattr(module, name, lambda *shape, plain=plain, other=other: replace(plain(*shape), **other))
     yield
     if GPU or INTERPRETED:
-        assert not linear_triton.split_counters(torch.device(DEVICE)).any()  # left as the next call expects them
+        assert not linear_triton.split_k_counters(torch.device(DEVICE)).any()  # left as the next call expects them
 
 
 @with_triton
@@ -207,12 +207,12 @@ def test_int4_dequantize_kernel_equals_reference(group: int) -> None:
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int8 without words", "int4", "int4 in small groups", "fp8"])
 def test_every_shape_has_a_kernel(kind: str, gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed below MANY rows; else, and where the kernel does not take the inputs, by cuBLAS."""
+    """Streamed below DEQUANTIZE_MIN_ROWS rows; else, and where the kernel does not take the inputs, by cuBLAS."""
     from lmworks.kernels.training import float8_triton
 
     monkeypatch.setattr(quantized, "plain", lambda _x: False)
-    monkeypatch.setattr(quantized, "MANY", 4)
-    monkeypatch.setattr(quantized, "FP8_MANY", 4)
+    monkeypatch.setattr(quantized, "DEQUANTIZE_MIN_ROWS", 4)
+    monkeypatch.setattr(quantized, "SCALED_MM_MIN_ROWS", 4)
     monkeypatch.setattr(float8_triton, "quantize_rows", lambda x, _dtype: quantized.fp8_quantize(x))
     name, *small = kind.split(" ", 1)
     weight = draw(48, 130 if name == "int8" and small else 128, seed=1).to(DEVICE)

@@ -57,11 +57,11 @@ def quantize(
     from ..engine.quantization.folder import check_output_folder, save_quantized
     from ..engine.quantization.quantize import QuantizationRefused
     from ..engine.quantization.quantize import quantize as run
-    from ..engine.quantization.quantized_model import scheme_named
+    from ..engine.quantization.quantized_model import get_scheme
     from ..kernels.inference.quantized import GROUPS
     from ..spec import SpecError
 
-    scheme_named(scheme)
+    get_scheme(scheme)
     if group not in GROUPS:
         raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
     check_output_folder(out)

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton_support import MANY, early, multiprocessors, power_of_two, shared_bytes, tl, triton, wait
+from .triton_support import (
+    PDL_MAX_PROGRAMS,
+    multiprocessors,
+    pdl_options,
+    pdl_wait,
+    power_of_two,
+    shared_bytes,
+    tl,
+    triton,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ def forward(
     programs = triton.cdiv(r.numel(), rows)
     forward_kernel[(programs,)](
         x, delta, weight, total, normed, r, r.numel(), hidden, eps, ROWS=rows, BLOCK=block,
-        **early(x.device, programs <= MANY), num_warps=warps,
+        **pdl_options(x.device, programs <= PDL_MAX_PROGRAMS), num_warps=warps,
     )  # fmt: skip
     return total, normed, r
 
@@ -102,9 +111,9 @@ def forward_kernel(
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]

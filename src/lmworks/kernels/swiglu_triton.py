@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .triton_support import MANY, early, power_of_two, tl, triton, wait
+from .triton_support import PDL_MAX_PROGRAMS, pdl_options, pdl_wait, power_of_two, tl, triton
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> Tensor:
     grid, block, warps = launch_grid(gate, tiles)
     forward_kernel[grid](
         gate, up, out, gate.stride(0), up.stride(0), gate.shape[1], BLOCK=block,
-        **early(gate.device, grid[0] * grid[1] <= MANY), num_warps=warps,
+        **pdl_options(gate.device, grid[0] * grid[1] <= PDL_MAX_PROGRAMS), num_warps=warps,
     )  # fmt: skip
     return out
 
@@ -78,8 +78,8 @@ def gated(gate, up):
 
 @triton.jit
 def forward_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, columns, BLOCK: tl.constexpr,
-                   EARLY: tl.constexpr):  # fmt: skip
-    wait(EARLY)
+                   PDL: tl.constexpr):  # fmt: skip
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..engine.core.sampling_params import SamplingParams
-from ..engine.grammars.grammar import Grammars, digest, grammar, simple
+from ..engine.grammars.grammar import Grammars, LRUCache, digest, grammar, simple
 from ..engine.grammars.grammar_sandbox import FIRST, FULL, TooComplex
-from ..engine.grammars.lru_cache import LRUCache
 
 if TYPE_CHECKING:
     import llguidance

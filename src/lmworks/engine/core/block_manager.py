@@ -1,4 +1,4 @@
-"""The block pool: allocation, reference counts, and the prefix cache.
+"""The block manager: allocation of KV blocks, reference counts, and the prefix cache.
 
 A block is free or held by one or more sequences (a reference count). Only full blocks are shared, and full blocks are
 never written; a sequence that forks in the middle of a block gets a copy (copy on write).
@@ -39,14 +39,14 @@ def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST).digest()
 
 
-class BlockPool:
+class BlockManager:
+    """The pool of KV blocks."""
+
     def __init__(self, blocks: int, block_size: int, prefix_cache: bool = True) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.ref_counts = [0] * blocks  # by block
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(blocks)
-        )  # an LRU queue: the first is allocated first
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # least recently used first
         self.block_hashes: dict[int, bytes] = {}
         self.cached_blocks: dict[bytes, int] = {}
 
@@ -162,38 +162,40 @@ class BlockPool:
             raise IntegrityError(f"the block pool is inconsistent: {'; '.join(errors[:5])}{more}")
 
 
-def count_errors(pool: BlockPool, held: Counter[int]) -> list[str]:
+def count_errors(manager: BlockManager, held: Counter[int]) -> list[str]:
     """Every block is either free or held, and reference counts are right."""
     errors = []
-    total = len(pool.ref_counts)
-    both = [block for block in held if block in pool.free_blocks]
-    if both or len(held) + len(pool.free_blocks) != total or pool.ref_counts.count(0) != len(pool.free_blocks):
-        lost = [block for block in range(total) if block not in pool.free_blocks and block not in held]
+    total = len(manager.ref_counts)
+    both = [block for block in held if block in manager.free_blocks]
+    if both or len(held) + len(manager.free_blocks) != total or manager.ref_counts.count(0) != len(manager.free_blocks):
+        lost = [block for block in range(total) if block not in manager.free_blocks and block not in held]
         errors.append(f"blocks {lost[:8]} are neither free nor held, blocks {both[:8]} are both")
     for block, count in held.items():
-        if pool.ref_counts[block] != count:
-            errors.append(f"block {block} is held by {count} sequences and has {pool.ref_counts[block]} references")
-    if len(pool.cached_blocks) != len(pool.block_hashes):
-        errors.append(f"{len(pool.cached_blocks)} hashes are cached and {len(pool.block_hashes)} blocks have one")
+        if manager.ref_counts[block] != count:
+            errors.append(f"block {block} is held by {count} sequences and has {manager.ref_counts[block]} references")
+    if len(manager.cached_blocks) != len(manager.block_hashes):
+        errors.append(f"{len(manager.cached_blocks)} hashes are cached and {len(manager.block_hashes)} blocks have one")
     return errors
 
 
-def sequence_errors(pool: BlockPool, sequence: Sequence) -> list[str]:
+def sequence_errors(manager: BlockManager, sequence: Sequence) -> list[str]:
     """A shared or cached block is full, and its hash is that of its tokens."""
     name = f"answer {sequence.index} of request {sequence.request.id}"
     errors = []
-    if len(sequence.blocks) < pool.blocks_for(sequence.num_computed_tokens):
+    if len(sequence.blocks) < manager.blocks_for(sequence.num_computed_tokens):
         errors.append(f"{name} has {len(sequence.blocks)} blocks for {sequence.num_computed_tokens} tokens")
-    full = sequence.num_computed_tokens // pool.block_size
-    hashes = pool.hashes(sequence, min(sequence.num_computed_tokens, sequence.num_known_tokens) // pool.block_size)
+    full = sequence.num_computed_tokens // manager.block_size
+    hashes = manager.hashes(
+        sequence, min(sequence.num_computed_tokens, sequence.num_known_tokens) // manager.block_size
+    )
     for i, block in enumerate(sequence.blocks):
-        if pool.ref_counts[block] > 1 and i >= full:
+        if manager.ref_counts[block] > 1 and i >= full:
             errors.append(f"{name} shares block {block}, which is not full")
-        digest = pool.block_hashes.get(block)
+        digest = manager.block_hashes.get(block)
         if digest is None:
             continue
         if i >= len(hashes) or hashes[i] != digest:
             errors.append(f"block {block} of {name} is cached under the hash of other tokens")
-        if pool.cached_blocks.get(digest) != block:
+        if manager.cached_blocks.get(digest) != block:
             errors.append(f"block {block} of {name} is not cached under its hash")
     return errors

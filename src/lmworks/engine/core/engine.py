@@ -235,7 +235,7 @@ class Engine:
             self.read_in_flight()
         self.metrics.note_step(step, self.scheduler)
         if not self.requests and self.in_flight is None:
-            self.scheduler.pool.check(self.scheduler.running)
+            self.scheduler.block_manager.check(self.scheduler.running)
 
     def needs_tokens(self, step: Step) -> bool:
         """Whether the tokens in flight must be read before the next step is scheduled."""
@@ -303,7 +303,7 @@ class Engine:
         A token whose values are NaN also corrupts those before it in the same step: NaN times a probability of zero is
         NaN. So a sequence may have matched blocks that another one has corrupted.
         """
-        self.scheduler.pool.uncache(sequence)
+        self.scheduler.block_manager.uncache(sequence)
         lost = sequence.matcher is not None and sequence.matcher.error is not None  # the grammar was violated
         if lost or not sequence.num_shared_tokens or sequence.skip_prefix_cache:
             self.finish(sequence, no_token_error(sequence.matcher))

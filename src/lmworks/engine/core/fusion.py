@@ -163,7 +163,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     model.requires_grad_(False)
     cpu = model.device.type == "cpu"
     fuser = Fuser(LinearMethod(invariant), by_rows=invariant and cpu)
-    quantized_model.set_fixed(model, invariant)
+    quantized_model.set_batch_invariant(model, invariant)
     names = list(model.blocks)
     for name in names:
         model.blocks[name] = fuser.block(cast(Block, model.blocks[name]), last=name == names[-1])
@@ -229,7 +229,7 @@ def check_fusable(block: Block) -> None:
 def merged(layers: Sequence[Linear]) -> nn.Module | None:
     """One layer with the concatenated outputs of these; None where they cannot be merged."""
     if any(type(layer) is not Linear for layer in layers):
-        return quantized_model.merge(layers)
+        return quantized_model.merge_layers(layers)
     one = Linear(layers[0].weight.shape[1], sum(map(rows_of, layers)), bias=layers[0].bias is not None, device="meta")
     one.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
     if layers[0].bias is not None:

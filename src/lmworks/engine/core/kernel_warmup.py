@@ -16,8 +16,8 @@ from threading import Thread
 import torch
 
 from ...spec import EngineSpec, ModelSpec
+from ..quantization.quantized_model import MetaModel
 from .cuda_graphs import capture_sizes, captured_metadata, run_dummy_step, run_largest_step
-from .meta_model import MetaModel
 from .model_runner import DTYPES, ModelRunner, resolve_spec
 from .sampler import SamplingMetadata
 from .step_input import decode_bucket, unpack
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def warm_up_kernels(outline: MetaModel | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
-    """Compile in the background while the block runs; joined at its end. `outline`: None if unknown before loading."""
-    if outline is None or not is_worthwhile(outline.spec, spec, device):
+def warm_up_kernels(meta_model: MetaModel | None, spec: EngineSpec, device: torch.device) -> Iterator[None]:
+    """Compile in the background while the block runs; joined at its end. `meta_model`: None if not known yet."""
+    if meta_model is None or not is_worthwhile(meta_model.spec, spec, device):
         yield
         return
-    thread = Thread(target=warm_up_or_log, args=(outline, spec, device), name="kernel-warmup", daemon=True)
+    thread = Thread(target=warm_up_or_log, args=(meta_model, spec, device), name="kernel-warmup", daemon=True)
     thread.start()
     yield  # on an exception the thread is not joined
     thread.join()
@@ -47,25 +47,25 @@ def is_worthwhile(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> b
     )
 
 
-def warm_up_or_log(outline: MetaModel, spec: EngineSpec, device: torch.device) -> None:
+def warm_up_or_log(meta_model: MetaModel, spec: EngineSpec, device: torch.device) -> None:
     """Failures are logged only: the engine then compiles at first launch, and raises real errors."""
     try:
-        compile_kernels(outline, spec, device)
+        compile_kernels(meta_model, spec, device)
     except Exception as error:
         log.warning("kernels were not compiled ahead: %s: %s", type(error).__name__, error)
 
 
 @torch.no_grad()
-def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) -> None:
+def compile_kernels(meta_model: MetaModel, spec: EngineSpec, device: torch.device) -> None:
     """Twice on a GPU: a dry run that compiles all kernels in parallel, then a real run."""
     if device.type != "cuda":
-        run_steps(one_layer_runner(outline, spec, device))
+        run_steps(one_layer_runner(meta_model, spec, device))
         return
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(load_compiler)
-        runner = one_layer_runner(outline, spec, device)
+        runner = one_layer_runner(meta_model, spec, device)
         loading.result()
-    from ...kernels.compiling import compile_only
+    from ...kernels.triton_support import compile_only
 
     with compile_only():
         run_steps(runner)
@@ -75,7 +75,7 @@ def compile_kernels(outline: MetaModel, spec: EngineSpec, device: torch.device) 
 
 def load_compiler() -> None:
     """Import Triton (half a second) and hash its version, the key of its cache (nearly as long again)."""
-    from ...kernels.compiling import hash_triton_version
+    from ...kernels.triton_support import hash_triton_version
 
     hash_triton_version()
 
@@ -95,9 +95,9 @@ def prompt_lengths(spec: EngineSpec) -> list[int]:
     return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, 10)})
 
 
-def one_layer_runner(outline: MetaModel, spec: EngineSpec, device: torch.device) -> ModelRunner:
-    model = outline.blank(device, DTYPES[resolve_spec(spec, outline.spec, device).dtype], layers=1)
+def one_layer_runner(meta_model: MetaModel, spec: EngineSpec, device: torch.device) -> ModelRunner:
+    model = meta_model.blank(device, DTYPES[resolve_spec(spec, meta_model.spec, device).dtype], layers=1)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.zero_()
     plain = spec.replace(blocks=1, graphs=False, speculate="none", draft="")
-    return ModelRunner(model.eval(), plain, device, outline.spec.vocab)
+    return ModelRunner(model.eval(), plain, device, meta_model.spec.vocab)

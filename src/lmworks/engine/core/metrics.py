@@ -94,7 +94,7 @@ class Metrics:
     def note_step(self, step: Step, scheduler: Scheduler) -> None:
         self.num_requests_running = len(scheduler.running)
         self.num_requests_waiting = len(scheduler.waiting)
-        self.kv_cache_usage_perc = scheduler.pool.num_used_blocks / len(scheduler.pool.ref_counts)
+        self.kv_cache_usage_perc = scheduler.block_manager.num_used_blocks / len(scheduler.block_manager.ref_counts)
         self.kv_cache_usage_peak = max(self.kv_cache_usage_peak, self.kv_cache_usage_perc)
         self.prefix_cache_queries = scheduler.prefix_queries
         self.prefix_cache_hits = scheduler.prefix_hits

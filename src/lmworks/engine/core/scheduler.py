@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ...spec import EngineSpec
-from .block_manager import BlockPool
+from .block_manager import BlockManager
 from .request import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
 
 AGEING = 256  # steps of waiting that one level of priority is worth
@@ -71,16 +71,16 @@ class Scheduler:
     def __init__(self, spec: EngineSpec, blocks: int) -> None:
         """`spec`: resolved; `blocks`: of the pool."""
         self.spec = spec
-        self.pool = BlockPool(blocks, spec.block, spec.prefix_cache)
-        self.watermark = blocks // 100  # token_budget free when others are let in: those that run will want blocks soon
-        self.waiting: list[Sequence] = []  # both by rank
+        self.block_manager = BlockManager(blocks, spec.block, spec.prefix_cache)
+        self.watermark = blocks // 100  # blocks that stay free at admission, as running sequences will need some soon
+        self.waiting: list[Sequence] = []  # both ordered by rank
         self.running: list[Sequence] = []
         self.admitted: list[Sequence] = []  # in the latest step
         self.slots = list(range(spec.max_seqs))  # a heap: the lowest is allocated first, so that tables stay dense
         self.steps = 0
         self.arrivals = 0
         self.preemptions = 0
-        self.prefix_queries = 0  # tokens looked up in the prefix cache, and below: found
+        self.prefix_queries = 0  # tokens looked up in the prefix cache, and found
         self.prefix_hits = 0
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -100,7 +100,7 @@ class Scheduler:
         sequence.state = SequenceStatus.FINISHED
 
     def release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence)
+        self.block_manager.free(sequence)
         heapq.heappush(self.slots, sequence.slot)
         sequence.slot = -1
 
@@ -119,7 +119,7 @@ class Scheduler:
             sequence.num_computed_tokens = chunk.start + chunk.count
             if chunk.num_logits:
                 sequence.tokens.append(PLACEHOLDER_TOKEN)
-            self.pool.cache_full_blocks(sequence)
+            self.block_manager.cache_full_blocks(sequence)
         chunks.sort(key=lambda chunk: chunk.count > 1)
         return Step(chunks, copies)
 
@@ -128,12 +128,9 @@ class Scheduler:
         token_budget = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
         drafting = any(sequence.draft_tokens for sequence in self.running)
-        owed = (
-            sum(map(self.needs_block, self.running)) if drafting else 0
-        )  # blocks for sampled tokens, not for draft tokens
-        others = (
-            sum(map(is_decoding, self.running)) if drafting else 0
-        )  # each gets one token before any draft token is scheduled
+        # Draft tokens take neither the blocks nor the budget that sampled tokens of later sequences need.
+        owed = sum(map(self.needs_block, self.running)) if drafting else 0
+        others = sum(map(is_decoding, self.running)) if drafting else 0
         for sequence in list(self.running):
             start = sequence.num_computed_tokens
             if token_budget and sequence.state is SequenceStatus.RUNNING and is_decoding(sequence):
@@ -173,14 +170,15 @@ class Scheduler:
 
     def allocate_prompt(self, sequence: Sequence) -> bool:
         """Allocate blocks for all its tokens, cached prefix included; false if there are too few."""
+        manager = self.block_manager
         matched = self.find_cached_prefix(sequence)
         if not self.can_allocate(self.free_blocks_needed(sequence, matched)):
             return False
-        self.pool.add_reference(matched)
-        sequence.blocks = matched + self.pool.allocate(self.pool.blocks_for(sequence.num_known_tokens) - len(matched))
+        manager.add_reference(matched)
+        sequence.blocks = matched + manager.allocate(manager.blocks_for(sequence.num_known_tokens) - len(matched))
         sequence.num_cached_blocks = len(matched)
-        sequence.num_computed_tokens = sequence.num_shared_tokens = len(matched) * self.pool.block_size
-        if self.pool.prefix_cache:
+        sequence.num_computed_tokens = sequence.num_shared_tokens = len(matched) * manager.block_size
+        if manager.prefix_cache:
             self.prefix_queries += sequence.num_known_tokens
             self.prefix_hits += sequence.num_computed_tokens
         if not sequence.preempted and not sequence.index:
@@ -189,51 +187,54 @@ class Scheduler:
 
     def fork_from(self, sequence: Sequence, parent: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Share the prompt of another sequence of the same request; false if there are too few blocks."""
+        manager = self.block_manager
         start = min(sequence.num_prompt_tokens, sequence.num_known_tokens - 1)
-        if not self.can_allocate(self.pool.blocks_for(sequence.num_known_tokens) - start // self.pool.block_size):
+        if not self.can_allocate(manager.blocks_for(sequence.num_known_tokens) - start // manager.block_size):
             return False
-        sequence.blocks, copied = self.pool.fork(parent, start)
+        sequence.blocks, copied = manager.fork(parent, start)
         copies += copied
-        sequence.blocks += self.pool.allocate(self.pool.blocks_for(sequence.num_known_tokens) - len(sequence.blocks))
+        sequence.blocks += manager.allocate(manager.blocks_for(sequence.num_known_tokens) - len(sequence.blocks))
         sequence.num_computed_tokens = sequence.num_shared_tokens = start
         return True
 
     def find_cached_prefix(self, sequence: Sequence) -> list[int]:
         # prompt_logprobs need the logits of the whole prompt: no block may be skipped.
         whole = sequence.skip_prefix_cache or sequence.params.prompt_logprobs is not None
-        return [] if whole else self.pool.find_cached_prefix(sequence)
+        return [] if whole else self.block_manager.find_cached_prefix(sequence)
 
     def free_blocks_needed(self, sequence: Sequence, matched: list[int]) -> int:
         """Blocks that it would take off the free list: new ones, and cached ones that nobody holds."""
-        lacking = self.pool.blocks_for(sequence.num_known_tokens) - len(matched)
-        return lacking + sum(not self.pool.ref_counts[block] for block in matched)
+        lacking = self.block_manager.blocks_for(sequence.num_known_tokens) - len(matched)
+        return lacking + sum(not self.block_manager.ref_counts[block] for block in matched)
 
     def can_allocate(self, num_blocks: int) -> bool:
-        return self.pool.num_free_blocks >= num_blocks + (self.watermark if self.running else 0)
+        return self.block_manager.num_free_blocks >= num_blocks + (self.watermark if self.running else 0)
 
     def trim_draft_tokens(self, sequence: Sequence, token_budget: int, owed: int) -> int:
         """Keep as many draft tokens as fit the step. Blocks owed to sampled tokens stay, so nothing is preempted."""
         if not sequence.draft_tokens:
             return 0
-        room = (len(sequence.blocks) + self.pool.num_free_blocks - owed) * self.pool.block_size - len(sequence.tokens)
+        room = (len(sequence.blocks) + self.block_manager.num_free_blocks - owed) * self.block_manager.block_size - len(
+            sequence.tokens
+        )
         most = min(token_budget, room, sequence.limit - len(sequence.tokens) - 1)
         sequence.draft_tokens = sequence.draft_tokens[: max(most, 0)]
         return len(sequence.draft_tokens)
 
     def needs_block(self, sequence: Sequence) -> bool:
         """Whether the next token needs another block."""
-        return sequence.num_computed_tokens >= len(sequence.blocks) * self.pool.block_size
+        return sequence.num_computed_tokens >= len(sequence.blocks) * self.block_manager.block_size
 
     def allocate_slots(self, sequence: Sequence, tokens: int) -> bool:
         """Allocate blocks for so many tokens, preempting others if need be; false if it was preempted itself."""
-        missing = self.pool.blocks_for(tokens) - len(sequence.blocks)
-        while self.pool.num_free_blocks < missing:
+        missing = self.block_manager.blocks_for(tokens) - len(sequence.blocks)
+        while self.block_manager.num_free_blocks < missing:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is sequence:
                 return False
         if missing > 0:
-            sequence.blocks += self.pool.allocate(missing)
+            sequence.blocks += self.block_manager.allocate(missing)
         return True
 
     def preempt_for(self) -> None:
@@ -247,10 +248,10 @@ class Scheduler:
             behind.append(each)
         if not behind:
             return
-        theirs = sum(self.pool.ref_counts[block] == 1 for each in behind for block in each.blocks)
+        theirs = sum(self.block_manager.ref_counts[block] == 1 for each in behind for block in each.blocks)
         if (
             self.free_blocks_needed(head, self.find_cached_prefix(head)) + self.watermark
-            > self.pool.num_free_blocks + theirs
+            > self.block_manager.num_free_blocks + theirs
         ):
             return
         for each in behind:

@@ -12,9 +12,10 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from queue import LifoQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +24,22 @@ from ...data.tokenizer import Tokenizer
 from ...spec import SpecError
 from ..core.sampling_params import SamplingParams
 from .grammar_sandbox import FULL, Budget, GrammarSandbox, TooComplex
-from .lru_cache import LRUCache
 from .token_bytes import import_llguidance, to_llguidance
 
 if TYPE_CHECKING:
     import llguidance
 
-CACHE_SIZE, CACHE_BYTES = (
-    64,
-    2**29,
-)  # compiled grammars that are kept for the next request with the same, and their memory
-REJECTED_CACHE_SIZE = 1024  # of those that were refused, why
-MAX_SANDBOXES = 3  # most sandbox processes
-SMALL = 4096  # characters of choices that are compiled in a few milliseconds, whatever they are
+CACHE_SIZE, CACHE_BYTES = 64, 2**29  # of compiled grammars
+REJECTED_CACHE_SIZE = 1024  # error messages of rejected grammars
+MAX_SANDBOXES = 3  # processes
+SMALL = 4096  # characters of choices that are always compiled in a few milliseconds
 MAX_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
 MAX_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
 MAX_OPTIONAL = 256  # optional properties of one object: work grows with their square
-# Between two parts of a JSON text. With more, a model that likes blanks fills its answer with them.
+# Between two parts of a JSON text. With more, a model may fill its answer with blanks.
 WHITESPACE = r"[\x20\x0A]"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# A fraction of the library's own, which let a regex such as ((a{100}){100}){100} run for two seconds before a token.
+# A fraction of the library's defaults, under which a regex such as ((a{100}){100}){100} runs for two seconds a token.
 LIMITS = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 50_000,
@@ -53,6 +50,41 @@ LIMITS = {
     "verbose_errors": False,
 }
 
+Value = TypeVar("Value")
+
+
+class LRUCache(Generic[Value]):
+    """Bounded by entries and bytes. Not thread-safe."""
+
+    def __init__(self, most: int, most_bytes: int | None = None) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self.values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()  # least recently used first
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.values)
+
+    def get(self, key: Hashable) -> Value | None:
+        if key not in self.values:
+            return None
+        self.values.move_to_end(key)
+        return self.values[key][0]
+
+    def put(self, key: Hashable, value: Value, size: int = 0) -> None:
+        """Insert, evicting the least recently used; an entry above `most_bytes` is not cached."""
+        self.drop(key)
+        self.values[key] = (value, size)
+        self.bytes += size
+        while len(self.values) > self.most or (self.most_bytes is not None and self.bytes > self.most_bytes):
+            self.drop(next(iter(self.values)))
+
+    def drop(self, key: Hashable) -> None:
+        _, size = self.values.pop(key, (None, 0))
+        self.bytes -= size
+
 
 class Matcher:
     """The grammar state of one sequence."""
@@ -61,17 +93,17 @@ class Matcher:
         self.inner = inner
 
     def accept(self, token: int) -> None:
-        """The token that was picked. One that the mask forbade, or too much work, leaves an `error`."""
+        """Advance by a sampled token. A token that the mask forbids, or too much work, sets `error`."""
         self.inner.consume_token(token)
 
     @property
     def done(self) -> bool:
-        """The answer is complete and nothing can follow: end it, whether or not an end of text was picked."""
+        """The answer is complete and nothing can follow, whether or not end-of-text was sampled."""
         return self.inner.is_stopped() and not self.inner.is_error()
 
     @property
     def complete(self) -> bool:
-        """The answer may end here; more may be able to follow."""
+        """The answer may end here, or continue."""
         return self.inner.is_accepting() and not self.inner.is_error()
 
     @property
@@ -83,7 +115,7 @@ class Grammars:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, valid: int, ends: Sequence[int] = ()) -> None:
-        """The mask is for `valid` tokens; `ends` are tokens that end a text, besides the tokenizer's own."""
+        """`valid`: size of the mask; `ends`: end-of-text tokens beside the tokenizer's."""
         self.tokenizer, self.vocab = tokenizer, max(valid, tokenizer.vocab_size)
         self.ends = sorted({tokenizer.eot, *ends})
         self.lock, self.reading = threading.Lock(), threading.Lock()
@@ -96,7 +128,7 @@ class Grammars:
         self.executor: llguidance.LLExecutor | None = None
 
     def matcher(self, params: SamplingParams, compiled: llguidance.LLMatcher | None = None) -> Matcher | None:
-        """For one sequence; None: its answer may have any shape. A shape that cannot be used raises SpecError."""
+        """For one sequence; None without structured output. An unusable grammar raises SpecError."""
         if not params.structured:
             return None
         pristine = compiled or self.compile(grammar(params))
@@ -104,8 +136,8 @@ class Grammars:
             return Matcher(pristine.deep_copy())
 
     def compile(self, text: str, budget: Budget | None = FULL) -> llguidance.LLMatcher:
-        """What every answer of that grammar begins as. One that takes more than the budget raises TooComplex, and is
-        not known as refused unless it had the full one. No budget: it is known to be small, and not tried first.
+        """The initial matcher of a grammar. One that exceeds the budget raises TooComplex; it is remembered as rejected
+        only if the budget was the full one. No budget: the grammar is known to be small, and skips the sandbox.
         """
         if (found := self.known(text)) is not None:
             return found
@@ -124,7 +156,7 @@ class Grammars:
         return found
 
     def known(self, text: str) -> llguidance.LLMatcher | None:
-        """None: it was neither compiled nor refused, or so long ago that it is forgotten."""
+        """The cached matcher, or None; raises the cached error of a rejected grammar."""
         with self.lock:
             if (why := self.refused.get(digest(text))) is not None:
                 raise SpecError(why)
@@ -150,7 +182,7 @@ class Grammars:
     def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
         """(rows, words) int32 on the device, a bit for each token. None: every row allows every token.
 
-        A row without a matcher allows all of them, one whose matcher is left with an `error` none.
+        A row without a matcher allows all tokens, one whose matcher has an `error` none.
         """
         rows = [(each.inner, i) for i, each in enumerate(matchers) if each is not None]
         if not rows:
@@ -163,7 +195,7 @@ class Grammars:
         self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), words * 4, len(matchers))
         for inner, i in rows:
             if inner.is_error():
-                masks[i] = 0  # the library would let it end here, as if the answer were complete
+                masks[i] = 0  # the library would allow end-of-text
         return masks.to(device, non_blocking=True)
 
 
@@ -179,7 +211,7 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
     return matcher
 
 
-# --- what is asked for, in the library's words ---
+# --- from sampling parameters to a grammar ---------------------------------------------------------------
 
 
 def grammar(params: SamplingParams) -> str:
@@ -187,7 +219,7 @@ def grammar(params: SamplingParams) -> str:
     if params.json_schema is not None:
         schema = checked_schema(params.json_schema)
         blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-        # Where alternatives overlap, no parser can tell on the way that only one of them will fit in the end.
+        # Where alternatives of oneOf overlap, a parser cannot know before the end that only one of them matches.
         options = {**blanks, "lenient": False, "coerce_one_of": True}
         try:
             return str(library.grammar_from_json_schema(schema, overrides=options))
@@ -195,7 +227,7 @@ def grammar(params: SamplingParams) -> str:
             raise SpecError(f"json_schema cannot be read: {error_message(str(error))}") from None
     if params.regex is not None:
         check_text("regex", params.regex)
-        if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would leave it out in silence
+        if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would drop it silently
             raise SpecError("regex ends in a lone backslash: write two for one in the answer")
         return str(library.grammar_from_regex(params.regex))
     choices = list(params.choice or ())
@@ -206,7 +238,7 @@ def grammar(params: SamplingParams) -> str:
 
 
 def simple(params: SamplingParams) -> bool:
-    """Whether it is compiled at once, whoever asks for it: any JSON object, or not too many choices."""
+    """Whether it is always compiled fast: any JSON object, or few choices."""
     if params.choice is not None:
         return sum(map(len, params.choice)) <= SMALL
     return params.json_schema == ANY_OBJECT
@@ -231,7 +263,7 @@ def check_text(name: str, text: Any) -> None:
 
 
 def checked_schema(schema: Mapping[str, Any] | str) -> str:
-    """The schema as text, once it is known to be small and flat enough to be looked at."""
+    """The schema as text, after limits on its size and depth were checked."""
     if isinstance(schema, str):
         check_text("json_schema", schema)
         if text_depth(schema) > MAX_NESTING:
@@ -260,16 +292,16 @@ def checked_schema(schema: Mapping[str, Any] | str) -> str:
 
 
 def check_definitions(schema: Mapping[str, Any]) -> None:
-    """The library passes over definitions that are none, and says so only where one is referred to."""
+    """The library ignores malformed definitions, and reports them only where one is referenced."""
     for name in ("$defs", "definitions"):
         if not isinstance(found := schema.get(name, {}), Mapping):
             raise SpecError(f"json_schema: {name} must be an object, not {type(found).__name__}")
 
 
 def text_depth(text: str) -> int:
-    """Deepest nesting of brackets outside strings: counted before a parser, which would nest as deep, sees the text."""
+    """Deepest nesting of brackets outside strings, counted before a recursive parser reads the text."""
     depth = deepest = 0
-    # A string that has no end is one to the end of the text: nothing is looked at twice.
+    # An unterminated string extends to the end of the text: linear time.
     for found in re.finditer(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
         step = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
         depth += step
@@ -278,7 +310,7 @@ def text_depth(text: str) -> int:
 
 
 def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects inside, without recursion; refuses what is nested too deep (or in itself) or has too many."""
+    """All objects of a schema, without recursion; raises if it is nested too deep (or cyclic) or has too many parts."""
     layer, seen = [schema], 0
     for _ in range(MAX_NESTING + 1):
         layer = [each for each in layer if isinstance(each, Mapping | list | tuple)]
@@ -294,7 +326,7 @@ def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def error_message(error: str) -> str:
-    """The library's message in one line; its own names for limits mean nothing to a user."""
+    """The library's message in one line."""
     line = " ".join(error.replace("<non-verbose/>", "").split())
     if line.startswith("NoExtension"):
         return "nothing matches it"

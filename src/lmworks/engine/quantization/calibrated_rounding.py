@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ...kernels.inference import quantized
 from ...model.attention import dense
 from ...model.gpt import GPT, Block, Linear, default_positions
-from .quantized_model import HEAD, QuantLinear, Scheme, group_of, replace, rounded, scheme_of
+from .quantized_model import HEAD, QuantLinear, Scheme, group_size, layer_scheme, replace_layer, round_to_nearest
 
 DAMPING = 0.01  # added to H's diagonal, as a part of its mean: columns that were never seen together
 COLUMNS = 128  # rounded before their errors reach the columns far behind, in one product
@@ -88,7 +88,7 @@ def quantize_layers(
 
     `make` replaces the quantizer of a layer, for tests.
     """
-    chosen = make or (lambda name, layer, seen: calibrated(scheme_of(scheme, name), layer, seen, group))
+    chosen = make or (lambda name, layer, seen: calibrated(layer_scheme(scheme, name), layer, seen, group))
     states = [embedded(model, tokens) for tokens in batches]
     for number, block in model.blocks.items():
         assert isinstance(block, Block)
@@ -99,15 +99,15 @@ def quantize_layers(
             full = f"blocks.{number}.{name}"
             new = chosen(full, layer, seen[name])
             yield report(full, scheme, layer, new, seen.pop(name), group)
-            replace(model, full, new)
+            replace_layer(model, full, new)
         states = [runner.run(x) for x in states]
     if model.head is not None and model.norm is not None:
         normed = InputStats()
         for i, x in enumerate(states):
             normed.update(model.norm(x), i < num_fit_batches(states), moments=False)
         new = chosen(HEAD, model.head, normed)
-        yield report(HEAD, scheme_of(scheme, HEAD), model.head, new, normed, group)
-        replace(model, HEAD, new)
+        yield report(HEAD, layer_scheme(scheme, HEAD), model.head, new, normed, group)
+        replace_layer(model, HEAD, new)
 
 
 def num_fit_batches(states: list[Tensor]) -> int:
@@ -154,7 +154,7 @@ class BlockRunner:
 
 def report(name: str, scheme: Scheme, layer: Linear, new: QuantLinear, seen: InputStats, group: int) -> LayerReport:
     x = seen.rows()
-    plain = new if scheme.name != "int4" else rounded(scheme, layer, group)
+    plain = new if scheme.name != "int4" else round_to_nearest(scheme, layer, group)
     found = new.in_features // new.scale.shape[1] if scheme.name == "int4" else 0
     return LayerReport(name, output_error(layer, new, x), output_error(layer, plain, x), seen.amax, seen.rms, found)
 
@@ -169,8 +169,8 @@ def output_error(layer: Linear, new: QuantLinear, x: Tensor) -> float:
 def calibrated(scheme: Scheme, layer: Linear, seen: InputStats, group: int) -> QuantLinear:
     """int4: as above. int8 and fp8 have levels enough for plain rounding."""
     if scheme.name != "int4" or seen.second_moment is None:
-        return rounded(scheme, layer, group)
-    found = group_of(layer.weight.shape[1], group)
+        return round_to_nearest(scheme, layer, group)
+    found = group_size(layer.weight.shape[1], group)
     q, scale = gptq(layer.weight.detach().float(), seen.second_moment, found)
     bias = None if layer.bias is None else layer.bias.detach()
     return QuantLinear(scheme, quantized.int4_pack(q, found), scale, bias)

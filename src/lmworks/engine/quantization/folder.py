@@ -28,9 +28,8 @@ from ...model.hf import one_line, read_json
 from ...model.tensor_files import STAGED_DEVICES, DoubleBuffer, Span, save_tensors, spans, upload_in_threads
 from ...spec import CheckpointError, ModelSpec, SpecError
 from ...spec.files import refuse_unwritable, write_whole
-from ..core.meta_model import MetaModel
 from .quantize import Report
-from .quantized_model import SCHEMES, QuantLinear, scheme_named, scheme_of
+from .quantized_model import SCHEMES, MetaModel, QuantLinear, get_scheme, layer_scheme
 
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
 VERSION = 2
@@ -134,7 +133,7 @@ def load_quantized(
     folder = Path(folder)
     check_digests(folder)
     with describing(folder):
-        model = quantized_outline(folder).blank(torch.device(device), dtype)
+        model = quantized_meta_model(folder).blank(torch.device(device), dtype)
     fill(model, folder / WEIGHTS)
     return model.eval().requires_grad_(False)
 
@@ -144,9 +143,9 @@ class QuantizedWeights:
 
     def __init__(self, folder: Path) -> None:
         """Digests are not looked at: one rank does that for all (`check_digests`)."""
-        self.path, self.outline = folder / WEIGHTS, quantized_outline(folder)
+        self.path, self.meta_model = folder / WEIGHTS, quantized_meta_model(folder)
         with describing(folder):
-            whole = self.outline.shape()
+            whole = self.meta_model.shape()
         with whole_file(self.path):
             self.file = safe_open(self.path, framework="pt")  # open for as long as the weights are read
             self.names = set(self.file.keys())
@@ -159,7 +158,7 @@ class QuantizedWeights:
 
     def layer(self, name: str) -> QuantLinear:
         """A quantized one, by its name in the network."""
-        scheme = scheme_of(scheme_named(self.outline.scheme), name)
+        scheme = layer_scheme(get_scheme(self.meta_model.scheme), name)
         scale = self.tensor(f"{name}.scale").to(scheme.scales)  # may be stored in bf16, where that is exact
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.names else None
         return QuantLinear(scheme, self.tensor(f"{name}.weight"), scale, bias)
@@ -181,7 +180,7 @@ def whole_file(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
 
 
-def quantized_outline(folder: Path) -> MetaModel:
+def quantized_meta_model(folder: Path) -> MetaModel:
     about = read_about(folder)
     try:
         return MetaModel(ModelSpec.from_dict(read_json(folder / CONFIG)["model"]), about["scheme"], about["groups"])

@@ -26,7 +26,7 @@ from ...plan.memory.fit import sentence, total
 from ...plan.memory.peak_memory import Row, row
 from ...spec import DataError, LMWorksError, ModelSpec, SpecError, components
 from .calibrated_rounding import LayerReport, Make, loss_on, quantize_layers
-from .quantized_model import check_quantizable, scheme_named, served_bytes
+from .quantized_model import check_quantizable, get_scheme, served_bytes
 
 LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # how much perplexity may rise, as a part of what it was
 ROWS_TOKENS = 4096  # tokens of one batch
@@ -134,7 +134,7 @@ def quantize(
     make: Make | None = None,
 ) -> Report:
     """Quantize a network in place. One that lost too much raises QuantizationRefused, and is then not fit for use."""
-    chosen = scheme_named(scheme)
+    chosen = get_scheme(scheme)
     check_quantizable(model)
     model.eval().requires_grad_(False)
     loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)

@@ -1,15 +1,15 @@
 """A network whose matrices are int8, int4 or fp8 (formats: `kernels.inference.quantized`).
 
-Quantised are the linear layers of every block (q, k, v, out, gate, up, down) and the head, which decides between tokens
-that are almost alike: it has eight bits a weight in int4, too. Embeddings, norms and biases stay as they are, and with
-the embedding a head that is tied to it. Experts are no linear layers of the network (a mixture holds all of a layer's
-in one tensor): such a network is refused.
+Quantized are the linear layers of every block (q, k, v, out, gate, up, down) and the head, which decides between tokens
+that are almost alike: with int4 it is int8. Embeddings, norms and biases stay as they are, and so does a head that is
+tied to the embedding. Experts are no linear layers of the network (one tensor holds all experts of a layer): a mixture
+of experts is rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -19,7 +19,8 @@ from ...kernels.inference import quantized
 from ...kernels.swiglu import swiglu_packed
 from ...model.gpt import GPT, Linear
 from ...model.moe import moe_layers
-from ...spec import SpecError
+from ...model.tensor_files import to_empty
+from ...spec import ModelSpec, SpecError
 from ...spec.errors import did_you_mean
 
 Linears = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]
@@ -28,7 +29,7 @@ HEAD = "head"
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a layer's tensors mean."""
+    """Format of a quantized layer."""
 
     name: str
     about: str
@@ -48,37 +49,37 @@ SCHEMES = {
 }  # fmt: skip
 
 
-def scheme_named(name: str) -> Scheme:
+def get_scheme(name: str) -> Scheme:
     if name not in SCHEMES:
         raise SpecError(f"scheme {name!r} is not known{did_you_mean(name, SCHEMES)}")
     return SCHEMES[name]
 
 
-def scheme_of(scheme: Scheme, layer: str) -> Scheme:
-    """The one of a layer, by its name in the network."""
+def layer_scheme(scheme: Scheme, layer: str) -> Scheme:
+    """The scheme of a layer, by its name: with int4 the head is int8."""
     return SCHEMES["int8"] if scheme.name == "int4" and layer == HEAD else scheme
 
 
 class QuantLinear(nn.Module):
-    """In the place of a linear layer. Its first dimension is the output's, so layers merge end to end."""
+    """A quantized linear layer. The first dimension is that of outputs, so that layers can be concatenated."""
 
-    weight: Tensor  # (out, in), in int4 (out, in / 8): a buffer, which no cast to another precision touches
+    weight: Tensor  # (out, in), in int4 (out, in / 8)
     scale: Tensor  # (out), in int4 (out, in / group)
 
     def __init__(self, scheme: Scheme, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.scheme = scheme
-        self.fixed = False  # whether no row may depend on how many there are
-        self.label = ""  # its name in the network that was quantized; of merged layers the first one's
+        self.batch_invariant = False  # no row depends on the number of rows
+        self.label = ""  # name in the network that was quantized; of merged layers that of the first
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor, gate: bool = False) -> Tensor:
-        """`gate`: silu(first half) · second half of what it gives else."""
+        """`gate`: silu(first half) · second half of the outputs (SwiGLU)."""
         if self.bias is None:
-            return self.scheme.linear(x, self.weight, self.scale, self.fixed, gate)
-        y = self.scheme.linear(x, self.weight, self.scale, self.fixed, False) + self.bias
+            return self.scheme.linear(x, self.weight, self.scale, self.batch_invariant, gate)
+        y = self.scheme.linear(x, self.weight, self.scale, self.batch_invariant, False) + self.bias
         return swiglu_packed(y) if gate else y
 
     def project(self, states: Tensor, _weight: Tensor) -> Tensor:
@@ -87,7 +88,7 @@ class QuantLinear(nn.Module):
         return logits
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A move takes everything along; a cast (`model.bfloat16()`) leaves the format as it is."""
+        """Moves between devices apply; casts (`model.bfloat16()`) do not change the format."""
         was = {"weight": self.weight, "scale": self.scale}
         super()._apply(fn, recurse)
         for name, before in was.items():
@@ -101,26 +102,26 @@ class QuantLinear(nn.Module):
         return self.weight.shape[1] * (8 if self.scheme.name == "int4" else 1)
 
     def dequantized(self) -> Tensor:
-        """The weight that this layer stands for, (out, in) in fp32."""
+        """The weight, (out, in) in fp32."""
         return self.scheme.dequantize(self.weight, self.scale)
 
     def extra_repr(self) -> str:
         return f"{self.scheme.name}, {self.in_features} → {self.weight.shape[0]}"
 
 
-def rounded(scheme: Scheme, layer: nn.Linear, group: int = quantized.GROUPS[0]) -> QuantLinear:
-    """Every weight to the nearest value of the format."""
+def round_to_nearest(scheme: Scheme, layer: nn.Linear, group: int = quantized.GROUPS[0]) -> QuantLinear:
+    """Quantize a layer: every weight to the nearest value of the format."""
     bias = None if layer.bias is None else layer.bias.detach()
     weight = layer.weight.detach()
     if scheme.name == "int4":
-        found = group_of(weight.shape[1], group)
+        found = group_size(weight.shape[1], group)
         scale = quantized.int4_scale(weight, found)
         return QuantLinear(scheme, quantized.int4_pack(quantized.int4_round(weight, scale), found), scale, bias)
     tensors = quantized.int8_quantize(weight) if scheme.name == "int8" else quantized.fp8_quantize(weight)
     return QuantLinear(scheme, *tensors, bias)
 
 
-def group_of(inputs: int, wanted: int) -> int:
+def group_size(inputs: int, wanted: int) -> int:
     group = quantized.int4_group(inputs, wanted)
     if group is None:
         raise SpecError(
@@ -130,8 +131,8 @@ def group_of(inputs: int, wanted: int) -> int:
     return group
 
 
-def merge(layers: Sequence[nn.Module]) -> QuantLinear | None:
-    """One layer that gives what these give, side by side; None where they are not of one kind."""
+def merge_layers(layers: Sequence[nn.Module]) -> QuantLinear | None:
+    """One layer with the concatenated outputs of these; None where their formats differ."""
     parts = [layer for layer in layers if isinstance(layer, QuantLinear)]
     first = parts[0] if parts else None
     if first is None or len(parts) != len(layers) or any(not alike(first, part) for part in parts):
@@ -139,7 +140,7 @@ def merge(layers: Sequence[nn.Module]) -> QuantLinear | None:
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     weight, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "scale"))
     one = QuantLinear(first.scheme, weight, scale, torch.cat(biases) if biases else None)
-    one.fixed, one.label = first.fixed, first.label
+    one.batch_invariant, one.label = first.batch_invariant, first.label
     return one
 
 
@@ -154,10 +155,10 @@ def alike(a: QuantLinear, b: QuantLinear) -> bool:
 
 def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
     """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantization.quantize`."""
-    chosen = scheme_named(scheme)
+    chosen = get_scheme(scheme)
     check_quantizable(model)
     for name, layer in list(linears(model)):
-        replace(model, name, rounded(scheme_of(chosen, name), layer, group))
+        replace_layer(model, name, round_to_nearest(layer_scheme(chosen, name), layer, group))
     return model
 
 
@@ -179,35 +180,35 @@ def quantized_layers(model: nn.Module) -> list[QuantLinear]:
     return [module for module in model.modules() if isinstance(module, QuantLinear)]
 
 
-def replace(model: GPT, name: str, layer: QuantLinear) -> None:
+def replace_layer(model: GPT, name: str, layer: QuantLinear) -> None:
     layer.label = name
-    put(model, name, layer)
+    set_layer(model, name, layer)
     if name == HEAD:
         model.project, model.chunked_loss = layer.project, False
 
 
-def put(model: GPT, name: str, layer: nn.Module | None) -> None:
-    """In the place of that name, or nothing there."""
+def set_layer(model: GPT, name: str, layer: nn.Module | None) -> None:
+    """Set or remove the module of that name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
 
-def set_fixed(model: nn.Module, fixed: bool = True) -> None:
+def set_batch_invariant(model: nn.Module, batch_invariant: bool = True) -> None:
     """Batch-invariant products in all quantized layers."""
     for layer in quantized_layers(model):
-        layer.fixed = fixed
+        layer.batch_invariant = batch_invariant
 
 
 def served_bytes(model: nn.Module) -> int:
-    """Of weights on a GPU: quantized ones as they are, the rest in half precision. Tied weights count once."""
+    """Bytes of weights on a GPU: quantized ones as stored, others in half precision. Tied weights count once."""
     rest = sum(2 * parameter.numel() for parameter in model.parameters())
     return rest + sum(layer.weight.nbytes + layer.scale.nbytes for layer in quantized_layers(model))
 
 
 def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> None:
-    """Layers of the right shape without values, for a folder to be read into; `groups` by layer, in int4."""
+    """Replace linear layers by quantized ones without values. `groups`: int4 group size by layer."""
     for name, layer in list(linears(model)):
-        chosen = scheme_of(scheme_named(scheme), name)
+        chosen = layer_scheme(get_scheme(scheme), name)
         out, inputs = layer.weight.shape
         weight: tuple[int, ...] = (out, inputs)
         scale: tuple[int, ...] = (out,)
@@ -216,4 +217,28 @@ def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> 
                 raise SpecError(f"no group that fits {inputs} inputs is given for layer '{name}'")
             weight, scale = (out, inputs // 8), (out, inputs // groups[name])
         tensors = torch.empty(weight, dtype=chosen.stored), torch.empty(scale, dtype=chosen.scales)
-        replace(model, name, QuantLinear(chosen, *tensors, layer.bias))
+        replace_layer(model, name, QuantLinear(chosen, *tensors, layer.bias))
+
+
+# --- meta device ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A network on the meta device: what is known of it before its weights are read."""
+
+    spec: ModelSpec
+    scheme: str = ""  # of its quantized matrices
+    groups: Mapping[str, int] = field(default_factory=dict)  # int4 group size by layer
+
+    def blank(self, device: torch.device, dtype: torch.dtype, layers: int | None = None) -> GPT:
+        """The network (or its first `layers`) with uninitialised weights; unquantized ones in `dtype`."""
+        return to_empty(self.shape(layers), device, dtype)
+
+    def shape(self, layers: int | None = None) -> GPT:
+        """The network on the meta device."""
+        with torch.device("meta"):
+            model = GPT(self.spec if layers is None else self.spec.replace(layers=layers))
+            if self.scheme:
+                empty_like_quantized(model, self.scheme, self.groups)
+        return model

@@ -45,11 +45,10 @@ from ...parallel.tensor_parallel import apply_tensor_parallel
 from ...parallel.tensor_parallel import local_heads as heads_of_rank
 from ...parallel.world import BACKENDS
 from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
-from ..core.meta_model import MetaModel
 from ..core.scheduler import Step
 from ..core.step_input import Layout
 from ..core.step_output import PromptLogprobsQuery
-from ..quantization.quantized_model import QuantLinear
+from ..quantization.quantized_model import MetaModel, QuantLinear
 from .tp_shards import LinearShard, attach_quantized_shards, check_tp_divides, detach_linears, linear_shards, make_plain
 
 HOST = "127.0.0.1"
@@ -113,16 +112,16 @@ class TensorParallelRank:
 
     def load_shards(
         self,
-        outline: MetaModel,
+        meta_model: MetaModel,
         dtype: torch.dtype,
         weights: Source,
         quantized: Callable[[str], QuantLinear] | None = None,  # unsharded quantized layers, by name
     ) -> GPT:
         """This rank's shard of a network; of each weight only the shard is kept."""
-        check_tp_divides(outline, self.tp)
+        check_tp_divides(meta_model, self.tp)
         sharding_plan = ShardingPlan()
         with torch.device("meta"):
-            model = GPT(outline.spec).to(dtype)
+            model = GPT(meta_model.spec).to(dtype)
         apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, sharding_plan)
         self.shards = linear_shards(model, sharding_plan, self.rank)
         taken = {} if quantized is None else detach_linears(model)

@@ -20,9 +20,8 @@ from ...model.gpt import GPT, Linear
 from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
 from ...spec import ModelSpec, SpecError, components
-from ..core.meta_model import MetaModel
 from ..lora.peft_files import Delta
-from ..quantization.quantized_model import QuantLinear, linears, put, replace
+from ..quantization.quantized_model import MetaModel, QuantLinear, linears, replace_layer, set_layer
 
 
 class RowParallelLinear(nn.Module):
@@ -51,19 +50,19 @@ PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of gr
 # --- validation  -------------------------------------------------------------------------------------
 
 
-def check_tp_divides(outline: MetaModel, tp: int) -> None:
+def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
     """Validate the layout before anything is read."""
-    if (width := indivisible_width(outline.spec, tp)) is not None:
+    if (width := indivisible_width(meta_model.spec, tp)) is not None:
         raise SpecError(f"engine.tp = {tp} does not divide the model's {width[0]} = {width[1]}")
-    heads = outline.spec.kv_heads
+    heads = meta_model.spec.kv_heads
     if heads % tp and tp % heads:
         raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {heads}: one must divide the other")
-    if (torn := indivisible_int4_layer(outline, tp)) is not None:
+    if (torn := indivisible_int4_layer(meta_model, tp)) is not None:
         layer, inputs = torn
         raise SpecError(
-            f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {outline.groups[layer]}, and a "
-            f"rank's share of {inputs // tp} is not a multiple of {PACKED}, the packing unit; "
-            f"engine.tp = {largest_valid_tp(outline, tp)} works"
+            f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {meta_model.groups[layer]}, and "
+            f"a rank's share of {inputs // tp} is not a multiple of {PACKED}, the packing unit; "
+            f"engine.tp = {largest_valid_tp(meta_model, tp)} works"
         )
 
 
@@ -73,25 +72,25 @@ def indivisible_width(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
     return next(((key, size) for key, size in widths if size % tp), None)
 
 
-def indivisible_int4_layer(outline: MetaModel, tp: int) -> tuple[str, int] | None:
+def indivisible_int4_layer(meta_model: MetaModel, tp: int) -> tuple[str, int] | None:
     """An int4 layer whose inputs cannot be split over so many ranks."""
-    rows = {linear.name: linear.inputs for linear in components.linears(outline.spec) if linear.shard == "row"}
-    for layer in outline.groups:
+    rows = {linear.name: linear.inputs for linear in components.linears(meta_model.spec) if linear.shard == "row"}
+    for layer in meta_model.groups:
         count = rows.get(layer.split(".", 2)[-1], 0)
         if count % (PACKED * tp):
             return layer, count
     return None
 
 
-def largest_valid_tp(outline: MetaModel, tp: int) -> int:
+def largest_valid_tp(meta_model: MetaModel, tp: int) -> int:
     """The largest tp below this that works; 1 always does."""
-    heads = outline.spec.kv_heads
+    heads = meta_model.spec.kv_heads
     return next(
         fewer
         for fewer in range(tp - 1, 0, -1)
-        if indivisible_width(outline.spec, fewer) is None
+        if indivisible_width(meta_model.spec, fewer) is None
         and not (heads % fewer and fewer % heads)
-        and indivisible_int4_layer(outline, fewer) is None
+        and indivisible_int4_layer(meta_model, fewer) is None
     )
 
 
@@ -163,9 +162,9 @@ def make_plain(model: GPT, all_reduce: Callable[[Tensor], Tensor]) -> None:
     for name, layer in list(linears(model)):
         if isinstance(layer, OneHeadLinear):
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
-            put(model, name, plain(layer.weight[layer.rows].clone(), bias))
+            set_layer(model, name, plain(layer.weight[layer.rows].clone(), bias))
         elif isinstance(layer, RowLinear):
-            put(model, name, RowParallelLinear(plain(layer.weight), layer.bias, all_reduce))
+            set_layer(model, name, RowParallelLinear(plain(layer.weight), layer.bias, all_reduce))
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -180,7 +179,7 @@ def detach_linears(model: GPT) -> dict[str, Linear]:
     """The layers that are quantized ones' indices: they are given no memory."""
     taken = dict(linears(model))
     for name in taken:
-        put(model, name, None)
+        set_layer(model, name, None)
     return taken
 
 
@@ -196,7 +195,7 @@ def attach_quantized_shards(
     for name, was in taken.items():
         layer = whole(name)
         part = (shards[name].quantized(layer) if name in shards else layer).to(device)  # some are replicated
-        replace(model, name, part)
+        replace_layer(model, name, part)
         if isinstance(was, RowLinear):
             bias, part.bias = part.bias, None
-            put(model, name, RowParallelLinear(part, bias, all_reduce))
+            set_layer(model, name, RowParallelLinear(part, bias, all_reduce))

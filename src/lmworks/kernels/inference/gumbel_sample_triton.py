@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import counter_rng
 from ..counter_rng_triton import noise_bits
-from ..triton_support import early, power_of_two, tl, triton, wait
+from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
 from .gumbel_sample import Draw, RowParams
 
 SPLIT_SIZE = 4096  # columns of one program: 38 programs for a row of 151,936
@@ -71,11 +71,11 @@ def launch(
         LOGPROBS=logprobs,
         SPLIT_SIZE=SPLIT_SIZE,
         num_warps=4,
-        **early(logits.device),
+        **pdl_options(logits.device),
     )
     reduce_kernel[(count,)](
         logits, *floats, *ints, tokens, bad, found, logits.stride(0), splits,
-        SPLITS=power_of_two(splits), LOGPROBS=logprobs, num_warps=1, **early(logits.device),
+        SPLITS=power_of_two(splits), LOGPROBS=logprobs, num_warps=1, **pdl_options(logits.device),
     )  # fmt: skip
     return Draw(tokens, bad, found)
 
@@ -126,9 +126,9 @@ def split_kernel(
     MASKED: tl.constexpr,
     LOGPROBS: tl.constexpr,
     SPLIT_SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(EARLY)
+    pdl_wait(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = split * SPLIT_SIZE + tl.arange(0, SPLIT_SIZE)
     inside = ids < vocab
@@ -175,9 +175,9 @@ def reduce_kernel(
     splits,
     SPLITS: tl.constexpr,
     LOGPROBS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(EARLY)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     inside = split < splits

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..triton_support import early, power_of_two, tl, triton, wait
+from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
 from .kv_cache_write import TINY
 from .paged_attention import LARGEST, LayerCache
 
@@ -64,7 +64,7 @@ def launch(
         TINY=TINY,
         INTEGER=cache.keys.dtype == torch.int8,
         num_warps=max(1, min(4, part * width // 256)),
-        **early(qkv.device),
+        **pdl_options(qkv.device),
     )
     return q
 
@@ -151,9 +151,9 @@ def write_kv_cache_kernel(
     LARGEST: tl.constexpr,
     TINY: tl.constexpr,
     INTEGER: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(EARLY)
+    pdl_wait(PDL)
     parts = (HEADS + 2 * KV_HEADS) // PART
     token, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * PART
     part, d = tl.arange(0, PART), tl.arange(0, WIDTH)

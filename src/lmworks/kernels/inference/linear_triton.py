@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from ..swiglu_triton import gated
-from ..triton_support import early, power_of_two, split_counters, tl, triton, wait
+from ..triton_support import pdl_options, pdl_wait, power_of_two, split_k_counters, tl, triton
 
 
 @triton.jit
 def one_row_kernel(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-                   EARLY: tl.constexpr):  # fmt: skip
+                   PDL: tl.constexpr):  # fmt: skip
     """x (K), w (N, K) → out (N); a program computes BN channels, BK weights of each per step."""
     n = channels_of(tl.program_id(0), N, BN, GATED)
     row = tl.where(n < N, n, 0).to(tl.int64)
-    wait(EARLY)
+    pdl_wait(PDL)
     k = tl.arange(0, BK)
     sums = tl.zeros((BN, BK), tl.float32)
     for first in range(0, K, BK):
@@ -45,7 +45,7 @@ def one_row_kernel(x, w, out, N, K, BN: tl.constexpr, BK: tl.constexpr, GATED: t
 @triton.jit(do_not_specialize=["M", "splits"])
 def few_rows_kernel(x, w, scale, row_scale, out, partials, counters, M, N, K, splits, KIND: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr,
-                    EARLY: tl.constexpr):  # fmt: skip
+                    PDL: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K) → out (M, N), in steps of BK weights.
 
     Row tiles are the first grid dimension: programs that read the same weights run together and hit the L2 cache.
@@ -56,7 +56,7 @@ def few_rows_kernel(x, w, scale, row_scale, out, partials, counters, M, N, K, sp
     column = tl.where(m < M, m, 0).to(tl.int64)
     k = tl.arange(0, BK)
     first, end = split_k_range(tl.cdiv(K, BK), splits)
-    wait(EARLY)
+    pdl_wait(PDL)
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(first, end):
         there = step * BK + k < K
@@ -151,9 +151,9 @@ def write_with_bias(total, bias, out, at, n, inside, N, HAS_BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "splits"])
 def batch_invariant_kernel(x, w, bias, out, partials, counters, M, N, K, splits, BM: tl.constexpr, BN: tl.constexpr,
                            BK: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
-                           EARLY: tl.constexpr):  # fmt: skip
+                           PDL: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K) → out (M, N); the partial sums are the same with and without `SPLIT_K`."""
-    wait(EARLY)
+    pdl_wait(PDL)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     row = tl.where(m < M, m, 0).to(tl.int64)
@@ -223,7 +223,7 @@ def launch(
     if rows == 1 and kind == "wide":
         lines, width = one_row_tile(channels, inputs)
         one_row_kernel[(tiles_of(channels, lines, gate),)](
-            x, weight, out, channels, inputs, lines, width, gate, **early(x.device), num_warps=4
+            x, weight, out, channels, inputs, lines, width, gate, **pdl_options(x.device), num_warps=4
         )
         return out
     scales = (out if scale is None else scale, out if row_scale is None else row_scale)  # unused ones are never read
@@ -231,7 +231,7 @@ def launch(
     grid, partials, counters = split_buffers(out, rows, channels, tile, gate)
     few_rows_kernel[grid](
         x, weight, *scales, out, partials, counters, rows, channels, inputs, tile.split, kind, tile.rows, tile.channels,
-        tile.inputs, tile.split > 1, gate, **early(x.device), num_warps=tile.warps,
+        tile.inputs, tile.split > 1, gate, **pdl_options(x.device), num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     return out
@@ -276,7 +276,7 @@ def split_buffers(
     grid = (triton.cdiv(rows, tile.rows), tiles_of(channels, tile.channels, gate), tile.split)
     if tile.split == 1:
         return grid, out, out
-    return grid, torch.empty(tile.split, rows, channels, device=out.device), split_counters(out.device)
+    return grid, torch.empty(tile.split, rows, channels, device=out.device), split_k_counters(out.device)
 
 
 def launch_batch_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, fp32_out: bool = False) -> Tensor:
@@ -293,7 +293,7 @@ def launch_batch_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, fp32_
     batch_invariant_kernel[grid](
         x.contiguous(), weight, out if bias is None else bias, out, partials, counters, rows, channels, inputs,
         tile.split, tile.rows, tile.channels, tile.inputs, split_k, bias is not None, num_warps=tile.warps,
-        num_stages=tile.stages, **early(x.device),
+        num_stages=tile.stages, **pdl_options(x.device),
     )  # fmt: skip
     return out
 

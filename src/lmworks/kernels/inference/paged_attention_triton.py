@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..triton_support import early, multiprocessors, power_of_two, split_counters, tl, triton, wait
+from ..triton_support import multiprocessors, pdl_options, pdl_wait, power_of_two, split_k_counters, tl, triton
 from .packed_8bit_triton import evens_and_odds, interleave, widened, words_at
 from .paged_attention import LARGEST, SHORT, AttentionMetadata, LayerCache
 
@@ -116,7 +116,7 @@ def launch(
         out,
         parts,
         lse,
-        split_counters(q.device) if split else out,
+        split_k_counters(q.device) if split else out,
         metadata.block_tables,
         metadata.seq_lens,
         metadata.query_start_loc,
@@ -141,7 +141,7 @@ def launch(
         WINDOW=window,
         SOFTCAP=softcap,
         SPLIT=split,
-        **early(q.device),
+        **pdl_options(q.device),
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -213,12 +213,12 @@ def attend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     QUANTISED: tl.constexpr = k_scale_ptr is not None
     EACH: tl.constexpr = 2 if QUANTISED else 1  # numbers that are read as one
     INTEGER: tl.constexpr = k_ptr.dtype.element_ty == tl.int8
-    wait(EARLY)
+    pdl_wait(PDL)
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
     queries = tl.load(starts_ptr + seq + 1) - start

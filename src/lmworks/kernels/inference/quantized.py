@@ -1,19 +1,19 @@
-"""Linear layers with small weights: int8 and int4 (the weights alone), fp8 (weights and activations).
+"""Linear layers with quantized weights: int8 and int4 (weight-only), fp8 (weights and activations).
 
-    int8  w ≈ q · scale[n]            q in −127…127, one fp32 scale an output channel
+    int8  w ≈ q · scale[n]            q in −127…127, one fp32 scale per output channel
     int4  w ≈ q · scale[n, k // group]  q in −8…7, one bf16 scale for `group` inputs of a channel
-    fp8   w ≈ q · scale[n],  x ≈ p · s[m]   q and p in e4m3, p and its scale made from each row of x as it comes
+    fp8   w ≈ q · scale[n],  x ≈ p · s[m]   q and p in e4m3; p and its scale are computed from each row of x
 
-Every format is symmetric: there is no zero point, so that a product needs no correction. All scales go with output
-channels, so layers that read the same input merge by laying their tensors end to end.
+Every format is symmetric (no zero point). All scales belong to output channels, so that layers with the same input
+merge by concatenation.
 
-int4 keeps eight weights in a 32-bit word: a pair of groups is cut into eight stretches of group / 4 weights, and word i
-of the pair holds weight i of every stretch, the first in the lowest bits. A program then reads `group` bytes of a row
-in one go and unpacks them to eight plain tiles; nothing is interleaved. K is a multiple of 2·group.
+int4 packs eight weights into a 32-bit word: a pair of groups is split into eighths of group / 4 weights, and word i of
+the pair holds weight i of every eighth, the first in the lowest bits. A program then reads `group` bytes of a row at
+once and unpacks them to eight plain tiles; nothing is interleaved. K is a multiple of 2·group.
 
-On a CPU everything is computed in fp32 as the formulas say. On a GPU a few rows go to the streaming kernels of
-`linear_triton`, `int8_triton` and `int4_triton`; many rows (prefill) pay for widening the weight once per call and for
-cuBLAS on it, and in fp8 for torch._scaled_mm.
+On a CPU the formulas are computed in fp32. On a GPU a few rows go to the kernels of `linear_triton` and
+`quantized_triton`; with many rows (prefill) the weight is dequantized once per call and multiplied by cuBLAS, in fp8 by
+torch._scaled_mm.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from ..training import float8
 from .linear import batch_invariant_linear
 
 FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
-GROUPS = (128, 64, 32, 16)  # of int4, largest first: the inputs that share a scale
+GROUPS = (128, 64, 32, 16)  # int4 group sizes (inputs that share a scale), largest first
 TINY = float8.TINY
-# Rows from which cuBLAS is as fast as streaming, on an H200 (benchmarks/results/quant_gpu.json): with a weight that is
-# widened for it, and with numbers of 8 bits.
-MANY, FP8_MANY = 256, 128
+# Rows from which cuBLAS on a dequantized weight, and torch._scaled_mm on fp8, are as fast as the kernels, on an H200
+# (benchmarks/results/quant_gpu.json).
+DEQUANTIZE_MIN_ROWS, SCALED_MM_MIN_ROWS = 256, 128
 
 # --- formats ------------------------------------------------------------------------------------------
 
 
 def int8_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (out, in) → q (out, in) int8, scale (out) fp32; each weight goes to the nearest."""
+    """weight (out, in) → q (out, in) int8, scale (out) fp32, rounded to nearest."""
     wide = weight.float()
     scale = (wide.abs().amax(dim=1) / 127).clamp(min=TINY)
     return (wide / scale.unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def int4_group(inputs: int, wanted: int = GROUPS[0]) -> int | None:
-    """The largest group, `wanted` at most, that this many inputs allow; None where they allow none."""
+    """The largest group size up to `wanted` that divides the inputs; None if there is none."""
     return next((group for group in GROUPS if group <= wanted and inputs % (2 * group) == 0), None)
 
 
 def int4_scale(weight: Tensor, group: int) -> Tensor:
-    """(out, in) → the scales (out, in / group) with which no weight is cut off, in bf16."""
+    """(out, in) → scales (out, in / group) in bf16 with which no weight is clipped."""
     amax = weight.float().unflatten(1, (-1, group)).abs().amax(dim=2)
     return (amax / 7).clamp(min=TINY).bfloat16()
 
 
 def int4_round(weight: Tensor, scale: Tensor) -> Tensor:
-    """The nearest q in −8…7 under these scales: (out, in) int8."""
+    """The nearest q in −8…7: (out, in) int8."""
     group = weight.shape[1] // scale.shape[1]
     return (weight.float() / widen(scale, group)).round().clamp(-8, 7).to(torch.int8)
 
@@ -85,7 +85,7 @@ def int4_group_of(words: Tensor, scale: Tensor) -> int:
 
 
 def fp8_quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, k) → e4m3 (n, k) and one fp32 scale a row: the largest value of a row becomes the largest of e4m3."""
+    """(n, k) → e4m3 (n, k) and one fp32 scale per row, which maps its largest value to the largest of e4m3."""
     return float8.reference(rows, FP8, by_row=True)
 
 
@@ -118,40 +118,42 @@ def fp8_reference(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return F.linear(fp8_dequantize(p, s), fp8_dequantize(q, scale)).type_as(x).view(*x.shape[:-1], -1)
 
 
-def int8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
-    """x · (q · scale)ᵀ: q (out, in) int8, scale (out). `fixed`: no row depends on how many there are. `gate`: of the
-    result, silu(first half) · second half."""
-    if fixed:  # an int8 is exact in bf16; before it is scaled, a sum may be more than fp16 holds
+def int8_linear(x: Tensor, q: Tensor, scale: Tensor, batch_invariant: bool = False, gate: bool = False) -> Tensor:
+    """x · (q · scale)ᵀ: q (out, in) int8, scale (out).
+
+    `batch_invariant`: no row depends on the number of rows. `gate`: silu(first half) · second half of the result.
+    """
+    if batch_invariant:  # int8 is exact in bf16; an unscaled sum may overflow fp16
         y = (batch_invariant_linear(x, q.to(x.dtype), fp32_out=True) * scale).type_as(x)
     elif plain(x):
         y = int8_reference(x, q, scale)
     else:
         from . import quantized_triton
 
-        if rows_of(x) < MANY and q.shape[1] % quantized_triton.INT8_PER_WORD == 0:
+        if rows_of(x) < DEQUANTIZE_MIN_ROWS and q.shape[1] % quantized_triton.INT8_PER_WORD == 0:
             return quantized_triton.int8_linear(x, q, scale, gate)
         y = F.linear(x, quantized_triton.int8_dequantize(q, scale, x.dtype))
     return swiglu_packed(y) if gate else y
 
 
-def int4_linear(x: Tensor, words: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
+def int4_linear(x: Tensor, words: Tensor, scale: Tensor, batch_invariant: bool = False, gate: bool = False) -> Tensor:
     """x · (q · scale)ᵀ: words (out, in / 8) int32, scale (out, in / group) bf16."""
-    if fixed:
+    if batch_invariant:
         y = batch_invariant_linear(x, int4_dequantize(words, scale).to(x.dtype))
     elif plain(x):
         y = int4_reference(x, words, scale)
     else:
         from . import quantized_triton
 
-        if rows_of(x) < MANY and int4_group_of(words, scale) >= quantized_triton.INT4_MIN_GROUP:
+        if rows_of(x) < DEQUANTIZE_MIN_ROWS and int4_group_of(words, scale) >= quantized_triton.INT4_MIN_GROUP:
             return quantized_triton.int4_linear(x, words, scale, gate)
         y = F.linear(x, quantized_triton.int4_dequantize(words, scale, x.dtype))
     return swiglu_packed(y) if gate else y
 
 
-def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: bool = False) -> Tensor:
-    """(p · s) · (q · scale)ᵀ with p, s made from the rows of x: q (out, in) e4m3, scale (out)."""
-    if fixed:
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, batch_invariant: bool = False, gate: bool = False) -> Tensor:
+    """(p · s) · (q · scale)ᵀ with p, s the quantized rows of x: q (out, in) e4m3, scale (out)."""
+    if batch_invariant:
         p, s = fp8_quantize(x.flatten(0, -2))
         y = batch_invariant_linear(p.to(x.dtype), q.to(x.dtype), fp32_out=True) * s.unsqueeze(1) * scale
         y = y.type_as(x).view(*x.shape[:-1], -1)
@@ -162,7 +164,7 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
         from . import linear_triton
 
         p, s = float8_triton.quantize_rows(x.flatten(0, -2), FP8)
-        if rows_of(x) < FP8_MANY or not scaled_mm_supports(x, q):
+        if rows_of(x) < SCALED_MM_MIN_ROWS or not scaled_mm_supports(x, q):
             return linear_triton.fp8_linear(p.view(x.shape), s, q, scale, x.dtype, gate)
         y = torch._scaled_mm(p, q.t(), s.unsqueeze(1), scale.unsqueeze(0), out_dtype=x.dtype)
         y = y.view(*x.shape[:-1], -1)
@@ -170,12 +172,12 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, fixed: bool = False, gate: b
 
 
 def scaled_mm_supports(x: Tensor, q: Tensor) -> bool:
-    """Row-wise scales come with results in bf16 alone, and with dimensions of 16 bytes."""
+    """Row-wise scales need results in bf16, and dimensions of whole 16 bytes."""
     return x.dtype == torch.bfloat16 and not any(size % FP8_ALIGNED for size in q.shape)
 
 
 def plain(x: Tensor) -> bool:
-    """Whether the formula itself is computed: on a CPU, and in fp32, which the kernels do not speak."""
+    """Whether the reference is computed: on a CPU, and in fp32, which the kernels do not support."""
     return x.device.type == "cpu" or x.dtype == torch.float32
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..triton_support import early, power_of_two, tl, triton, wait
+from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
 from .linear_triton import PROGRAMS, Tile, channels_of, num_splits, split_buffers, split_k_range, store
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -77,7 +77,7 @@ def deinterleave_4(x):
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def int8_kernel(x, w, scale, out, partials, counters, M, N, K, splits, BM: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+                BK: tl.constexpr, SPLIT_K: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """x (M, K), w (N, K / 4) words, scale (N) → out (M, N), in steps of BK weights."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = channels_of(tl.program_id(1), N, BN, GATED)
@@ -85,7 +85,7 @@ def int8_kernel(x, w, scale, out, partials, counters, M, N, K, splits, BM: tl.co
     column = tl.where(m < M, m, 0).to(tl.int64)
     word, k = tl.arange(0, BK // 4), tl.arange(0, BK)
     first, end = split_k_range(tl.cdiv(K, BK), splits)
-    wait(EARLY)
+    pdl_wait(PDL)
     sums = tl.zeros((BN, BM), tl.float32)
     for step in range(first, end):
         here, there = step * (BK // 4) + word, step * BK + k
@@ -122,7 +122,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, gate: bool = False) -> Tens
     grid, partials, counters = split_buffers(out, rows, channels, tile, gate)
     int8_kernel[grid](
         x, q.view(torch.int32), scale, out, partials, counters, rows, channels, inputs, tile.split, tile.rows,
-        tile.channels, tile.inputs, tile.split > 1, gate, **early(x.device), num_warps=tile.warps,
+        tile.channels, tile.inputs, tile.split > 1, gate, **pdl_options(x.device), num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..triton_support import early, power_of_two, tl, triton, wait
+from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
 from .top_k_top_p import TruncationParams
 
 TILE = 4096
@@ -37,7 +37,7 @@ def launch(scores: Tensor, params: TruncationParams) -> Tensor:
         TILE=min(TILE, power_of_two(valid)),
         LOW=LOW_BITS[scores.dtype],
         num_warps=8,
-        **early(scores.device),
+        **pdl_options(scores.device),
     )
     return threshold
 
@@ -111,9 +111,9 @@ def truncation_kernel(
     min_ps_stride,
     TILE: tl.constexpr,
     LOW: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(EARLY)
+    pdl_wait(PDL)
     at = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + at)
     temperature = tl.load(temperatures + slot * temperatures_stride)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..triton_support import MANY, early, tl, triton, wait
+from ..triton_support import PDL_MAX_PROGRAMS, pdl_options, pdl_wait, tl, triton
 from ..triton_support import power_of_two as next_power
 from . import float8
 
@@ -35,7 +35,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> 
     block = next_power(columns)
     rows_kernel[(rows,)](
         x, out, scale, columns, FLOOR=float8.TINY, LARGEST=float8.LARGEST[dtype], POWER=power_of_two, BLOCK=block,
-        **early(x.device, rows < MANY), num_warps=min(16, max(4, block // 1024)),
+        **pdl_options(x.device, rows < PDL_MAX_PROGRAMS), num_warps=min(16, max(4, block // 1024)),
     )  # fmt: skip
     return out, scale
 
@@ -92,9 +92,9 @@ def rounded(x, scale, LARGEST: tl.constexpr):
 @triton.jit
 def rows_kernel(
     x, out, scales, columns, FLOOR: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(EARLY)
+    pdl_wait(PDL)
     place = tl.program_id(0)
     start = place.to(tl.int64) * columns
     column = tl.arange(0, BLOCK)
