@@ -18,7 +18,7 @@ from torch import Tensor
 from lmworks.kernels.training import adamw_triton
 from lmworks.kernels.training.adamw import Rule, Slot, adamw
 from lmworks.parallel.data_parallel import Shard
-from lmworks.plan.exact.weights import weights
+from lmworks.plan.exact.shards import weights
 from lmworks.spec import ModelSpec, OptimSpec, PrecisionSpec
 from lmworks.train.optim import make_optimizer
 

@@ -25,8 +25,7 @@ from lmworks.data import resolve
 from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.pipelines.bubble import ideal_idle, in_flight
-from lmworks.plan.pipelines.orders import actions
-from lmworks.plan.pipelines.schedule import durations, idle_shares, simulate, stage_times
+from lmworks.plan.pipelines.schedule import actions, durations, idle_shares, simulate, stage_times
 from lmworks.spec import RunSpec
 from lmworks.spec.run import SCHEDULES
 from lmworks.train import Trainer

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from lmworks.parallel.ring_attention import chunk_starts
-from lmworks.plan.pipelines.orders import actions
-from lmworks.plan.pipelines.schedule import durations, simulate, stage_times
+from lmworks.plan.pipelines.schedule import actions, durations, simulate, stage_times
 from lmworks.report.plots import draw_timeline
 from lmworks.spec import Grid
 from lmworks.spec.run import SCHEDULES

@@ -175,7 +175,7 @@ def measured_links(sample: Sample) -> None:
     import numpy as np
 
     from lmworks.cli.plan_validate import print_links
-    from lmworks.plan.devices.curves import Curve
+    from lmworks.plan.devices.links import Curve
 
     times = {"all-reduce": {2: np.array([1.25e-5, 0.0123])}, "reduce-scatter": {16: np.array([1e-6, 123.0])}}
     print_links(Curve("here", 0.0, (), "host", np.array([1024, 2**30]), times))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lmworks.plan.devices import rates
-from lmworks.plan.devices.gemm import gemm_seconds
+from lmworks.plan.devices.rates import gemm_seconds
 from lmworks.spec import Gpu, catalogue
 from lmworks_validation.components import PRODUCTS, products
 

@@ -18,8 +18,7 @@ import torch
 from lmworks.bench import calibrate, collectives
 from lmworks.bench import calibrate as calibrating
 from lmworks.bench.kernel_timing import FULL, QUICK
-from lmworks.plan.devices.curves import Curve
-from lmworks.plan.devices.links import Fabric
+from lmworks.plan.devices.links import Curve, Fabric
 from lmworks.plan.devices.profile import Profile, load_profile
 from lmworks.plan.predict import predict
 from lmworks.spec import Cluster, Gpu, LMWorksError, RunSpec, SpecError, load_run

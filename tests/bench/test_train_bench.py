@@ -23,7 +23,7 @@ from lmworks.bench.train import bench_train
 from lmworks.cli.bench import prediction_rows
 from lmworks.cli.main import app
 from lmworks.parallel import preflight
-from lmworks.plan.step_flops import step_flops
+from lmworks.plan.predict import step_flops
 from lmworks.spec import Gpu, TrainingError, load_run
 from lmworks.train import Trainer
 from lmworks.train.device import PeakMemory

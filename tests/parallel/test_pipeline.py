@@ -18,7 +18,7 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
 from lmworks.parallel.precision import autocast_forward
-from lmworks.plan.pipelines.orders import stages_of
+from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import Grid, RunSpec, SpecError, TrainingError
 from lmworks.spec.run import SCHEDULES

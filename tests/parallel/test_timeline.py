@@ -11,8 +11,7 @@ from torch import nn
 
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.pipeline import SEVERAL, SINGLE
-from lmworks.plan.pipelines.orders import Action, actions
-from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times
+from lmworks.plan.pipelines.schedule import Action, Span, actions, durations, idle_shares, simulate, stage_times
 from lmworks.report.plots import draw_timeline, draw_timeline_text
 
 

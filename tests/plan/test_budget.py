@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmworks.plan.case import Case
-from lmworks.plan.exact.weights import weights
+from lmworks.plan.exact.shards import weights
 from lmworks.plan.memory.rank_weights import resident
 from lmworks.plan.memory.reserve import capacity, oom_probability, reserve, usable
 from lmworks.plan.memory.sheet import Budget, budget, memory, run_budget, saved_by_blocks

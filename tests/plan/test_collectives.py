@@ -15,10 +15,10 @@ from lmworks.parallel.comm_counter import Row
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from lmworks.plan import software
-from lmworks.plan.exact.calls import RankContext
 from lmworks.plan.exact.collectives import collectives, stage_gathers
+from lmworks.plan.exact.exchanges import RankContext
 from lmworks.plan.memory.rank_weights import resident
-from lmworks.plan.pipelines.orders import actions
+from lmworks.plan.pipelines.schedule import actions
 from lmworks.prove.planner_agreement import call_table, different_calls, planned_calls
 from lmworks.prove.simulate import Report, simulate
 from lmworks.spec import Grid, RunSpec

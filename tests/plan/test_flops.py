@@ -18,9 +18,9 @@ from lmworks.plan.flops import (
 )
 from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
+from lmworks.plan.predict import step_flops
 from lmworks.plan.software import COMPILED, EAGER, Software
-from lmworks.plan.step.work import recomputed_kernels
-from lmworks.plan.step_flops import step_flops
+from lmworks.plan.step.uncalibrated import recomputed_kernels
 from lmworks.spec import ModelSpec, RunSpec
 from tracker import Steps, make_run
 

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lmworks.plan.devices.gemm import GemmRate, alignment, gemm_seconds
-from lmworks.plan.devices.rates import gemm_rate, table
+from lmworks.plan.devices.rates import GemmRate, alignment, gemm_rate, gemm_seconds, table
 from lmworks.spec import catalogue
 
 IDEAL = GemmRate(

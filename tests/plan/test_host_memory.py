@@ -10,8 +10,7 @@ import torch
 
 from lmworks.parallel.preflight import refuse_full_host, refuse_impossible
 from lmworks.plan.memory import host
-from lmworks.plan.memory.host_fit import refusal
-from lmworks.plan.memory.host_need import HostNeed, machine_need
+from lmworks.plan.memory.host_need import HostNeed, machine_need, refusal
 from lmworks.spec import RunSpec, SpecError, load_run
 from typed import lmworks
 

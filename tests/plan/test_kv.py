@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.plan.serving.kv import Cache, heads_per_rank
+from lmworks.plan.serving.served_model import Cache, heads_per_rank
 from lmworks.spec import ModelSpec, SpecError
 
 LLAMA = ModelSpec.from_preset("llama3-8b")

@@ -9,8 +9,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from lmworks.plan.devices.curves import KINDS, Curve, curves, read_links
-from lmworks.plan.devices.links import Fabric
+from lmworks.plan.devices.links import KINDS, Curve, Fabric, curves, read_links
 from lmworks.spec import SpecError, catalogue, parse_cluster
 from lmworks_validation.components import between_machines
 

@@ -8,9 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from lmworks.plan.devices.gemm import gemm_seconds
 from lmworks.plan.devices.machine import Machine, Rate
-from lmworks.plan.devices.rates import best_matmul
+from lmworks.plan.devices.rates import best_matmul, gemm_seconds
 from lmworks.plan.ops import Kernel, gemm
 from lmworks.spec import SpecError, catalogue
 

@@ -14,7 +14,7 @@ from lmworks.model import activation_offload as runtime_offload
 from lmworks.parallel.parallelize import offload_activations
 from lmworks.plan import activation_offload, software
 from lmworks.plan.case import Case
-from lmworks.plan.exact.weights import weights
+from lmworks.plan.exact.shards import weights
 from lmworks.plan.memory.peak_memory import END, LOSS, LOWEST, TOP, Activations
 from lmworks.plan.memory.rank_weights import Place, resident
 from lmworks.plan.memory.sheet import budget, memory

@@ -38,8 +38,7 @@ from lmworks.plan.software import (
 )
 from lmworks.plan.step.constants import Constants, constants
 from lmworks.plan.step.price import price
-from lmworks.plan.step.uncalibrated import sustained_machine
-from lmworks.plan.step.work import recomputed_kernels
+from lmworks.plan.step.uncalibrated import recomputed_kernels, sustained_machine
 from lmworks.spec import ModelSpec, PrecisionSpec, catalogue, load_run
 from lmworks_validation.replay import mean_of, seconds
 from lmworks_validation.sources import SOURCES, Measured, blocks_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lmworks.plan.pipelines.in_flight import Moment, pass_states
-from lmworks.plan.pipelines.orders import order_of_rank, stages_of
+from lmworks.plan.pipelines.schedule import order_of_rank, stages_of
 
 SHAPES = [
     ("gpipe", 4, 1, 9),

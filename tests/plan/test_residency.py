@@ -14,10 +14,9 @@ from lmworks.bench.data_parallel import STRATEGIES as COMPARED
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.case import Case
-from lmworks.plan.exact.calls import by_kind
 from lmworks.plan.exact.collectives import collectives
-from lmworks.plan.exact.shards import flat_parameter, units
-from lmworks.plan.exact.weights import weights
+from lmworks.plan.exact.exchanges import by_kind
+from lmworks.plan.exact.shards import flat_parameter, units, weights
 from lmworks.plan.memory.rank_weights import Resident, on_host, resident
 from lmworks.plan.pipelines.stages import split_layers, stages_of_rank
 from lmworks.spec import ModelSpec, RunSpec, SpecError

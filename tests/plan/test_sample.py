@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.plan.devices.gemm import gemm_seconds
 from lmworks.plan.devices.links import Fabric
-from lmworks.plan.devices.rates import gemm_rate
+from lmworks.plan.devices.rates import gemm_rate, gemm_seconds
 from lmworks.spec import Cluster, catalogue
 
 

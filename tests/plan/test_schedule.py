@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 
 from lmworks.plan.pipelines.bubble import Costs, bubble, ideal_idle, in_flight
-from lmworks.plan.pipelines.orders import Action, actions, stages_of
-from lmworks.plan.pipelines.schedule import Span, durations, idle_shares, simulate, stage_times, total
+from lmworks.plan.pipelines.schedule import (
+    Action,
+    Span,
+    actions,
+    durations,
+    idle_shares,
+    simulate,
+    stage_times,
+    stages_of,
+    total,
+)
 from lmworks.plan.pipelines.stages import split_layers
 from lmworks.spec import PRESETS, ModelSpec, SpecError
 from lmworks.spec.layout import IN_ROUNDS, V_SHAPED

@@ -12,11 +12,20 @@ from typer.testing import CliRunner
 
 from lmworks.cli.plan_serve import serve
 from lmworks.plan.memory.reserve import reserve
-from lmworks.plan.serving.advice import choose
 from lmworks.plan.serving.batching import Lengths, chunks, queueing_seconds, steady
 from lmworks.plan.serving.inference import Deployment, Rates
-from lmworks.plan.serving.memory_fit import serving_memory
-from lmworks.plan.serving.plans import Demand, Plan, Slo, batch_quantile, candidates, degrees, plan, times
+from lmworks.plan.serving.plans import (
+    Demand,
+    Plan,
+    Slo,
+    batch_quantile,
+    candidates,
+    choose,
+    degrees,
+    plan,
+    serving_memory,
+    times,
+)
 from lmworks.plan.serving.served_model import Experts, ServedModel, compute_format
 from lmworks.spec import PRESETS, ModelSpec, SpecError, catalogue
 

@@ -10,9 +10,9 @@ import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
-from lmworks.plan.expert_load import fullest
 from lmworks.plan.flops import model_flops_per_token
-from lmworks.plan.pipelines.orders import stages_of
+from lmworks.plan.ops import fullest
+from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
 from lmworks.plan.step.constants import Constants, chip_family, constants
 from lmworks.plan.step.pipeline import StageSplit, stages

@@ -17,8 +17,7 @@ from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.constants import constants
 from lmworks.plan.step.layer import Traffic, overlap
 from lmworks.plan.step.price import price
-from lmworks.plan.step.uncalibrated import updated_params
-from lmworks.plan.step.work import Pass
+from lmworks.plan.step.uncalibrated import Pass, updated_params
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run
 
 H100 = catalogue()["H100-SXM-80GB"]

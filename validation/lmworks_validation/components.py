@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmworks.plan.devices.curves import read_links
-from lmworks.plan.devices.gemm import gemm_seconds
-from lmworks.plan.devices.links import Fabric
-from lmworks.plan.devices.rates import gemm_rate, table
+from lmworks.plan.devices.links import Fabric, read_links
+from lmworks.plan.devices.rates import gemm_rate, gemm_seconds, table
 from lmworks.plan.serving.inference import read_constants
 from lmworks.spec import Cluster, catalogue
 

@@ -20,7 +20,7 @@ import torch
 
 from .. import __version__
 from ..data.progress import Progress, silent
-from ..plan.devices.curves import wire_share
+from ..plan.devices.links import wire_share
 from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError, recognise

@@ -27,8 +27,8 @@ from ..checkpoint import committed, step_of
 from ..parallel.deepspeed import load_deepspeed
 from ..parallel.local_ranks import RankFailed, on_ranks
 from ..parallel.preflight import refuse_oversized
-from ..plan.exact.calls import by_kind
 from ..plan.exact.collectives import collectives
+from ..plan.exact.exchanges import by_kind
 from ..plan.memory.peak_memory import Row
 from ..plan.memory.rank_weights import Resident, resident
 from ..plan.memory.sheet import MemorySheet, memory

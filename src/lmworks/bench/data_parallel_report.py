@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from ..plan.exact.weights import weights
+from ..plan.exact.shards import weights
 from ..record.formatting import binary_bytes, short
 from ..report.html_page import Section, sections_as_markdown, sections_as_page, write_report_files
 from ..report.svg import Bars

@@ -28,9 +28,9 @@ from ..engine.core.kv_cache import KVCacheShape
 from ..model import GPT
 from ..model.moe import MoE
 from ..plan.devices.machine import Machine, Rate
+from ..plan.predict import step_flops
 from ..plan.serving.served_model import ServedModel
 from ..plan.step.one_device import step_time
-from ..plan.step_flops import step_flops
 from ..spec import Gpu, RunSpec
 from .clock import Clock
 from .kernel_timing import DTYPES

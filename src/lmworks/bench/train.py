@@ -29,10 +29,9 @@ from ..data.progress import Progress, silent
 from ..parallel.initial_weights import Source
 from ..parallel.world import collective_error
 from ..plan.devices.machine import Machine
-from ..plan.memory.host_fit import gib
+from ..plan.memory.host_need import gib
 from ..plan.memory.reserve import reserved
-from ..plan.predict import Prediction, predict
-from ..plan.step_flops import StepFlops, step_flops
+from ..plan.predict import Prediction, StepFlops, predict, step_flops
 from ..record.oom import OutOfMemory
 from ..spec import RunSpec, SpecError, TrainingError
 from ..train import Trainer

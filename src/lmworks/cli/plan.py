@@ -19,7 +19,7 @@ from .plan_validate import predict as predict_table
 
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
-    from ..plan.exact.calls import Collective
+    from ..plan.exact.exchanges import Collective
     from ..plan.predict import Prediction
     from ..spec import Cluster, Gpu, RunSpec
 
@@ -64,8 +64,7 @@ def run(
       lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.memory.host import available_bytes, ranks_on_host
-    from ..plan.memory.host_fit import refusal
-    from ..plan.memory.host_need import machine_need
+    from ..plan.memory.host_need import machine_need, refusal
     from ..plan.ops import device_of
     from ..plan.predict import predict
     from ..spec import load_run

@@ -242,8 +242,7 @@ def measured(run: RunSpec) -> list[Span] | None:
 def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], list[Span]]:
     """Everything that is printed, as data; and the simulated timeline of this split."""
     from ..plan.pipelines.bubble import ideal_idle
-    from ..plan.pipelines.orders import actions, stages_of
-    from ..plan.pipelines.schedule import durations, idle_shares, simulate, stage_times
+    from ..plan.pipelines.schedule import actions, durations, idle_shares, simulate, stage_times, stages_of
     from ..plan.pipelines.stages import split_layers
 
     layout, model, seq = run.parallel, run.model, run.data.seq

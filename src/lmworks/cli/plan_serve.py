@@ -44,9 +44,8 @@ def serve(
       lmworks plan serve llama3-70b --gpu h200 --weights fp8 --input 4096 --output 512
       lmworks plan serve qwen3-30b-a3b --gpu a100 --rate 25 --slo tpot=0.03 --json
     """
-    from ..plan.serving.advice import choose
     from ..plan.serving.batching import Lengths
-    from ..plan.serving.plans import Demand, Slo
+    from ..plan.serving.plans import Demand, Slo, choose
     from ..plan.serving.served_model import ServedModel
     from ..plan.serving.sheet import sheet
     from ..spec import SpecError, catalogue, load_run

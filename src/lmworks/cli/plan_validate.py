@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lmworks_validation.components import Part
     from lmworks_validation.replay import Line, Report
 
-    from ..plan.devices.curves import Curve
+    from ..plan.devices.links import Curve
     from ..plan.devices.profile import Profile
 
 
@@ -70,7 +70,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def print_links(curve: Curve) -> None:
-    from ..plan.devices.curves import wire_share
+    from ..plan.devices.links import wire_share
     from ..record.formatting import binary_bytes, duration, short
 
     rows = [

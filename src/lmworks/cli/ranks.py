@@ -162,8 +162,7 @@ def explain_oom(ranks_exit: RanksExit, spec: RunSpec, ranks: int) -> RanksExit:
     not fit this machine.
     """
     from ..plan.memory.fit import peak_rows, total
-    from ..plan.memory.host_fit import gib
-    from ..plan.memory.host_need import host_need
+    from ..plan.memory.host_need import gib, host_need
     from ..spec import SpecError
 
     if not ranks_exit.oom:

@@ -31,8 +31,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ..plan.pipelines.orders import stages_of
-from ..plan.pipelines.schedule import Span
+from ..plan.pipelines.schedule import Span, stages_of
 from ..spec import RunSpec, SpecError, TrainingError
 from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh

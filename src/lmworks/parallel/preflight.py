@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.training.flash_attention import runs_on
-from ..plan.memory import host_fit
+from ..plan.memory import host_need
 from ..plan.memory.fit import Limits, OtherMemory, no_other_memory, refusal
 from ..plan.memory.host import available_bytes, process_bytes, ranks_on_host
 from ..plan.memory.host_need import machine_need
@@ -112,7 +112,7 @@ def refuse_full_host(spec: RunSpec, device: torch.device) -> None:
     """Of all ranks of this machine. To pin too much host memory would make the kernel kill some process."""
     ranks = ranks_here(spec)
     need = machine_need(with_device(spec, device), ranks, device.type)
-    if why := host_fit.refusal(spec, need, len(ranks), available_bytes()):
+    if why := host_need.refusal(spec, need, len(ranks), available_bytes()):
         raise SpecError(why)
 
 

@@ -16,9 +16,8 @@ import numpy as np
 from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from . import eager
-from .expert_load import fullest, padded
 from .flops import keys_per_query
-from .ops import Kernel, Op, Workload, gemm, without_fp8
+from .ops import Kernel, Op, Workload, fullest, gemm, padded, without_fp8
 
 # Passes over the router's scores in each direction: logits in fp32, softmax, top-k, their sum and weights, the dispatch
 # mask, counts by expert and by rank, their sums, a sort, and the balance loss. Counted from this list, not measured.

@@ -20,7 +20,7 @@ from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
 from .saved_activations import saved_bytes
-from .step.work import Pass, recomputed_kernels
+from .step.uncalibrated import Pass, recomputed_kernels
 
 POLICIES = ("none", "selective", "mlp", "full")  # by saved bytes, the most first
 REFERENCE_GPU = "H100-SXM-80GB"

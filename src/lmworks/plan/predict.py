@@ -6,6 +6,7 @@ The path of a step time: `predict` → `step.price.timeline` (GPUs by name, any 
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,12 +14,33 @@ from typing import Any
 from ..spec import RunSpec
 from .case import Case
 from .devices.machine import Machine
+from .flops import hardware_flops_per_token, model_flops_per_token
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
 from .policies import policies
 from .step.one_device import StepTime, step_time
 from .step.price import timeline
-from .step_flops import StepFlops, step_flops
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """One optimizer step, all ranks together."""
+
+    tokens: int
+    model: float
+    hardware: float
+
+
+def step_flops(spec: RunSpec) -> StepFlops:
+    """Blocks may have different policies. A budget is a stage's: the first stands for all."""
+    model, tokens, seq, layout = spec.model, spec.tokens_per_step, spec.data.seq, spec.parallel
+    stages = layout.pp * layout.virtual_stages if layout.recompute == "budget" else 1
+    each = policies(spec, range(max(1, model.layers // stages)))
+    hardware = statistics.fmean(hardware_flops_per_token(model, seq, policy) for policy in each)
+    return StepFlops(tokens, tokens * model_flops_per_token(model, seq), tokens * hardware)
+
+
+# --- memory and time -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

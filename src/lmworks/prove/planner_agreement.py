@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from ..plan.exact.calls import Calls
 from ..plan.exact.collectives import collectives
+from ..plan.exact.exchanges import Calls
 from ..plan.exact.shards import local_shapes
 from ..plan.memory.rank_weights import on_host, resident
 from ..spec import Grid, RunSpec

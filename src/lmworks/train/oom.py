@@ -10,7 +10,7 @@ import torch
 
 from ..parallel.mesh import Mesh
 from ..plan.memory.fit import peak_rows, total
-from ..plan.memory.host_fit import gib
+from ..plan.memory.host_need import gib
 from ..record import phase
 from ..record.heartbeat import phase_text
 from ..record.oom import OutOfMemory, is_oom, requested_bytes

@@ -1,17 +1,27 @@
-"""What a collective costs on a cluster: which links it crosses follows from where its ranks stand.
+"""Time of a collective on a cluster: curves measured inside one node, a model of NCCL's rings and trees between nodes.
 
-A group of `ranks` members lies at global ranks first, first + stride, first + 2·stride …, and ranks fill machine
-after machine. Tensor parallelism (stride 1) so stays inside one; data parallelism with a stride as long as a machine
-has one member in each, and every member its own network port.
+Inside a node, `Curve` has a few knots of time over message size for each collective and each measured number of
+ranks, straight between them in log-log: one line (latency plus bytes over bandwidth) would miss by a fifth where
+NCCL changes protocol, at about 1 to 8 MiB. `validation/fit_links.py` makes `links.toml`, which also holds the
+errors. Message bytes are the whole buffer, gathered or not yet reduced, as nccl-tests counts them.
 
-`Fabric.seconds` takes numpy arrays of bytes, ranks and strides, for the search. Groups of the same kind that run at
-once do not share a link: members of a machine are in one group or each has its own port.
+Between nodes, `Network` is modelled: a ring through all ranks (whole bandwidth, as many steps as ranks) or, for all-
+reduce, a tree between nodes; the faster one counts. Each has a low-latency protocol for small messages and one for
+large. Latencies are those of NCCL's own tuner (src/graph/tuning.cc).
+
+`Fabric` joins both. A group of `ranks` members lies at global ranks first, first + stride, first + 2·stride …, and
+ranks fill node after node: tensor parallelism (stride 1) stays inside one, data parallelism with a stride as long as
+a node has one member in each, and every member its own network port. Groups of the same kind that run at once do not
+share a link. Bytes, ranks and strides may be arrays.
 """
 
 from __future__ import annotations
 
 import functools
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,8 +29,175 @@ from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, SpecError
 from ..case import Number
-from .between import Network
-from .curves import KINDS, Curve, curve_for, read_links, wire_share
+
+LINKS = Path(__file__).with_name("links.toml")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
+# A broadcast is a gather whose one piece goes round; a send is half of an exchange between two.
+SAME_CURVE = {"broadcast": "all-gather", "send": "all-to-all"}
+
+
+def wire_share(kind: str, ranks: Number) -> Number:
+    """Bytes a rank sends for each byte of the message, on a ring: time depends on these, nearly alone."""
+    if kind in ("broadcast", "send"):
+        return np.ones_like(ranks, dtype=float)
+    return (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    name: str
+    link_gbs: float  # of the accelerators it was measured on
+    gpus: tuple[str, ...]  # names in the catalogue
+    fabric: str
+    sizes: NDArray[Any]  # message bytes of the knots
+    seconds_at: Mapping[str, Mapping[int, NDArray[Any]]]  # by collective and number of ranks
+    tag: str = "fitted"  # or "measured": on the very machine
+
+    @classmethod
+    def from_dict(cls, name: str, table: Mapping[str, Any], sizes: NDArray[Any]) -> Self:
+        """From `links.toml`, or from the profile of a machine, where times stand in microseconds."""
+        times = {
+            kind: {int(ranks): np.array(us) * 1e-6 for ranks, us in table[kind].items()}
+            for kind in KINDS
+            if kind in table
+        }
+        gpus, tag = tuple(table["gpus"]), table.get("tag", "fitted")
+        return cls(name, table["link_gbs"], gpus, table["fabric"], sizes, times, tag)
+
+    def seconds(self, kind: str, wire: Number, ranks: Number) -> Number:
+        """Of a collective in which every rank sends `wire` bytes.
+
+        Between measured numbers of ranks, log-time follows the logarithm of the ranks. Every rank beyond them adds the
+        step that the last measured ones added to a message of almost nothing.
+        """
+        for other in (SAME_CURVE.get(kind, kind), "all-reduce"):  # as many bytes on the wire, in another message
+            kind = kind if kind in self.seconds_at else other
+        table = self.seconds_at[kind]
+        counts = np.array(sorted(table))
+        wire, ranks = np.broadcast_arrays(wire, ranks)
+        known = np.stack([self.log_seconds(table[n], wire / wire_share(kind, n)) for n in counts])
+        if len(counts) == 1:
+            return np.exp(known[0])
+        grid, place = np.log2(counts), np.log2(np.maximum(ranks, counts[0]))
+        low = np.clip(np.searchsorted(grid, place, side="right") - 1, 0, len(counts) - 2)
+        below, above = (np.take_along_axis(known, index[np.newaxis], axis=0)[0] for index in (low, low + 1))
+        share = np.minimum((place - grid[low]) / (grid[low + 1] - grid[low]), 1)
+        before, last = counts[-2:]
+        step = max(0.0, table[last][0] - table[before][0]) / (last - before)
+        return np.exp(below + share * (above - below)) + np.maximum(ranks - last, 0) * step
+
+    def log_seconds(self, times: NDArray[Any], nbytes: Number) -> NDArray[Any]:
+        """Log of the seconds of a message; above the last knot, time grows at the rate between the last two."""
+        inside = np.interp(np.log(np.maximum(nbytes, 1)), np.log(self.sizes), np.log(times))
+        if not np.any(nbytes > self.sizes[-1]):
+            return inside
+        rate = (times[-1] - times[-2]) / (self.sizes[-1] - self.sizes[-2])
+        more = np.maximum(nbytes - self.sizes[-1], 0) * rate
+        return np.log(np.exp(inside) + more)
+
+
+@functools.cache
+def read_links(path: Path = LINKS) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def curves() -> dict[str, Curve]:
+    table = read_links()
+    sizes = np.array(table["sizes"], dtype=float)
+    return {name: Curve.from_dict(name, entry, sizes) for name, entry in table["curve"].items()}
+
+
+def curve_for(gpu: str, fabric: str, link_gbs: float) -> Curve:
+    """The one measured on this accelerator; otherwise, for its kind of fabric, the one whose links are most alike.
+
+    A mesh has no switch that adds up, so NVSwitch machines of the last generation without one stand for it.
+    """
+    for curve in curves().values():
+        if gpu in curve.gpus:
+            return curve
+    family = {"mesh": "nvlink3", "bridge": "pcie5", "pcie": "pcie5"}.get(fabric)
+    if family:
+        return curves()[family]
+    switched = [curve for curve in curves().values() if curve.fabric == "nvswitch"]
+    return min(switched, key=lambda curve: abs(np.log(curve.link_gbs / link_gbs)))
+
+
+# --- between nodes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins machines. Times in seconds; `small` and `large` are the two protocols."""
+
+    nic: float  # bytes a second of one accelerator's share, as reached
+    hops: float  # latency of this network beside InfiniBand's
+    start: float  # of any collective
+    ring_inside: Mapping[str, float]  # one step of the ring between neighbours in a machine
+    ring_across: Mapping[str, float]  # and from one machine to the next
+    tree_across: Mapping[str, float]
+    small_share: float  # of the bandwidth that the quick protocol leaves, on a ring
+    small_share_tree: float
+    plateau: float  # steps of a large all-reduce take longer by this
+    peer: float  # each further peer of an all-to-all
+    overlap: float  # how sharply the slower of two overlapped parts wins: the exponent of a norm
+
+    @classmethod
+    def of(cls, table: Mapping[str, Any], network: str, nic_gbs: float) -> Self:
+        """From `links.toml`, where times stand in microseconds."""
+        kind = table["kind"][network]
+        figures: dict[str, Any] = {
+            name: table[name] for name in ("small_share", "small_share_tree", "plateau", "overlap")
+        }
+        figures |= {name: table[name] * 1e-6 for name in ("start", "peer")}
+        for steps in ("ring_inside", "ring_across", "tree_across"):
+            figures[steps] = {protocol: us * 1e-6 for protocol, us in table[steps].items()}
+        return cls(nic=nic_gbs * 1e9 * kind["efficiency"], hops=kind["hops"], **figures)
+
+    def together(self, first: Number, second: Number) -> Number:
+        """Two parts that overlap, chunk by chunk: a little more than the slower one."""
+        most = np.maximum(np.maximum(first, second), 1e-12)
+        return most * ((first / most) ** self.overlap + (second / most) ** self.overlap) ** (1 / self.overlap)
+
+    def ring(self, kind: str, nbytes: Number, ranks: Number, members: Number, inside_rate: Number) -> Number:
+        """`members` of the ranks share a machine, each with its network port; `inside_rate` is the links' there."""
+        turns = 2 if kind == "all-reduce" else 1
+        across = turns * (np.ceil(ranks / members) - 1)
+        inside = turns * (ranks - 1) - across
+        moving = nbytes * wire_share(kind, ranks) / np.minimum(members * self.nic, inside_rate)
+        wait = {
+            protocol: inside * self.ring_inside[protocol] + across * self.ring_across[protocol] * self.hops
+            for protocol in ("small", "large")
+        }
+        slow = self.plateau if kind == "all-reduce" else 1.0
+        small = wait["small"] + moving / self.small_share
+        return self.start + np.minimum(small, self.together(wait["large"] * slow, moving))
+
+    def tree(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Number:
+        """An all-reduce; `inside` is what it takes within one machine.
+
+        Between two machines every byte crosses once each way. Among more, a machine in the middle of one tree and
+        at the end of the other sends two bytes for each.
+        """
+        machines = np.ceil(ranks / members)
+        hops = 2 * np.log2(machines) * self.hops
+        moving = nbytes * np.where(machines > 2, 2, 1) / (members * self.nic)
+        small = hops * self.tree_across["small"] + inside + moving / self.small_share_tree
+        large = hops * self.tree_across["large"] + self.together(inside, moving)
+        return np.where(members > 1, 0, self.start) + np.minimum(small, large)
+
+    def exchange(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Number:
+        """An all-to-all: everyone's share for other machines leaves through its own port."""
+        moving = nbytes * (ranks - members) / ranks / self.nic
+        wait = self.ring_across["large"] * self.hops + (ranks - members) * self.peer
+        return self.start + wait + self.together(inside, moving)
+
+    def send(self, nbytes: Number) -> Number:
+        small = self.ring_across["small"] * self.hops + nbytes / (self.nic * self.small_share)
+        return self.start + np.minimum(small, self.ring_across["large"] * self.hops + nbytes / self.nic)
+
+
+# --- a cluster -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...spec import Cluster, Gpu, SpecError, dump_toml, recognise
-from .curves import KINDS, Curve
+from .links import KINDS, Curve
 from .machine import FORMAT, Machine, Rate
 from .rates import gpu_rates
 

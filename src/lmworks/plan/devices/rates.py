@@ -1,8 +1,11 @@
-"""What a GPU of the catalogue does in a given time, kernel by kernel, without having been at hand.
+"""Time of a kernel on a GPU of the catalogue: GEMMs by shape, attention, and passes over memory.
 
-Products follow `gemm`: with constants fitted to this very GPU where its products were measured, to its family where a
-sister's were, else to all. Attention and passes over memory take a share of the datasheet. `gemm.toml` is written by
-`validation/fit_gemm.py`; `rates.toml` by hand.
+A GPU cuts the result of a GEMM into tiles and gives each streaming multiprocessor (SM) one at a time. The last wave
+leaves some idle, a small GEMM cannot fill them, and a short inner dimension hardly pays for starting a tile.
+Operands come from memory, and a long GEMM at full power makes the clock drop. Seven constants say how much of each,
+fitted to this very GPU where its GEMMs were measured, to its family where a sister's were, else to all:
+`validation/fit_gemm.py` writes `gemm.toml`. Attention and passes over memory take a share of the datasheet
+(`rates.toml`, by hand). Numbers may be arrays of candidates.
 """
 
 from __future__ import annotations
@@ -16,12 +19,82 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...spec import Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..case import Number
 from ..ops import Kernel
-from .gemm import GemmRate, gemm_seconds
+
+# A large tile and a small one, whole or with the inner dimension cut in four: a library picks the fastest of many, and
+# more of them made no measured product cheaper to predict.
+TILES = ((256, 128), (64, 64))
+SPLITS = (1, 4)
+PARTIAL_BYTES = 8  # of one number of a partial sum: fp32, written and read again
+HEAT_S = 3e-3  # a product this long shows half of the drop of the clock
+ALIGNED = 8  # numbers in the 16 bytes that one load takes
+UNALIGNED = 0.25  # rate ∝ (aligned numbers / 8)^this: 0.59 for an odd width, as 50257 for 50304 costs
+
+
+@dataclass(frozen=True)
+class GemmRate:
+    """What a GPU does with products of one number format."""
+
+    flops: float  # FLOP/s that the best long product comes near
+    bandwidth: float  # bytes/s of memory, from the datasheet
+    sms: int
+    wave: float  # 1: a round of tiles costs the same whether full or not; 0: an idle SM costs nothing
+    ramp: float  # starting and ending a tile, in units of the inner dimension
+    tile: float  # how much a small tile loses to a large one
+    memory: float  # share of the bandwidth that operands get
+    launch_s: float  # of an empty product
+    heat: float  # slow-down of a very long product
+    sustained: float = 1.0  # of these rates hour after hour, where that was seen
+    width: float = 2.0  # bytes of one number of the operands
+    result_width: float = 2.0
+
+    @property
+    def ceiling(self) -> float:
+        """FLOP/s that no product exceeds."""
+        return self.flops * self.sustained
+
+
+def gemm_seconds(m: Number, k: Number, n: Number, rate: GemmRate, batch: Number = 1) -> Number:
+    """(m × k)·(k × n), `batch` of them in one launch."""
+    operands = rate.width * (m * k + k * n) + rate.result_width * m * n
+    flops = rate.flops * alignment(k, n)
+    best: Number = np.inf
+    for rows, columns in TILES:
+        loss = (1 + rate.tile * (1 / rows + 1 / columns)) / (1 + rate.tile * (1 / TILES[0][0] + 1 / TILES[0][1]))
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        for split in SPLITS:
+            rounds = tiles * split / rate.sms
+            rounds = rate.wave * np.ceil(rounds) + (1 - rate.wave) * np.maximum(rounds, 1)
+            work = 2.0 * rows * columns * (k / split + rate.ramp) * rate.sms
+            compute = rounds * work * loss / flops
+            partial = PARTIAL_BYTES * split * m * n if split > 1 else 0
+            memory = batch * (operands + partial) / (rate.bandwidth * rate.memory)
+            best = np.minimum(best, compute * compute * compute + memory * memory * memory)
+    best = np.cbrt(best)  # the longer of the two, and a little of the other
+    each = best / batch
+    return (best * (1 + rate.heat * each / (each + HEAT_S)) + rate.launch_s) / rate.sustained
+
+
+def alignment(k: Number, n: Number) -> Number:
+    """Rows that do not start at a multiple of 16 bytes are loaded in smaller pieces. Modelled, not fitted.
+
+    m is left out: it is mostly a number of tokens, and tokens lie one after another whatever their number.
+    """
+    shortest = np.minimum(np.gcd(round_up(k), ALIGNED), np.gcd(round_up(n), ALIGNED))
+    return (shortest / ALIGNED) ** UNALIGNED
+
+
+def round_up(size: Number) -> NDArray[np.int64]:
+    return np.asarray(size).astype(np.int64)
+
+
+# --- a GPU of the catalogue ------------------------------------------------------------------------------
+
 
 FOLDER = Path(__file__).parent
 WIDTHS = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0), "fp8": (1.0, 2.0)}  # operands, result

@@ -13,13 +13,14 @@ from dataclasses import replace
 
 from ...spec import RunSpec, SpecError
 from ...spec.layout import V_SHAPED
-from ..pipelines.orders import actions
+from ..pipelines.schedule import actions
 from ..pipelines.stages import Stage
-from .calls import BACKWARD, FORWARD, LAST, STEP, Collective, RankContext
-from .exchanges import INT64, exchanges, pipeline_sends
+from .exchanges import BACKWARD, FORWARD, INT64, LAST, STEP, Collective, RankContext, exchanges, pipeline_sends
 from .shards import (
     FP32,
+    ROOT,
     Unit,
+    Weight,
     buckets,
     flat_parameter,
     gathered_bytes,
@@ -29,7 +30,6 @@ from .shards import (
     unit_size,
     units,
 )
-from .weights import ROOT, Weight
 
 ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at once
 

@@ -1,21 +1,84 @@
-"""How data parallelism cuts what a rank holds: rows, flat runs, units that are gathered, buckets that travel together.
+"""The weights that one rank holds, and how data parallelism shards them: rows, flat parameters, FSDP units, buckets.
 
-ψ/n is not a quotient. ZeRO and FSDP2 deal the rows of each weight as `torch.chunk` does, ⌈rows/n⌉ to a rank, so the
-last ranks have fewer, or none; FSDP2 allocates ⌈rows/n⌉ everywhere, and what no row fills is padding. FSDP1 joins the
-weights of a block into one flat parameter, each starting at a multiple of 16 bytes, and cuts that into n equal runs.
+A rank holds the stages of its pipeline rank and a tensor- and expert-parallel shard of each weight: which dimension
+is sharded is part of the description of a component (`spec/components.py`). Data parallelism shards what is left.
+ψ/n is not a quotient: ZeRO and FSDP2 deal the rows of each weight as `torch.chunk` does, ⌈rows/n⌉ to a rank, so the
+last ranks have fewer, or none; FSDP2 allocates ⌈rows/n⌉ everywhere, and what no row fills is padding. FSDP1 joins
+the weights of a block into one flat parameter, each starting at a multiple of 16 bytes, and cuts that into n equal
+runs.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...spec import ModelSpec, ParallelSpec, RunSpec
+from ...spec import ModelSpec, ParallelSpec, RunSpec, components
 from ..case import Case
-from ..pipelines.orders import stages_of
+from ..pipelines.schedule import stages_of
 from ..pipelines.stages import Stage, split_layers
-from .weights import ROOT, Weight, described, local_weight
+
+ROOT = components.ROOT  # the unit of weights outside blocks: embedding, last norm, head
+
+
+@dataclass(frozen=True)
+class Weight:
+    name: str
+    shape: tuple[int, ...]
+    unit: int  # the block it belongs to, or ROOT
+    expert: bool = False  # other experts lie on other ranks: its gradient meets over "edp"
+    partial: bool = False  # whole on every tensor-parallel rank, each of which finds a part of its gradient
+
+    @property
+    def inside(self) -> str:
+        """Its name within the block, or within the network."""
+        return self.name if self.unit == ROOT else self.name.split(".", 2)[2]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Elements of one row."""
+        return self.size // self.rows
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def weights(model: ModelSpec, stage: Stage | None = None) -> list[Weight]:
+    """As `GPT(model).named_parameters()` has them, of all or of one stage; a tied head is no weight of its own."""
+    return [Weight(weight.name, weight.shape, weight.layer) for weight in described(model, stage)]
+
+
+def described(model: ModelSpec, stage: Stage | None) -> list[components.Weight]:
+    if stage is None:
+        return components.weights(model)
+    found = []
+    if stage.first or (stage.last and model.tie_embeddings):
+        embedding = list(components.embedding_weights(model))
+        found += embedding if stage.first else embedding[:1]
+    for layer in stage.layers:
+        found += components.layer_weights(model, layer)
+    return [*found, *(components.head_weights(model) if stage.last else ())]
+
+
+def local_weight(weight: components.Weight, layout: ParallelSpec) -> Weight:
+    shape = list(weight.shape)
+    expert = layout.ep > 1 and weight.experts > 0
+    if expert:
+        shape[0] //= layout.ep
+    if (dim := weight.sharded(layout.tp)) is not None:
+        shape[dim] //= layout.tp
+    return Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(layout.tp, layout.sp))
+
+
+# --- what a rank updates ---------------------------------------------------------------------------------
+
 
 FP32 = 4
 ALIGNED = 16  # bytes: where FSDP1 lets a weight begin inside its flat parameter

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...spec import Grid, RunSpec, SpecError
 from ..policies import POLICIES
-from .host_fit import gib
+from .host_need import gib
 from .peak_memory import Row
 from .sheet import memory
 

@@ -1,13 +1,10 @@
-"""What a run keeps in host memory: states that are offloaded, activations that wait, and the copies that saves write.
+"""Host memory that a run keeps: offloaded states, offloaded activations, and the copies that asynchronous saves write.
 
-    states        parallel.offload               weights, gradients and moments that live there (`rank_weights.py`)
-    activations   parallel.offload_activations   a slab for each block that sends some (`activation_offload.py`)
-    staging       checkpoint.asynchronous        what a rank writes of a checkpoint, copied: its writer process maps the
-                                                 same memory, and takes none of its own for it
-
-What is pinned for a GPU comes in powers of two: PyTorch's allocator rounds up to them. Of a tensor that several ranks
-hold alike one writes all, whichever has least to write so far: here each has its even part, which is what all of them
-together write.
+What is pinned for a GPU comes in powers of two: PyTorch's allocator rounds up to them. `states` (parallel.offload)
+are weights, gradients and moments (`rank_weights.py`); `activations` (parallel.offload_activations) a slab for each
+block that sends some; `staging` (checkpoint.asynchronous) what a rank writes of a checkpoint, copied: its writer
+process maps the same memory. Of a tensor that several ranks hold alike one writes all, whichever has least to write
+so far: here each has its even part, which is what all of them together write.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ...spec import RunSpec
+from ..activation_offload import MIN_TENSOR_BYTES
 from ..case import Case, Number
 from ..exact.optimizers import STATES
-from ..exact.shards import FP32, ROWS_CUT, axis_of, local_shapes, rank_stages
-from ..exact.weights import weights
+from ..exact.shards import FP32, ROWS_CUT, axis_of, local_shapes, rank_stages, weights
 from ..policies import run_case
 from .peak_memory import Activations
 from .rank_weights import Place, RankWeights
@@ -92,3 +89,56 @@ def staging(spec: RunSpec, rank: int) -> int:
             parts *= grid.size(axis_of(weight))
         size += each * own * parts + steps
     return math.ceil(size / alike + GENERATORS / grid.world)
+
+
+# --- whether it fits -------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+
+
+def refusal(spec: RunSpec, need: HostNeed, ranks: int, there: int | None) -> str:
+    """One line where they need more than the bytes that are `there`; none where it fits, or nobody knows."""
+    if there is None or need.total <= there:
+        return ""
+    layout, parts = spec.parallel, {name: size for name, size in need.to_dict().items() if size}
+    asked = {
+        "states": f"parallel.offload = '{layout.offload}'",
+        "activations": f"parallel.offload_activations = {layout.offload_activations:g}",
+        "staging": "checkpoint.asynchronous = true",
+    }
+    much = f"{gib(need.total / ranks)} of host memory"
+    if ranks > 1:
+        much += f" for each of the {ranks} ranks on this machine, {gib(need.total)} in all"
+    text = f"{listed([asked[name] for name in parts])} need{'s' * (len(parts) == 1)} {much}"
+    text += f", and {gib(there)} are free; {what_fits(spec, need, ranks, there)}"
+    if "activations" in parts:
+        text += ", and parallel.recompute = 'selective', 'mlp' or 'full' spares memory without it"
+    return text
+
+
+def what_fits(spec: RunSpec, need: HostNeed, ranks: int, there: int) -> str:
+    """The one change that is enough, or any of them; all of them, where none is."""
+    left = {name: there - (need.total - size) for name, size in need.to_dict().items() if size}  # for this one alone
+    without = {"states": "parallel.offload = 'none'", "staging": "checkpoint.asynchronous = false"}
+    enough = [without[name] for name, room in left.items() if name in without and room >= 0]
+    if "activations" in left:
+        whole = (
+            left["activations"] // ranks - spec.model.layers * MIN_TENSOR_BYTES
+        )  # a block's last piece may hold a byte
+        if most := max(0, whole // (GIB // 10)) / 10:
+            enough.append(f"parallel.offload_activations = {most:g}")
+        without["activations"] = "parallel.offload_activations = 0"
+    if enough:
+        return f"{' or '.join(enough)} would fit"
+    if list(left) == ["activations"]:
+        return "nothing worth the way would fit"
+    return f"{listed([without[name] for name in left])} together would fit"
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
+
+
+def listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -33,6 +33,7 @@ from ..case import Case, Number
 from ..exact.optimizers import STATES, optimizer_bytes, steps_bytes
 from ..exact.shards import (
     FP32,
+    ROOT,
     Unit,
     buckets,
     chunk,
@@ -43,8 +44,8 @@ from ..exact.shards import (
     unit_size,
     units,
     updated_shapes,
+    weights,
 )
-from ..exact.weights import ROOT, weights
 from ..pipelines.stages import Stage
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec.layout import IN_ROUNDS
-from .orders import order_of_rank, stages_of
+from .schedule import order_of_rank, stages_of
 
 ALL_FORWARD_FIRST = ("gpipe", "looped-bfs")  # schedules that run a stage's backward passes after all its forward passes
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...spec import ModelSpec, RunSpec, SpecError
 from ..flops import attention_flops_per_token
-from .orders import stages_of
+from .schedule import stages_of
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ import numpy as np
 from ...spec import Cluster, Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..devices.links import Fabric
-from .kv import Cache
-from .served_model import WEIGHT_FORMATS, Linear, ServedModel, compute_format
+from .served_model import WEIGHT_FORMATS, Cache, Linear, ServedModel, compute_format
 
 DIRECT = ("nvswitch", "mesh")
 OWN_KERNEL = {"all-reduce": 8 * 2**20, "all-to-all": np.inf}  # bytes up to which engines have better than NCCL's

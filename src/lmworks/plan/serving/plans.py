@@ -1,12 +1,13 @@
 """How to serve a model: what fits, how fast it answers, how many replicas a request rate needs, and what a token costs.
 
-Every tensor-parallel degree of one machine (or rack) is tried. A replica may run as many sequences as keep the promised
-times at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins.
+Every tensor-parallel degree of one machine (or rack) is tried. A replica may run as many sequences as keep the SLO
+at the chosen quantile; a request rate is divided by what that yields. The cheapest degree wins. Where none works,
+the error says which change would.
 
 Chance enters twice. Sequences in flight are Poisson-distributed around Little's mean (requests come independently),
-so the quantile of the batch is b + z·√b: that batch must fit, and its time between tokens is the promised one. Prompts
-wait for each other as in an M/M/1 queue (`batching.queueing_seconds`). Bursts beyond that, and machines that fail, need
-more.
+so the quantile of the batch is b + z·√b: that batch must fit, and its time between tokens must keep the SLO. Prompts
+wait for each other as in an M/M/1 queue (`batching.queueing_seconds`). Bursts beyond that, and machines that fail,
+need more.
 """
 
 from __future__ import annotations
@@ -18,12 +19,52 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Gpu, SpecError
+from ...spec import Gpu, SpecError, catalogue
 from ...spec.serving import OBJECTIVES, parse_slo
+from ..memory.reserve import capacity, reserve
 from .batching import Lengths, Point, queueing_seconds, steady
 from .inference import Deployment, Rates, read_constants
-from .memory_fit import ServingMemory, serving_memory
-from .served_model import ServedModel
+from .served_model import WEIGHT_FORMATS, ServedModel, compute_format
+
+UTILISATION = 0.9  # of the memory is what engines take by default; the rest is left to fragmentation and neighbours
+SAMPLED_SEQUENCES = 256  # sequences whose logits the engine makes room for at once
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """Bytes on one accelerator. `cache` is what is left; below 0 the weights alone do not fit."""
+
+    memory: float
+    usable: float
+    weights: float
+    workspace: float
+    context: float  # CUDA's, its kernels, NCCL
+
+    @property
+    def cache(self) -> float:
+        return self.usable - self.weights - self.workspace - self.context
+
+
+def serving_memory(deployment: Deployment) -> ServingMemory:
+    memory = capacity(deployment.gpu)
+    return ServingMemory(
+        memory, UTILISATION * memory, deployment.weight_bytes, workspace(deployment), reserve().context
+    )
+
+
+def workspace(deployment: Deployment) -> float:
+    """Activations of the largest step: residual streams, the widest product's ends, and fp32 logits to sample from."""
+    served, tp = deployment.served, deployment.tp
+    widest = max(sum(linear.on(tp)) for linear in served.linears)
+    if served.experts:  # every visit has its own copy of a token, in and out
+        inner = served.experts.size / served.hidden  # gate, up and down of one expert
+        widest = max(widest, served.experts.top_k * (2 * served.hidden + inner / deployment.ranks))
+    logits = 4.0 * SAMPLED_SEQUENCES * served.head.on(tp)[1]
+    return 2.0 * deployment.chunk * (4 * served.hidden + 1.5 * widest) + logits
+
+
+# --- replicas --------------------------------------------------------------------------------------------
+
 
 UNLOADED = 0.01  # sequences in flight, on average, of a replica that has hardly anything to do
 
@@ -239,3 +280,82 @@ def cost(found: Plan) -> float:
 def tag(gpu: Gpu) -> str:
     """Seconds are 'fitted' on accelerators that the measured engines ran on, 'modelled' from a datasheet on others."""
     return "fitted" if gpu.name in read_constants()["fitted_on"] else "modelled"
+
+
+# --- advice ----------------------------------------------------------------------------------------------
+
+
+NARROWER_FORMATS = ("fp8", "int8", "int4", "fp4")
+
+
+def choose(served: ServedModel, gpu: Gpu, demand: Demand, **options: Any) -> list[Plan]:
+    """Plans, cheapest first; refused with advice where none works."""
+    found = candidates(served, gpu, demand, **options)
+    if found[0].refused:
+        raise SpecError(advice(found, served, gpu, demand, options))
+    return found
+
+
+def advice(found: list[Plan], served: ServedModel, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> str:
+    fitting = [plan for plan in found if plan.max_batch]
+    others = more_ranks(served, gpu, demand, options) + narrower(served, gpu, demand, options)
+    others += larger(served, gpu, demand, options)
+    if not fitting:
+        largest = max(found, key=lambda plan: plan.serving_memory.cache)
+        ranks = largest.deployment.ranks
+        problem = f"{served.name} does not fit on {ranks} × {gpu.name}: {largest.refused}"
+        ways = others
+    else:
+        fastest = min(fitting, key=lambda plan: excess(plan, demand.slo))
+        tp = fastest.deployment.tp
+        problem = f"{served.name} on {gpu.name} cannot keep the promise: with tp = {tp}, {fastest.refused}"
+        ways = [f"--slo {slo_misses(fastest, demand.slo)}", *others]
+    nearest = f"nearest that work: {', or '.join(ways)}" if ways else "nothing in the catalogue does it"
+    return f"{problem}; {nearest}"
+
+
+def excess(plan: Plan, slo: Slo) -> float:
+    return max(getattr(plan.idle, f"{name}_quantile") / getattr(slo, name) for name in OBJECTIVES)
+
+
+def slo_misses(plan: Plan, slo: Slo) -> str:
+    """What could be promised instead, a tenth above what an idle replica does."""
+    kept = {name: max(getattr(slo, name), 1.1 * getattr(plan.idle, f"{name}_quantile")) for name in OBJECTIVES}
+    return ",".join(f"{key}={value:.2g}" for key, value in kept.items() if value != float("inf"))
+
+
+def more_ranks(served: ServedModel, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
+    """The degree that works, where the user fixed one that does not."""
+    if not options.get("tp"):
+        return []
+    best = candidates(served, gpu, demand, **{**options, "tp": 0})[0]
+    return [] if best.refused else [f"--tp {best.deployment.tp}"]
+
+
+def narrower(served: ServedModel, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
+    """The widest narrower format that this hardware multiplies or widens, and that works."""
+    now = WEIGHT_FORMATS[options.get("weights", "bf16")].bytes
+    for weights in NARROWER_FORMATS:
+        form = WEIGHT_FORMATS[weights]
+        if form.bytes >= now or (weights == "fp4" and compute_format("fp4", gpu) != "fp4"):
+            continue
+        best = candidates(served, gpu, demand, **{**options, "weights": weights})[0]
+        if not best.refused:
+            return [f"--weights {weights} (tp = {best.deployment.tp})"]
+    return []
+
+
+def larger(served: ServedModel, gpu: Gpu, demand: Demand, options: dict[str, Any]) -> list[str]:
+    """The other accelerators that work, the two cheapest per token."""
+    ways: list[tuple[float, str]] = []
+    for other in catalogue().values():
+        if other.name == gpu.name or not (other.price_hour and other.bandwidth_gbs and other.memory_gb):
+            continue
+        try:
+            best = candidates(served, other, demand, **{**options, "tp": 0, "price_hour": 0.0})[0]
+        except SpecError:  # a figure that it would take is not in the catalogue
+            continue
+        if not best.refused:
+            short = (other.alias or other.name).split()[0]
+            ways.append((best.dollars_per_million()[2], f"--gpu {short} (tp = {best.deployment.tp})"))
+    return [way for _, way in sorted(ways)[:2]]

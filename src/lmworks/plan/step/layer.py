@@ -15,8 +15,7 @@ from ..case import Case, Number
 from ..software import Software
 from .comm import SHARDED_TENSORS, CommSeconds
 from .constants import Constants
-from .uncalibrated import Uncalibrated, reductions_per_micro_batch
-from .work import Pass, stops_early
+from .uncalibrated import Pass, Uncalibrated, reductions_per_micro_batch, stops_early
 
 # Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
 LAUNCHES_PER_COLLECTIVE = 3

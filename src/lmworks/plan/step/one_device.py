@@ -21,8 +21,7 @@ from ..policies import POLICIES, policies
 from ..software import software_of
 from .constants import REFERENCE_LAUNCH_S, constants
 from .layer import checkpoint_launches, host_bound_seconds
-from .uncalibrated import host_link
-from .work import Pass, Work
+from .uncalibrated import Pass, Work, host_link
 
 # 90 % interval of measured over predicted step time. On a CPU six kinds of run took 0.96 to 1.22 of it
 # (benchmarks/results/plan_check_cpu.json), on a GPU 0.91 to 1.10 (train_gpu.json); a margin for other machines on top.

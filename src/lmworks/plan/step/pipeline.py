@@ -15,8 +15,7 @@ import numpy as np
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
 from ..pipelines.bubble import Costs, bubble
-from ..pipelines.orders import actions
-from ..pipelines.schedule import Span, Times, simulate
+from ..pipelines.schedule import Span, Times, actions, simulate
 from ..pipelines.stages import Stage, head_cost, layer_cost, split_layers
 from .layer import MicroBatch
 

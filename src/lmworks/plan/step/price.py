@@ -2,7 +2,7 @@
 
 `price` is a closed form over arrays:
 
-    uncalibrated.py  kernels at benchmarked rates (work.py), collectives on idle links (comm.py), optimizer, copies
+    uncalibrated.py  kernels at benchmarked rates, collectives on idle links (comm.py), optimizer, copies
     layer.py         one micro-batch of one rank with the fitted constants (constants.py), overlap and host launches
     pipeline.py      the slowest rank, and the step time with the pipeline bubble
     here             exposed data-parallel communication, optimizer, stragglers; the parts add up to the step
