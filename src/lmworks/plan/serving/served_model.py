@@ -5,9 +5,10 @@ token meets, the experts of which it meets a few, the head, and what attention r
 from a ModelSpec; a network that a ModelSpec cannot describe (linear attention, dense layers among experts) is listed by
 hand.
 
-Its KV cache, in bytes on one rank: a token leaves a key and a value in every layer, one of each per KV head. Tensor parallelism shares
-the heads out; a rank holds at least one, so fewer heads than ranks are kept more than once. A sliding window keeps no more than itself.
-The cache is paged: a sequence takes whole blocks of 16 tokens, so its last block is half empty on average.
+Its KV cache, in bytes on one rank: a token leaves a key and a value in every layer, one of each per KV head. Tensor
+parallelism shares the heads out; a rank holds at least one, so fewer heads than ranks are kept more than once. A
+sliding window keeps no more than itself. The cache is paged: a sequence takes whole blocks of 16 tokens, so its last
+block is half empty on average.
 """
 
 from __future__ import annotations
