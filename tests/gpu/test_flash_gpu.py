@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lmworks.kernels.training.flash_attention import flash_attention
 from lmworks.model import GPT
-from lmworks.model.activation_checkpointing import PARTLY, inside
+from lmworks.model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_forward
 from lmworks.spec import ModelSpec
 
 pytestmark = [
@@ -143,8 +143,8 @@ def gradients_of(spec: ModelSpec, *, compiled: bool = False, recompute: str = "n
     for block in model.layers():
         block.recompute = recompute
         if compiled:
-            if recompute in PARTLY:  # as parallel.apply does it
-                block.forward = inside(block, recompute)
+            if recompute in SELECTIVE_POLICIES:  # as parallelize does it
+                block.forward = checkpointed_forward(block, recompute)
                 block.recompute = "none"
             block.compile()
     tokens = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(0)).cuda()

@@ -21,7 +21,7 @@ from lmworks.kernels.training.gelu import gelu_grad
 from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.training_fusion import fuse_gelu_epilogues
-from lmworks.parallel.parallelize import choose_recompute, gelu_blocks
+from lmworks.parallel.parallelize import apply_activation_checkpointing, gelu_blocks
 from lmworks.spec import LMWorksError, ModelSpec, SpecError, load_run
 from lmworks.train.health.nonfinite import FirstNonfiniteModule
 
@@ -170,7 +170,7 @@ def test_only_plain_layers_are_fused(words: tuple[str, ...], joined: bool) -> No
     spec = load_run("tiny", ["model.mlp=gelu", *words])
     with torch.device("meta"):
         part = GPT(spec.model)
-    choose_recompute(part, spec, torch.device("cpu"))
+    apply_activation_checkpointing(part, spec, torch.device("cpu"))
     assert gelu_blocks(part, spec) == (part.layers() if joined else [])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmworks.model import GPT, activation_offload
-from lmworks.model.activation_checkpointing import PARTLY, inside
+from lmworks.model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_forward
 from lmworks.model.activation_offload import HostBuffer, Offload
 from lmworks.spec import ModelSpec
 from tracker import Tracker
@@ -87,8 +87,8 @@ def test_nor_of_compiled_blocks(policy: str) -> None:
         torch._dynamo.reset()
         part = model(share, policy)
         for block in part.layers():
-            if policy in PARTLY:
-                block.forward = inside(block, policy)
+            if policy in SELECTIVE_POLICIES:
+                block.forward = checkpointed_forward(block, policy)
                 block.recompute = "none"
             block.compile(fullgraph=True)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from layouts import Job, do, do_here, layout
 from lmworks.data import Batch
 from lmworks.model import GPT
-from lmworks.model.activation_checkpointing import inside
+from lmworks.model.activation_checkpointing import checkpointed_forward
 from lmworks.parallel.initial_weights import source_of
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.parallelize import parallelize
@@ -71,7 +71,7 @@ def test_a_block_that_is_computed_again_is_one_graph(documents: torch.Tensor | N
     for compiled in (False, True):
         model = GPT(spec, seed=1)
         for block in model.layers() if compiled else []:
-            block.forward = inside(block, policy)
+            block.forward = checkpointed_forward(block, policy)
             block.compile(backend="aot_eager", fullgraph=True)
         _, loss = model(tokens, tokens.roll(-1, 1), documents=documents)
         loss.backward()

@@ -17,7 +17,12 @@ from lmworks.model import GPT
 from lmworks.model.attention import dense
 from lmworks.model.gpt import initial_weight
 from lmworks.model.moe import MoE, moe_layers, set_balance_scale, update_balance
-from lmworks.parallel.expert_parallel import apply_expert_parallel, dispatch_tokens, expert_names, join_sequences
+from lmworks.parallel.expert_parallel import (
+    apply_expert_parallel,
+    dispatch_tokens,
+    expert_names,
+    sum_balance_loss_over_cp,
+)
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.sharding_plan import ShardingPlan
@@ -173,7 +178,7 @@ def compare_sequences(rank: int) -> float:
     spec = ModelSpec(**{**SHAPE, **EXPERTS})
     mesh = Mesh(Grid(cp=2), "cpu")
     whole, part = GPT(spec), GPT(spec)
-    join_sequences(part, mesh.group("cp"))
+    sum_balance_loss_over_cp(part, mesh.group("cp"))
     x = torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
     gradients = []
     for model, hidden in ((whole, x), (part, x.chunk(2, dim=1)[rank])):

@@ -17,7 +17,7 @@ from lmworks.kernels.training import swiglu_fp8
 from lmworks.model import GPT, training_fusion
 from lmworks.model.training_fusion import fuse_float8_swiglu
 from lmworks.parallel import parallelize
-from lmworks.parallel.precision import apply_float8, refuse_float8
+from lmworks.parallel.precision import apply_float8, check_float8
 from lmworks.prove.parity import parity
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.layouts import Layout
@@ -141,7 +141,7 @@ def test_what_cannot_run_is_refused(dataset: Path, monkeypatch: pytest.MonkeyPat
         )
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(SpecError, match=r'pip install "lmworks\[fp8\]"'):
-        refuse_float8(make_spec(dataset, FP8), CPU)
+        check_float8(make_spec(dataset, FP8), CPU)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 from layouts import Job, do, layout
 from lmworks.model import GPT, activation_offload
-from lmworks.parallel.parallelize import choose_recompute
+from lmworks.parallel.parallelize import apply_activation_checkpointing
 from lmworks.plan.policies import saved_bytes_by_policy
 from lmworks.spec import SpecError
 from tiny import differences, saved
@@ -24,7 +24,7 @@ def policies(data: Path, *keys: str, layers: range = range(4), device: str = "cp
     spec = layout(data, *SHAPE, *keys)
     with torch.device("meta"):
         part = GPT(spec.model, layers=layers)
-    choose_recompute(part, spec, torch.device(device))
+    apply_activation_checkpointing(part, spec, torch.device(device))
     return [block.recompute for block in part.layers()]
 
 

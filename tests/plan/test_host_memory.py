@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.parallel.preflight import refuse_full_host, refuse_impossible
+from lmworks.parallel.preflight import check_host_memory, check_requirements
 from lmworks.plan.memory import host
 from lmworks.plan.memory.host_need import HostNeed, machine_need, refusal
 from lmworks.spec import RunSpec, SpecError, load_run
@@ -108,7 +108,7 @@ def run_of(*words: str) -> RunSpec:
 
 
 def start(*words: str) -> None:
-    refuse_full_host(run_of(*words), CPU)
+    check_host_memory(run_of(*words), CPU)
 
 
 def refused(*words: str) -> str:
@@ -212,7 +212,7 @@ def test_all_that_is_kept_there_counts_together(machine: Path) -> None:
 def test_a_run_is_refused_before_anything_is_laid_out(machine: Path) -> None:
     give(machine, MIB)
     with pytest.raises(SpecError, match=r"checkpoint\.asynchronous = false would fit"):
-        refuse_impossible(run_of(ASYNC), CPU)
+        check_requirements(run_of(ASYNC), CPU)
 
 
 def test_a_plan_for_this_machine_says_so(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from lmworks.kernels import dispatch
 from lmworks.kernels.training import cross_entropy
 from lmworks.model import activation_offload as runtime_offload
-from lmworks.parallel.parallelize import offload_activations
+from lmworks.parallel.parallelize import apply_activation_offload
 from lmworks.plan import activation_offload, software
 from lmworks.plan.case import Case
 from lmworks.plan.exact.shards import weights
@@ -94,7 +94,7 @@ def waiting(spec: RunSpec, monkeypatch: pytest.MonkeyPatch, smallest: int) -> tu
     monkeypatch.setattr(activation_offload, "MIN_TENSOR_BYTES", smallest)
     monkeypatch.setattr(runtime_offload, "MIN_TENSOR_BYTES", smallest)
     run = Steps(spec)
-    offload_activations(run.model, spec)
+    apply_activation_offload(run.model, spec)
     run.step()
     assert run.model.offload is not None
     slabs = [slab for free in run.model.offload.free.values() for slab in free]

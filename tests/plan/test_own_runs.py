@@ -18,7 +18,7 @@ from lmworks.kernels import dispatch
 from lmworks.kernels.training import cross_entropy_triton as once
 from lmworks.kernels.training import gelu_mlp
 from lmworks.model import GPT
-from lmworks.parallel.parallelize import choose_recompute, gelu_blocks
+from lmworks.parallel.parallelize import apply_activation_checkpointing, gelu_blocks
 from lmworks.plan import fused, software
 from lmworks.plan.case import Case
 from lmworks.plan.eager import LOGITS_IN_REGISTERS, MIN_LONG_ROW, loss
@@ -120,7 +120,7 @@ def test_it_is_priced_where_blocks_join_it(words: tuple[str, ...]) -> None:
     spec = load_run("gpt2-small", [*GPT2, *words])
     with torch.device("meta"):
         part = GPT(spec.model)
-    choose_recompute(part, spec, torch.device("cuda"))
+    apply_activation_checkpointing(part, spec, torch.device("cuda"))
     assert bool(gelu_blocks(part, spec)) == bool(Workload.of(spec, "cuda").epilogue_fusion)
     assert Workload.of_case(Case.of(spec, H200)).epilogue_fusion == Workload.of(spec, "cuda").epilogue_fusion
     assert not Workload.of(spec, "cpu").epilogue_fusion

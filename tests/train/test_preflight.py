@@ -125,13 +125,13 @@ def test_ranks_of_other_machines_are_not_counted(dataset: Path, monkeypatch: pyt
     spec = make_spec(dataset, "parallel.dp=4", "data.micro_batch=1")
     give(monkeypatch, need(spec) // 2)
     with pytest.raises(SpecError, match="for the 4 ranks"):
-        preflight.refuse_oversized(spec, CPU)
+        preflight.check_fits_memory(spec, CPU)
     for name, value in {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    preflight.refuse_oversized(spec, CPU)
+    preflight.check_fits_memory(spec, CPU)
     give(monkeypatch, need(spec) // 2 - 4)
     with pytest.raises(SpecError, match="for the 2 ranks"):
-        preflight.refuse_oversized(spec, CPU)
+        preflight.check_fits_memory(spec, CPU)
 
 
 def test_free_gpu_memory_is_used(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +144,11 @@ def test_free_gpu_memory_is_used(dataset: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 5)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2)
     device = torch.device("cuda", 1)
-    preflight.refuse_oversized(spec, device)
+    preflight.check_fits_memory(spec, device)
     free["free"] -= 1
     with pytest.raises(SpecError, match="of GPU memory, and"):
-        preflight.refuse_oversized(spec, device)
-    preflight.refuse_oversized(spec, device, starting=True)  # who starts ranks does not touch their GPUs
+        preflight.check_fits_memory(spec, device)
+    preflight.check_fits_memory(spec, device, starting=True)  # who starts ranks does not touch their GPUs
 
 
 def test_parity_memory_includes_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

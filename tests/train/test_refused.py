@@ -14,7 +14,7 @@ from lmworks.cli import train as command
 from lmworks.parallel import pipeline, world
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.precision import LossScale
-from lmworks.parallel.preflight import refuse_impossible
+from lmworks.parallel.preflight import check_requirements
 from lmworks.parallel.world import init_distributed
 from lmworks.record import RunFolder
 from lmworks.spec import Cluster, LMWorksError, ParallelSpec, PrecisionSpec, SpecError, TrainingError, load_run
@@ -57,10 +57,10 @@ def test_schedules_unsupported_by_older_torch_are_rejected(schedule: str, monkey
         "tiny", ["model.layers=4", "parallel.pp=2", f"parallel.schedule={schedule}", "data.global_batch=32"]
     )
     if schedule == "1f1b":
-        refuse_impossible(spec, torch.device("cpu"))
+        check_requirements(spec, torch.device("cpu"))
         return
     with pytest.raises(SpecError, match=r"parallel\.schedule = 'zbv' needs a newer PyTorch"):
-        refuse_impossible(spec, torch.device("cpu"))
+        check_requirements(spec, torch.device("cpu"))
 
 
 def test_used_folder_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_unsupported_spec_creates_no_folder(
 def test_overlap_of_tensor_parallel_products_needs_cuda(dataset: Path) -> None:
     spec = make_spec(dataset, "parallel.tp=2", "parallel.compile=true", "parallel.async_tp=true", "model.vocab=258")
     with pytest.raises(SpecError, match=r"parallel\.async_tp = true needs CUDA"):
-        refuse_impossible(spec, torch.device("cpu"))
+        check_requirements(spec, torch.device("cpu"))
 
 
 def go_on(rank: int, run: Path) -> str:

@@ -24,7 +24,7 @@ from ..plan.devices.links import wire_share
 from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError, recognise
-from ..spec.files import cache_root, refuse_unwritable, write_whole
+from ..spec.files import cache_root, check_writable, write_whole
 from .collectives import group_sizes, measure_collectives
 from .kernel_timing import FULL, QUICK, device_name, digits, measure
 
@@ -114,7 +114,7 @@ def check_output_path(path: Path) -> None:
             raise SpecError(f"--out {path}: this file exists and is not a profile; choose another name")
     except OSError as error:
         raise SpecError(f"--out {path}: {error.strerror}") from None
-    refuse_unwritable(path, "--out")
+    check_writable(path, "--out")
 
 
 def save(profile: Profile, path: Path) -> None:

@@ -26,7 +26,7 @@ import torch
 from ..checkpoint import committed, step_of
 from ..parallel.deepspeed import load_deepspeed
 from ..parallel.local_ranks import RankFailed, on_ranks
-from ..parallel.preflight import refuse_oversized
+from ..parallel.preflight import check_fits_memory
 from ..plan.exact.collectives import collectives
 from ..plan.exact.exchanges import by_kind
 from ..plan.memory.peak_memory import Row
@@ -147,7 +147,7 @@ def check_memory(specs: dict[str, RunSpec], ranks: int) -> None:
         laid_out = [with_strategy(changed, ranks, strategy_keys(name)) for name in specs if name != BASE]
         return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in laid_out]
 
-    refuse_oversized(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
+    check_fits_memory(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
 
 
 def slug(name: str) -> str:

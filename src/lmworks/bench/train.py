@@ -62,7 +62,7 @@ def bench_train(
         trainer = Trainer(spec, Path(folder) / "run", quiet=True, force=force)
         device = trainer.device
         progress(f"measuring products and memory of {device_name(device)}", 0, 0)
-        peak_rates = [measured_peak_rates(device, spec.precision.dtype)] if trainer.lead else []
+        peak_rates = [measured_peak_rates(device, spec.precision.dtype)] if trainer.is_rank_zero else []
         try:
             measured = with_oom_report(trainer.describe_oom, lambda: time_steps(trainer, steps, kernels, progress))
         except OutOfMemory as error:
@@ -81,7 +81,7 @@ def bench_train(
     gpu = find_gpu(spec.cluster, device)
     if gpu is not None:
         peak_rates.append(datasheet_peak_rates(gpu))
-    return results_of(trainer, measured, peak_rates) if trainer.lead else None
+    return results_of(trainer, measured, peak_rates) if trainer.is_rank_zero else None
 
 
 def tolerate_bad_steps(spec: RunSpec) -> RunSpec:

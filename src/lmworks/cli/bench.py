@@ -12,7 +12,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.formatting import binary_bytes, duration, short
-from ..spec.files import refuse_unwritable
+from ..spec.files import check_writable
 from . import options
 from .bench_inference import app as profile
 from .bench_inference import offline, serve
@@ -222,7 +222,7 @@ def kernels(
     if record:
         kernels.check_record(place)
     if out is not None:
-        refuse_unwritable(out, "--out")
+        check_writable(out, "--out")
 
     def keep(facts: dict[str, Any]) -> None:
         if out is not None:

@@ -34,14 +34,14 @@ def demo(
     from ..record import RunFolder
     from ..report.run_report import write_report
     from ..spec import load_run
-    from ..spec.files import refuse_unwritable
+    from ..spec.files import check_writable
     from ..train import Trainer
     from .plan import find_machine, print_memory, print_time
     from .train import unused_run_folder
 
     target = run_dir or unused_run_folder("demo")
     RunFolder(target).check_unused()
-    refuse_unwritable(target, "--run-dir")
+    check_writable(target, "--run-dir")
     heading(1, "Data: the standard library of this Python, as tokens")
     spec = load_run(SPEC)
     baseline = bigram_baseline(spec)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..spec.errors import SpecError
-from ..spec.files import refuse_unwritable
+from ..spec.files import check_writable
 from . import options
 from .launch import check_vocabulary, print_written
 from .options import Dtype, GlobalBatch, Seq
@@ -102,7 +102,7 @@ def search(
     questions = [problem_of(base, text, **more) for text in cluster or [""]]
     for option, path in (("--out", out), ("--html", html)):
         if path:
-            refuse_unwritable(path, option)
+            check_writable(path, option)
     if out:
         check_vocabulary(base)
     result = find(questions)

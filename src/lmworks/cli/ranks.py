@@ -269,13 +269,13 @@ def preflight(spec: RunSpec, ranks: int, force: bool) -> None:
     """Refuse, before any rank is started, what this machine has no GPU or no memory for."""
     import torch
 
-    from ..parallel.preflight import refuse_missing_gpu, refuse_oversized
+    from ..parallel.preflight import check_fits_memory, check_gpu_available
     from ..spec.elastic import fitted
 
-    refuse_missing_gpu(spec.cluster)
+    check_gpu_available(spec.cluster)
     if not force:
         device = "cpu" if gpu_count(spec) is None else "cuda"
-        refuse_oversized(fitted(spec, ranks), torch.device(device), starting=True)
+        check_fits_memory(fitted(spec, ranks), torch.device(device), starting=True)
 
 
 def gpu_count(spec: RunSpec) -> int | None:

@@ -57,7 +57,7 @@ def train(
     from ..spec import load_run
 
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
-    loaded.data.refuse_unnamed()
+    loaded.data.check_path_given()
     target = run_dir or default_run_folder(loaded)
     again = ["resume", str(target), *device_options(device, force), *(["--json"] if json else [])]
     if needs_supervisor(loaded, max_restarts):
@@ -143,11 +143,11 @@ def run_trainer(trainer: Trainer, json: bool) -> None:
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(LMWorksError, MemoryError):  # a full disk, or memory, has no room for it either
-            if trainer.lead and folder.metrics_path.exists():
+            if trainer.is_rank_zero and folder.metrics_path.exists():
                 write_report(folder)
         signal.signal(signal.SIGINT, before)
         raise
-    if not trainer.lead:
+    if not trainer.is_rank_zero:
         return
     write_report(folder)
     if json:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..spec import RunSpec
 from ..spec.errors import DataError, SpecError
-from ..spec.files import cache_root, refuse_unwritable, write_whole
+from ..spec.files import cache_root, check_writable, write_whole
 from ..spec.run import NO_DATA
 from .assemble import assemble, held_out
 from .encode import (
@@ -99,7 +99,7 @@ def prepare(
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise SpecError(f"--out {out} is a file; name a folder for the data")
-    refuse_unwritable(out, "--out")
+    check_writable(out, "--out")
     try:
         parts = [part for source in sources for part in parts_of(source, reading, out)]
         fingerprint = request.fingerprint(parts)

@@ -32,7 +32,7 @@ class Job:
         run_dir: str = "",
     ) -> Self:
         """Distributes the spec's ranks over nodes: those of the options, or else of `cluster`."""
-        spec.data.refuse_unnamed()
+        spec.data.check_path_given()
         nodes, per_node = nodes_and_ranks(spec, nodes, per_node)
         cluster = spec.cluster.replace(nodes=nodes, gpus_per_node=per_node)
         cluster_overrides = (

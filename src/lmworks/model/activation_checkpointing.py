@@ -1,11 +1,12 @@
-"""Recompute: throw activations away after the forward pass and compute them again for the backward pass.
+"""Activation checkpointing: activations are dropped after the forward pass and recomputed for the backward pass.
 
-`full` keeps only a block's input. `selective` keeps what is dear to compute, the results of matrix products and of
-attention, and computes the cheap rest (norms, activations, rotations) again. `mlp` keeps what is dear of attention
-alone, and computes the MLP, or the experts, again: wide results, and attention is not computed twice for them.
+`full` saves only a block's input. `selective` saves what is expensive to compute, the outputs of matrix products and of
+attention, and recomputes the rest (norms, activations, rotary embeddings). `mlp` saves the expensive outputs of
+attention only, and recomputes the MLP or the experts: their outputs are wide, and attention is not computed twice.
 
-Attention that is not one operation (it runs over several ranks) keeps its result itself, in `kept`. A compiled block
-hides its products from whoever watches it from outside: there these two are a matter for the compiler, see `inside`.
+Attention that is not one operation (it runs over several ranks) saves its output itself, in `saved_outputs`. The
+products of a compiled block are not visible from outside: there the compiler applies the policy, see
+`checkpointed_forward`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from .gpt import Block
 
 aten = torch.ops.aten
-LINEAR = {
+LINEAR_OPS = {
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_mm.default,  # of float8 operands
 }
-DEAR = LINEAR | {
+EXPENSIVE_OPS = LINEAR_OPS | {
     aten.bmm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -43,82 +44,82 @@ DEAR = LINEAR | {
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward pass, and of the second
 
 
-def keep_dear(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+def save_expensive(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class KeepAttention:
-    """As `keep_dear`, up to the last product of attention; for one block, as it counts.
+class SaveAttention:
+    """As `save_expensive`, up to the last product of attention. Of one block: it counts products.
 
     `linears`: linear layers of attention, the first of a block.
     """
 
     def __init__(self, linears: int) -> None:
         self.linears = linears
-        self.seen = {False: 0, True: 0}  # linear layers, in the forward pass and when it is computed again
+        self.seen = {False: 0, True: 0}  # linear layers, in the forward pass and in its recomputation
 
     def __call__(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         over = self.seen[ctx.is_recompute] >= self.linears
-        self.seen[ctx.is_recompute] += op in LINEAR
-        return CheckpointPolicy.MUST_SAVE if op in DEAR and not over else CheckpointPolicy.PREFER_RECOMPUTE
+        self.seen[ctx.is_recompute] += op in LINEAR_OPS
+        return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE_OPS and not over else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-PARTLY = ("selective", "mlp")  # policies that keep some of what a block computes
+SELECTIVE_POLICIES = ("selective", "mlp")  # policies that save some of the outputs inside a block
 
 
 def policy_contexts(policy: str, linears: int) -> Contexts:
-    """Of a policy that keeps some, for a block whose attention is one operation."""
+    """Of a selective policy, for a block whose attention is one operation."""
     found: Contexts = create_selective_checkpoint_contexts(
-        keep_dear if policy == "selective" else KeepAttention(linears)
+        save_expensive if policy == "selective" else SaveAttention(linears)
     )
     return found
 
 
-# What a block that keeps some put away in its forward pass, for when it is computed again; None elsewhere.
-kept: ContextVar[dict[str, Any] | None] = ContextVar("kept", default=None)
+# What a block under a selective policy saved in its forward pass, for the recomputation; None elsewhere.
+saved_outputs: ContextVar[dict[str, Any] | None] = ContextVar("saved_outputs", default=None)
 
 
-class Keeping(AbstractContextManager[None]):
-    """A policy's pass over a block, with the place for what the block keeps itself. Can be entered again."""
+class PolicyContext(AbstractContextManager[None]):
+    """Around a block's pass: the policy's own context, and `saved_outputs`. Can be entered again."""
 
-    def __init__(self, policy: AbstractContextManager[Any], place: dict[str, Any]) -> None:
-        self.policy, self.place = policy, place
+    def __init__(self, policy: AbstractContextManager[Any], outputs: dict[str, Any]) -> None:
+        self.policy, self.outputs = policy, outputs
 
     def __enter__(self) -> None:
         self.policy.__enter__()
-        self.before = kept.set(self.place)
+        self.before = saved_outputs.set(self.outputs)
 
     def __exit__(self, *error: Any) -> None:
-        kept.reset(self.before)
+        saved_outputs.reset(self.before)
         self.policy.__exit__(*error)
 
 
-def keeping(policy: str, linears: int) -> tuple[Keeping, Keeping]:
-    """Contexts of a policy that keeps some, for any block."""
-    place: dict[str, Any] = {}
+def block_contexts(policy: str, linears: int) -> tuple[PolicyContext, PolicyContext]:
+    """Contexts of a selective policy, for any block."""
+    outputs: dict[str, Any] = {}
     forward, again = policy_contexts(policy, linears)
-    return Keeping(forward, place), Keeping(again, place)
+    return PolicyContext(forward, outputs), PolicyContext(again, outputs)
 
 
-def inside(block: Block, policy: str) -> Callable[..., Tensor]:
-    """`forward` of a block under a policy that keeps some, to be compiled as a whole: the compiler then keeps it.
+def checkpointed_forward(block: Block, policy: str) -> Callable[..., Tensor]:
+    """`forward` of a block under a selective policy, to be compiled as a whole: the compiler applies the policy.
 
-    A function of our own around `checkpoint`: where that is the first thing a compiler meets, it compiles nothing.
+    In a function of its own: where `checkpoint` is the outermost call, torch.compile compiles nothing.
     """
     forward, contexts = block.forward, partial(policy_contexts, policy, block.attention_linears)
 
-    def kept_inside(*args: Any) -> Tensor:
+    def run(*args: Any) -> Tensor:
         result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return result
 
-    return kept_inside
+    return run
 
 
-def recomputed(block: Block, policy: str) -> Callable[..., Tensor]:
+def checkpointed(block: Block, policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full, selective or mlp."""
     if policy == "none":
         return block
     again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
     if policy == "full":
         return again
-    return partial(again, context_fn=partial(keeping, policy, block.attention_linears))
+    return partial(again, context_fn=partial(block_contexts, policy, block.attention_linears))

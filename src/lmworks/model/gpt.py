@@ -26,7 +26,7 @@ from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.gelu import gelu
 from ..spec import ModelSpec, components
 from . import rope
-from .activation_checkpointing import recomputed
+from .activation_checkpointing import checkpointed
 from .attention import Attend, dense
 from .moe import MoE
 
@@ -263,7 +263,7 @@ class GPT(nn.Module):
         rotary = self.rotary_tables(self.spec, positions) if self.spec.positions == "rope" else None
         for index, block in enumerate(self.layers()):
             with nullcontext() if self.offload is None else self.offload.block_forward(index, x, rotary or ()):
-                x = recomputed(block, block.recompute)(x, rotary, attend)
+                x = checkpointed(block, block.recompute)(x, rotary, attend)
         return x
 
     def logits(self, states: Tensor) -> Tensor:

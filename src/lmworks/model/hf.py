@@ -55,7 +55,7 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: not a whole safetensors file ({one_line(error)})") from None
             self.file_of |= dict.fromkeys(self.open[path].keys(), path)
 
-    def refuse_more_layers(self, layers: int) -> None:
+    def check_layer_count(self, layers: int) -> None:
         """Than there can be. Said before any is made: a config.json may ask for a billion of them."""
         if layers > len(self.file_of):
             raise CheckpointError(
@@ -134,7 +134,7 @@ def described(folder: Path) -> tuple[str, ModelSpec]:
     config = read_json(folder / CONFIG)
     try:
         family, spec = family_of_config(config), spec_of_config(config)
-        refuse_beyond_all(spec)
+        check_dimensions(spec)
         return family, spec
     except SpecError as error:
         raise SpecError(f"{folder / CONFIG}: {error}") from None
@@ -143,7 +143,7 @@ def described(folder: Path) -> tuple[str, ModelSpec]:
 LARGEST = 2**24  # of any one dimension: products of two, in bytes, are numbers that PyTorch can count to
 
 
-def refuse_beyond_all(spec: ModelSpec) -> None:
+def check_dimensions(spec: ModelSpec) -> None:
     """A config that is damaged, or made to be: weights of such a shape cannot even be described."""
     for name in (
         "layers",
@@ -178,11 +178,11 @@ def load_hf(
     device = torch.device(device)
     with ExitStack() as files:
         checkpoint = Checkpoint(folder, files)
-        checkpoint.refuse_more_layers(spec.layers)
+        checkpoint.check_layer_count(spec.layers)
         with torch.device("meta"):
             model = cls(spec)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
-        refuse_surplus(checkpoint, plan)
+        check_unused_tensors(checkpoint, plan)
         to_empty(model, device, dtype)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
 
@@ -213,9 +213,9 @@ class HFWeights:
                     f"but model.{key} = {getattr(spec, key)}"
                 )
         self.checkpoint = Checkpoint(folder, ExitStack())  # files stay open for as long as the weights are read
-        self.checkpoint.refuse_more_layers(spec.layers)
+        self.checkpoint.check_layer_count(spec.layers)
         plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
-        refuse_surplus(self.checkpoint, plan)
+        check_unused_tensors(self.checkpoint, plan)
         self.stored: dict[str, list[tuple[str, Stored]]] = {}
         for name, stored in plan.items():
             for part in stored.parts:
@@ -238,7 +238,7 @@ class HFWeights:
         return room[name].view(shape)
 
 
-def refuse_surplus(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
+def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
     """A tensor that nothing uses means that the config says less than the weights: the logits would be wrong."""
     surplus = sorted(name for name in checkpoint.file_of.keys() - set(plan) if not BUFFERS.search(name))
     if surplus := [name for name in surplus if name != "lm_head.weight"]:  # a copy of the tied embedding

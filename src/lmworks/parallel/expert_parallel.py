@@ -43,11 +43,11 @@ def expert_names(part: GPT) -> set[str]:
     }
 
 
-def join_sequences(part: GPT, group: ProcessGroup) -> None:
-    """Under context parallelism `group` holds parts of each sequence: the balance loss speaks of whole ones.
+def sum_balance_loss_over_cp(part: GPT, group: ProcessGroup) -> None:
+    """Under context parallelism a rank has a part of each sequence, and the balance loss is that of whole sequences.
 
-    `total` has the identity as its backward pass: each rank computes the whole loss, and of its gradient what belongs
-    to its own tokens, which data parallelism then adds up.
+    The backward pass of `total` is the identity: each rank computes the whole loss, and the gradient of its own tokens,
+    which data parallelism adds up.
     """
     for layer in moe_layers(part):
         layer.sequence_total = partial(collectives.total, group=group)

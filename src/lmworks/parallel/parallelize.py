@@ -1,10 +1,14 @@
-"""The recipe: how a model is laid over the ranks, in the order in which it is read here.
+"""The recipe: how a model is parallelized, in the order of `parallelize`.
 
-    pipeline split → tensor, sequence, expert parallel → fp8 → recompute → compile → precision → data parallel → weights
+    pipeline split → weight format → tensor, sequence, expert parallel → fp8 → activation checkpointing and offload
+      → compile → autocast → weights → data parallel
 
-Every part is built on the meta device and cut before it has memory, so no rank ever holds more than its share. Without
-a mesh there is one process, and all that remains of the recipe is recompute, compile and weights; what only a mesh
-needs is imported where it is used, because PyTorch's distributed parts take seconds to import.
+Every part is built on the meta device and sharded before it has memory, so no rank holds more than its share. FSDP2
+shards weights too, so it comes before them; the other strategies wrap a part that has its weights. Context parallelism
+splits batches, not the model: `ParallelModel.inputs` does it for each micro-batch.
+
+Without a mesh there is one process. What only a mesh needs is imported where it is used, because PyTorch's distributed
+parts take seconds to import.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from ..model import GPT
-from ..model.activation_checkpointing import PARTLY, inside
+from ..model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_forward
 from ..model.activation_offload import Offload
 from ..model.gpt import Block, LayerNorm
 from ..model.training_fusion import fuse_gelu_epilogues
@@ -23,7 +27,7 @@ from ..spec import RunSpec
 from ..spec.layout import SPLIT_BACKWARD
 from .data_parallel import DataParallel
 from .ddp import DDP
-from .expert_parallel import apply_expert_parallel, expert_names, join_sequences
+from .expert_parallel import apply_expert_parallel, expert_names, sum_balance_loss_over_cp
 from .initial_weights import Source, materialise
 from .mesh import Mesh
 from .optimizer_offload import HostOptimizer
@@ -38,7 +42,7 @@ from .zero import Zero
 def parallelize(
     spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
 ) -> ParallelModel:
-    """This rank's part of the model, ready for its first step; `stages` stand in for those it would hold."""
+    """This rank's part of the model, ready for its first step; `stages` replace those of its pipeline rank."""
     sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
@@ -54,17 +58,17 @@ def parallelize(
                 apply_expert_parallel(part, mesh, sharding)
                 experts = expert_names(part)
             if mesh.size("cp") > 1:
-                join_sequences(part, mesh.group("cp"))
+                sum_balance_loss_over_cp(part, mesh.group("cp"))
         if spec.precision.dtype == "fp8":
             apply_float8(part, spec, device)
-        choose_recompute(part, spec, device)
+        apply_activation_checkpointing(part, spec, device)
         fuse_gelu_epilogues(gelu_blocks(part, spec))
-        offload_activations(part, spec)
+        apply_activation_offload(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":
             autocast_forward(spec.precision, part, device)
-        strategies[stage.index] = with_weights(part, spec, mesh, experts, sharding, device, weights)
+        strategies[stage.index] = apply_data_parallel(part, spec, mesh, experts, sharding, device, weights)
         parts[stage.index] = part
     pipeline = None
     if mesh is not None and mesh.size("pp") > 1:
@@ -83,24 +87,24 @@ def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
     plain = spec.model.mlp == "gelu" and not spec.model.experts and layout.tp == 1 and spec.precision.dtype != "fp8"
     if not plain or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD):
         return []
-    return [block for block in part.layers() if block.recompute not in PARTLY]
+    return [block for block in part.layers() if block.recompute not in SELECTIVE_POLICIES]
 
 
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
     """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
     if spec.parallel.async_tp and mesh is not None:
         enable_async_tp(mesh)
-    alone = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
-    if isinstance(part.norm, LayerNorm) and alone:  # RMSNorm has kernels of its own
+    without_collectives = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
+    if isinstance(part.norm, LayerNorm) and without_collectives:  # RMSNorm has kernels of its own
         part.norm.compile()
     for block in part.layers():
-        if block.recompute in PARTLY and alone:  # a block that talks to other ranks is not one graph
-            block.forward = inside(block, block.recompute)  # type: ignore[method-assign]
+        if block.recompute in SELECTIVE_POLICIES and without_collectives:  # otherwise a block is not one graph
+            block.forward = checkpointed_forward(block, block.recompute)  # type: ignore[method-assign]
             block.recompute = "none"
         block.compile()
 
 
-def with_weights(
+def apply_data_parallel(
     part: GPT,
     spec: RunSpec,
     mesh: Mesh | None,
@@ -109,7 +113,7 @@ def with_weights(
     device: torch.device,
     weights: Source,
 ) -> DataParallel:
-    """The data-parallel strategy over a part, and memory with initial weights under it."""
+    """Give a part its weights, and wrap it in its data-parallel strategy."""
     layout = spec.parallel
     fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
     master = spec.precision.weights == "bf16" and spec.precision.master
@@ -117,20 +121,18 @@ def with_weights(
     if mesh is not None and fsdp2 and layout.engine == "native" and not has_no_replicas(spec, mesh):
         from .fsdp2 import FSDP2
 
-        strategy = FSDP2(part, spec, mesh, experts)  # shards are cut before there is memory
+        strategy = FSDP2(part, spec, mesh, experts)  # before the part has memory
         home = torch.device("cpu") if layout.offload == "full" else device
         materialise(part, sharding, mesh, device, weights, home, master)
     else:
         materialise(part, sharding, mesh, device, weights, device, master)
-        strategy = replicated(part, spec, mesh, experts)
+        strategy = wrap_data_parallel(part, spec, mesh, experts)
     return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
 
 
-def replicated(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
+def wrap_data_parallel(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
     layout = spec.parallel
-    if (
-        mesh is None or has_no_replicas(spec, mesh) or layout.engine == "deepspeed"
-    ):  # which wraps the part itself, later
+    if mesh is None or has_no_replicas(spec, mesh) or layout.engine == "deepspeed":  # DeepSpeed wraps the part later
         return SingleRank(part)
     if layout.strategy == "fsdp1":
         from .fsdp1 import FSDP1
@@ -152,19 +154,19 @@ def has_no_replicas(spec: RunSpec, mesh: Mesh) -> bool:
     return mesh.size("dp_cp") == 1 and spec.parallel.offload != "full"
 
 
-def choose_recompute(part: GPT, spec: RunSpec, device: torch.device) -> None:
+def apply_activation_checkpointing(part: GPT, spec: RunSpec, device: torch.device) -> None:
     blocks = part.layers()
     chosen = policies(with_device(spec, device), [block.attention.layer for block in blocks])
     for block, policy in zip(blocks, chosen, strict=True):
         block.recompute = policy
 
 
-def offload_activations(part: GPT, spec: RunSpec) -> None:
+def apply_activation_offload(part: GPT, spec: RunSpec) -> None:
     if spec.parallel.offload_activations:
         blocks = part.layers()
         part.offload = Offload(block_budgets(spec, len(blocks)), blocks[0].parameters())
 
 
 def with_device(spec: RunSpec, device: torch.device) -> RunSpec:
-    """Where it runs, which a spec may leave open: what blocks keep depends on whose kernels run."""
+    """With `cluster.device` resolved: what blocks save depends on the kernels of the device."""
     return spec.replace(cluster=spec.cluster.replace(device=device.type)) if spec.cluster.device == "auto" else spec

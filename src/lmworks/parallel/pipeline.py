@@ -70,7 +70,7 @@ def splits_backward() -> bool:
         return False
 
 
-def refuse_split_backward(schedule: str) -> None:
+def check_split_backward(schedule: str) -> None:
     if schedule in SPLIT_BACKWARD and not splits_backward():
         raise SpecError(
             f"parallel.schedule = {schedule!r} needs a newer PyTorch (tried with 2.13) than {torch.__version__}, which "
@@ -176,7 +176,7 @@ class Pipeline:
         name, micro_batches = self.spec.parallel.schedule, self.spec.accumulation
         if name in SINGLE:
             return SINGLE[name](self.stages[0], micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
-        refuse_split_backward(name)
+        check_split_backward(name)
         # The schedule itself says when a stage is gathered and let go. Where FSDP did so too after every forward pass,
         # a split backward pass would look for its gradients on weights that are no longer there.
         for module in fsdp_units(self.modules):

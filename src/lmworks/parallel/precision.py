@@ -81,7 +81,7 @@ class LossScale:
 # --- fp8 -------------------------------------------------------------------------------------------------
 
 
-def refuse_float8(spec: RunSpec, device: torch.device) -> None:
+def check_float8(spec: RunSpec, device: torch.device) -> None:
     load_torchao()
     if device.type == "cuda" and not spec.parallel.compile:
         warnings.warn(

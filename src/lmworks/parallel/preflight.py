@@ -21,32 +21,32 @@ from ..plan.policies import within_budget
 from ..spec import Cluster, RunSpec, SpecError
 from .deepspeed import load_deepspeed
 from .parallelize import with_device
-from .precision import refuse_float8
-from .tensor_parallel import refuse_async_tp
+from .precision import check_float8
+from .tensor_parallel import check_async_tp
 
 
-def refuse_impossible(spec: RunSpec, device: torch.device, force: bool = False) -> None:
-    """`force`: what does not fit into memory is tried all the same."""
+def check_requirements(spec: RunSpec, device: torch.device, force: bool = False) -> None:
+    """What the spec needs of this machine. `force`: without the memory check."""
     layout = spec.parallel
     if spec.model.attention == "flash" and not runs_on(device):
         raise SpecError(
             f"model.attention = 'flash' needs a GPU, and this run is on {device.type}; use 'sdpa' or 'auto'"
         )
     if layout.async_tp:
-        refuse_async_tp(device.type)
+        check_async_tp(device.type)
     if layout.pp > 1:
-        from .pipeline import refuse_split_backward  # PyTorch's pipelining takes seconds to import
+        from .pipeline import check_split_backward  # PyTorch's pipelining takes seconds to import
 
-        refuse_split_backward(layout.schedule)
+        check_split_backward(layout.schedule)
     if layout.engine == "deepspeed":
         load_deepspeed(device.type)
     if spec.precision.dtype == "fp8":
-        refuse_float8(spec, device)
+        check_float8(spec, device)
     if layout.recompute == "budget":
         stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
         within_budget(spec, max(len(stage.layers) for stage in stages))
     if not force:
-        refuse_oversized(spec, device)
+        check_fits_memory(spec, device)
 
 
 # --- memory ----------------------------------------------------------------------------------------------
@@ -54,18 +54,18 @@ def refuse_impossible(spec: RunSpec, device: torch.device, force: bool = False) 
 RUNTIME = 300 * 2**20  # bytes of a rank before it holds anything: Python, PyTorch and its libraries, which are shared
 
 
-def refuse_missing_gpu(cluster: Cluster) -> None:
-    """A spec that names a GPU is meant for one: on a CPU it would run for weeks, if it ran at all."""
+def check_gpu_available(cluster: Cluster) -> None:
+    """A spec that names a GPU does not run on a CPU unless asked: it would take weeks."""
     if cluster.device == "auto" and cluster.accelerator is not None and not torch.cuda.is_available():
         error = SpecError(
             f"cluster.gpu = '{cluster.gpu}', and this machine has no GPU; --device cpu runs it here all the same, and "
             "`lmworks prove simulate` steps one rank of it without the memory"
         )
-        error.collective = int(os.environ.get("LOCAL_RANK") or 0) > 0  # the first rank of each machine says it
+        error.collective = int(os.environ.get("LOCAL_RANK") or 0) > 0  # only the first rank of each machine prints it
         raise error
 
 
-def refuse_oversized(
+def check_fits_memory(
     spec: RunSpec,
     device: torch.device,
     *,
@@ -73,20 +73,20 @@ def refuse_oversized(
     beside: OtherMemory = no_other_memory,
     own_layout: bool = True,
 ) -> None:
-    """Refuse what does not fit, counting all ranks of this machine, while none of them has taken anything.
+    """Whether all ranks of this machine fit into its memory, before any has allocated some.
 
-    `starting`: asked by the process that will start them. Each of them has its runtime to load as well then, and looks
-    for itself at its GPU: to ask that takes a CUDA context, half a GB of it.
+    `starting`: called by the process that will start them. Then each loads its runtime as well, and checks its own GPU:
+    that takes a CUDA context of half a GB.
     `beside`: what a rank holds beside its training. `own_layout`: data parallelism may be changed, so that it fits.
     """
-    refuse_full_host(spec, device)
+    check_host_memory(spec, device)
     if starting and device.type != "cpu":
         return
     if device.type == "cpu":
         ranks = list(ranks_here(spec))
     else:
         ranks = [int(os.environ.get("RANK") or 0)]
-    limits = free_for(device)
+    limits = memory_limits(device)
 
     def rows(changed: RunSpec, rank: int) -> list[Row]:
         return [*beside(changed, rank), *([Row("runtime", RUNTIME, "Python, PyTorch, libraries")] if starting else [])]
@@ -95,20 +95,20 @@ def refuse_oversized(
         raise SpecError(why)
 
 
-def free_for(device: torch.device) -> Limits:
-    """What is free: of a CPU's memory for all processes together, of a GPU's for this one."""
+def memory_limits(device: torch.device) -> Limits:
+    """Free memory: of a CPU for all processes together, of a GPU for this one."""
     if device.type == "cpu":
         return Limits(available_bytes(), process_bytes())
-    return Limits(each=free_on(device), what="GPU memory")
+    return Limits(each=free_gpu_bytes(device), what="GPU memory")
 
 
-def free_on(device: torch.device) -> int:
-    """Of a GPU, which a rank has for itself: what nobody holds, and what this process's allocator would use again."""
+def free_gpu_bytes(device: torch.device) -> int:
+    """Unused memory, and what this process's allocator has reserved and not allocated."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def refuse_full_host(spec: RunSpec, device: torch.device) -> None:
+def check_host_memory(spec: RunSpec, device: torch.device) -> None:
     """Of all ranks of this machine. To pin too much host memory would make the kernel kill some process."""
     ranks = ranks_here(spec)
     need = machine_need(with_device(spec, device), ranks, device.type)
@@ -117,7 +117,7 @@ def refuse_full_host(spec: RunSpec, device: torch.device) -> None:
 
 
 def ranks_here(spec: RunSpec) -> Sequence[int]:
-    """On this machine: as whoever started them says, or as the spec does."""
+    """Ranks on this machine: from the environment of the launcher, or from the spec."""
     first = int(os.environ.get("RANK") or 0) - int(os.environ.get("LOCAL_RANK") or 0)
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks_on_host(spec))
     return range(first, min(first + count, spec.parallel.world))

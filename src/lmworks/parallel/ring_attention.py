@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 
 from ..kernels.training import attention_tile
-from ..model.activation_checkpointing import kept
+from ..model.activation_checkpointing import saved_outputs
 from ..model.attention import Pattern
 
 TILE = 1024  # scores of a tile with a bias may lie in memory: batch · heads · TILE² numbers
@@ -185,13 +185,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
         q, kv = heads_first(q), torch.stack((heads_first(k), heads_first(v)))
-        place = kept.get()
-        if place:
-            out, lse = place.pop("ring")
+        saved = saved_outputs.get()
+        if saved:
+            out, lse = saved.pop("ring")
         else:
             out, lse = ring_forward(ring, q, kv, sinks)
-            if place is not None:
-                place["ring"] = out, lse
+            if saved is not None:
+                saved["ring"] = out, lse
         ctx.ring = ring
         ctx.save_for_backward(q, kv, out, lse, sinks)
         return out.transpose(1, 2)

@@ -56,7 +56,7 @@ def local_heads(spec: ModelSpec, mesh: Mesh) -> slice:
     return slice(mesh.rank("tp") * count, (mesh.rank("tp") + 1) * count)
 
 
-def refuse_async_tp(device_type: str) -> None:
+def check_async_tp(device_type: str) -> None:
     if device_type != "cuda":
         raise SpecError(
             f"parallel.async_tp = true needs CUDA devices with peer access, not '{device_type}'; "
@@ -70,7 +70,7 @@ def enable_async_tp(mesh: Mesh) -> None:
     It works on what sequence parallelism exchanges (an all-reduce is not split) and through symmetric memory, which
     CUDA devices with peer access have. Not tried so far: no machine with two such devices was at hand.
     """
-    refuse_async_tp(mesh.device_type)
+    check_async_tp(mesh.device_type)
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -197,7 +197,7 @@ class TensorParallelizer:
             part.positions = SequencePositions(part.positions, self.mesh)
         if part.norm is not None:
             part.norm.register_forward_hook(on_output(self.region.enter_narrow))
-            part.register_forward_pre_hook(refuse_logits, with_kwargs=True)
+            part.register_forward_pre_hook(check_keep_logits, with_kwargs=True)
             part.cross_entropy = partial(linear_cross_entropy, chunk=VocabLoss(self.mesh))
 
 
@@ -209,7 +209,7 @@ def on_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda _module, _args, output: change(output)
 
 
-def refuse_logits(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_keep_logits(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     targets = args[1] if len(args) > 1 else kwargs.get("targets")
     if targets is not None and kwargs.get("keep_logits", True):
         raise SpecError("parallel.tp > 1 cuts the logits over ranks: ask for the loss with keep_logits=False")

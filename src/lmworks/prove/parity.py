@@ -23,7 +23,7 @@ import torch
 from ..data import prepare
 from ..parallel.comm_counter import Row as Traffic
 from ..parallel.local_ranks import RankFailed, on_ranks
-from ..parallel.preflight import refuse_oversized
+from ..parallel.preflight import check_fits_memory
 from ..plan.exact.shards import local_shapes
 from ..plan.memory.peak_memory import Row
 from ..spec import RunSpec, SpecError
@@ -95,7 +95,7 @@ class Parity:
                 "parallel.engine = 'deepspeed' does not expose its gradients; parity compares 'native' ones"
             )
         if not self.force:
-            refuse_oversized(spec, torch.device("cpu"), beside=comparison_memory, own_layout=False)
+            check_fits_memory(spec, torch.device("cpu"), beside=comparison_memory, own_layout=False)
         one = self.single_rank(layout)
         try:
             ranks = self.train(spec)

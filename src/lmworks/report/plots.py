@@ -16,7 +16,7 @@ from ..record import RunFolder, read_metrics
 from ..record.formatting import duration
 from ..record.run_summary import Steps
 from ..spec import LMWorksError, SpecError
-from ..spec.files import refuse_unwritable
+from ..spec.files import check_writable
 
 CURVES = {  # file: (keys with their label, y axis)
     "loss": ({"loss": "training", "val_loss": "validation"}, "loss"),
@@ -60,7 +60,7 @@ def check_plot_path(path: Path, option: str) -> None:
         raise SpecError(f'{option} needs matplotlib: pip install "lmworks[plots]"')
     if path.suffix.lower() not in IMAGE_TYPES:
         raise SpecError(f"{option} {path}: name a file that ends in {', '.join(IMAGE_TYPES)}")
-    refuse_unwritable(path, option)
+    check_writable(path, option)
 
 
 def has_matplotlib() -> bool:

@@ -33,7 +33,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def refuse_unwritable(path: Path, option: str) -> None:
+def check_writable(path: Path, option: str) -> None:
     """Before any work is done for it: nothing can be made at `path`. `option` names it in the error."""
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):

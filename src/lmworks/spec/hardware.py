@@ -153,7 +153,7 @@ def parse_cluster(text: str, own: str = "") -> Cluster:
     parts = CLUSTER.fullmatch(text.strip())
     if not parts:
         raise SpecError(f"cluster {text!r}: write COUNTxGPU, e.g. 8xh100, or NODESxCOUNTxGPU, e.g. 2x8xh100")
-    refuse_backwards(text, own)
+    check_count_first(text, own)
     name = find_gpu_name(parts["gpu"], own)
     counts = [read_count(text, parts[key]) for key in ("first", "second") if parts[key]]
     if len(counts) == 2:
@@ -172,7 +172,7 @@ def parse_cluster(text: str, own: str = "") -> Cluster:
 BACKWARDS = re.compile(r"(?P<gpu>.+?)\s*[x×*:]\s*(?P<counts>[0-9]+(?:\s*[x×*:]\s*[0-9]+)?)")
 
 
-def refuse_backwards(text: str, own: str) -> None:
+def check_count_first(text: str, own: str) -> None:
     """h100x256: where this is an accelerator and a count, say how it is written."""
     parts = BACKWARDS.fullmatch(text.strip())
     known = {word for name, gpu in catalogue(own).items() for word in (spelling(name), *gpu.alias.split())}

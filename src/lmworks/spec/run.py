@@ -54,7 +54,7 @@ class DataSpec(Section):
     def named(self) -> bool:
         return bool(self.mix or self.path)
 
-    def refuse_unnamed(self) -> None:
+    def check_path_given(self) -> None:
         """Before a run is started, or a job is written that starts it."""
         if not self.named:
             raise SpecError(NO_DATA)

@@ -77,7 +77,7 @@ class Section:
         """Build from parsed TOML."""
         if not isinstance(data, Mapping):
             raise SpecError(f"{cls.section or 'spec'}: expected a table, got {data!r}")
-        refuse_unknown(cls, data, cls.dotted_keys())
+        check_known_keys(cls, data, cls.dotted_keys())
         return cls(**data)
 
     @classmethod
@@ -114,7 +114,7 @@ def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Section)
 
 
-def refuse_unknown(cls: type[Section], data: Mapping[str, Any], keys: Iterable[str]) -> None:
+def check_known_keys(cls: type[Section], data: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Name the first key that is none of this section's, or of one within it; `keys` are all that there are."""
     hints = {field.name: field_types(cls)[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for name, value in data.items():
@@ -122,7 +122,7 @@ def refuse_unknown(cls: type[Section], data: Mapping[str, Any], keys: Iterable[s
             near = meant(name, value, sorted(hints), keys)
             raise SpecError(f"unknown key '{cls.key(name)}'{suggestion(near) or did_you_mean(name, hints)}")
         if is_section(hints[name]) and isinstance(value, Mapping):
-            refuse_unknown(hints[name], value, keys)
+            check_known_keys(hints[name], value, keys)
 
 
 def meant(name: str, value: Any, here: Sequence[str], keys: Iterable[str]) -> list[str]:

@@ -50,7 +50,7 @@ class CheckpointManager:
         self.root = self.folder.checkpoints
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
-        self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.lead else None
+        self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.is_rank_zero else None
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
 
@@ -223,7 +223,7 @@ class CheckpointManager:
         """
         place = self.root / f"set-aside-{attempt}"
         steps = run_on_rank_zero(lambda: set_aside(self.root, step, place))
-        if not steps or not self.recorder.lead:
+        if not steps or not self.recorder.is_rank_zero:
             return
         self.recorder.event("set_aside", step, attempt=attempt, steps=steps, path=place.name)
         if not quiet:

@@ -32,7 +32,7 @@ from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
-from ..spec.files import refuse_unwritable, write_whole
+from ..spec.files import check_writable, write_whole
 from .load_run import RefusalLog
 
 MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
@@ -94,7 +94,7 @@ def check_output_folder(out: Path) -> None:
             raise SpecError(f"{out} is a file; name a folder for the export")
         if out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file():
             raise SpecError(f"{out} is not empty and not an earlier export; name another folder")
-        refuse_unwritable(out, "the export")
+        check_writable(out, "the export")
     except OSError as error:
         raise SpecError(f"cannot write {out}: {error.strerror}") from None
 

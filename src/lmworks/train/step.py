@@ -46,7 +46,7 @@ class Stepper:
     device: torch.device
     mesh: Mesh | None
     folder: RunFolder
-    lead: bool
+    is_rank_zero: bool
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     engine: DeepSpeedEngine | None
@@ -206,7 +206,7 @@ class Stepper:
     def write_stats(self, stats: BlockStats) -> None:
         stats.after_update()
         parts = stats.collect()
-        if self.lead:
+        if self.is_rank_zero:
             with MetricsWriter(self.folder.stats_path, self.attempt) as lines:
                 lines.write(self.step + 1, {"parts": parts})
 

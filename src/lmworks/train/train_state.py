@@ -28,10 +28,10 @@ class EventRecorder:
     """Writes events of the run folder, on rank 0."""
 
     folder: RunFolder
-    lead: bool
+    is_rank_zero: bool
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
-        if self.lead:
+        if self.is_rank_zero:
             self.folder.event(kind, step, **fields)
 
 

@@ -24,7 +24,7 @@ from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.initial_weights import source_of
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
-from ..parallel.preflight import refuse_impossible, refuse_missing_gpu
+from ..parallel.preflight import check_gpu_available, check_requirements
 from ..parallel.world import (
     collective_error,
     init_distributed,
@@ -38,7 +38,7 @@ from ..plan.flops import model_flops_per_token
 from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError
-from ..spec.files import refuse_unwritable, with_absolute_paths, write_whole
+from ..spec.files import check_writable, with_absolute_paths, write_whole
 from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
@@ -88,7 +88,7 @@ class Trainer(Stepper):
     ) -> None:
         self.init_ranks(spec, quiet)
         run_on_rank_zero(RunFolder(Path(run_dir)).check_unused)  # before data are prepared
-        run_on_rank_zero(lambda: refuse_unwritable(Path(run_dir), "--run-dir"))
+        run_on_rank_zero(lambda: check_writable(Path(run_dir), "--run-dir"))
         run_on_rank_zero(lambda: check_empty(spec.checkpoint.remote))
         self.preflight(force)
         run_on_rank_zero(
@@ -115,19 +115,19 @@ class Trainer(Stepper):
     def init_ranks(self, spec: RunSpec, quiet: bool) -> None:
         """Pick the device, fit the layout to the world size, create the process groups."""
         self.spec = fit_to_world_size(with_absolute_paths(spec))
-        refuse_missing_gpu(spec.cluster)
+        check_gpu_available(spec.cluster)
         self.device = pick_device(spec.cluster)
         self.spec = with_gpu_name(self.spec, self.device)
         self.mesh = init_distributed(self.spec.parallel, self.device, self.spec.watch.timeout_s)
-        self.lead = is_rank_zero()
-        self.quiet = quiet or not self.lead
+        self.is_rank_zero = is_rank_zero()
+        self.quiet = quiet or not self.is_rank_zero
 
     def preflight(self, force: bool = False) -> None:
         """All checks that can fail, before a folder or file is written."""
         spec = self.spec
         if spec.deterministic:
             make_deterministic()
-        run_on_all_ranks(lambda: refuse_impossible(spec, self.device, force))
+        run_on_all_ranks(lambda: check_requirements(spec, self.device, force))
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
         self.weights = run_on_all_ranks(lambda: source_of(spec))
         run_on_rank_zero(self.open_data)  # the embedded corpus is created on first use, by one rank
@@ -167,7 +167,7 @@ class Trainer(Stepper):
         self.reader = ScalarReader(self.device)
         self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
         self.stop_signal = 0
-        self.recorder = EventRecorder(self.folder, self.lead)
+        self.recorder = EventRecorder(self.folder, self.is_rank_zero)
         self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
         self.train_state = TrainState(self.parallel_model, self.optimizer, self.engine)
         self.checkpoints = CheckpointManager(
@@ -207,7 +207,7 @@ class Trainer(Stepper):
             self.stop.defer_to_step_end()
             with ExitStack() as writers:
                 self.sinks: list[Sink] = []
-                if self.lead:
+                if self.is_rank_zero:
                     progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
                     self.progress = writers.enter_context(progress)
                     for line in banner(self.spec, self.folder, self.device, self.step):
@@ -216,7 +216,7 @@ class Trainer(Stepper):
                     self.metrics = writers.enter_context(metrics)
                     self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
                 try:
-                    return self.loop()
+                    return self.train()
                 except Exception as error:
                     self.checkpoints.close(error)
                     self.record_failure(error)
@@ -244,12 +244,12 @@ class Trainer(Stepper):
         if cause is not error:
             raise cause from error
 
-    def loop(self) -> Evaluation:
+    def train(self) -> Evaluation:
         with closing(Prefetcher(self.batches, self.spec.data.workers, self.device)) as prefetcher:
             self.prefetcher = prefetcher
-            return self.steps(prefetcher)
+            return self.train_loop(prefetcher)
 
-    def steps(self, prefetcher: Prefetcher) -> Evaluation:
+    def train_loop(self, prefetcher: Prefetcher) -> Evaluation:
         spec = self.spec
         evaluation = None
         save_s = ended = 0.0
@@ -259,12 +259,13 @@ class Trainer(Stepper):
             try:
                 values = self.next_step(prefetcher)
                 last = self.step == spec.optim.steps
-                saved = last or self.stop_signal or (spec.checkpoint.every and self.step % spec.checkpoint.every == 0)
+                every = spec.checkpoint.every
+                save_due = last or self.stop_signal or (every and self.step % every == 0)
                 if self.stop_signal:
                     self.launcher.discard()
-                if spec.health.hash_every and (saved or self.step % spec.health.hash_every == 0):
+                if spec.health.hash_every and (save_due or self.step % spec.health.hash_every == 0):
                     check_replicas(self.parallel_model, self.optimizer, self.health, self.position, self.recorder)
-                if saved:
+                if save_due:
                     tensors = self.train_state.local_tensors()
                     check_state(tensors, self.mesh, self.health, self.position, self.recorder)
             except StepRejected as rejected:
@@ -282,9 +283,9 @@ class Trainer(Stepper):
                 values["val_loss"] = evaluation.loss
             self.report(values)
             save_s = 0.0
-            if saved:
+            if save_due:
                 save_s = self.save(wait=bool(last or self.stop_signal))
-            if saved and self.stop_signal and not last:
+            if save_due and self.stop_signal and not last:
                 raise collective_error(Interrupted(self.stop_signal, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
@@ -342,7 +343,7 @@ class Trainer(Stepper):
 
     def report(self, values: dict[str, Any]) -> None:
         """Write one line of metrics.jsonl, with throughput and MFU."""
-        if not self.lead:
+        if not self.is_rank_zero:
             return
         positions = self.spec.tokens_per_step
         flops = model_flops_per_token(self.spec.model, self.spec.data.seq) * positions / values["step_s"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...parallel.preflight import refuse_missing_gpu, refuse_oversized
+from ...parallel.preflight import check_fits_memory, check_gpu_available
 from ...plan.memory.peak_memory import Row
 from ...plan.memory.sheet import memory
 from ...record import RunFolder, read_metrics
@@ -248,7 +248,7 @@ def study(
     """
     variants = select_variants(names)
     specs = {variant: variant_spec(spec, variant) for variant in variants}
-    refuse_missing_gpu(spec.cluster)
+    check_gpu_available(spec.cluster)
     if not force:
         check_memory(specs[BASE])
     for variant, one in specs.items():
@@ -271,7 +271,7 @@ def check_memory(base: RunSpec) -> None:
     def beside(changed: RunSpec, rank: int) -> list[Row]:
         return [Row("another precision", memory(changed, rank=rank).total, "whose steps are interleaved with it")]
 
-    refuse_oversized(base, pick_device(base.cluster), starting=True, beside=beside, own_layout=False)
+    check_fits_memory(base, pick_device(base.cluster), starting=True, beside=beside, own_layout=False)
 
 
 def check_same_spec(folder: Path, spec: RunSpec) -> None:

@@ -27,7 +27,7 @@ from ...model.gpt import GPT
 from ...model.hf import one_line, read_json
 from ...model.tensor_files import STAGED_DEVICES, DoubleBuffer, Span, save_tensors, spans, upload_in_threads
 from ...spec import CheckpointError, ModelSpec, SpecError
-from ...spec.files import refuse_unwritable, write_whole
+from ...spec.files import check_writable, write_whole
 from .quantize import Report
 from .quantized_model import SCHEMES, MetaModel, QuantLinear, get_scheme, layer_scheme
 
@@ -49,7 +49,7 @@ def check_output_folder(out: Path) -> None:
         raise SpecError(f"{out} is a file; name a folder for the quantized model")
     if out.is_dir() and any(out.iterdir()) and not is_quantized(out):
         raise SpecError(f"{out} is not empty and holds no quantized model; name another folder")
-    refuse_unwritable(out, "--out")
+    check_writable(out, "--out")
 
 
 def save_quantized(

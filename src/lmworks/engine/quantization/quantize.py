@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.inference.quantized import GROUPS
 from ...model.gpt import GPT
-from ...parallel.preflight import free_for
+from ...parallel.preflight import memory_limits
 from ...plan.memory.fit import sentence, total
 from ...plan.memory.peak_memory import Row, row
 from ...spec import DataError, LMWorksError, ModelSpec, SpecError, components
@@ -195,7 +195,7 @@ def peak_rows(model: ModelSpec, scheme: str, tokens: int, width: int) -> list[Ro
 
 def check_memory(name: str, model: ModelSpec, scheme: str, tokens: int, width: int, device: torch.device) -> None:
     """Before anything is loaded; with the most tokens that would fit, or how much the rest takes without any."""
-    limits = free_for(device)
+    limits = memory_limits(device)
 
     def fits(fewer: int) -> bool:
         return limits.fits([total(peak_rows(model, scheme, fewer, width))])

@@ -100,7 +100,7 @@ class BadStepRecovery:
 
     def record_issue(self, at: Position, issue: HealthIssue) -> None:
         """Write an event, with a description of the batch."""
-        if self.recorder.lead:
+        if self.recorder.is_rank_zero:
             kind = "fault" if issue.kind == "nonfinite" else "spike"
             data = describe(self.batches, at.cursor)
             facts = {"reason": issue.kind, "action": issue.action, "cursor": at.cursor, **issue.facts}
