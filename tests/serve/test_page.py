@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 from api_server import Api
 
-from lmworks.serve.app import own, page
+from lmworks.serve.app import page, read_asset
 
 
 class Inside(HTMLParser):
@@ -59,7 +59,7 @@ def test_the_page_begins_with_an_empty_state_and_plain_labels() -> None:
 
 
 def test_answers_are_not_parsed_as_html() -> None:
-    script = own("page_markdown.js")
+    script = read_asset("page_markdown.js")
     assert "document.createElement" in script
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|DOMParser|ContextualFragment|Function\(", script)
     assert "https?:" in script  # no other address becomes a link

@@ -39,10 +39,15 @@ from .sse import start_stream, to_json, while_connected
 from .telemetry import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-REFUSED = {400: "cannot be served as it is", 401: "no key, or a wrong one", 404: "no such model"}
+ERRORS = {
+    400: "invalid request",
+    401: "missing or invalid API key",
+    404: "model not found",
+    429: "rate limit exceeded: see retry-after",
+    503: "unavailable: see retry-after",
+}
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
-LONGEST_PATH = 80  # characters of a path that is compared with others, and quoted
-BUSY = {429: "too much at once: see retry-after", 503: "not now: see retry-after"}
+MAX_QUOTED_PATH = 80  # characters of an unknown path that are compared with endpoints and quoted
 
 
 def make_app(
@@ -95,14 +100,15 @@ def not_found_message(request: Request) -> str:
     }
     if path in served:
         return f"{path} takes {' and '.join(served[path])}, not {method[:20]}"
-    near = get_close_matches(path, served, 1, cutoff=0.8) if len(path) <= LONGEST_PATH else []
-    meant = f" (did you mean {near[0]}?)" if near else ""
-    listed = ", ".join(f"{' '.join(methods)} {one}" for one, methods in served.items())
-    return f"there is no {method[:20]} {path[:LONGEST_PATH]}{meant}; there are {listed}"
+    near = get_close_matches(path, served, 1, cutoff=0.8) if len(path) <= MAX_QUOTED_PATH else []
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    listed = ", ".join(f"{' '.join(methods)} {endpoint}" for endpoint, methods in served.items())
+    return f"there is no {method[:20]} {path[:MAX_QUOTED_PATH]}{hint}; there are {listed}"
 
 
-def error_responses(*tables: dict[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ErrorBody, "description": what} for table in tables for status, what in table.items()}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's responses of these statuses, by default of all in ERRORS."""
+    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses or ERRORS}
 
 
 def request_body(body: type[BaseModel]) -> dict[str, Any]:
@@ -113,15 +119,15 @@ def request_body(body: type[BaseModel]) -> dict[str, Any]:
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        found = FastAPI.openapi(app)
+        document = FastAPI.openapi(app)
         _, schemas = models_json_schema(
             [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
         )
-        components = found["components"]
+        components = document["components"]
         components["schemas"] |= schemas["$defs"]
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}, {}]
-        app.openapi_schema = found
+        document["security"] = [{"key": []}, {}]
+        app.openapi_schema = document
     return app.openapi_schema
 
 
@@ -129,17 +135,16 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 
 def add_model_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/v1/models", responses=error_responses({401: REFUSED[401], 503: BUSY[503]}))
-    async def models(request: Request) -> ModelList:
-        """Models that this key may use."""
+    @app.get("/v1/models", responses=error_responses(401, 503))
+    async def list_models(request: Request) -> ModelList:
+        """List the models that this key may use."""
         caller = serving.authenticate(request)
-        return {"object": "list", "data": [model_object(name, *one) for name, one in serving.visible(caller).items()]}
+        visible = serving.visible(caller)
+        return {"object": "list", "data": [model_object(name, *entry) for name, entry in visible.items()]}
 
-    @app.get(
-        "/v1/models/{model:path}", responses=error_responses({401: REFUSED[401], 404: REFUSED[404], 503: BUSY[503]})
-    )
-    async def model(request: Request, model: str) -> ModelObject:
-        """One of them."""
+    @app.get("/v1/models/{model:path}", responses=error_responses(401, 404, 503))
+    async def retrieve_model(request: Request, model: str) -> ModelObject:
+        """Describe one model."""
         caller = serving.authenticate(request)
         return model_object(model, *serving.find(caller, model))
 
@@ -163,20 +168,20 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
         "/v1/completions",
         openapi_extra=request_body(CompletionRequest),
         response_model=Completion,
-        responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
+        responses={200: {"content": streamed}, **error_responses()},
     )
     async def create_completion(request: Request) -> Response:
-        """Continue texts."""
+        """Create completions of prompts."""
         return await handle_request(serving, request, CompletionRequest, completions.make_handler)
 
     @app.post(
         "/v1/chat/completions",
         openapi_extra=request_body(ChatRequest),
         response_model=ChatCompletion,
-        responses={200: {"content": streamed}, **error_responses(REFUSED, BUSY)},
+        responses={200: {"content": streamed}, **error_responses()},
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Answer in a conversation."""
+        """Create a chat completion."""
         return await handle_request(serving, request, ChatRequest, chat.make_handler)
 
 
@@ -215,9 +220,9 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
         "/tokenize",
         openapi_extra=request_body(TokenizeRequest),
         response_model=Tokenized,
-        responses=error_responses(REFUSED, BUSY),
+        responses=error_responses(),
     )
-    async def encode(request: Request) -> Response:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or a conversation."""
         return await prompts.tokenize(serving, request)
 
@@ -225,53 +230,53 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
         "/detokenize",
         openapi_extra=request_body(DetokenizeRequest),
         response_model=Detokenized,
-        responses=error_responses(REFUSED, BUSY),
+        responses=error_responses(),
     )
-    async def decode(request: Request) -> Response:
+    async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         return await prompts.detokenize(serving, request)
 
-    @app.get("/tokenizer_info", responses=error_responses(REFUSED))
-    async def info(request: Request, model: str | None = None) -> TokenizerInfo:
-        """What a client must know to make prompts itself."""
+    @app.get("/tokenizer_info", responses=error_responses(400, 401, 404))
+    async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
+        """Vocabulary size, special tokens and chat template of a model."""
         return prompts.tokenizer_info(serving, request, model)
 
 
 def add_status_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health", responses={503: {"model": Health, "description": "an engine is down, or hangs"}})
-    async def healthy(request: Request) -> Health:
-        """Whether all engines run and advance."""
-        state = health(serving, serving.has_valid_key(request))
+    @app.get("/health", responses={503: {"model": Health, "description": "an engine is down or hung"}})
+    async def health(request: Request) -> Health:
+        """Liveness: whether all engines run and advance."""
+        state = health_of(serving, serving.has_valid_key(request))
         return health_response(state, state["status"] in ("ok", "draining"))
 
-    elsewhere: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "send requests elsewhere"}}
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Health, "description": "send requests elsewhere"}}
 
-    @app.get("/ready", responses={**error_responses({404: "no such model"}), **elsewhere})
+    @app.get("/ready", responses={**error_responses(404), **not_ready})
     async def ready(request: Request, model: str | None = None) -> Health:
-        """Whether requests may be sent here: for each model, or for one of them."""
-        state, well = health(serving, serving.has_valid_key(request)), serving.ready(model)
-        return health_response({**state, "status": "ok" if well else not_ready(state)}, well)
+        """Readiness: whether requests may be sent here, for all models or for one."""
+        state, is_ready = health_of(serving, serving.has_valid_key(request)), serving.ready(model)
+        if is_ready:
+            state["status"] = "ok"
+        elif state["status"] != "draining":
+            state["status"] = "unhealthy"
+        return health_response(state, is_ready)
 
     @app.get("/", include_in_schema=False)
     async def playground() -> Response:
-        """To try the models, in a browser."""
+        """The playground: a page to try the models in a browser."""
         return Response(page().html, headers=dict(page().headers))
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(telemetry.render_metrics(serving), media_type=telemetry.CONTENT_TYPE)
 
 
-def not_ready(state: Health) -> Literal["draining", "unhealthy"]:
-    return "draining" if state["status"] == "draining" else "unhealthy"
+def health_response(state: Health, ok: bool) -> Any:
+    return JSONResponse(state, 200 if ok else 503)
 
 
-def health_response(state: Health, well: bool) -> Any:
-    return JSONResponse(state, 200 if well else 503)
-
-
-# --- /health (liveness: all engines run and take steps) and /ready ---------------------------------------
+# --- state of the engines, for /health and /ready ---------------------------------------------------------
 
 
 class EngineHealth(TypedDict):
@@ -283,7 +288,7 @@ class EngineHealth(TypedDict):
     stalled_seconds: float
     restarts: int
     requests: int  # under way
-    running: int  # answers
+    running: int  # sequences
     waiting: int
     kv_cache_usage: float
     prefix_cache_hit_rate: float
@@ -295,7 +300,7 @@ class Health(TypedDict):
     models: dict[str, EngineHealth]
 
 
-def health(serving: Serving, trusted: bool) -> Health:
+def health_of(serving: Serving, trusted: bool) -> Health:
     """Addresses of upstreams are shown only to requests with a valid key."""
     states = {model.backend.name: model.backend.state for model in serving.local_models}
     for number, upstream in enumerate(serving.upstreams, start=1):
@@ -304,12 +309,12 @@ def health(serving: Serving, trusted: bool) -> Health:
     status: Literal["ok", "unhealthy", "draining"] = (
         "draining" if serving.draining else "ok" if healthy else "unhealthy"
     )
-    return {"status": status, "models": {name: of_engine(state) for name, state in states.items()}}
+    return {"status": status, "models": {name: engine_health(state) for name, state in states.items()}}
 
 
-def of_engine(state: State) -> EngineHealth:
-    found = state.metrics
-    queries = found.get("prefix_cache_queries", 0)
+def engine_health(state: State) -> EngineHealth:
+    metrics = state.metrics
+    queries = metrics.get("prefix_cache_queries", 0)
     return {
         "healthy": state.healthy,
         "alive": state.alive,
@@ -317,16 +322,17 @@ def of_engine(state: State) -> EngineHealth:
         "stalled_seconds": round(state.stalled, 3),
         "restarts": state.restarts,
         "requests": state.open,
-        "running": found.get("num_requests_running", 0),
-        "waiting": found.get("num_requests_waiting", 0),
-        "kv_cache_usage": found.get("kv_cache_usage_perc", 0.0),
-        "prefix_cache_hit_rate": found.get("prefix_cache_hits", 0) / queries if queries else 0.0,
-        "generated_tokens": found.get("generation_tokens", 0),
+        "running": metrics.get("num_requests_running", 0),
+        "waiting": metrics.get("num_requests_waiting", 0),
+        "kv_cache_usage": metrics.get("kv_cache_usage_perc", 0.0),
+        "prefix_cache_hit_rate": metrics.get("prefix_cache_hits", 0) / queries if queries else 0.0,
+        "generated_tokens": metrics.get("generation_tokens", 0),
     }
 
 
-# --- the page: a playground for the models, and the state of their engines -------------------------------
+# --- the page at /: a playground for the models, and the state of their engines ---------------------------
 
+SCRIPTS = ("page_engine.js", "page_markdown.js", "page.js")
 # One response holds all of it. Its content security policy allows this script and style alone, by digest, and requests
 # to this server alone.
 
@@ -339,12 +345,12 @@ class Page:
 
 @cache
 def page() -> Page:
-    style, script = own("page.css"), own("page_engine.js") + own("page_markdown.js") + own("page.js")
-    html = own("page.html").replace("/*style*/", style).replace("/*script*/", script)
+    style, script = read_asset("page.css"), "".join(map(read_asset, SCRIPTS))
+    html = read_asset("page.html").replace("/*style*/", style).replace("/*script*/", script)
     policy = {
         "default-src": "'none'",
-        "script-src": digest(script),
-        "style-src": digest(style),
+        "script-src": csp_hash(script),
+        "style-src": csp_hash(style),
         "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
@@ -361,9 +367,9 @@ def page() -> Page:
     return Page(html.encode(), headers)
 
 
-def own(name: str) -> str:
+def read_asset(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
-def digest(text: str) -> str:
+def csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
