@@ -19,8 +19,8 @@ from lmworks.serve import workers as module
 from lmworks.serve.backend import PromptTokenizer
 from lmworks.serve.body import NestingLimiter, parse
 from lmworks.serve.limits import APIError, Limits
-from lmworks.serve.openai_types import ChatRequest, CompletionRequest
 from lmworks.serve.prompts import encode
+from lmworks.serve.request_bodies import ChatRequest, CompletionRequest
 from lmworks.serve.workers import PromptProcessor, WorkerPool
 
 COMPLETION = {"model": "m", "prompt": "a"}

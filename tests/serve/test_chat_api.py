@@ -17,7 +17,7 @@ from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.serve.chat import ToolCallParser, call_schema
-from lmworks.serve.openai_types import ChatRequest
+from lmworks.serve.request_bodies import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

@@ -19,7 +19,7 @@ from lmworks.serve.app import make_app
 from lmworks.serve.backend import EngineRequest, Event, ModelCard, PromptTokenizer, State, Usage
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
-from lmworks.serve.openai_answers import Offsets, TokenTexts
+from lmworks.serve.response_bodies import Offsets, TokenTexts
 from lmworks.serve.serving import LocalModel, Serving
 
 PROMPT = "The quick brown fox"

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from lmworks.data import load_tokenizer
 from lmworks.serve.backend import PromptTokenizer
-from lmworks.serve.openai_types import ChatRequest
 from lmworks.serve.prompts import render_chat
+from lmworks.serve.request_bodies import ChatRequest
 from lmworks.serve.workers import PromptProcessor
 
 transformers = pytest.importorskip("transformers")

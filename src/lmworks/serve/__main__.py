@@ -1,4 +1,4 @@
-"""`python -m lmworks.serve engine|worker FD`: a process of the API, which holds the other end of the socket."""
+"""`python -m lmworks.serve engine|worker FD`: an engine or worker process; the API holds the other end of its socket."""
 
 from __future__ import annotations
 

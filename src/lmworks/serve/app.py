@@ -32,8 +32,8 @@ from .errors import ErrorBody, error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .middleware import RequestMiddleware
-from .openai_answers import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
-from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .response_bodies import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
 from .serving import Caller, LocalModel, Model, Serving, Upstream
 from .sse import start_stream, to_json, while_connected
 from .telemetry import Tracing

@@ -73,7 +73,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """What one answer gained since its event before: tokens, text, its end."""
+    """New output of one sequence since its last event: tokens, text, end."""
 
     index: int  # which of the answers, below params.n
     tokens: list[int]
@@ -88,7 +88,7 @@ class Event:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What /v1/models says of a model, and what limits need to know."""
+    """What /v1/models reports of a model, and what the limits need."""
 
     id: str
     created: int  # seconds since 1970
@@ -107,7 +107,7 @@ class State:
     ready: bool  # it takes requests
     open: int = 0  # requests under way
     stalled: float = 0.0  # seconds since it last advanced, while it has work; 0: it advances, or has none
-    stuck: bool = False  # that is longer than it may take: it hangs
+    stuck: bool = False  # stalled for longer than the limit: it hangs
     restarts: int = 0
     last_error: str | None = None
     draining: bool = False
@@ -125,8 +125,8 @@ class PromptTokenizer:
     """Tokenizer and chat template of a model, on the API's side."""
 
     tokenizer: Tokenizer | None
-    begin_of_text: bool = False  # prompts begin as `transformers` would have them: a Hugging Face folder
-    folder: Path | None = None  # where a chat template may lie
+    begin_of_text: bool = False  # prompts begin with the special tokens that `transformers` adds (Hugging Face folders)
+    folder: Path | None = None  # of the model: may hold a chat template
     chat_template: str | None = None  # to use instead of the folder's
 
     def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:

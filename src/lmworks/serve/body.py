@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from .limits import APIError, Limits
-from .openai_types import CompletionRequest, DetokenizeRequest
+from .request_bodies import CompletionRequest, DetokenizeRequest
 from .serving import Caller, Serving
 from .workers import PromptProcessor
 
@@ -40,7 +40,7 @@ class NestingLimiter:
     """
 
     def __init__(self, depth: int, values: int) -> None:
-        self.deepest, self.most = depth, values
+        self.max_depth, self.max_values = depth, values
         self.depth = self.containers = self.quotes = 0
         self.open = b""  # the beginning of a string that the last part did not end
 
@@ -59,12 +59,14 @@ class NestingLimiter:
         self.check()
         for bracket in brackets:
             self.depth += 1 if bracket in OPENING else -1
-            if self.depth > self.deepest:
-                raise APIError(400, "limit_exceeded", f"the body is nested deeper than {self.deepest} levels")
+            if self.depth > self.max_depth:
+                raise APIError(400, "limit_exceeded", f"the body is nested deeper than {self.max_depth} levels")
 
     def check(self) -> None:
-        if self.containers + self.quotes // 2 > self.most:
-            raise APIError(400, "limit_exceeded", f"the body has more than {self.most} objects, lists and strings")
+        if self.containers + self.quotes // 2 > self.max_values:
+            raise APIError(
+                400, "limit_exceeded", f"the body has more than {self.max_values} objects, lists and strings"
+            )
 
 
 async def read_body(serving: Serving, request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
@@ -97,7 +99,7 @@ async def receive_body(request: Request, caller: Caller) -> bytes:
 
 
 def too_large(limit: int) -> APIError:
-    return APIError(413, "body_too_large", f"the body has more than {limit} bytes, which is as many as may be sent")
+    return APIError(413, "body_too_large", f"the body has more than {limit} bytes, the limit")
 
 
 def parse(_: PromptProcessor | None, raw: bytes, kind: type[Body], limits: Limits) -> Body:

@@ -30,7 +30,7 @@ class LoadedEngine:
     """An engine, and what the API needs to tokenize prompts for it."""
 
     engine: Engine
-    folder: Path | None = None  # where a chat template may lie
+    folder: Path | None = None  # of the model: may hold a chat template
     begin_of_text: bool = False  # text prompts begin as `transformers` would have them (Hugging Face folders)
     chat_template: str | None = None  # to use instead of the folder's
 
@@ -62,7 +62,7 @@ class EngineReady(NamedTuple):
 
 
 class Submit(NamedTuple):
-    number: int  # by which both sides know the request
+    number: int  # of the request, on both sides
     request: EngineRequest
 
 
@@ -85,7 +85,7 @@ class EngineFailed(NamedTuple):
     """The last message of a process that failed."""
 
     error: str
-    usage: bool = False  # what it was asked to load is wrong, as a SpecError says
+    usage: bool = False  # a usage error (SpecError), not a failure
 
 
 # --- frames -----------------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ from .generation_request import (
     usage_object,
 )
 from .limits import APIError
-from .openai_answers import (
+from .prompts import chat_size, render_chat, tokenize_prompt
+from .request_bodies import ChatRequest, ChosenTool, JSONFormat, ObjectFormat, Tool
+from .response_bodies import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -43,8 +45,6 @@ from .openai_answers import (
     finite,
     top_tokens,
 )
-from .openai_types import ChatRequest, ChosenTool, JSONFormat, ObjectFormat, Tool
-from .prompts import chat_size, render_chat, tokenize_prompt
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
 
@@ -74,23 +74,23 @@ def parse_call(text: str) -> ToolCall | None:
     )
 
 
-# --- a call that must be made -----------------------------------------------------------------------------
+# --- required tool calls -----------------------------------------------------------------------------
 
 
 def required_tools(body: ChatRequest) -> list[Tool]:
-    """Tools of which one must be called; none: the model chooses, or has none."""
+    """Tools of which one must be called; [] if the model may choose, or has none."""
     tools, choice = body.tools or [], body.tool_choice
     if choice in (None, "none", "auto"):
         return []
     if isinstance(choice, ChosenTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
     if not tools:
-        raise APIError(400, "invalid_request", "tool_choice asks for a tool that tools does not hold", "tool_choice")
+        raise APIError(400, "invalid_request", "tool_choice names a tool that is not in tools", "tool_choice")
     return tools
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """What a call of one of them looks like."""
+    """The JSON schema of a call of one of these tools."""
     calls, ids = [], set[str]()
     for tool in tools:
         arguments = with_own_id(tool.function.parameters or ANY_OBJECT, ids)
@@ -113,7 +113,7 @@ def with_own_id(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
     return found
 
 
-# --- a call that may be made ------------------------------------------------------------------------------
+# --- optional tool calls ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -121,7 +121,7 @@ class ToolCallParser:
     """Separates tool calls from text in a stream. An invalid call is passed on as text."""
 
     required: bool = False  # the answer is a call, and nothing else
-    most: int | None = None  # calls that are wanted
+    max_calls: int | None = None
     made: int = 0
     waiting: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class ToolCallParser:
         return ("", self.counted(call)) if call else (rest, [])
 
     def counted(self, call: ToolCall | None) -> list[ToolCall]:
-        if call is None or (self.most is not None and self.made >= self.most):
+        if call is None or (self.max_calls is not None and self.made >= self.max_calls):
             return []
         self.made += 1
         return [call]
@@ -195,7 +195,7 @@ def response_schema(body: ChatRequest) -> dict[str, Any] | None:
     return None
 
 
-# --- the answer -------------------------------------------------------------------------------------------
+# --- the response -------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -23,7 +23,9 @@ from .generation_request import (
     usage_object,
 )
 from .limits import APIError
-from .openai_answers import (
+from .prompts import encode, tokenize_prompt
+from .request_bodies import CompletionRequest
+from .response_bodies import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -33,8 +35,6 @@ from .openai_answers import (
     finite,
     top_tokens,
 )
-from .openai_types import CompletionRequest
-from .prompts import encode, tokenize_prompt
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
 
@@ -57,7 +57,7 @@ async def make_handler(
     caller.meter.charge_prompt(made)
     prompt_only = bool(body.echo) and body.max_tokens == 0  # one token is generated and not shown
     if body.max_tokens == 0 and not prompt_only:
-        raise APIError(400, "invalid_request", "max_tokens = 0 makes sense with echo = true alone", "max_tokens")
+        raise APIError(400, "invalid_request", "max_tokens = 0 is valid only with echo = true", "max_tokens")
     prompt_scored = bool(body.echo) and body.logprobs is not None
     params = sampling_params(
         body,
@@ -84,7 +84,7 @@ class CompletionHandler:
     generation: GenerationRequest
     body: CompletionRequest
     texts: list[str]  # prompts, where they are echoed
-    prompt_only: bool  # the prompt alone
+    prompt_only: bool  # the prompt is echoed, and nothing generated is shown
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -140,7 +140,7 @@ class CompletionHandler:
         yield DONE
 
     def chunk_choice(self, place: int, event: Event, offsets: dict[int, Offsets]) -> CompletionChoice:
-        """Its text may be empty: half a character, or the beginning of a stop string."""
+        """Its text may be empty: an incomplete character, or the beginning of a stop string."""
         number = place * self.generation.params.n + event.index
         text = "" if self.prompt_only else event.text
         if number not in offsets:

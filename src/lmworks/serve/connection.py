@@ -53,10 +53,10 @@ class ConnectionLimiter:
         limits = self.settings.current().limits
         most = min(-(-limits.connections // self.processes), self.files - SPARE_FILES)
         if self.total > most:
-            return connection_limit_error(f"the server has {most} connections, as many as it may have")
+            return connection_limit_error(f"the server has {most} connections, the limit")
         each = -(-limits.connections_per_address // self.processes)
         if each and self.addresses[address] > each:
-            return connection_limit_error(f"your address has {each} connections to this server, as many as it may have")
+            return connection_limit_error(f"your address has {each} connections to this server, the limit")
         return None
 
     def release(self, address: str) -> None:

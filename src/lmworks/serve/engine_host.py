@@ -58,7 +58,7 @@ class APIProcessConfig:
 
 
 class Call(NamedTuple):
-    """From an API process: `APIProcessHandle.method(*arguments)`. A number asks for a reply."""
+    """From an API process: `APIProcessHandle.method(*arguments)`. With a number: a reply is expected."""
 
     number: int | None
     method: str
@@ -87,7 +87,7 @@ class Drain(NamedTuple):
 
 
 class APIProcessHandle:
-    """One API process and its open requests, as the engine host sees it."""
+    """One API process and its open requests, on the side of the engine host."""
 
     def __init__(self, serving: Serving, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
         self.serving, self.process, self.writer = serving, process, writer
@@ -209,7 +209,7 @@ class EngineHost:
     api_processes: set[APIProcessHandle] = field(default_factory=set)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    failed: bool = False  # a process ended before it was ready: so would the next
+    failed: bool = False  # a process ended before it was ready: a restart would end too
 
     def run(self) -> None:
         asyncio.run(self.serve())
@@ -241,7 +241,7 @@ class EngineHost:
         finally:
             await self.serving.close()
         if self.failed:
-            raise LMWorksError("an API process could not be started: its log says why")
+            raise LMWorksError("an API process could not be started: see its log")
 
     @property
     def local_models(self) -> list[Any]:

@@ -1,6 +1,4 @@
-"""Every error as OpenAI's error object: `{"error": {message, type, param, code}}`; for an unknown field, the one that
-was probably meant.
-"""
+"""Every error as OpenAI's error object: `{"error": {message, type, param, code}}`; suggestions for unknown fields."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from ..spec import LMWorksError
 from ..spec.errors import near_names, suggestion
 from .backend import BackendError, Kind
 from .limits import APIError
-from .openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -37,9 +35,9 @@ STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the
     ("dead", True): (500, "engine_lost"),
 }
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
-FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # what pydantic calls the forms of a field, between the names of fields
-MANY = 100  # validation errors that are looked at: more would block the event loop
-SHOWN = 500  # characters of a message: some quote the request
+FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # names of union variants in pydantic's locations, between names of fields
+MAX_VALIDATION_ERRORS = 100  # more would block the event loop
+MAX_MESSAGE_CHARS = 500  # some messages quote the request
 
 
 class ErrorObject(TypedDict):
@@ -59,25 +57,25 @@ def to_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, BackendError):
         status, code = STATUS[error.kind, error.started]
-        return APIError(status, code, str(error), named(str(error)), error.retry_after)
+        return APIError(status, code, str(error), param_of(str(error)), error.retry_after)
     if isinstance(error, ValidationError):
-        return invalid(error)
+        return validation_api_error(error)
     if isinstance(error, HTTPException):
         return APIError(error.status_code, CODES.get(error.status_code, "http_error"), str(error.detail))
     if isinstance(error, LMWorksError):
-        return APIError(400, "invalid_request", str(error), named(str(error)))
-    return APIError(500, "internal_error", "the server failed on this request; its log says where")
+        return APIError(400, "invalid_request", str(error), param_of(str(error)))
+    return APIError(500, "internal_error", "the server failed on this request; see its log")
 
 
-def named(message: str) -> str | None:
+def param_of(message: str) -> str | None:
     """The parameter that a message begins with: "top_p = 2 is out of range …"."""
     found = re.match(r"\w+", message)
     return found[0] if found and found[0] in PARAM_NAMES else None
 
 
-def invalid(error: ValidationError) -> APIError:
+def validation_api_error(error: ValidationError) -> APIError:
     """The deepest validation error of a body: in unions, of the variant that matched furthest."""
-    if error.error_count() > MANY:
+    if error.error_count() > MAX_VALIDATION_ERRORS:
         return APIError(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)
     lacking = [1] if (found[0]["type"], len(found[0]["loc"])) == ("missing", 1) else []  # may be there, misspelt
@@ -94,7 +92,7 @@ def invalid(error: ValidationError) -> APIError:
 def error_body(error: APIError) -> ErrorBody:
     kind = TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     message = str(error)
-    shown = message if len(message) <= SHOWN else f"{message[:SHOWN]}…"
+    shown = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
     return {"error": {"message": shown, "type": kind, "param": error.param, "code": error.code}}
 
 
@@ -105,7 +103,7 @@ def error_response(error: Exception) -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers  # which methods are allowed
-    # As JSON escapes: what was sent may hold text that cannot be written as UTF-8.
+    # ASCII JSON: a message may quote text that cannot be encoded as UTF-8.
     content = json.dumps(error_body(api_error))
     return Response(content, api_error.status, headers, media_type="application/json")
 
@@ -119,8 +117,8 @@ PATHS: dict[type[BaseModel], str] = {
     TokenizeRequest: "/tokenize",
     DetokenizeRequest: "/detokenize",
 }
-LONGEST = 80  # letters of a name that is compared with others
-# What older versions of the API, other servers and templates call it.
+MAX_NAME_CHARS = 80  # of an unknown name that is compared with others
+# Names in older versions of the API, in other servers and in templates.
 OTHER_NAMES = {
     "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
     "functions": "tools", "function_call": "tool_choice", "structured_outputs": "response_format",
@@ -130,38 +128,38 @@ OTHER_NAMES = {
 
 
 def hint(title: str, place: Sequence[int | str]) -> str:
-    """For a body that pydantic knows by its title, and the place of a field in it."""
+    """A suggestion for an unknown field at `place` of the body with this title (pydantic's)."""
     body = next((each for each in PATHS if each.__name__ == title), None)
-    if body is None or not place or len(str(place[-1])) > LONGEST:
+    if body is None or not place or len(str(place[-1])) > MAX_NAME_CHARS:
         return ""
-    name, known = str(place[-1]), sorted({field for model in models_at(body, place) for field in names(model)})
+    name, known = str(place[-1]), sorted({field for model in models_at(body, place) for field in field_names(model)})
     if OTHER_NAMES.get(name) in known:
         return suggestion([OTHER_NAMES[name]])
-    elsewhere = [path for other, path in PATHS.items() if len(place) == 1 and name in names(other)]
+    elsewhere = [path for other, path in PATHS.items() if len(place) == 1 and name in field_names(other)]
     return f"; {elsewhere[0]} has it" if elsewhere else suggestion(near_names(name, known)[:2])
 
 
 def models_at(body: type[BaseModel], place: Sequence[int | str]) -> set[type[BaseModel]]:
-    """Those that may stand there. Parts of a place that are no field's name say which form of a field was meant."""
+    """The models that may stand at `place`. A part that is no field's name is the name of a union variant."""
     found = {body}
     for part in place[:-1]:
-        inside = {inner for model in found if part in names(model) for inner in inner_models(model, str(part))}
+        inside = {inner for model in found if part in field_names(model) for inner in inner_models(model, str(part))}
         found = inside or {model for model in found if model.__name__ == part} or found
     return found
 
 
-def names(model: type[BaseModel]) -> set[str]:
+def field_names(model: type[BaseModel]) -> set[str]:
     return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def inner_models(model: type[BaseModel], name: str) -> Iterator[type[BaseModel]]:
     field = next(field for key, field in model.model_fields.items() if (field.alias or key) == name)
-    yield from within(field.annotation)
+    yield from models_in(field.annotation)
 
 
-def within(annotation: Any) -> Iterator[type[BaseModel]]:
-    """All models in a type, however it is put together."""
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """All models in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in typing.get_args(annotation):
-        yield from within(part)
+        yield from models_in(part)

@@ -19,7 +19,7 @@ from .backend import Usage
 from .body import LARGE_BODY_BYTES
 from .generation_request import record_usage, sampling_params
 from .limits import BYTES_A_TOKEN, Admission, APIError, size_of
-from .openai_types import ChatRequest, CompletionRequest
+from .request_bodies import ChatRequest, CompletionRequest
 from .serving import CONNECT_S, Caller, Serving, Upstream
 from .sse import DONE, sse_event, start_stream, while_connected
 from .workers import PromptProcessor
@@ -65,14 +65,14 @@ class ProxyRequest:
         if self.caller.key.tokens_per_minute:
             caps.append(max(1, self.caller.key.tokens_per_minute - sum(lengths)))
         cap = min((one for one in caps if one), default=None)
-        asked = (
+        requested = (
             body.max_tokens if isinstance(body, CompletionRequest) else body.max_completion_tokens or body.max_tokens
         )
-        most = asked if asked is not None else 16 if isinstance(body, CompletionRequest) else cap
-        if asked is None and cap is not None:
+        most = requested if requested is not None else 16 if isinstance(body, CompletionRequest) else cap
+        if requested is None and cap is not None:
             self.changes["max_tokens"] = min(most or cap, cap)
         elif isinstance(body, ChatRequest) and body.max_completion_tokens and body.max_tokens:
-            self.changes["max_tokens"] = asked  # whichever of the two it reads, it is the checked value
+            self.changes["max_tokens"] = requested  # the upstream may read either
         chat_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatRequest) and body.logprobs else None
         logprobs = body.logprobs if isinstance(body, CompletionRequest) else chat_logprobs
         params = sampling_params(body, self.caller, max_tokens=max(1, most or 1), logprobs=logprobs)
@@ -161,7 +161,7 @@ class ProxyRequest:
                         self.count(admission, chunk)
                     if chunk.get("choices") or wanted or "error" in chunk:
                         yield sse_event(chunk)
-        raise APIError(502, "upstream_lost", "the server behind this one ended its answer too early")
+        raise APIError(502, "upstream_lost", "the upstream server ended its response too early")
 
     @asynccontextmanager
     async def charged(self, admission: Admission) -> AsyncGenerator[None, None]:
@@ -193,7 +193,7 @@ async def lines_of(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
             held.clear()
         held += last
         if len(held) > LONGEST_LINE:
-            raise APIError(502, "upstream_invalid", "the server behind this one sent an event that has no end")
+            raise APIError(502, "upstream_invalid", "the upstream server sent an event without an end")
     yield bytes(held)
 
 
@@ -211,11 +211,11 @@ def open_request(upstream: Upstream) -> Iterator[None]:
 
 
 def upstream_unreachable() -> APIError:
-    return APIError(502, "upstream_unreachable", "the server behind this one cannot be reached", None, 1)
+    return APIError(502, "upstream_unreachable", "the upstream server cannot be reached", None, 1)
 
 
 def upstream_timeout() -> APIError:
-    return APIError(504, "upstream_timeout", "the server behind this one took too long")
+    return APIError(504, "upstream_timeout", "the upstream server took too long")
 
 
 def parse_json_object(content: str | bytes) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def parse_json_object(content: str | bytes) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise APIError(502, "upstream_invalid", "the server behind this one did not answer in JSON")
+        raise APIError(502, "upstream_invalid", "the upstream server did not answer in JSON")
     return found
 
 
@@ -256,12 +256,12 @@ def upstream_error(answer: httpx.Response, content: bytes) -> APIError:
     retry = answer.headers.get("retry-after", "")
     after = float(retry) if retry.isdecimal() and len(retry) < 7 else None
     if status in (401, 403) or not 400 <= status < 500:
-        return APIError(502, "upstream_failed", f"the server behind this one failed with status {status}", None, after)
+        return APIError(502, "upstream_failed", f"the upstream server failed with status {status}", None, after)
     try:
         error = json.loads(content)["error"]
         code, param = str(error.get("code") or "upstream_refused"), error.get("param")
         return APIError(status, code, str(error["message"]), param if isinstance(param, str) else None, after)
     except (ValueError, KeyError, TypeError, AttributeError):
         return APIError(
-            status, "upstream_refused", f"the server behind this one refused it with status {status}", None, after
+            status, "upstream_refused", f"the upstream server refused the request with status {status}", None, after
         )

@@ -13,8 +13,8 @@ from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SEEDS, SamplingParams
 from .backend import EngineRequest, Event, Usage
 from .limits import APIError, check_params, max_answer_tokens, size_of
-from .openai_answers import UsageObject
-from .openai_types import Sampling
+from .request_bodies import Sampling
+from .response_bodies import UsageObject
 from .serving import Caller, LocalModel, Serving
 
 Found = TypeVar("Found")
@@ -61,17 +61,17 @@ def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def resolve_max_tokens(
-    caller: Caller, local: LocalModel, prompts: Sequence[Sequence[int]], asked: int | None, usual: int | None
+    caller: Caller, local: LocalModel, prompts: Sequence[Sequence[int]], requested: int | None, default: int | None
 ) -> int:
-    """max_tokens: what was requested, if it fits; else `usual`, or (None) all that fits."""
+    """max_tokens: what was requested, if it fits; else `default`, or (None) all that fits."""
     limits, key, context = caller.limits, caller.key, local.backend.card.context
     longest = max(map(len, prompts))
-    if longest + (asked or 1) > context:
-        what = f"the prompt has {longest} tokens" + (f" and max_tokens is {asked}" if asked else "")
+    if longest + (requested or 1) > context:
+        what = f"the prompt has {longest} tokens" + (f" and max_tokens is {requested}" if requested else "")
         message = f"{what}: the model's context is {context} tokens, prompt and answer together"
-        raise APIError(400, "context_length_exceeded", message, "messages" if usual is None else "prompt")
+        raise APIError(400, "context_length_exceeded", message, "messages" if default is None else "prompt")
     fits = max_answer_tokens(limits, key, context, longest)
-    return asked or (fits if usual is None else min(usual, fits))
+    return requested or (fits if default is None else min(default, fits))
 
 
 # --- answers ----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Authentication: API keys and limits from a TOML file, which is reloaded when it changes.
 
-    share_cache = false           # true: all keys may find each other's prefixes in the cache
+    share_cache = false           # true: cached prefixes are shared between all keys
 
     [limits]                      # of every request; see `limits.Limits`
     queue = 256
@@ -10,7 +10,7 @@
     sha256 = "…"                  # of the key: `printf %s KEY | sha256sum`; or secret = "…", the key itself
     requests_per_minute = 60      # see `limits.KeyLimits`
 
-A file that is wrong stops a server from starting; one that is wrong later is logged, and the old one stays.
+A server does not start with an invalid file; a file that becomes invalid later is logged, and the old one stays in use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .limits import APIError, KeyLimits, Limits
 log = logging.getLogger("lmworks.serve")
 
 POLL_S = 1.0  # how often the file is checked for changes
-SHORTEST = 8
+MIN_SECRET_CHARS = 8
 ANONYMOUS = KeyLimits(name="anyone")  # where there are no keys
 
 
@@ -52,8 +52,10 @@ class Key(KeyLimits):
             raise SpecError("keys: every key needs a name")
         if bool(self.secret) == bool(self.sha256):
             raise SpecError(f"keys: {self.name!r} needs either secret or sha256")
-        if self.secret and len(self.secret) < SHORTEST:
-            raise SpecError(f"keys: the secret of {self.name!r} is easy to guess: take {SHORTEST} characters or more")
+        if self.secret and len(self.secret) < MIN_SECRET_CHARS:
+            raise SpecError(
+                f"keys: the secret of {self.name!r} is easy to guess: {MIN_SECRET_CHARS} characters or more"
+            )
         if self.secret != self.secret.strip():
             raise SpecError(f"keys: the secret of {self.name!r} begins or ends with a space, which no header can carry")
         if self.secret:
@@ -69,8 +71,8 @@ class Config(Section):
     """The file as a whole."""
 
     limits: Limits = opt(Limits, "limits of every request")
-    keys: list[Key] = opt(list, "who may come in (empty: anyone)")
-    share_cache: bool = opt(False, "let all keys find each other's prefixes in the cache")
+    keys: list[Key] = opt(list, "API keys (empty: no authentication)")
+    share_cache: bool = opt(False, "share cached prefixes between all keys")
 
     def check(self) -> None:
         for what, values in (
@@ -112,7 +114,7 @@ def bearer(header: str | None) -> str | None:
 
 
 class Settings:
-    """The configuration as it is now. Keys from the command line stay, whatever the file says."""
+    """The current configuration: keys from the command line, and the file, reloaded when it changes."""
 
     def __init__(
         self, path: Path | None = None, api_keys: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
@@ -139,11 +141,11 @@ class Settings:
         try:
             config = self.read()
             if self.config.keys and not config.keys:
-                raise SpecError("keys: none are left, which would let anyone in: start the server anew for that")
+                raise SpecError("keys: none are left, which would turn authentication off: restart the server for that")
             self.config = config
-            log.info("config read again", extra={"path": str(self.path), "keys": len(self.config.keys)})
+            log.info("config reloaded", extra={"path": str(self.path), "keys": len(self.config.keys)})
         except SpecError as error:
-            log.error("config not read again: the old one stays", extra={"path": str(self.path), "reason": str(error)})
+            log.error("config not reloaded: the old one stays", extra={"path": str(self.path), "reason": str(error)})
 
     def file_stamp(self) -> tuple[int, ...] | None:
         """Changes when the file is edited or replaced; None: there is no file."""

@@ -1,4 +1,4 @@
-"""Limits per request, per key and in all. What exceeds one is rejected before it costs anything.
+"""Limits per request, per key and in total. Requests that exceed one are rejected before they cost anything.
 
 Rate limits are sliding windows: never more in any 60 seconds. A request is charged when it begins, its prompt tokens
 when they have been tokenized, and at admission the most tokens that it can use; what it did not use is refunded:
@@ -58,9 +58,9 @@ class Limits(Section):
     header_bytes: int = opt(32 * 2**10, "all headers of a request together", ge=1024)
     connections: int = opt(4096, "connections at once, idle ones included", ge=1)
     connections_per_address: int = opt(1024, "…from one address; behind a proxy all have the proxy's (0: any)", ge=0)
-    queue: int = opt(256, "answers that may wait, beyond those that the engine computes at once", ge=0)
+    queue: int = opt(256, "sequences that may wait, beyond those that the engine runs at once", ge=0)
     compile_seconds: float = opt(30.0, "longest time for the grammar of a request, waiting included (0: any)", ge=0)
-    queue_seconds: float = opt(60.0, "longest time that a request may wait for its turn (0: any)", ge=0)
+    queue_seconds: float = opt(60.0, "longest time in the queue (0: any)", ge=0)
     request_seconds: float = opt(600.0, "longest time that a request may take in all (0: any)", ge=0)
     max_tokens: int = opt(0, "longest answer (0: what the context holds)", ge=0)
     n: int = opt(16, "answers to one prompt", ge=1, le=MAX_N)
@@ -68,15 +68,15 @@ class Limits(Section):
     messages: int = opt(2048, "messages in one request, and parts and tool calls in all of them", ge=1)
     tools: int = opt(128, "tools in one request", ge=0)
     metadata: int = opt(64, "entries of metadata in one request", ge=0)
-    logprobs: int = opt(20, "likeliest tokens that are reported at each place", ge=0, le=MAX_LOGPROBS)
+    logprobs: int = opt(20, "top log-probabilities at each position", ge=0, le=MAX_LOGPROBS)
     stop: int = opt(16, "stop strings and stop tokens of one request", ge=0)
     stop_chars: int = opt(256, "characters in one stop string", ge=1)
     logit_bias: int = opt(1024, "tokens whose logits one request may shift", ge=0)
-    reported_logprobs: int = opt(2**18, "log-probabilities in one answer: n × places × (logprobs + 1)", ge=0)
-    answer_bytes: int = opt(32 * 2**20, "largest answer that is not streamed, as far as can be told before", ge=1024)
+    reported_logprobs: int = opt(2**18, "log-probabilities in one answer: n × positions × (logprobs + 1)", ge=0)
+    answer_bytes: int = opt(32 * 2**20, "largest answer that is not streamed, estimated beforehand", ge=1024)
     kept_bytes: int = opt(2**29, "echoes and log-probabilities of all such answers together; beyond that 429", ge=1024)
-    stuck_seconds: float = opt(30.0, "an engine that has work and takes no step for so long is not healthy", gt=0)
-    kill_seconds: float = opt(120.0, "…and after so long is killed and started again (0: never)", ge=0)
+    stuck_seconds: float = opt(30.0, "an engine with work and without a step for so long is unhealthy", gt=0)
+    kill_seconds: float = opt(120.0, "…and is killed and restarted after so long (0: never)", ge=0)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class KeyLimits(Section):
 
     section: ClassVar[str] = "keys"
 
-    name: str = opt("", "what logs and metrics call it")
+    name: str = opt("", "name in logs and metrics")
     tenant: str = opt("", "keys of one tenant share cached prefixes (empty: the key's name)")
     requests_per_minute: int = opt(0, "requests in any 60 seconds", ge=0)
     tokens_per_minute: int = opt(0, "tokens in any 60 seconds, prompts and answers together", ge=0)
@@ -105,7 +105,7 @@ def check_model(key: KeyLimits, model: str) -> None:
 
 
 def max_answer_tokens(limits: Limits, key: KeyLimits, context: int, prompt_tokens: int) -> int:
-    """The most tokens that an answer may have: what `max_tokens` is where a request does not say."""
+    """The most tokens that an answer may have: the default of `max_tokens`."""
     caps = [limits.max_tokens, key.max_tokens, key.tokens_per_minute and max(1, key.tokens_per_minute - prompt_tokens)]
     return min([context - prompt_tokens, *(cap for cap in caps if cap)])
 
@@ -125,8 +125,8 @@ def check_params(limits: Limits, key: KeyLimits, params: SamplingParams) -> None
 
 def check_at_most(value: float, limit: float, param: str, what: str = "") -> None:
     if value > limit:
-        said = f"{param} has {value:g} {what}" if what else f"{param} = {value:g}"
-        raise APIError(400, "limit_exceeded", f"{said}: at most {limit:g} are allowed", param)
+        message = f"{param} has {value:g} {what}" if what else f"{param} = {value:g}"
+        raise APIError(400, "limit_exceeded", f"{message}: at most {limit:g} are allowed", param)
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class Size:
 
 def size_of(params: SamplingParams, prompts: list[int], echoed: int, kept: bool) -> Size:
     """`echoed`: bytes of prompts that are repeated in their answers. `kept`: the answer is not streamed."""
-    places = 0 if params.logprobs is None else params.max_tokens * len(prompts) * (params.logprobs + 1)
+    positions = 0 if params.logprobs is None else params.max_tokens * len(prompts) * (params.logprobs + 1)
     if params.prompt_logprobs is not None:
-        places += sum(prompts) * (params.prompt_logprobs + 1)
-    extra = params.n * (echoed + LOGPROB_BYTES * places) if kept else 0
+        positions += sum(prompts) * (params.prompt_logprobs + 1)
+    extra = params.n * (echoed + LOGPROB_BYTES * positions) if kept else 0
     text = params.n * TEXT_BYTES * params.max_tokens * len(prompts) if kept else 0
-    return Size(prompts, params.answers * len(prompts), params.n * places, text + extra, extra)
+    return Size(prompts, params.answers * len(prompts), params.n * positions, text + extra, extra)
 
 
 def max_open_answers(limits: Limits, card: ModelCard) -> int:
@@ -159,23 +159,23 @@ def max_open_answers(limits: Limits, card: ModelCard) -> int:
 
 
 def check_size(limits: Limits, key: KeyLimits, card: ModelCard, params: SamplingParams, size: Size) -> None:
-    """Rejects what could never be admitted: each value is within its limit, and all together are not."""
-    asked = f"{len(size.prompts)} prompts with {params.answers} answers each"
+    """Rejects requests that could never be admitted: every value is within its limit, but not their product."""
+    requested = f"{len(size.prompts)} prompts with {params.answers} answers each"
     together = min(max_open_answers(limits, card), key.concurrent or math.inf)
     if size.answers > together:
-        raise APIError(400, "limit_exceeded", f"{asked}: at most {together:g} answers at once", "n")
+        raise APIError(400, "limit_exceeded", f"{requested}: at most {together:g} answers at once", "n")
     if size.reported > limits.reported_logprobs:
-        said = f"{asked} would report {size.reported} log-probabilities"
-        raise APIError(400, "limit_exceeded", f"{said}: at most {limits.reported_logprobs} are allowed", "logprobs")
+        message = f"{requested} would report {size.reported} log-probabilities"
+        raise APIError(400, "limit_exceeded", f"{message}: at most {limits.reported_logprobs} are allowed", "logprobs")
     if size.bytes > limits.answer_bytes:
-        said = f"{asked} may come to {size.bytes} bytes: at most {limits.answer_bytes} are allowed"
-        raise APIError(400, "limit_exceeded", f"{said}; lower max_tokens, or stream", "max_tokens")
+        message = f"{requested} may come to {size.bytes} bytes: at most {limits.answer_bytes} are allowed"
+        raise APIError(400, "limit_exceeded", f"{message}; lower max_tokens, or stream", "max_tokens")
     if key.tokens_per_minute and size.tokens(params) > key.tokens_per_minute:
-        said = f"prompt and max_tokens come to {size.tokens(params)} tokens"
+        message = f"prompt and max_tokens come to {size.tokens(params)} tokens"
         raise APIError(
             400,
             "limit_exceeded",
-            f"{said}, and this key has {key.tokens_per_minute} a minute: ask for fewer",
+            f"{message}, and this key has {key.tokens_per_minute} a minute: request fewer",
             "max_tokens",
         )
 

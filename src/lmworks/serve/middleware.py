@@ -20,7 +20,7 @@ from .telemetry import LogFields, Tracing, log, log_fields_of, request_id
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 QUIET = {"/health", "/ready", "/metrics"}  # polled every few seconds: not logged
 PART_BYTES = 65_536
-CLIENT_CLOSED_REQUEST = 499  # nginx's 499, for logs and metrics: the client left before there was an answer
+CLIENT_CLOSED_REQUEST = 499  # as nginx logs it: the client left before the response
 
 
 @dataclass
@@ -89,9 +89,7 @@ class RequestMiddleware:
             check_local(Headers(scope=scope), self.origins)
         limit = config.limits.header_bytes
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limit:
-            raise APIError(
-                431, "headers_too_large", f"the headers have more than {limit} bytes, as many as may be sent"
-            )
+            raise APIError(431, "headers_too_large", f"the headers have more than {limit} bytes, the limit")
 
     def record(self, scope: Scope, headers: Headers, log_fields: LogFields, response: ResponseInfo) -> None:
         took = time.perf_counter() - response.clock
@@ -107,13 +105,12 @@ class RequestMiddleware:
 
 
 def check_local(headers: Headers, origins: Sequence[str]) -> None:
-    """A server for this machine, without keys: any page in a browser here could reach it.
-
-    By a name that its author lets stand for this machine (DNS rebinding), which Host tells; or as another origin.
+    """A local server without keys can be reached by any page in a browser on this machine: by a foreign host name that
+    resolves to it (DNS rebinding), seen in Host, or from another origin.
     """
     host, origin = headers.get("host"), headers.get("origin")
     if host is not None and not loopback(host):
-        message = f"this server is for this machine: it does not answer to the name {host[:80]!r}, only to localhost"
+        message = f"this server is local: it does not accept the host name {host[:80]!r}, only localhost"
         raise APIError(403, "foreign_host", message)
     if origin is not None and origin not in origins and origin.partition("://")[2] != host:
         message = f"pages of {origin[:80]!r} may not use this server: start it with --cors ORIGIN, or with keys"

@@ -21,14 +21,14 @@ from ..engine.chat_template import find_template, read_config, token_text
 from . import sse
 from .body import read_body
 from .limits import APIError
-from .openai_answers import TokenizerInfo
-from .openai_types import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
+from .request_bodies import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
+from .response_bodies import TokenizerInfo
 from .serving import Caller, LocalModel, Serving, Upstream
 from .workers import PromptProcessor
 
-SHORT = 8192  # characters or tokens that are encoded in a few milliseconds
-FEW = 64  # messages
-ROLES = {"developer": "system"}  # newer names of older roles, which templates know
+MAX_INLINE = 8192  # characters or tokens that are encoded in a few milliseconds
+MAX_INLINE_MESSAGES = 64
+ROLES = {"developer": "system"}  # newer names of roles → the names in chat templates
 
 Found = TypeVar("Found")
 Ids = Sequence[int]
@@ -40,7 +40,7 @@ async def tokenize_prompt(
     serving: Serving, caller: Caller, local: LocalModel, size: int, work: Callable[..., Found], *arguments: Any
 ) -> Found:
     """`work(processor, *arguments)`, in a worker process where `size` (characters or tokens) is large."""
-    if size <= SHORT:
+    if size <= MAX_INLINE:
         return work(local.processor, *arguments)
     return await serving.workers.run(caller.key.name, local.processor, work, *arguments)
 
@@ -51,7 +51,7 @@ async def tokenize_prompt(
 def encode(
     processor: PromptProcessor, prompts: list[str | Ids], known: int, echo: bool, special: Special
 ) -> tuple[list[str], list[Ids], int]:
-    """Prompts as texts (where they are to be echoed) and as ids, and how many of those were made here."""
+    """Prompts as texts (if they are echoed) and as ids, and how many ids were tokenized here."""
     ids: list[Ids] = [
         array("i", processor.prompt_tokenizer.encode(one, *special)) if isinstance(one, str) else one for one in prompts
     ]
@@ -68,7 +68,7 @@ def check_tokens(prompts: list[Ids], known: int, param: str) -> None:
 
 
 def encode_json(processor: PromptProcessor, text: str, special: Special) -> tuple[int, bytes]:
-    """How many ids, and the ids as JSON: to make that of a million takes as long as to encode them."""
+    """The number of ids, and the ids as JSON: for a million, encoding JSON takes as long as tokenizing."""
     ids = processor.prompt_tokenizer.encode(text, *special)
     return len(ids), json.dumps(ids).encode()
 
@@ -83,13 +83,13 @@ def decode(processor: PromptProcessor, tokens: Ids, known: int) -> str:
 
 def chat_size(body: Conversation) -> int:
     """Characters of a conversation. Tool calls and many messages count as long."""
-    if len(body.messages or ()) > FEW or any(message.tool_calls for message in body.messages or ()):
-        return SHORT + 1
-    others = [*(body.tools or ())[:FEW], body.chat_template_kwargs or ""]
-    return sum(map(length, body.messages or ())) + sum(len(str(one)) for one in others)
+    if len(body.messages or ()) > MAX_INLINE_MESSAGES or any(message.tool_calls for message in body.messages or ()):
+        return MAX_INLINE + 1
+    others = [*(body.tools or ())[:MAX_INLINE_MESSAGES], body.chat_template_kwargs or ""]
+    return sum(map(text_length, body.messages or ())) + sum(len(str(one)) for one in others)
 
 
-def length(message: Message) -> int:
+def text_length(message: Message) -> int:
     content = message.content or ""
     return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
@@ -143,7 +143,7 @@ def function_call(function: Any) -> dict[str, Any]:
 def local_model(serving: Serving, caller: Caller, name: str | None) -> LocalModel:
     model, _ = serving.find(caller, name)
     if isinstance(model, Upstream):
-        raise APIError(404, "not_supported", "this model is behind another server, which has its tokenizer", "model")
+        raise APIError(404, "not_supported", "the tokenizer of this model is on an upstream server", "model")
     return model
 
 
@@ -166,7 +166,7 @@ async def tokenize(serving: Serving, request: Request) -> Response:
 
 
 def end_of_text(local: LocalModel) -> str:
-    """The name of that token alone is the token: so clients learn its id. Within a text it is text."""
+    """A prompt that is just this token's name is the token: clients learn its id. Within a text it is text."""
     return local.token_texts.text(local.backend.prompt_tokenizer.require_tokenizer().eot)
 
 

@@ -21,7 +21,7 @@ from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard, State
 from .keys import Config, Settings, bearer
 from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
-from .openai_answers import TokenTexts
+from .response_bodies import TokenTexts
 from .telemetry import HTTPMetrics, LogFields, log, log_fields_of
 from .workers import PromptProcessor, WorkerPool
 
@@ -33,7 +33,7 @@ class Upstream:
     """Another OpenAI-compatible server behind this one. Its models are polled: it may start later or go down."""
 
     def __init__(self, url: str, api_key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`url` ends in /v1, as clients know it. `api_key` is what we show there: keys of our own clients stay here."""
+        """`url` ends in /v1, as clients know it. `api_key` is sent to it: keys of our clients are not forwarded."""
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")) or not urlsplit(self.url).hostname:
             raise SpecError(f"--upstream {url!r} is not an address, e.g. http://host:8000/v1")
@@ -56,7 +56,7 @@ class Upstream:
         return State(alive=self.up, ready=self.up and bool(self.cards), open=self.open, last_error=self.last_error)
 
     def card(self, name: str) -> ModelCard:
-        """A model that is gone has a card with its name alone."""
+        """The card of a model that is gone has only its name."""
         return next((card for card in self.cards if card.id == name), ModelCard(name, 0, 0, 0))
 
     async def start(self) -> None:
@@ -94,7 +94,7 @@ class Upstream:
 
 
 def card_of(model: dict[str, Any]) -> ModelCard:
-    """vLLM says how long sequences may be; others do not (0)."""
+    """vLLM reports the context length; others do not (0)."""
     context = model.get("max_model_len")
     return ModelCard(
         str(model["id"]),
@@ -209,11 +209,11 @@ class Serving:
         visible = self.visible(caller)
         if name is None:
             if len(visible) != 1:
-                raise APIError(400, "model_needed", f"say which model is meant: {names_listed(visible)}", "model")
+                raise APIError(400, "model_needed", f"name a model: {names_listed(visible)}", "model")
             name = next(iter(visible))
         check_model(caller.key, name)
         if name not in visible:
-            hint = did_you_mean(name, visible) or f"; there is {names_listed(visible)}"
+            hint = did_you_mean(name, visible) or f"; available: {names_listed(visible)}"
             raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{hint}", "model")
         caller.log_fields["model"] = name
         return visible[name]
@@ -235,7 +235,7 @@ class Serving:
         return sorted(having, key=lambda one: (not one.up, one.open))
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether each model (or this one) has an engine or a server behind us that takes requests."""
+        """Whether every model (or this one) has a healthy engine or upstream."""
         served: dict[str, bool] = {}
         for upstream in self.upstreams:
             for card in upstream.cards:

@@ -15,7 +15,7 @@ from .errors import error_body, to_api_error
 from .telemetry import log, log_fields_of
 
 DONE = b"data: [DONE]\n\n"
-STALLED_S = 30.0  # a client that takes nothing for so long has left
+STALLED_S = 30.0  # a client that reads nothing for so long is disconnected
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 SLICE = 256  # log-probabilities that are encoded at once
@@ -45,7 +45,7 @@ def encode_in_slices(value: Any) -> str:
 
 
 def sse_event(chunk: Any) -> bytes:
-    """Three characters are escaped: they end no line of server-sent events, but many clients split there."""
+    """Three characters are escaped: they do not end a line in SSE, but many clients split there."""
     text = encode(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"data: {text}\n\n".encode()

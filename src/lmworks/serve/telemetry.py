@@ -5,9 +5,9 @@ Logs are JSON. Of a request: key, route, times and token counts, never content.
 Prometheus metrics: the engine's under vLLM's names, and the API's own. Where a dashboard says
 `vllm:time_to_first_token_seconds`, say `lmworks:time_to_first_token_seconds`.
 
-OpenTelemetry: a span for each request, with its time in the queue, in prefill, in decode and after. Needs
-opentelemetry-sdk with an OTLP exporter, and an endpoint: `OTEL_EXPORTER_OTLP_ENDPOINT`, as everywhere. Spans are
-made when a request has ended, of times that were measured anyway, so they cost the request nothing.
+OpenTelemetry: a span for each request, with child spans for queue, prefill, decode and postprocessing. Needs
+opentelemetry-sdk with an OTLP exporter, and `OTEL_EXPORTER_OTLP_ENDPOINT`. Spans are recorded when a
+request has ended, from times that are measured anyway.
 """
 
 from __future__ import annotations
@@ -88,31 +88,31 @@ def request_id(given: str | None) -> str:
 # --- Prometheus metrics ----------------------------------------------------------------------------------
 
 
-disable_created_metrics()  # a second series for each counter that nobody looks at
+disable_created_metrics()  # a second series for each counter, unused
 
 PREFIX = "lmworks:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 GAUGES = {
-    "num_requests_running": "answers that are being computed",
-    "num_requests_waiting": "answers that wait for their turn",
-    "kv_cache_usage_perc": "part of the cache's blocks that is held, 0 to 1",
+    "num_requests_running": "running sequences",
+    "num_requests_waiting": "waiting sequences",
+    "kv_cache_usage_perc": "share of KV blocks in use, 0 to 1",
 }
 COUNTERS = {
-    "prompt_tokens": "tokens of prompts",
-    "generation_tokens": "tokens of answers",
-    "prefix_cache_queries": "tokens of prompts that were looked up in the prefix cache",
-    "prefix_cache_hits": "tokens of prompts that were found there",
-    "num_preemptions": "answers that had to give up their blocks and begin anew",
-    "steps": "steps of the engine",
-    "proposed_guesses": "tokens that speculation proposed",
-    "accepted_guesses": "tokens of those that were right",
+    "prompt_tokens": "prompt tokens",
+    "generation_tokens": "generated tokens",
+    "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
+    "prefix_cache_hits": "prompt tokens found in the prefix cache",
+    "num_preemptions": "sequences that were preempted and recomputed",
+    "steps": "engine steps",
+    "proposed_guesses": "draft tokens proposed",
+    "accepted_guesses": "draft tokens accepted",
 }
 TIMES = {
-    "time_to_first_token_seconds": "from a request's arrival at the engine to its first token",
-    "inter_token_latency_seconds": "between two tokens of an answer",
-    "e2e_request_latency_seconds": "from arrival to the end of the last answer",
-    "request_queue_time_seconds": "from arrival until it was let in",
+    "time_to_first_token_seconds": "from arrival at the engine to the first token",
+    "inter_token_latency_seconds": "between two tokens of a sequence",
+    "e2e_request_latency_seconds": "from arrival to the end of the last sequence",
+    "request_queue_time_seconds": "from arrival until it was scheduled",
 }
 
 
@@ -157,38 +157,38 @@ class EngineCollector(Collector):
 
 
 def family(kind: type[Any], name: str, what: str, values: Mapping[str, float]) -> Metric:
-    made: Metric = kind(f"{PREFIX}{name}", what, labels=["model_name"])
+    metric_family: Metric = kind(f"{PREFIX}{name}", what, labels=["model_name"])
     for model, value in values.items():
-        made.add_metric([model], value)  # type: ignore[attr-defined]
-    return made
+        metric_family.add_metric([model], value)  # type: ignore[attr-defined]
+    return metric_family
 
 
 def times(name: str, what: str, values: Mapping[str, Mapping[str, Any]]) -> Metric:
-    made = HistogramMetricFamily(f"{PREFIX}{name}", what, labels=["model_name"])
+    metric_family = HistogramMetricFamily(f"{PREFIX}{name}", what, labels=["model_name"])
     for model, value in values.items():
         edges = [*(f"{edge:g}" for edge in BUCKETS), "+Inf"]
         buckets = list(zip(edges, itertools.accumulate(value["counts"]), strict=True))
-        made.add_metric([model], buckets, value["seconds"])
-    return made
+        metric_family.add_metric([model], buckets, value["seconds"])
+    return metric_family
 
 
 def finished(found: Mapping[str, Mapping[str, Any]]) -> Metric:
-    made = CounterMetricFamily(
-        f"{PREFIX}request_success", "answers that ended", labels=["model_name", "finished_reason"]
+    metric_family = CounterMetricFamily(
+        f"{PREFIX}request_success", "finished sequences", labels=["model_name", "finished_reason"]
     )
     for model, metrics in found.items():
         for reason, count in metrics["finished"].items():
-            made.add_metric([model, reason], count)
-    return made
+            metric_family.add_metric([model, reason], count)
+    return metric_family
 
 
 def health(states: Mapping[str, State]) -> Iterator[Metric]:
     up = {model: float(state.healthy) for model, state in states.items()}
-    yield family(GaugeMetricFamily, "engine_up", "1: it runs, takes requests and advances", up)
+    yield family(GaugeMetricFamily, "engine_up", "1: the engine runs, accepts requests and advances", up)
     stalled = {model: state.stalled for model, state in states.items()}
-    yield family(GaugeMetricFamily, "engine_stalled_seconds", "since it last advanced, while it has work", stalled)
+    yield family(GaugeMetricFamily, "engine_stalled_seconds", "seconds without progress while there is work", stalled)
     restarts = {model: float(state.restarts) for model, state in states.items()}
-    yield family(CounterMetricFamily, "engine_restarts", "times that its process was started anew", restarts)
+    yield family(CounterMetricFamily, "engine_restarts", "restarts of the engine process", restarts)
 
 
 def render_metrics(serving: Serving) -> bytes:
@@ -255,8 +255,8 @@ class Tracing:
             name, extract(headers), trace.SpanKind.SERVER, attributes, start_time=nanoseconds(began)
         )
         context = trace.set_span_in_context(span)
-        for part, start, end in parts(log_fields, ended):
-            child = self.tracer.start_span(part, context, start_time=nanoseconds(start))
+        for phase, start, end in phases(log_fields, ended):
+            child = self.tracer.start_span(phase, context, start_time=nanoseconds(start))
             child.end(nanoseconds(end))
         span.end(nanoseconds(ended))
 
@@ -264,12 +264,12 @@ class Tracing:
         self.provider.shutdown()
 
 
-def parts(log_fields: LogFields, ended: float) -> list[tuple[str, float, float]]:
-    """What a request's time went into, one after the other; none where no engine of ours worked on it."""
+def phases(log_fields: LogFields, ended: float) -> list[tuple[str, float, float]]:
+    """Phases of a request as (name, begin, end); none for requests that no local engine computed."""
     if "asked" not in log_fields or not log_fields.get("total"):
         return []
-    asked = log_fields["asked"]
-    edges = [asked, asked + log_fields["queue"], asked + log_fields["first_token"], asked + log_fields["total"], ended]
+    submitted = log_fields["asked"]
+    edges = [submitted, *(submitted + log_fields[name] for name in ("queue", "first_token", "total")), ended]
     for place in range(1, len(edges)):
         edges[place] = max(edges[place], edges[place - 1])
     return list(zip(("queue", "prefill", "decode", "postprocess"), edges[:-1], edges[1:], strict=True))

@@ -1,8 +1,8 @@
 """Worker processes for work that would block the event loop: large bodies, chat templates, long texts.
 
-Threads would not help: parsers and tokenizers hold the GIL. Processes are started when
-they are first needed, and again when one is lost. Keys take turns: one with a hundred long texts does not make another
-wait for all of them.
+Threads would not help: parsers and tokenizers hold the GIL. Processes are started when they are first needed, and again
+when one is lost. Slots are shared fairly between keys: one with a hundred long texts does not delay another by all of
+them.
 
     ids = await workers.run(key, processor, encode, texts)   # encode(processor, texts), in a worker process
 """
@@ -27,7 +27,7 @@ from .channel import SocketChannel, encode_frame, pack_tokenizer, read_frame, un
 from .limits import RETRY_S, APIError, rate_limit_error
 
 WORK_SECONDS = 30.0  # after which the request fails, and its process is killed
-MAX_WAITING = 1024  # pieces of work
+MAX_WAITING = 1024  # tasks
 ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 Found = TypeVar("Found")
@@ -46,7 +46,7 @@ class PromptProcessor:
 
     @cached_property
     def packed(self) -> bytes:
-        """For another process: a pickled tokenizer would forget its settings."""
+        """For another process: a pickled tokenizer would lose its settings."""
         return pickle.dumps(
             (self.name, replace(self.prompt_tokenizer, tokenizer=None), pack_tokenizer(self.prompt_tokenizer.tokenizer))
         )
@@ -82,8 +82,8 @@ class Worker:
 
 
 class WorkerPool:
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most or min(4, max(2, (os.cpu_count() or 1) // 2))
+    def __init__(self, max_workers: int | None = None) -> None:
+        self.max_workers = max_workers or min(4, max(2, (os.cpu_count() or 1) // 2))
         self.all: set[Worker] = set()
         self.idle: list[Worker] = []
         self.busy: Counter[str] = Counter()  # pieces of work under way, by key
@@ -145,12 +145,12 @@ class WorkerPool:
         self.all.add(worker)
         return worker
 
-    # --- turns --------------------------------------------------------------------------------------------
+    # --- slots --------------------------------------------------------------------------------------------
 
     async def acquire_slot(self, key: str) -> None:
         if self.closed:
             raise APIError(503, "shutting_down", "the server is shutting down", retry_after=1)
-        if self.busy.total() < self.most and not self.waiting:
+        if self.busy.total() < self.max_workers and not self.waiting:
             self.busy[key] += 1
             return
         if sum(map(len, self.waiting.values())) >= MAX_WAITING:
@@ -167,7 +167,7 @@ class WorkerPool:
     def release_slot(self, key: str) -> None:
         """Frees a slot; of the keys that wait, the one with the fewest slots gets it."""
         self.busy[key] -= 1
-        while self.waiting and self.busy.total() < self.most:
+        while self.waiting and self.busy.total() < self.max_workers:
             chosen = min(self.waiting, key=lambda each: self.busy[each])
             slots = self.waiting.pop(chosen)
             slot = slots.popleft()

@@ -32,7 +32,7 @@ class UsageObject(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """One entry a token. Of a prompt's first token nothing can be said."""
+    """One entry a token. A prompt's first token has no log-probability."""
 
     text_offset: list[int]
     tokens: list[str]
@@ -147,8 +147,8 @@ class ModelObject(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int | None  # longest sequence; None: the server behind does not say
-    parent: str | None  # of an adapter: the model that it changes
+    max_model_len: int | None  # longest sequence; None: unknown, of an upstream
+    parent: str | None  # of an adapter: its base model
 
 
 class ModelList(TypedDict):
@@ -167,7 +167,7 @@ class Detokenized(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """As lm-eval asks for it."""
+    """The fields that lm-eval reads."""
 
     tokenizer_class: str
     vocab_size: int
@@ -180,19 +180,19 @@ class TokenizerInfo(TypedDict):
 # --- token logprobs --------------------------------------------------------------------------------------
 
 
-IMPOSSIBLE_LOGPROB = -9999.0  # what OpenAI writes for a token that cannot come: JSON knows no infinity
-KEPT = 65_536
+IMPOSSIBLE_LOGPROB = -9999.0  # as OpenAI writes -inf: JSON has no infinity
+CACHED_TOKENS = 65_536
 BLANK = "▁"  # how SentencePiece writes a space
 
 
 class TokenTexts:
-    """Text of a token alone. Half a character is written as OpenAI writes it, `bytes:\\xe2\\x82`: no two are alike."""
+    """Text of a token alone. Half a character is written as OpenAI does, `bytes:\\xe2\\x82`: unambiguous."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer) if isinstance(tokenizer, FileTokenizer) else None
-        self.bytes = lru_cache(KEPT)(self.bytes_of)
-        self.text = lru_cache(KEPT)(self.text_of)
+        self.bytes = lru_cache(CACHED_TOKENS)(self.bytes_of)
+        self.text = lru_cache(CACHED_TOKENS)(self.text_of)
 
     def text_of(self, token: int) -> str:
         if self.tokenizer is None:
@@ -206,7 +206,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """None: it is no text, but has a meaning of its own."""
+        """None: a special token."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return bytes([token]) if token < 256 else None
         if self.tokenizer is None:
@@ -232,7 +232,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where in a text its tokens begin. Half a character begins where the whole one will; a special token is none."""
+    """Offsets of tokens in a text. Half a character begins where the whole one does; a special token has no length."""
 
     def __init__(self, texts: TokenTexts, start: int = 0) -> None:
         self.texts, self.at = texts, start
@@ -249,6 +249,6 @@ def finite(logprob: float) -> float:
 
 
 def top_tokens(found: Logprob) -> list[tuple[int, float]]:
-    """The tokens that are reported at one place: those asked for, and the one that stands there."""
+    """The tokens that are reported at one position: the top ones, and the sampled one."""
     top = [(token, finite(logprob)) for token, logprob in found.top]
     return top if any(token == found.token for token, _ in top) else [*top, (found.token, finite(found.logprob))]
