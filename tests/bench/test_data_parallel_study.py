@@ -47,7 +47,7 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, tmp_path: Path) 
             assert f"| {one.name} | {kind} | yes | {count} | {count} | {size:,} | {size:,} |" in text
         assert f"<td>{one.name}</td>" in page
     assert page.count("<svg") == 4 == text.count("```text")
-    assert "http" not in page.split("<main>")[1] and "When a rank dies" not in text
+    assert "http" not in page.split("<main>")[1] and "Rank failure" not in text
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_deepspeed_holds_what_the_arithmetic_says(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_job_and_leaves_a_run_that_goes_on(dataset: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_job_and_the_run_can_be_resumed(dataset: Path, tmp_path: Path) -> None:
     file = write_spec(make_spec(dataset), tmp_path / "spec.toml")
     command = [
         sys.executable,
@@ -163,4 +163,4 @@ def test_a_rank_that_dies_ends_the_job_and_leaves_a_run_that_goes_on(dataset: Pa
         assert job["resumed"] == "yes" and 4 <= job["committed"] <= job["reached"]
         assert job["start_s"] > 0
         assert job["checkpoint_bytes"] > 12 * json.loads(done.stdout)["params"], "weights and two moments"
-    assert "## When a rank dies" in (tmp_path / "report.md").read_text()
+    assert "## Rank failure" in (tmp_path / "report.md").read_text()

@@ -211,7 +211,7 @@ def rank_failures(study: Study) -> Section:
         row = [name, job.said, job.resumed, binary_bytes(job.checkpoint_bytes), f"{job.checkpoint_files}"]
         row += [f"{job.start_s:.1f} s", f"{job.reached}", f"{job.committed}", code, f"{job.ended_s:.1f} s"]
         rows.append(row)
-    return Section("Loss of a rank", text, columns, rows, None, 7)
+    return Section("Rank failure", text, columns, rows, None, 7)
 
 
 # --- two ways to write it -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`python -m lmworks.serve engine|worker FD`: an engine or worker process; the API holds the other end of its socket."""
+"""`python -m lmworks.serve engine|worker FD`: an engine or worker process; the API has the other end of the socket."""
 
 from __future__ import annotations
 

@@ -64,9 +64,7 @@ class NestingLimiter:
 
     def check(self) -> None:
         if self.containers + self.quotes // 2 > self.max_values:
-            raise APIError(
-                400, "limit_exceeded", f"the body has more than {self.max_values} objects, lists and strings"
-            )
+            raise APIError(400, "limit_exceeded", f"more than {self.max_values} objects, lists and strings")
 
 
 async def read_body(serving: Serving, request: Request, caller: Caller, kind: type[Body]) -> tuple[Body, bytes]:
