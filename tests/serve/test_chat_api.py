@@ -93,7 +93,7 @@ def test_invalid_tool_call_is_text(text: str) -> None:
 
 
 def test_required_tool_call() -> None:
-    reader = ToolCallParser(most=1)
+    reader = ToolCallParser(max_calls=1)
     assert len(reader.push(CALL + CALL)[1]) == 1
 
 

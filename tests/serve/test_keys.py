@@ -179,7 +179,7 @@ def test_invalid_reload_keeps_config_and_logs_once(
         assert live.current().authenticate(ALICE).name == "alice"
     with pytest.raises(APIError):
         live.current().authenticate(None)
-    assert [record.message for record in caplog.records] == ["config not read again: the old one stays"]
+    assert [record.message for record in caplog.records] == ["config not reloaded: the old one stays"]
     write(live.path, FILE.replace("queue = 7", "queue = 8"))
     assert live.current().limits.queue == 8
 
