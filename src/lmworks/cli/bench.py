@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..data.progress import activity
+from ..data.progress import activity, console_progress
 from ..record.formatting import binary_bytes, duration, short
+from ..spec import Cluster, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
 from .bench_inference import app as profile
@@ -46,7 +47,6 @@ def train(
       lmworks bench train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       torchrun --nproc-per-node 8 -m lmworks bench train llama3-8b parallel.dp=8 parallel.strategy=fsdp2
     """
-    from ..spec import load_run
 
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     if needs_ranks(loaded):
@@ -211,9 +211,7 @@ def kernels(
     """
     from ..bench import kernels
     from ..bench.calibrate import local_device
-    from ..data.progress import console_progress
     from ..kernels import dispatch
-    from ..spec import Cluster, SpecError
 
     try:
         place = local_device(Cluster(device=device))
@@ -328,7 +326,6 @@ def ddp_fsdp(
     from ..bench.data_parallel import select_strategies, study
     from ..bench.data_parallel_report import overview_table, write_reports
     from ..report.html_page import check_output_folder
-    from ..spec import TrainingError, load_run
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:
@@ -378,7 +375,6 @@ def precision(
     """
     from ..bench.precision.report import overview_table, write_reports
     from ..bench.precision.study import study
-    from ..spec import load_run
 
     changes = [*([spec] if "=" in spec else []), *(overrides or ())]
     if not spec or "=" in spec:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..data.progress import Progress, console_progress
+from ..record.formatting import binary_bytes
+from ..spec import ParallelSpec
 from ..spec.errors import CheckpointError, SpecError
 from .generate import Step
 from .groups import CommandGroup
@@ -18,7 +21,6 @@ from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..checkpoint.format.survey import Contents, VerifyResult
-    from ..data.progress import Progress
 
 app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="List, verify, export and prune checkpoints."
@@ -43,7 +45,6 @@ def ls(source: Source, json: Json = False) -> None:
       lmworks checkpoint ls runs/tiny/checkpoints --json
     """
     from ..checkpoint.format.survey import list_checkpoints, locate
-    from ..record.formatting import binary_bytes
 
     place = locate(source)
     found = list_checkpoints(place.root)
@@ -194,9 +195,6 @@ def prune(
 
 
 def print_contents(held: Contents, tensors: bool) -> None:
-    from ..record.formatting import binary_bytes
-    from ..spec import ParallelSpec
-
     usual = ParallelSpec().to_dict()
     layout = [f"{key}={value}" for key, value in held.parallel.items() if value != usual.get(key)]
     typer.echo(f"{held.folder}: step {held.step}, {binary_bytes(held.bytes)}")
@@ -215,8 +213,6 @@ def print_contents(held: Contents, tensors: bool) -> None:
 
 
 def print_verdict(verdict: VerifyResult) -> None:
-    from ..record.formatting import binary_bytes
-
     if verdict.status == "intact":
         typer.echo(f"{verdict.folder.name}: intact ({verdict.files} files, {binary_bytes(verdict.bytes)})")
     elif verdict.status == "unfinished":
@@ -226,8 +222,6 @@ def print_verdict(verdict: VerifyResult) -> None:
 
 
 def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
-    from ..record.formatting import binary_bytes
-
     for folder, size in doomed.items():
         typer.echo(f"{did} {folder.name} ({binary_bytes(size)})")
     stays = ", ".join(kept) or "none"
@@ -238,7 +232,6 @@ def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
 @contextmanager
 def progress_unless(json: bool) -> Iterator[Progress]:
     """Of work on bytes, in megabytes; where it takes a moment there is nothing to watch."""
-    from ..data.progress import console_progress
 
     with console_progress() as console:
 

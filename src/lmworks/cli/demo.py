@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
+from ..record import RunFolder, read_metrics
+from ..spec import RunSpec, load_run
+from ..spec.files import check_writable
 from .output import print_table
 
 if TYPE_CHECKING:
     from ..plan.predict import Prediction
-    from ..record import RunFolder
-    from ..spec import RunSpec
 
 FEWEST, MOST = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
@@ -31,10 +33,7 @@ def demo(
       lmworks demo --seconds 30 --run-dir runs/short
     """
     from ..plan.predict import predict
-    from ..record import RunFolder
     from ..report.run_report import write_report
-    from ..spec import load_run
-    from ..spec.files import check_writable
     from ..train import Trainer
     from .plan import find_machine, print_memory, print_time
     from .train import unused_run_folder
@@ -88,7 +87,6 @@ def heading(number: int, text: str) -> None:
 
 def bigram_baseline(spec: RunSpec) -> float:
     """Held-out loss of a model that knows only which token follows which, counted on all training data."""
-    from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
 
     with console_progress() as progress:
         folder = resolve(spec.data.path, progress)
@@ -111,7 +109,6 @@ def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpe
 
 
 def compare(folder: RunFolder) -> None:
-    from ..record import read_metrics
     from ..report.predicted_vs_measured import busy_note, compare, read_prediction
 
     rows = compare(folder, read_metrics(folder.metrics_path))

@@ -12,6 +12,8 @@ import typer
 
 from ..data.progress import activity
 from ..spec.errors import LMWorksError, SpecError, near_keys, suggestion
+from ..spec.load import apply_overrides
+from ..spec.serving import EngineSpec
 from ..weight_prefetch import prefetch_weights
 from . import options
 from .output import Json, as_json, loading, uninterrupted_output, write
@@ -148,9 +150,6 @@ def parse_adapters(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def engine_options(overrides: Sequence[str] | None) -> dict[str, Any]:
-    from ..spec.load import apply_overrides
-    from ..spec.serving import EngineSpec
-
     sections = apply_overrides({}, overrides or ())
     for name, value in sections.items():
         if name != "engine" or not isinstance(value, dict):

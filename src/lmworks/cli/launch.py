@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..record.formatting import short
+from ..spec import Cluster, DataSpec, RunSpec, load_run, recognise
 from ..spec.errors import SpecError, did_you_mean
+from ..spec.files import with_absolute_paths
 from .groups import CommandGroup
 from .output import Overrides, Spec, write_file
 
 if TYPE_CHECKING:
     from ..data.index import Index
     from ..launch import Job
-    from ..spec import Cluster, DataSpec, RunSpec
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -121,8 +123,6 @@ def ray(
       lmworks launch ray configs/tiny.toml parallel.dp=2 cluster.device=cpu --workers 2 -o driver.py
     """
     from ..launch import Job, ray_driver
-    from ..spec import load_run
-    from ..spec.files import with_absolute_paths
 
     loaded = load_run(spec, overrides or ())
     world = loaded.parallel.world
@@ -138,7 +138,6 @@ def ray(
 
 def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_node: int | None, run_dir: str) -> Job:
     from ..launch import Job
-    from ..spec import load_run
 
     loaded = load_run(source, overrides or ())
     check_vocabulary(loaded)
@@ -175,7 +174,6 @@ def prepared(data: DataSpec) -> dict[str, Index | None]:
 
 def print_written(spec: RunSpec, out: Path) -> None:
     """What the written spec trains on, and the command that starts it: here, or where the GPUs are."""
-    from ..record.formatting import short
 
     steps, each = spec.optim.steps, spec.tokens_per_step
     typer.echo(
@@ -204,8 +202,6 @@ def is_here(cluster: Cluster) -> bool:
     if cluster.nodes > 1:
         return False
     import torch
-
-    from ..spec import recognise
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < cluster.gpus:
         return False

@@ -17,6 +17,7 @@ import typer
 from .. import __version__
 from ..plan.memory.host import process_bytes
 from ..record.oom import as_oom
+from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
 from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train
 from .groups import RootGroup
@@ -213,7 +214,6 @@ def misspelt(option: str, command: Any) -> bool:
 
 def accepted_keys(command: Any) -> Iterable[str]:
     """Keys of the spec that a command takes overrides of; none where it takes none."""
-    from ..spec import EngineSpec, RunSpec
 
     taken = {parameter.metavar for parameter in command.params if parameter.metavar}
     if "[SECTION.KEY=VALUE]..." in taken:

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data.progress import console_progress
+from ..plan.memory.host import available_bytes, ranks_on_host
+from ..record.formatting import binary_bytes, duration, short
+from ..spec import Cluster, Gpu, RunSpec, SpecError, load_run
 from .groups import DefaultCommandGroup
 from .options import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
     from ..plan.exact.exchanges import Collective
     from ..plan.predict import Prediction
-    from ..spec import Cluster, Gpu, RunSpec
 
 
 class SpecOrCommand(DefaultCommandGroup):
@@ -63,11 +66,9 @@ def run(
       lmworks plan gpt2-small parallel.recompute=full --no-probe --json
       lmworks plan configs/reference/70b-256-h100.toml
     """
-    from ..plan.memory.host import available_bytes, ranks_on_host
     from ..plan.memory.host_need import machine_need, refusal
     from ..plan.ops import device_of
     from ..plan.predict import predict
-    from ..spec import load_run
 
     job = load_run(spec, overrides or ())
     machine = find_machine(job.cluster, no_probe)
@@ -107,7 +108,6 @@ def find_machine(cluster: Cluster, no_probe: bool) -> Machine | None:
     if no_probe:
         return None
     from ..bench.calibrate import cached_machine, this_machine
-    from ..data.progress import console_progress
 
     if machine := cached_machine(cluster):
         return machine
@@ -129,7 +129,6 @@ def fits(prediction: Prediction) -> bool | None:
 
 def sent(job: RunSpec) -> list[Collective]:
     from ..plan.exact.collectives import collectives
-    from ..spec import SpecError
 
     try:
         return collectives(job)
@@ -138,8 +137,6 @@ def sent(job: RunSpec) -> list[Collective]:
 
 
 def print_memory(prediction: Prediction) -> None:
-    from ..record.formatting import binary_bytes
-
     sheet, machine = prediction.memory, prediction.machine
     rows = [[row.name, binary_bytes(row.bytes), row.how] for row in sheet.rows]
     print_table(f"Memory at the highest moment of a step ({sheet.moment})", ["what", "bytes", "how"], rows)
@@ -155,8 +152,6 @@ def print_memory(prediction: Prediction) -> None:
 
 
 def print_calls(job: RunSpec) -> None:
-    from ..record.formatting import binary_bytes
-
     rows = [
         [call.what, call.kind, f"{call.ranks} ({call.group})", call.count, binary_bytes(call.bytes), call.when]
         for call in sent(job)
@@ -169,8 +164,6 @@ def print_calls(job: RunSpec) -> None:
 
 
 def print_time(prediction: Prediction, job: RunSpec) -> None:
-    from ..record.formatting import duration, short
-
     time, machine = prediction.time, prediction.machine
     if machine is None:
         typer.echo("\nstep time: not predicted; leave out --no-probe to measure this machine")
@@ -214,7 +207,6 @@ def shares(prediction: Prediction, job: RunSpec) -> str:
 
 def both(count: int) -> str:
     """Bytes in both units, as the two are often mistaken for each other."""
-    from ..record.formatting import binary_bytes
 
     return f"{binary_bytes(count)} ({count / 1e9:.3g} GB)"
 
@@ -268,7 +260,6 @@ def memory(
     """
     from ..plan.case import Case
     from ..plan.cluster_request import ClusterRequest, cluster_and_gpu, run_on_cluster
-    from ..plan.memory.host import ranks_on_host
     from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
     from ..plan.memory.sheet import budget, run_budget

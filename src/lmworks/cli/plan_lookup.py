@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record.formatting import binary_bytes, duration, short
+from ..spec import PRESETS, Cluster, Gpu, Grid, ModelSpec, RunSpec, SpecError, catalogue, load_run
+from ..spec.hardware import find_gpu_name
 from . import options
 from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
@@ -17,7 +20,6 @@ from .ranks import needs_ranks, start_ranks
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
     from ..plan.pipelines.schedule import Span
-    from ..spec import Gpu, RunSpec
 
 
 def hardware(
@@ -36,8 +38,6 @@ def hardware(
       lmworks plan hardware H100-SXM-80GB
       lmworks plan hardware --probe
     """
-    from ..spec import Cluster, SpecError, catalogue
-    from ..spec.hardware import find_gpu_name
 
     if probe:
         if name:
@@ -78,8 +78,6 @@ def print_gpu(gpu: Gpu) -> None:
 
 
 def print_machine(machine: Machine) -> None:
-    from ..record.formatting import binary_bytes, duration, short
-
     rows = []
     for kind, points in machine.rates.items():
         unit = "FLOP/s" if "." in kind else "B/s"
@@ -115,7 +113,6 @@ def models(json: Json = False) -> None:
       lmworks plan models
       lmworks plan models --json
     """
-    from ..spec import PRESETS, ModelSpec
 
     specs = {name: ModelSpec.from_preset(name) for name in PRESETS}
     if json:
@@ -150,7 +147,6 @@ def mesh(
       lmworks plan mesh configs/tiny.toml parallel.dp=2 parallel.tp=2 parallel.pp=2
       lmworks plan mesh llama3-70b parallel.tp=8 parallel.pp=8 parallel.dp=16 parallel.strategy=fsdp2 --rank 777
     """
-    from ..spec import Grid, SpecError, load_run
 
     grid = Grid.of(load_run(spec, overrides or ()).parallel)
     if not 0 <= rank < grid.world:
@@ -193,7 +189,6 @@ def pipeline(
       lmworks plan pipeline tiny parallel.pp=2 data.global_batch=32 --measure
       lmworks plan pipeline gpt2-small parallel.pp=4 parallel.schedule=interleaved data.global_batch=64 --json
     """
-    from ..spec import SpecError, load_run
 
     run = load_run(spec, overrides or ())
     if run.parallel.pp == 1:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record.formatting import clock, duration
+from ..spec import SpecError
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -50,7 +52,6 @@ def reliability(
       lmworks plan reliability --run runs/tiny --gpus 1024 --json
     """
     from ..plan.reliability import Recovery, Storage, forecast, mtbf, refuse
-    from ..spec import SpecError
 
     sizes = {"params": params, "bytes-per-param": bytes_per_param, "gpus": min(gpus or (1,)), "step-s": step_s}
     speeds = {"copy-gbs": copy_gbs, "gpu-gbs": gpu_gbs, "storage-gbs": storage_gbs}
@@ -90,7 +91,6 @@ def reliability(
 
 def stops_per_gpu_hour(rate: str) -> float:
     from ..plan.reliability import RATES
-    from ..spec import SpecError
 
     if rate in RATES:
         return RATES[rate]
@@ -108,7 +108,6 @@ def times_of(run: Path, step_s: float, restart_s: float) -> tuple[float, Recover
     from ..diagnose.checkpoint_interval import measured_recovery
     from ..diagnose.goodput import time_breakdown
     from ..record.run_summary import locate, summarize
-    from ..spec import SpecError
 
     folder = locate(run)
     spent = time_breakdown(folder)
@@ -126,8 +125,6 @@ def as_json(one: Forecast, every: int) -> dict[str, Any]:
 
 
 def print_forecasts(found: list[Forecast], every: int, days: float) -> None:
-    from ..record.formatting import clock, duration
-
     rows = []
     for one in found:
         recovery = one.recovery

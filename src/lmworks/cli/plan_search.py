@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record.formatting import duration, short
 from ..spec.errors import SpecError
 from ..spec.files import check_writable
+from ..spec.load import dump_toml
 from . import options
 from .launch import check_vocabulary, print_written
 from .options import Dtype, GlobalBatch, Seq
@@ -85,7 +87,6 @@ def search(
     from ..plan.search.explain import read_layout
     from ..plan.search.request import read_request, run_of_layout
     from ..plan.search.search import search as find
-    from ..spec.load import dump_toml
 
     began = time.perf_counter()
     request, fixed = ClusterRequest(seq=seq, global_batch=global_batch, dtype=dtype), read_layout(fix or [])
@@ -226,8 +227,6 @@ def explained(verdict: Verdict) -> dict[str, Any]:
 
 
 def print_front(facts: dict[str, Any], show: int) -> None:
-    from ..record.formatting import duration, short
-
     typer.echo(
         f"{facts['model']}: {facts['legal']:,} legal layouts, {facts['fitting']:,} fit, "
         f"{len(facts['front'])} on the front; {facts['seconds']:.1f} s"
@@ -256,8 +255,6 @@ def print_front(facts: dict[str, Any], show: int) -> None:
 
 
 def cells(one: dict[str, Any], several: bool) -> list[str]:
-    from ..record.formatting import duration, short
-
     bill = one["bill"]
     return [
         (f"{one['gpus']} × {one['gpu']}: " if several else "") + one["text"],

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record.formatting import duration, short
+from ..spec import SpecError, catalogue, load_run
+from ..spec.hardware import find_gpu_name
 from . import options
 from .output import Json, Overrides, Spec, print_json, print_table
 
@@ -48,8 +51,6 @@ def serve(
     from ..plan.serving.plans import Demand, Slo, choose
     from ..plan.serving.served_model import ServedModel
     from ..plan.serving.sheet import sheet
-    from ..spec import SpecError, catalogue, load_run
-    from ..spec.hardware import find_gpu_name
 
     if price < 0:
         raise SpecError(f"--price {price:g}: $ an hour cannot be negative")
@@ -90,7 +91,6 @@ def print_plans(plans: list[Plan]) -> None:
 def print_chosen(plan: Plan, engine: str) -> None:
     from ..plan.serving.inference import read_constants
     from ..plan.serving.plans import tag
-    from ..record.formatting import duration, short
 
     assert plan.point is not None and plan.times is not None and plan.full is not None
     d, space, at, lengths = plan.deployment, plan.serving_memory, plan.times, plan.demand.lengths

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data.progress import console_progress
+from ..record.formatting import binary_bytes, duration, short
+from ..spec import Cluster
 from ..spec.errors import SpecError
 from .output import Json, print_json, print_table
 
@@ -46,8 +49,6 @@ def calibrate(
       lmworks plan cpu-10m cluster.profile=profile.toml
     """
     from ..bench.calibrate import calibrate, check_output_path, local_device, save
-    from ..data.progress import console_progress
-    from ..spec import Cluster
 
     check_output_path(out)
     place = local_device(Cluster(device=device))
@@ -71,7 +72,6 @@ def print_profile(profile: Profile) -> None:
 
 def print_links(curve: Curve) -> None:
     from ..plan.devices.links import wire_share
-    from ..record.formatting import binary_bytes, duration, short
 
     rows = [
         [kind, ranks, binary_bytes(size), duration(s), f"{short(size * float(wire_share(kind, ranks)) / s)}B/s"]
@@ -223,8 +223,6 @@ def predict(
 
 
 def print_predictions(result: dict[str, Any]) -> None:
-    from ..record.formatting import duration, short
-
     known = [row for row in result["rows"] if "error" not in row]
     columns = ["row", "step", "between", "tokens/s", "MFU %", "allocated GiB", "reserved GiB", "fits"]
     lines = [

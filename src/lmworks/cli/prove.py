@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record.formatting import binary_bytes, duration
+from ..spec import RunSpec, SpecError, load_run
+from ..spec.load import apply_overrides, read_source
 from . import options
 from .groups import CommandGroup
 from .options import Force
@@ -62,7 +65,6 @@ def parity(
       lmworks prove parity tiny parallel.dp=2 parallel.tp=2
       lmworks prove parity configs/tiny.toml --layouts all --keep-going
     """
-    from ..spec import SpecError
 
     if spec is not None and "=" in spec:  # `parity model.layers=4`: there is no spec to change
         raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks prove parity tiny {spec}")
@@ -86,9 +88,7 @@ def choose_layouts(
     spec: str | None, overrides: list[str], names: str | None
 ) -> tuple[dict[str, Any] | None, list[Layout]]:
     """Tables of the spec, if there is one, and what is laid over it."""
-    from ..spec import RunSpec
     from ..spec.layouts import Layout, choose
-    from ..spec.load import apply_overrides, read_source
 
     if spec is None:
         return None, choose(names or "all")
@@ -109,7 +109,6 @@ def prove(
 ) -> list[Result]:
     """Results so far are shown as they come."""
     from ..prove.parity import parity as proofs
-    from ..spec import SpecError
 
     results: list[Result] = []
     with proofs(given, timeout=timeout, force=force) as proof:
@@ -255,7 +254,6 @@ def simulate(
         parallel.dp=16 data.seq=8192 data.micro_batch=1 precision.dtype=bf16 cluster.device=cuda \\
         --world 1024 --rank 777
     """
-    from ..spec import SpecError, load_run
 
     run = load_run(spec, overrides or ())
     layout = run.parallel
@@ -276,8 +274,6 @@ def simulate(
 
 
 def show(report: Report) -> None:
-    from ..record.formatting import binary_bytes, duration
-
     found = report.simulation
     place = ", ".join(f"{axis} {index}" for axis, index in report.place.items() if index) or "first on every axis"
     layers = ", ".join(f"{stage.layers.start}–{stage.layers.stop - 1}" for stage in report.stages)

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data import TokenData, Tokenizer, load_tokenizer, resolve
+from ..data.progress import activity
+from ..record import RunFolder
+from ..spec import DataError, ModelSpec, SpecError
+from ..spec.errors import NoSuchData
 from .options import Force
 from .output import Json, loading, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..data import Tokenizer
     from ..engine.quantization.calibrated_rounding import LayerReport
     from ..engine.quantization.quantize import Calibration, Report
     from ..model import GPT
-    from ..spec import ModelSpec
 
 SHOWN = 8  # layers in the table
 TOKENIZER_FILES = (
@@ -59,7 +62,6 @@ def quantize(
     from ..engine.quantization.quantize import quantize as run
     from ..engine.quantization.quantized_model import get_scheme
     from ..kernels.inference.quantized import GROUPS
-    from ..spec import SpecError
 
     get_scheme(scheme)
     if group not in GROUPS:
@@ -89,7 +91,6 @@ def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
     from ..engine.quantization.quantize import check_memory
     from ..loading import is_hf
     from ..model.hf import described
-    from ..record import RunFolder
     from ..train.device import pick_device
 
     if is_hf(source):
@@ -112,15 +113,11 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     """The model, the text to calibrate on, and what goes into the folder beside the weights."""
     import torch
 
-    from ..data import load_tokenizer
-    from ..data.progress import activity
     from ..data.tokenizer import ByteTokenizer
     from ..engine.quantization.folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
     from ..model.hf import described, load_hf
-    from ..record import RunFolder
-    from ..spec import SpecError
     from ..train.load_run import load_trained
 
     if is_hf(source):
@@ -155,17 +152,12 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
 
 
 def resolved(data: str) -> Path:
-    from ..data import resolve
-
     return resolve(data)
 
 
 def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
     """From a text file, or from the held-out part of prepared data."""
-    from ..data import TokenData
     from ..engine.quantization.quantize import Calibration
-    from ..spec import DataError, SpecError
-    from ..spec.errors import NoSuchData
 
     path = Path(place)
     if not path.exists() and path.suffix:

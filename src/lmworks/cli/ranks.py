@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -23,10 +23,8 @@ from ..plan.memory.host import oom_kills
 from ..record import RunFolder
 from ..record.folder import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
 from ..record.oom import ChildPeaks
+from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.errors import PREEMPTED, STOPPED, last_line
-
-if TYPE_CHECKING:
-    from ..spec import LMWorksError, RunSpec
 
 PROGRAM = ("-m", "lmworks")  # what Python runs as a rank
 KILL_GRACE_S = 10  # beyond fault.deadline_s, before the agent kills a rank
@@ -163,7 +161,6 @@ def explain_oom(ranks_exit: RanksExit, spec: RunSpec, ranks: int) -> RanksExit:
     """
     from ..plan.memory.fit import peak_rows, total
     from ..plan.memory.host_need import gib, host_need
-    from ..spec import SpecError
 
     if not ranks_exit.oom:
         if ranks_exit.code == -signal.SIGKILL:
@@ -243,7 +240,6 @@ def local_ranks(spec: RunSpec, wanted: int | None = None) -> int:
 
     A run on several machines is refused.
     """
-    from ..spec import SpecError
     from ..spec.elastic import fitted, sizes
 
     if wanted is not None:

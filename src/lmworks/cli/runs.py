@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..record import RunFolder, read_metrics
+from ..record.formatting import clock, duration, short
+from ..record.metrics import read_stats
+from ..spec import SpecError
 from .groups import DefaultCommandGroup
 from .output import Json, print_json, print_table
 
@@ -16,7 +20,6 @@ if TYPE_CHECKING:
     from ..diagnose.checkpoint_interval import Interval
     from ..diagnose.goodput import TimeBreakdown
     from ..diagnose.hang import Diagnosis
-    from ..record import RunFolder
     from ..record.event_text import Finding
     from ..record.run_summary import Summary
 
@@ -56,7 +59,6 @@ def runs(
     """
     from ..record.run_summary import compare_runs, find_runs, list_runs, locate
     from ..report.plots import check_plot_path, overlay_losses
-    from ..spec import SpecError
 
     if plot:
         check_plot_path(plot, "--plot")
@@ -108,7 +110,6 @@ def print_comparison(compared: dict[str, Any]) -> None:
 
 def run_columns(row: dict[str, Any]) -> dict[str, str]:
     """The figures of a run for people, in the order of the list's columns."""
-    from ..record.formatting import short
 
     def loss(key: str) -> str:
         return "-" if row[key] is None else f"{row[key]:.4f}"
@@ -150,7 +151,6 @@ def show(
     """
     from ..diagnose.checkpoint_interval import interval
     from ..diagnose.goodput import time_breakdown
-    from ..record.metrics import read_stats
     from ..record.run_summary import locate, summarize
     from ..report.plots import draw_goodput
 
@@ -187,8 +187,6 @@ def seconds_of(begin: int, end: int) -> dict[str, float]:
 
 
 def print_run(summary: Summary) -> None:
-    from ..record.formatting import short
-
     losses = {"loss": summary.loss, "val loss": summary.val_loss}
     said = [f"{name} {value:.4f}" for name, value in losses.items() if value is not None]
     if summary.tokens_per_s:
@@ -199,8 +197,6 @@ def print_run(summary: Summary) -> None:
 
 
 def print_attempts(found: TimeBreakdown) -> None:
-    from ..record.formatting import clock, duration
-
     rows = [
         [
             attempt.number,
@@ -217,7 +213,6 @@ def print_attempts(found: TimeBreakdown) -> None:
 
 def print_time(summary: Summary, found: TimeBreakdown) -> None:
     from ..diagnose.goodput import CAUSES
-    from ..record.formatting import duration, short
 
     if found.ettr is None or found.goodput is None:
         typer.echo("nothing is recorded yet")
@@ -235,8 +230,6 @@ def print_time(summary: Summary, found: TimeBreakdown) -> None:
 
 
 def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -> None:
-    from ..record.formatting import duration
-
     if advice is None:
         missing = "a save" if given or found.failures else "a stop; give one with --mtbf HOURS"
         typer.echo(f"\nHow often to save is not known without {missing}.")
@@ -265,7 +258,6 @@ def print_events(unusual: Sequence[Mapping[str, Any]], found: TimeBreakdown) -> 
     from datetime import datetime
 
     from ..record.event_text import describe_event
-    from ..record.formatting import clock
 
     if not unusual:
         return
@@ -308,9 +300,7 @@ def health(
       lmworks runs health runs/tiny --stats
       lmworks runs health runs/tiny --json
     """
-    from ..record import RunFolder, read_metrics
     from ..record.event_text import findings
-    from ..record.metrics import read_stats
 
     folder = RunFolder.open(run)
     events = folder.events()

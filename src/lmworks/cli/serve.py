@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..spec import EngineSpec
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
 from ..weight_prefetch import prefetch_weights
@@ -204,7 +205,6 @@ def make_serving(
     from ..serve.engine_process import EngineProcess, StallTimeouts
     from ..serve.keys import Settings
     from ..serve.serving import LocalModel, Serving, Upstream
-    from ..spec import EngineSpec
 
     EngineSpec.from_dict(options)  # validated here, not by a process that fails
     settings = Settings(config, keys)
@@ -236,7 +236,6 @@ def load_engine_process(
     prefetch_weights(source)
     from ..loading import is_hf, is_preset, load_engine
     from ..serve.channel import LoadedEngine
-    from ..spec import EngineSpec
 
     _, engine = load_engine(source, EngineSpec.from_dict(options), step, seed)
     for name, where in adapters.items():

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..data.progress import activity
+from ..record import RunFolder
+from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from .generate import Step
 from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, loading, print_json
 from .ranks import needs_ranks, supervise
 
 if TYPE_CHECKING:
-    from ..spec import RunSpec
     from ..train import Trainer
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -53,8 +54,6 @@ def train(
       lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
-    from ..record import RunFolder
-    from ..spec import load_run
 
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.check_path_given()
@@ -104,8 +103,6 @@ def resume(
       lmworks resume runs/wide --ranks 2
       lmworks resume runs/tiny --step 100
     """
-    from ..record import RunFolder
-    from ..spec import load_run
 
     folder = RunFolder.open(run)
     spec = load_run(run, on_device(device))
@@ -133,7 +130,6 @@ def restart_limit(spec: RunSpec, max_restarts: int | None) -> int:
 def run_trainer(trainer: Trainer, json: bool) -> None:
     """Runs the trainer, writes the report even after a failure, and prints the paths."""
     from ..report.run_report import write_report
-    from ..spec import LMWorksError, SpecError
 
     folder = trainer.folder
     try:
@@ -162,7 +158,6 @@ def run_trainer(trainer: Trainer, json: bool) -> None:
 
 def default_run_folder(spec: RunSpec) -> Path:
     """The default folder of a run. Refused where torchrun may restart ranks: they would not find it again."""
-    from ..spec import SpecError
 
     again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     if "TORCHELASTIC_RUN_ID" in os.environ and (again or spec.fault.elastic):
