@@ -175,7 +175,7 @@ def test_late_refund_is_not_counted_twice() -> None:
 
 def test_request_above_tokens_per_minute_is_rejected() -> None:
     house = House(tokens_per_minute=100)
-    with pytest.raises(APIError, match="ask for fewer") as refusal:
+    with pytest.raises(APIError, match="request fewer") as refusal:
         house.enter(prompt=41, max_tokens=20, answers=3)
     assert (refusal.value.status, refusal.value.retry_after) == (400, None)
 
