@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..data import Batches, Reading, console_progress, resolve
 from ..record import RunFolder
 from ..spec.errors import SpecError
 from .groups import CommandGroup
@@ -58,6 +57,7 @@ def prepare(
       lmworks data prepare a.jsonl b.parquet --tokenizer gpt2/tokenizer.json --out data/web
       lmworks data prepare hf:HuggingFaceFW/fineweb:sample-10BT --tokenizer bpe:32768 --out data/fineweb
     """
+    from ..data import Reading, console_progress
     from ..data import prepare as run
 
     reading = Reading(text_field, glob, unescaped(separator))
@@ -110,6 +110,7 @@ def inspect(
       lmworks data inspect stdlib:bytes
       lmworks data inspect data/code --samples 0 --json
     """
+    from ..data import console_progress, resolve
     from ..data.survey import survey
 
     with console_progress() as progress:
@@ -164,6 +165,7 @@ def window(
       lmworks data window runs/tiny --cursor 120 --text 400
       lmworks data window runs/tiny --cursor 120 --json
     """
+    from ..data import Batches
     from ..data.window import describe, rows_at, text_of, usual_bits
 
     spec = RunFolder.open(run).spec()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
 from ..record import RunFolder, read_metrics
 from ..spec import RunSpec, load_run
 from ..spec.files import check_writable
@@ -87,6 +86,7 @@ def heading(number: int, text: str) -> None:
 
 def bigram_baseline(spec: RunSpec) -> float:
     """Held-out loss of a model that knows only which token follows which, counted on all training data."""
+    from ..data import TokenData, bigram_loss, console_progress, read_index, resolve
 
     with console_progress() as progress:
         folder = resolve(spec.data.path, progress)

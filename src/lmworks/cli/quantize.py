@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..data import TokenData, Tokenizer, load_tokenizer, resolve
 from ..data.progress import activity
 from ..record import RunFolder
 from ..spec import DataError, ModelSpec, SpecError
@@ -17,6 +16,7 @@ from .options import Force
 from .output import Json, loading, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..data import Tokenizer
     from ..engine.quantization.calibrated_rounding import LayerReport
     from ..engine.quantization.quantize import Calibration, Report
     from ..model import GPT
@@ -113,6 +113,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     """The model, the text to calibrate on, and what goes into the folder beside the weights."""
     import torch
 
+    from ..data import load_tokenizer
     from ..data.tokenizer import ByteTokenizer
     from ..engine.quantization.folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
@@ -152,11 +153,14 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
 
 
 def resolved(data: str) -> Path:
+    from ..data import resolve
+
     return resolve(data)
 
 
 def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
     """From a text file, or from the held-out part of prepared data."""
+    from ..data import TokenData
     from ..engine.quantization.quantize import Calibration
 
     path = Path(place)
