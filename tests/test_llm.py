@@ -176,7 +176,7 @@ def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyP
     assert first.token_ids == bad.token_ids == [7] and asked["closed"]
 
 
-def test_results_are_told_as_they_come(preset: LLM) -> None:
+def test_on_result_is_called_as_results_complete(preset: LLM) -> None:
     """Once each and by place: the one that is refused first, the longest last."""
     found: list[tuple[int, Result]] = []
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (9, 3, 1, 6)]
@@ -185,7 +185,15 @@ def test_results_are_told_as_they_come(preset: LLM) -> None:
     assert all(results[place] is result for place, result in found)
 
 
-def test_who_raises_when_told_ends_it_and_loses_nothing(preset: LLM) -> None:
+def test_earlier_name_of_on_result(preset: LLM) -> None:
+    found: list[int] = []
+    preset.generate([[1], [2]], SamplingParams(max_tokens=2), told=lambda index, _result: found.append(index))
+    assert sorted(found) == [0, 1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tell'"):
+        preset.generate([[1]], tell=found.append)
+
+
+def test_exception_in_on_result_keeps_finished_results(preset: LLM) -> None:
     """All end in one step: the others are handed over, and the engine is as it was."""
     seen: list[int] = []
 

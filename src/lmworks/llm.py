@@ -78,13 +78,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
         on_result: ResultCallback = ignore_result,
+        **renamed: Any,
     ) -> list[Result]:
-        """One result a prompt, in order; params are one for all or one each.
+        """One result per prompt, in order; params are one for all or one each.
 
-        A prompt that cannot be served has a result with finish_reason "error" and says why; the others go on.
-        `on_result(place, result)` is called for every prompt as soon as its result is there (vLLM has all at the end):
-        what it keeps is not lost when the rest is interrupted.
+        A prompt that cannot be served has a result with finish_reason "error" and an error message; the others run.
+        `on_result(index, result)` is called for every prompt as soon as its result is complete (with vLLM all at the
+        end), so that an interrupt loses only the rest.
         """
+        on_result = renamed.pop("told", on_result)  # its earlier name
+        if renamed:
+            raise TypeError(f"generate() got an unexpected keyword argument {next(iter(renamed))!r}")
         many = as_prompts(prompts)
         request_params = as_params(params, len(many))
         self.check_open()
@@ -105,15 +109,15 @@ class LLM:
         return [one if isinstance(one, Result) else found[place] for place, one in enumerate(encoded)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta, None, None]:
-        """Pieces of the answer as they come; the last one carries the result. Leaving the loop cancels the request."""
+        """Output deltas; the last one carries the result. Closing the generator cancels the request."""
         self.check_open()
         return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
 
     def encode(self, prompt: Prompt) -> Any:
-        """Token ids of a prompt: for a Hugging Face folder as `transformers` makes them, begin-of-text included.
+        """Token ids of a prompt: for a Hugging Face folder those of `transformers`, begin-of-text included.
 
-        But for text that spells a special token ("a<|endoftext|>b"), which stays text: what people write controls
-        nothing. Give ids where the token itself is meant.
+        Except that text that spells a special token ("a<|endoftext|>b") stays text, as a protection against prompt
+        injection. Pass ids to use the token itself.
         """
         if not isinstance(prompt, str):
             return as_ids(prompt)
@@ -173,10 +177,10 @@ class LLM:
             raise SpecError("to chat, a model needs a tokenizer; this one has none")
         return Chat.of(self.folder, self.tokenizer, self.encode)
 
-    # --- end ----------------------------------------------------------------------------------------------
+    # --- lifetime -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Frees the device's memory. Idempotent."""
+        """Free device memory. Idempotent."""
         if not self.closed:
             self.closed = True
             self.backend.close()

@@ -106,8 +106,8 @@ def sum_dtype(hidden: Tensor, weight: Tensor, chunks: int, in_place: bool) -> to
 def filled(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
     """Rows of the head's weight as the products see it."""
     aligned = vocab % (FP8_ALIGNED if fp8 else ALIGNED) == 0
-    one_pass_supports = aligned or hidden.device.type == "cpu" or hidden.dtype == torch.float32
-    return vocab if one_pass_supports else -(-vocab // FILLED) * FILLED
+    padding_unneeded = aligned or hidden.device.type == "cpu" or hidden.dtype == torch.float32
+    return vocab if padding_unneeded else -(-vocab // FILLED) * FILLED
 
 
 def cast_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
