@@ -16,7 +16,7 @@ from common import write_result
 from torch import Tensor
 
 from lmworks.kernels.training import adamw_triton
-from lmworks.kernels.training.adamw import Rule, Slot, adamw
+from lmworks.kernels.training.adamw import AdamWConfig, ParamState, adamw
 from lmworks.parallel.data_parallel import Shard
 from lmworks.plan.exact.shards import weights
 from lmworks.spec import ModelSpec, OptimSpec, PrecisionSpec
@@ -46,15 +46,17 @@ def timed(work: Callable[[], object]) -> float:
     return float(do_bench(work, warmup=10, rep=60)) / 1e3
 
 
-def large(precision: PrecisionSpec) -> tuple[Slot, Rule]:
+def large(precision: PrecisionSpec) -> tuple[ParamState, AdamWConfig]:
     def zeros(dtype: torch.dtype) -> Tensor:
         return torch.zeros(COUNT, dtype=dtype, device="cuda")
 
     moments = torch.bfloat16 if precision.states == "bf16" else torch.float32
     low = zeros(torch.int16) if precision.master else None
     step = torch.ones((), device="cuda")
-    slot = Slot(zeros(torch.bfloat16), zeros(torch.bfloat16) + 1, step, 2**62, zeros(moments), zeros(moments), low)
-    return slot, Rule(1e-3, 0.1, stochastic=precision.rounding == "stochastic")
+    slot = ParamState(
+        zeros(torch.bfloat16), zeros(torch.bfloat16) + 1, step, 2**62, zeros(moments), zeros(moments), low
+    )
+    return slot, AdamWConfig(1e-3, 0.1, stochastic=precision.rounding == "stochastic")
 
 
 def tiles(name: str) -> dict[str, float]:

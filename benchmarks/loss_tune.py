@@ -2,7 +2,7 @@
 
 Each constant is varied at the shapes of three models in bf16. What wins is then written into the constant by hand:
 in kernels/training `ONE_PASS_WARPS` and `HELD_BLOCKS` of cross_entropy_triton.py, `CHUNK_BYTES_IN_PLACE` of
-cross_entropy.py (and of plan/ops.py), `PARTS`, `SPAN`, `TILE` and `TRANSPOSED_TILE` of float8_triton.py.
+cross_entropy.py (and of plan/ops.py), `AMAX_PROGRAMS`, `AMAX_BLOCK`, `TILE` and `TRANSPOSED_TILE` of float8_triton.py.
 Which implementation is the fastest is another question: `lmworks bench kernels`.
 
     python benchmarks/loss_tune.py            # about two minutes on an H200
@@ -62,7 +62,7 @@ def loss_kernel(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
 
     Run after run the rows hold gradients of gradients: as many bytes, and as finite.
     """
-    columns = cross_entropy.filled(vocab, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    columns = cross_entropy.padded_vocab(vocab, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
     rows = cross_entropy.chunk_rows(tokens, columns, "cuda", 2, in_place=True)
     logits = torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
     targets = torch.randint(0, vocab, (rows,), device="cuda")
@@ -96,7 +96,9 @@ def chunk_sizes(tokens: int, vocab: int, hidden: int) -> dict[str, float]:
 def eight_bits(_tokens: int, _vocab: int, hidden: int) -> dict[str, float]:
     """Share of a copy's pace: x is read twice and written once in a byte."""
     x = torch.randn(4 * hidden, hidden, dtype=torch.bfloat16, device="cuda")
-    tried: list[tuple[dict[str, Any], bool]] = [({"PARTS": parts, "SPAN": span}, False) for parts, span in PASSES]
+    tried: list[tuple[dict[str, Any], bool]] = [
+        ({"AMAX_PROGRAMS": parts, "AMAX_BLOCK": span}, False) for parts, span in PASSES
+    ]
     tried += [({"TILE": tile}, False) for tile in TILES] + [({"TRANSPOSED_TILE": tile}, True) for tile in TURNED]
     found = {}
     for values, turned in tried:

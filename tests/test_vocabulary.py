@@ -154,6 +154,13 @@ RETIRED = {
     "launches_early": "supports_pdl",
     "quantized_outline": "quantized_meta_model",
     "Compilers": "CompileExecutor",
+    "third_half": "extra_random_bits",
+    "has_products": "has_fp8_matmul",
+    "walk_keys": "accumulate_dq",
+    "walk_queries": "accumulate_dk_dv",
+    "OuterSum": "WeightGradient",
+    "into_mean": "one_minus_beta1",
+    "GRADED": "WITH_GRAD",
     # serve, cli, launch
     "stop_with_starter": "die_with_parent",
     "leave_word": "write_error_file",

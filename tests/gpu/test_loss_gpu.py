@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lmworks.bench.kernels import bench_kernels
 from lmworks.kernels.training import cross_entropy, float8
-from lmworks.kernels.training.cross_entropy import IGNORE, OuterSum, linear_cross_entropy, reference
+from lmworks.kernels.training.cross_entropy import IGNORE, WeightGradient, linear_cross_entropy, reference
 from lmworks.kernels.training.float8 import E4M3, E5M2, dequantize, quantize
 
 pytestmark = [
@@ -65,7 +65,7 @@ def test_fp32_weights_under_autocast_get_fp32_gradients(monkeypatch: pytest.Monk
 
 
 def test_matmul_accumulates_into_buffer() -> None:
-    total = OuterSum(torch.full((512, 256), torch.nan, device="cuda"), fused=True)
+    total = WeightGradient(torch.full((512, 256), torch.nan, device="cuda"), fused=True)
     grads, states = drawn(6, 300, 512).bfloat16(), drawn(6, 300, 256, seed=1).bfloat16()
     for grad, hidden in zip(grads, states, strict=True):
         total.add(grad, hidden)
@@ -119,7 +119,7 @@ def test_fp8_matmul_equals_matmul_of_rounded_values() -> None:
     x, weight = drawn(512, 1024).bfloat16(), drawn(2048, 1024, seed=1).bfloat16()
     a, b = quantize(x), quantize(weight)
     exact = dequantize(a).double() @ dequantize(b).double().t()
-    assert off(float8.linear_of(weight)(x), exact) < 5e-3
+    assert off(float8.fp8_linear(weight)(x), exact) < 5e-3
 
 
 def test_fp8_head_loss_is_close() -> None:

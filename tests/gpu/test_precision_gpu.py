@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmworks.kernels.training.adamw import Rule, Slot, adamw, join_master, split
+from lmworks.kernels.training.adamw import AdamWConfig, ParamState, adamw, join_master, split
 from lmworks.plan.memory.sheet import memory
 from tiny import curve, make_spec, train
 
@@ -36,7 +36,7 @@ def test_split_master_equals_fused_adamw_fp32() -> None:
         plain.grad = gradient.float()
         theirs.step()
         step += 1
-        adamw([Slot(weight, gradient, step, 1, mean, square, low)], Rule(1e-3, 0.1))
+        adamw([ParamState(weight, gradient, step, 1, mean, square, low)], AdamWConfig(1e-3, 0.1))
     torch.testing.assert_close(join_master(weight, low), plain.detach(), rtol=1e-6, atol=1e-7)
 
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lmworks.kernels.training import swiglu_fp8, swiglu_fp8_triton
-from lmworks.kernels.training.float8 import has_products
+from lmworks.kernels.training.float8 import has_fp8_matmul
 from lmworks.kernels.training.swiglu_fp8 import swiglu_mlp
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(
-        torch.cuda.is_available() and not has_products(torch.device("cuda")), reason="fp8 products would be emulated"
+        torch.cuda.is_available() and not has_fp8_matmul(torch.device("cuda")), reason="fp8 products would be emulated"
     ),
 ]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lmworks.kernels.training import adamw
-from lmworks.kernels.training.adamw import Rule, Slot
+from lmworks.kernels.training.adamw import AdamWConfig, ParamState
 from lmworks.spec import SpecError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +24,7 @@ runs_kernels = pytest.mark.skipif(
     not (DEVICE == "cuda" or INTERPRETED), reason="needs a GPU, or triton and TRITON_INTERPRET=1"
 )
 BF16, FP32 = torch.bfloat16, torch.float32
-RULE = Rule(lr=0.01, weight_decay=0.1)
+RULE = AdamWConfig(lr=0.01, weight_decay=0.1)
 
 
 def from_bits(*bits: int) -> Tensor:
@@ -60,19 +60,21 @@ def test_infinities_and_nans_survive_split() -> None:
 
 def test_stochastic_rounding_is_unbiased() -> None:
     wide = torch.full((40_000,), 1.0 + 2.0**-9)  # a quarter of the way from 1 to the next bf16
-    slot = Slot(torch.empty(40_000, dtype=BF16), torch.empty(0), torch.tensor(3.0), seed=5)
-    rounded = adamw.narrow(wide, BF16, adamw.random_bits(slot)).float()
+    slot = ParamState(torch.empty(40_000, dtype=BF16), torch.empty(0), torch.tensor(3.0), seed=5)
+    rounded = adamw.round_to(wide, BF16, adamw.random_bits(slot)).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2.0**-7}
     assert abs((rounded > 1).float().mean() - 0.25) < 0.01
     exact = torch.tensor([0.5, -3.0, 0.0, float("inf"), float("-inf")])
-    assert torch.equal(adamw.narrow(exact, BF16, torch.full((5,), -1, dtype=torch.int32)).float(), exact)
-    assert adamw.narrow(from_bits(0x7FFFFFFF), BF16, torch.tensor([1], dtype=torch.int32)).isnan()
+    assert torch.equal(adamw.round_to(exact, BF16, torch.full((5,), -1, dtype=torch.int32)).float(), exact)
+    assert adamw.round_to(from_bits(0x7FFFFFFF), BF16, torch.tensor([1], dtype=torch.int32)).isnan()
 
 
 # --- the update ---
 
 
-def slot_of(size: int, weights: torch.dtype, states: torch.dtype | None, master: bool, grads: torch.dtype) -> Slot:
+def slot_of(
+    size: int, weights: torch.dtype, states: torch.dtype | None, master: bool, grads: torch.dtype
+) -> ParamState:
     draw = torch.Generator().manual_seed(size)
     wide, grad = torch.randn(size, generator=draw), torch.randn(size, generator=draw)
     weight, low = adamw.split(wide) if master else (wide.to(weights), None)
@@ -82,15 +84,15 @@ def slot_of(size: int, weights: torch.dtype, states: torch.dtype | None, master:
     step = torch.tensor(7.0)
     made = [weight, grad.to(grads), step, mean, square, low]
     weight, grad, step, mean, square, low = (t if t is None else t.to(DEVICE) for t in made)  # type: ignore[assignment]
-    return Slot(weight, grad, step, 2**62 + size, mean, square, low)
+    return ParamState(weight, grad, step, 2**62 + size, mean, square, low)
 
 
-def copied(slot: Slot) -> Slot:
+def copied(slot: ParamState) -> ParamState:
     return replace(slot, **{name: value.clone() for name, value in vars(slot).items() if isinstance(value, Tensor)})
 
 
-def equal(a: Slot, b: Slot) -> bool:
-    pairs = [(getattr(a, name), getattr(b, name)) for name in ("weight", "mean", "square", "low")]
+def equal(a: ParamState, b: ParamState) -> bool:
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("weight", "exp_avg", "exp_avg_sq", "low")]
     return all(torch.equal(x, y) for x, y in pairs if x is not None)
 
 
@@ -117,7 +119,7 @@ def test_kernel_equals_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(adamw_triton, "SMALL", 2000)
     monkeypatch.setattr(adamw_triton, "PROGRAMS", 1)
     monkeypatch.setattr(adamw_triton, "multiprocessors", lambda _: 1)
-    monkeypatch.setattr(adamw, "SPAN", 1000)
+    monkeypatch.setattr(adamw, "REFERENCE_CHUNK", 1000)
     weights, states, master, grads, stochastic = CASES[case]
     rule = replace(RULE, stochastic=stochastic)
     slots = [slot_of(size, weights, states, master, grads) for size in (5, 1030, 2049, 1)]

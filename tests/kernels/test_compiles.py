@@ -193,8 +193,8 @@ def adamw(size: int, low: bool, states: torch.dtype) -> None:
     module = importlib.import_module("lmworks.kernels.training.adamw")
     weight, states_like, scalar = torch.zeros(size, dtype=BF16), torch.zeros(size, dtype=states), torch.zeros(())
     bits = torch.zeros(size, dtype=torch.int16) if low else None
-    slot = module.Slot(weight, weight, scalar, 2**62, states_like, states_like, bits)
-    rule = module.Rule(1e-3, stochastic=not low)
+    slot = module.ParamState(weight, weight, scalar, 2**62, states_like, states_like, bits)
+    rule = module.AdamWConfig(1e-3, stochastic=not low)
     module.adamw([slot], rule, grad_scale=scalar, found_inf=scalar, implementation="triton")
 
 

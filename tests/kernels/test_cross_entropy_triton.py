@@ -19,7 +19,7 @@ from torch import Tensor
 from lmworks.kernels.training import cross_entropy
 from lmworks.kernels.training.cross_entropy import (
     IGNORE,
-    OuterSum,
+    WeightGradient,
     chunk_rows,
     linear_cross_entropy,
     reference,
@@ -133,7 +133,7 @@ def test_loss_and_gradients_equal_torch(rows: int, dtype: torch.dtype, monkeypat
     """The weight is kept in the precision of the products; its gradient is, too, however many chunks there are."""
     tokens, vocab, width = 11, 70, 16
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES_IN_PLACE", rows * 128 * dtype.itemsize)
-    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden, fp8: 128)
+    monkeypatch.setattr(cross_entropy, "padded_vocab", lambda vocab, hidden, fp8: 128)
     hidden, weight, targets = drawn(tokens, vocab, width, dtype)
     found, wanted = [], []
     for results, loss_of, given in (
@@ -260,7 +260,7 @@ def test_rounding_error_of_eight_chunks(drift: float, bounds: tuple[float, float
     generator = torch.Generator().manual_seed(0)
     grads = (torch.randn(8, 64, 96, generator=generator) + drift).bfloat16()
     states = (torch.randn(8, 64, 80, generator=generator) + drift).bfloat16()
-    total = OuterSum(torch.empty(96, 80, dtype=torch.bfloat16), fused=False)
+    total = WeightGradient(torch.empty(96, 80, dtype=torch.bfloat16), fused=False)
     for grad, hidden in zip(grads, states, strict=True):
         total.add(grad, hidden)
     exact = grads.flatten(0, 1).double().t() @ states.flatten(0, 1).double()
@@ -277,7 +277,7 @@ def test_no_gradient_under_no_grad(mode: type, monkeypatch: pytest.MonkeyPatch) 
         return torch.ones(())
 
     monkeypatch.setattr(cross_entropy, "chunk_loss", chunk)
-    monkeypatch.setattr(OuterSum, "add", lambda *_: pytest.fail("a gradient of the head"))
+    monkeypatch.setattr(WeightGradient, "add", lambda *_: pytest.fail("a gradient of the head"))
     weight = torch.zeros(6, 4).requires_grad_()
     with mode():
         assert linear_cross_entropy(torch.zeros(5, 4), weight, torch.zeros(5, dtype=torch.int64)) == 1
@@ -315,7 +315,7 @@ def test_zero_tokens_give_zero_gradient() -> None:
 
 
 def test_first_chunk_overwrites_buffer() -> None:
-    total = OuterSum(torch.full((3, 2), torch.nan), fused=False)
+    total = WeightGradient(torch.full((3, 2), torch.nan), fused=False)
     grad, hidden = torch.randn(5, 3), torch.randn(5, 2)
     total.add(grad, hidden)
     total.add(grad, hidden)
@@ -335,9 +335,9 @@ def test_fp8_logits_are_close_and_gradient_stays_bf16() -> None:
     for ours, theirs in zip(small[1:], plain[1:], strict=True):
         assert 0 < off(ours, theirs) < 0.2
     # The gradient of the hidden states is that of the rounded logits, times the weight as it is.
-    from lmworks.kernels.training.float8 import linear_of
+    from lmworks.kernels.training.float8 import fp8_linear
 
-    p = linear_of(weight)(hidden).softmax(dim=1)
+    p = fp8_linear(weight)(hidden).softmax(dim=1)
     counted = (targets != IGNORE).unsqueeze(1)
     exact = ((p - F.one_hot(targets.clamp(min=0), 48)) * counted) @ weight
     torch.testing.assert_close(small[1], exact, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.training.flash_attention import Bounds, flash_attention
+from lmworks.kernels.training.flash_attention import DocumentBounds, flash_attention
 from lmworks.kernels.training.flash_forward_triton import PASSES, Tiles, choose_tiles
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec
@@ -154,14 +154,14 @@ def test_tiles_of_other_documents_are_not_read() -> None:
     case = Case(48, lengths=(20, 28))
     q, k, v, _ = case.inputs()
     k[:, :16] = v[:, :16] = torch.nan
-    bounds = Bounds.of(case.documents())
+    bounds = DocumentBounds.of(case.documents())
     out, lse = flash_forward_triton.launch(q, k, v, bounds.starts, 0, 0.25, case.tiles)
     assert out[:, 32:].isfinite().all()
     assert lse[..., 32:].isfinite().all()
 
 
 def test_bounds_of_documents() -> None:
-    bounds = Bounds.of(torch.tensor([[0, 0, 3, 4, 4], [1, 1, 1, 1, 1]]))
+    bounds = DocumentBounds.of(torch.tensor([[0, 0, 3, 4, 4], [1, 1, 1, 1, 1]]))
     assert bounds.starts.tolist() == [[0, 0, 2, 3, 3], [0] * 5]
     assert bounds.ends.tolist() == [[2, 2, 3, 5, 5], [5] * 5]
 
@@ -205,7 +205,7 @@ def test_training_with_selective_recompute_runs_it_once() -> None:
 def test_custom_op_passes_opcheck(documents: bool) -> None:
     """Schema, shapes without values, autograd, and the whole of it traced with sizes left open."""
     q, k, v, _ = (x.requires_grad_() for x in Case(20).inputs())
-    bounds = Bounds.of(torch.tensor([[0] * 9 + [1] * 11])) if documents else None
+    bounds = DocumentBounds.of(torch.tensor([[0] * 9 + [1] * 11])) if documents else None
     edges = (None, None) if bounds is None else (bounds.starts, bounds.ends)
     torch.library.opcheck(torch.ops.lmworks.flash_attention.default, (q, k, v, *edges, 0, 0.2))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lmworks.kernels.inference import quantized
 from lmworks.kernels.training import float8
-from lmworks.kernels.training.float8 import E4M3, E5M2, LARGEST, dequantize, quantize
+from lmworks.kernels.training.float8 import E4M3, E5M2, FP8_MAX, dequantize, quantize
 from lmworks.spec import SpecError
 
 GPU = torch.cuda.is_available()
@@ -46,22 +46,22 @@ def test_quantize_dequantize_is_close(dtype: torch.dtype, by_row: bool, power: b
     assert bool((error <= 2.0 ** -(BITS[dtype] + 1) * (x.abs() + least * scale)).all())
     top = small.values.float().abs().amax(dim=1 if by_row else None)
     used = top if not by_row else top[top > 0]
-    assert bool((used <= LARGEST[dtype]).all())
+    assert bool((used <= FP8_MAX[dtype]).all())
     if power:
         assert bool((torch.frexp(small.scale).mantissa == 0.5).all())
-        assert bool((used > LARGEST[dtype] / 2).all())
+        assert bool((used > FP8_MAX[dtype] / 2).all())
     else:
-        assert bool((used == LARGEST[dtype]).all())
+        assert bool((used == FP8_MAX[dtype]).all())
 
 
 def test_scale_rounds_up_to_power_of_two() -> None:
     scales = torch.tensor([1.0, 1.0000001, 0.75, 3.0, 2.0**-20])
-    assert float8.round_up(scales).tolist() == [1.0, 2.0, 1.0, 4.0, 2.0**-20]
+    assert float8.round_up_to_power_of_two(scales).tolist() == [1.0, 2.0, 1.0, 4.0, 2.0**-20]
 
 
 def test_cast_saturates_and_keeps_nan() -> None:
     x = torch.tensor([[3e4, -1e30, 0.0]])
-    assert quantize(x, E5M2).values.float().abs().max() == LARGEST[E5M2]
+    assert quantize(x, E5M2).values.float().abs().max() == FP8_MAX[E5M2]
     assert quantize(torch.tensor([[1.0, torch.nan]])).values.float().isnan().any()
 
 
@@ -69,7 +69,7 @@ def test_linear_equals_scaled_mm() -> None:
     x, weight = drawn(32, 64).bfloat16().float(), drawn(48, 64)
     a, b = quantize(x), quantize(weight)
     theirs = torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=torch.bfloat16)
-    ours = float8.linear_of(weight)(x)
+    ours = float8.fp8_linear(weight)(x)
     assert float((ours - theirs.float()).norm() / theirs.float().norm()) < 1e-2
     exact = x.double() @ weight.double().t()
     assert float((ours - exact).norm() / exact.norm()) < 0.06
@@ -95,7 +95,7 @@ def exact(rows: int, columns: int, dtype: torch.dtype, power: bool, by_row: bool
     """Numbers of the format, times a power of two that is found again: the largest is the format's, or, where scales
     are rounded up to powers of two, less."""
     bits = torch.randint(0, 256, (rows, columns), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    top = LARGEST[dtype] * (4 / 7 if power else 1)
+    top = FP8_MAX[dtype] * (4 / 7 if power else 1)
     x = bits.view(dtype).float().nan_to_num(0, 0, 0).clamp(-top, top)
     x[:, 0] = top
     return (x * torch.exp2(torch.arange(rows) - 5.0).unsqueeze(1) if by_row else x / 8).to(DEVICE)
@@ -110,8 +110,8 @@ def test_kernels_equal_reference(
     """Shapes that fill no tile, and a tensor of more spans than there are programs for them."""
     from lmworks.kernels.training import float8_triton
 
-    monkeypatch.setattr(float8_triton, "PARTS", 2)
-    monkeypatch.setattr(float8_triton, "SPAN", 128)
+    monkeypatch.setattr(float8_triton, "AMAX_PROGRAMS", 2)
+    monkeypatch.setattr(float8_triton, "AMAX_BLOCK", 128)
     monkeypatch.setattr(float8_triton, "TILE", (8, 32))
     monkeypatch.setattr(float8_triton, "TRANSPOSED_TILE", (16, 32))
     for x in [exact(19, 41, dtype, power, "by_row" in options), *([drawn(19, 41)] if GPU else [])]:

@@ -52,14 +52,14 @@ def test_random_bits_equal_python() -> None:
         return x ^ (x >> shifts[-1])
 
     for seed, place in ((0, 0), (2**63 - 1, 5), (12345, 100_000)):
-        key = mixed(seed, (30, 27, 31), counter_rng.WIDE, 64) + (place + 1) * counter_rng.GOLDEN
-        key = mixed(key % 2**64, (30, 27, 31), counter_rng.WIDE, 64)
+        key = mixed(seed, (30, 27, 31), counter_rng.MIX64_FACTORS, 64) + (place + 1) * counter_rng.GOLDEN
+        key = mixed(key % 2**64, (30, 27, 31), counter_rng.MIX64_FACTORS, 64)
         for token, found in enumerate(words([seed], [place], 50)[0]):
-            half = mixed(token ^ (key % 2**32), (16, 13, 16), counter_rng.NARROW, 32)
-            assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), counter_rng.NARROW, 32)
+            half = mixed(token ^ (key % 2**32), (16, 13, 16), counter_rng.MIX32_FACTORS, 32)
+            assert found == mixed((half + (key >> 32)) % 2**32, (16, 13, 16), counter_rng.MIX32_FACTORS, 32)
 
 
-@pytest.mark.parametrize("bits", [counter_rng.bits, counter_rng.quick_bits])
+@pytest.mark.parametrize("bits", [counter_rng.bits, counter_rng.fast_random_bits])
 @pytest.mark.parametrize("varied", ["ids", "places", "seeds"])
 def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tensor]) -> None:
     """Along each of the three, every byte is uniform, and unrelated to that of the next."""
@@ -81,8 +81,8 @@ def test_bits_are_uniform_and_independent(varied: str, bits: Callable[..., Tenso
 @pytest.mark.parametrize("place", [0, 1, 2, 1000])
 def test_random_halves_are_independent(place: int) -> None:
     """A weight, its mean and its square are rounded by them: each is uniform, and says nothing of the others."""
-    random = counter_rng.quick_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
-    halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, counter_rng.third_half(random))]
+    random = counter_rng.fast_random_bits(torch.tensor([7]), torch.tensor([place]), torch.arange(40_000))[0]
+    halves = [(half & 0xFFFF).numpy() for half in (random, random >> 16, counter_rng.extra_random_bits(random))]
     for half in halves:
         assert uniform(half >> 8, 256) > 1e-4 and uniform(half & 255, 256) > 1e-4
     for one, other in itertools.combinations(halves, 2):
@@ -97,7 +97,7 @@ def test_gumbel_noise_distribution_is_finite() -> None:
     drawn = counter_rng.gumbel(counter_rng.bits(torch.tensor([1]), torch.tensor([2]), torch.arange(100_000)))[0].numpy()
     assert uniform((np.exp(-np.exp(-drawn)) * 100).astype(int), 100) > 1e-3  # its distribution function is uniform
     ends = counter_rng.gumbel(torch.tensor([0, -1, 1, 2**31 - 1, -(2**31)], dtype=torch.int32)).double()
-    v = np.minimum((np.array([0, 2**32 - 1, 1, 2**31 - 1, 2**31]) + 0.5) / 2**32, counter_rng.LAST)
+    v = np.minimum((np.array([0, 2**32 - 1, 1, 2**31 - 1, 2**31]) + 0.5) / 2**32, counter_rng.BELOW_ONE)
     np.testing.assert_allclose(ends.numpy(), -np.log(-np.log1p(-v)), rtol=1e-4)
 
 

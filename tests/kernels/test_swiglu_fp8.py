@@ -133,7 +133,7 @@ def test_custom_ops_pass_opcheck(op: Callable[..., object], whole: bool) -> None
 def test_layers_are_fused_when_possible(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one scale for a tensor, without a bias; experts that all tokens visit, too. Not where they are emulated."""
     torchao = pytest.importorskip("torchao.float8")
-    monkeypatch.setattr(precision, "has_products", lambda device: device.type == "cuda")
+    monkeypatch.setattr(precision, "has_fp8_matmul", lambda device: device.type == "cuda")
     shared = ("model.experts=4", "model.shared_experts=1", "model.expert_ffn=32")
     cases = ((), True), (shared, True), (("precision.fp8_scaling=rowwise",), False), (("model.ffn=40",), False)
     for overrides, narrow in cases:
@@ -203,7 +203,7 @@ def test_kernels_equal_references(shape: tuple[int, int], monkeypatch: pytest.Mo
     """Shapes that fill no tile, and more spans than there are programs for them."""
     from lmworks.kernels.training import swiglu_fp8_triton
 
-    monkeypatch.setattr(swiglu_fp8_triton, "PARTS", 2)
+    monkeypatch.setattr(swiglu_fp8_triton, "AMAX_PROGRAMS", 2)
     tiles = replace(swiglu_fp8_triton.TILES, span=256, high=32, wide=16)
     grad, gate, up = (drawn(*shape, scale=scale, seed=seed) for seed, scale in enumerate((1e-4, 3.0, 2.0)))
     values, scale = swiglu_fp8_triton.forward(gate, up, tiles)

@@ -21,8 +21,8 @@ def test_a_fused_tile_is_the_plain_one(device: str, kind: str, dtype: torch.dtyp
         torch.randn(2, heads, 32, 16, generator=draw).to(device, dtype) for heads in (4, 2, 2, 2, 2, 4)
     )
     bias = torch.randn(2, 4, 32, 32, generator=draw).to(device)
-    bias[:, :, 3] = attention_tile.HIDDEN
-    bias = bias.masked_fill((bias > 0.5), attention_tile.HIDDEN)
+    bias[:, :, 3] = attention_tile.MASKED_SCORE
+    bias = bias.masked_fill((bias > 0.5), attention_tile.MASKED_SCORE)
     second = bias if kind == "biased" else None
 
     def both(fused: bool) -> list[Tensor]:

@@ -129,7 +129,7 @@ def attention(config: OpConfig) -> Iterator[Case]:
 
 def with_backend(only: Callable[..., Any], backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with only(backend):
-        return flash_attention.with_sdpa(q, k, v, window=0, bounds=None)
+        return flash_attention.sdpa(q, k, v, window=0, bounds=None)
 
 
 def sparse_attention(config: OpConfig) -> Iterator[Case]:
@@ -363,9 +363,9 @@ def adamw_calls(config: OpConfig, count: int, dtype: torch.dtype) -> Mapping[str
     grad = torch.ones_like(weight)
     mean, square = torch.zeros(count, device=config.device), torch.zeros(count, device=config.device)
     low = None if dtype == torch.float32 else torch.zeros(count, dtype=torch.int16, device=config.device)
-    slot = adamw.Slot(weight, grad, torch.ones((), device=config.device), 0, mean, square, low)
+    slot = adamw.ParamState(weight, grad, torch.ones((), device=config.device), 0, mean, square, low)
     ours = "triton" if config.device.type == "cuda" else "torch"
-    found: dict[str, TimedCall] = {ours: partial(adamw.adamw, [slot], adamw.Rule(1e-3), implementation=ours)}
+    found: dict[str, TimedCall] = {ours: partial(adamw.adamw, [slot], adamw.AdamWConfig(1e-3), implementation=ours)}
     if dtype == torch.float32:
         parameter = torch.nn.Parameter(weight)
         parameter.grad = grad

@@ -1,4 +1,4 @@
-"""The bits of `noise` inside a kernel: equal to those that PyTorch computes, on every device."""
+"""`counter_rng` inside Triton kernels: the same bits as in PyTorch, on every device."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -8,46 +8,46 @@ from . import counter_rng
 from .triton_support import tl, triton
 
 GOLDEN = tl.constexpr(counter_rng.GOLDEN)
-WIDE_1, WIDE_2 = (tl.constexpr(factor) for factor in counter_rng.WIDE)
-NARROW_1, NARROW_2 = (tl.constexpr(factor) for factor in counter_rng.NARROW)
+MIX64_1, MIX64_2 = (tl.constexpr(factor) for factor in counter_rng.MIX64_FACTORS)
+MIX32_1, MIX32_2 = (tl.constexpr(factor) for factor in counter_rng.MIX32_FACTORS)
 
 
 @triton.jit
 def mix64(x):
-    x = (x ^ (x >> 30)) * WIDE_1
-    x = (x ^ (x >> 27)) * WIDE_2
+    x = (x ^ (x >> 30)) * MIX64_1
+    x = (x ^ (x >> 27)) * MIX64_2
     return x ^ (x >> 31)
 
 
 @triton.jit
 def mix32(x):
-    x = (x ^ (x >> 16)) * NARROW_1
-    x = (x ^ (x >> 13)) * NARROW_2
+    x = (x ^ (x >> 16)) * MIX32_1
+    x = (x ^ (x >> 13)) * MIX32_2
     return x ^ (x >> 16)
 
 
 @triton.jit
-def noise_bits(seed, place, ids):
-    """As `noise.bits`: seed and place are int64 scalars, ids (n) integers."""
-    low, high = keys(seed, place)
+def random_bits(seed, position, ids):
+    """As `counter_rng.bits`: seed and position are int64 scalars, ids (n) integers."""
+    low, high = keys(seed, position)
     return mix32(mix32(ids.to(tl.uint32) ^ low) + high)
 
 
 @triton.jit
-def quick_bits(low, high, ids):
-    """As `noise.quick_bits`, of the `keys` of seed and place."""
+def fast_random_bits(low, high, ids):
+    """As `counter_rng.fast_random_bits`, with the `keys` of seed and position."""
     x = ids.to(tl.uint32) ^ low
     x = (x ^ (x >> 16)) * (high | 1)
-    x = (x ^ (x >> 13)) * NARROW_2
+    x = (x ^ (x >> 13)) * MIX32_2
     return x ^ (x >> 16)
 
 
 @triton.jit
-def keys(seed, place):
-    key = mix64(mix64(seed.to(tl.uint64)) + (place + 1).to(tl.uint64) * GOLDEN)
+def keys(seed, position):
+    key = mix64(mix64(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * GOLDEN)
     return key.to(tl.uint32), (key >> 32).to(tl.uint32)
 
 
 @triton.jit
-def third_half(random):
-    return (random * NARROW_1) >> 16
+def extra_random_bits(random):
+    return (random * MIX32_1) >> 16

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels.dispatch import fastest
 from ..kernels.scores import sink_softmax, soft_cap
-from ..kernels.training.flash_attention import Bounds, flash_attention
+from ..kernels.training.flash_attention import DocumentBounds, flash_attention
 from ..spec import ModelSpec, SpecError, components
 
 Attend = Callable[..., Tensor]  # (q, k, v, layer, **per_head)
@@ -189,7 +189,7 @@ class Dense:
         if self.backend == "flex":
             self.mask = flex_block_mask(pattern, batch, queries, keys, device)
         elif self.backend == "flash" and pattern.documents is not None:
-            self.mask = Bounds.of(pattern.documents)
+            self.mask = DocumentBounds.of(pattern.documents)
         elif self.backend == "sdpa" and not pattern.plain:
             if pattern.slopes:
                 self.mask = pattern.bias(queries, keys, device)

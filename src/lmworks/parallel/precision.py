@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.training.float8 import has_products
+from ..kernels.training.float8 import has_fp8_matmul
 from ..model import GPT
 from ..model.gpt import Linear
 from ..model.training_fusion import fuse_float8_swiglu
@@ -120,7 +120,7 @@ def apply_float8(part: GPT, spec: RunSpec, device: torch.device) -> None:
     """
     float8 = load_torchao()
     config = float8.Float8LinearConfig.from_recipe_name(spec.precision.fp8_scaling)
-    emulate = not has_products(device)
+    emulate = not has_fp8_matmul(device)
     for block in part.layers():
         float8.convert_to_float8_training(
             block, module_filter_fn=lambda module, _: fits(module), config=replace(config, emulate=emulate)

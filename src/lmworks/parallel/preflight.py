@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..kernels.training.flash_attention import runs_on
+from ..kernels.training.flash_attention import supports_device
 from ..plan.memory import host_need
 from ..plan.memory.fit import Limits, OtherMemory, no_other_memory, refusal
 from ..plan.memory.host import available_bytes, process_bytes, ranks_on_host
@@ -28,7 +28,7 @@ from .tensor_parallel import check_async_tp
 def check_requirements(spec: RunSpec, device: torch.device, force: bool = False) -> None:
     """What the spec needs of this machine. `force`: without the memory check."""
     layout = spec.parallel
-    if spec.model.attention == "flash" and not runs_on(device):
+    if spec.model.attention == "flash" and not supports_device(device):
         raise SpecError(
             f"model.attention = 'flash' needs a GPU, and this run is on {device.type}; use 'sdpa' or 'auto'"
         )

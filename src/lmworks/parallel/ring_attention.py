@@ -169,7 +169,7 @@ class Ring:
         bias = torch.zeros(hidden.shape, device=device)
         if self.pattern.slopes:
             bias = bias - torch.tensor(self.pattern.slopes, device=device).view(1, -1, 1, 1) * (q - k)
-        return bias.masked_fill(hidden, attention_tile.HIDDEN)
+        return bias.masked_fill(hidden, attention_tile.MASKED_SCORE)
 
     def send_recv(self, block: Tensor, tag: int) -> tuple[Tensor, list[Any]]:
         """Begin to send a block to the next rank and to receive one from the rank before: (what comes, the work)."""

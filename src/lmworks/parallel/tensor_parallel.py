@@ -245,29 +245,29 @@ class VocabLoss:
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.rank = mesh.group("tp"), mesh.rank("tp")
 
-    def __call__(self, logits: Tensor, target: Tensor, graded: bool, implementation: str) -> Tensor:
+    def __call__(self, logits: Tensor, target: Tensor, with_grad: bool, implementation: str) -> Tensor:
         """logits (rows, vocab / tp)"""
         counted = target != IGNORE
         index, here = rows_of(target, self.rank * logits.shape[1], logits.shape[1])
         if implementation == "triton":
-            return self.in_place(logits, torch.where(here, index, -1), counted, graded)
+            return self.in_place(logits, torch.where(here, index, -1), counted, with_grad)
         index, here = index.unsqueeze(1), here.unsqueeze(1)
         largest, wanted = logits.amax(dim=1, keepdim=True).float(), logits.gather(1, index).float() * here
         p = logits.float().sub_(largest).exp_()  # in fp32 in the logits' own place
         log_sum = p.sum(dim=1, keepdim=True).log() + largest
         loss, normaliser = self.of_all(torch.cat((log_sum, wanted), dim=1).t(), counted)
-        if graded:
+        if with_grad:
             p *= (largest - normaliser.unsqueeze(1)).exp()
             p.scatter_add_(1, index, -here.to(p.dtype))
             torch.mul(p, counted.unsqueeze(1), out=logits)
         return loss
 
-    def in_place(self, logits: Tensor, index: Tensor, counted: Tensor, graded: bool) -> Tensor:
+    def in_place(self, logits: Tensor, index: Tensor, counted: Tensor, with_grad: bool) -> Tensor:
         """The same by kernels; index is −1 where another rank has the target."""
         from ..kernels.training.cross_entropy_triton import gradient_in_place, row_sums
 
         loss, normaliser = self.of_all(row_sums(logits, index), counted)
-        if graded:
+        if with_grad:
             gradient_in_place(logits, index, normaliser.masked_fill(~counted, torch.inf))
         return loss
 

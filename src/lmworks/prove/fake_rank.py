@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import Batch
 from ..kernels.training import cross_entropy
-from ..kernels.training.cross_entropy import OuterSum, scaled
+from ..kernels.training.cross_entropy import WeightGradient, scaled
 from ..model.moe import MoE, moe_layers, run_experts
 from ..parallel import ddp
 from ..parallel.comm_counter import CommCounter, Row
@@ -84,7 +84,7 @@ def fake_loss_for(device: str) -> Iterator[None]:
             patches.enter_context(patched(cross_entropy, "chunk_loss", zero_loss))
             patches.enter_context(patched(VocabLoss, "in_place", exchange_only))
             patches.enter_context(patched(cross_entropy, "scaled", scaled_by_torch))
-            patches.enter_context(patched(OuterSum, "add", mark_written))
+            patches.enter_context(patched(WeightGradient, "add", mark_written))
         elif device == "cuda":
             patches.enter_context(patched(cross_entropy, "CHUNK_LOGITS", cross_entropy.CHUNK_LOGITS_GPU))
         yield
@@ -98,7 +98,7 @@ def exchange_only(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tens
     return loss.of_all(logits.new_zeros(2, logits.shape[0], dtype=torch.float32), counted)[0]
 
 
-def mark_written(total: OuterSum, _grad: Tensor, _hidden: Tensor) -> None:
+def mark_written(total: WeightGradient, _grad: Tensor, _hidden: Tensor) -> None:
     total.empty = False
 
 

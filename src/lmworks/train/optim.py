@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.training.adamw import Rule, Slot, adamw
+from ..kernels.training.adamw import AdamWConfig, ParamState, adamw
 from ..parallel.data_parallel import Shard
 from ..spec import LMWorksError, OptimSpec, PrecisionSpec
 
@@ -116,16 +116,16 @@ class NarrowOptimizer(torch.optim.Optimizer):
             rule = self.rule(group)
             adamw([self.slot(leaf) for leaf in leaves], rule, grad_scale=scale, found_inf=found_inf)
 
-    def rule(self, group: dict[str, Any]) -> Rule:
+    def rule(self, group: dict[str, Any]) -> AdamWConfig:
         optim = self.optim
         stochastic = self.precision.rounding == "stochastic"
-        return Rule(group["lr"], group["weight_decay"], optim.beta1, optim.beta2, optim.eps, stochastic)
+        return AdamWConfig(group["lr"], group["weight_decay"], optim.beta1, optim.beta2, optim.eps, stochastic)
 
-    def slot(self, leaf: Tensor) -> Slot:
+    def slot(self, leaf: Tensor) -> ParamState:
         state = self.state[leaf]
         assert leaf.grad is not None
         kept = state["step"], self.seeds[leaf], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("low")
-        return Slot(leaf, leaf.grad.contiguous(), *kept)
+        return ParamState(leaf, leaf.grad.contiguous(), *kept)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As it was saved: the base class would cast every state to the format of its weight."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...data import Batch
 from ...kernels.training.adamw import join_master
-from ...kernels.training.float8 import has_products
+from ...kernels.training.float8 import has_fp8_matmul
 from ...model import GPT
 from ...model.moe import moe_layers
 from ...parallel.parallel_model import ParallelModel
@@ -234,7 +234,7 @@ def facts(spec: RunSpec) -> dict[str, Any]:
         "device": f"{name}, PyTorch {torch.__version__}",
         "kind": device.type,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "emulated": spec.precision.dtype == "fp8" and not has_products(device),  # same rounding, but slow
+        "emulated": spec.precision.dtype == "fp8" and not has_fp8_matmul(device),  # same rounding, but slow
     }
 
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .. import counter_rng
-from ..counter_rng_triton import noise_bits
+from ..counter_rng_triton import random_bits
 from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
 from .gumbel_sample import Draw, RowParams
 
 SPLIT_SIZE = 4096  # columns of one program: 38 programs for a row of 151,936
 
-SMALL = tl.constexpr(counter_rng.SMALL)
-LAST = tl.constexpr(counter_rng.LAST)
+SERIES_MAX = tl.constexpr(counter_rng.SERIES_MAX)
+BELOW_ONE = tl.constexpr(counter_rng.BELOW_ONE)
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PARTS = [
@@ -92,10 +92,10 @@ def fast_log(x):
 @triton.jit
 def gumbel(seed, place, ids):
     """As `noise.gumbel(noise.bits(…))`: seed and place are int64 scalars, ids (n) int32."""
-    random = noise_bits(seed, place, ids)
-    v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, LAST)  # 2⁻³²
+    random = random_bits(seed, place, ids)
+    v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, BELOW_ONE)  # 2⁻³²
     series = (((v * 0.25 + 1 / 3) * v + 0.5) * v + 1) * v
-    return -fast_log(tl.where(v < SMALL, series, -fast_log(1 - v)))
+    return -fast_log(tl.where(v < SERIES_MAX, series, -fast_log(1 - v)))
 
 
 @triton.jit(do_not_specialize_on_alignment=PARTS)

@@ -29,7 +29,7 @@ from ..swiglu import swiglu_packed
 from ..training import float8
 from .linear import batch_invariant_linear
 
-FP8, FP8_MAX = float8.E4M3, float8.LARGEST[float8.E4M3]
+FP8, FP8_MAX = float8.E4M3, float8.FP8_MAX[float8.E4M3]
 GROUPS = (128, 64, 32, 16)  # int4 group sizes (inputs that share a scale), largest first
 TINY = float8.TINY
 # Rows from which cuBLAS on a dequantized weight, and torch._scaled_mm on fp8, are as fast as the kernels, on an H200

@@ -1,22 +1,23 @@
-"""AdamW over weights and moments of 16 bits, without losing what 16 bits cannot hold.
+"""AdamW over weights and moments in 16 bits, without losing what 16 bits cannot represent.
 
-bf16 keeps 8 binary digits. A weight of 1 moves by a step of 1e-3 or not at all, and most updates are smaller. Two ways
-to keep them:
+bf16 has 8 significant bits: a weight of 1 changes by a step of 1e-3 or not at all, and most updates are smaller. Two
+ways to keep small updates:
 
     split master    a bf16 weight and 16 more bits are one fp32 number, exactly: 4 bytes, where a bf16 copy beside an
-                    fp32 master has 6. The weight is that number rounded to the nearest, ties away from zero:
+                    fp32 master has 6. The weight is that number rounded to nearest, ties away from zero:
 
                         weight = (bits + 0x8000) >> 16        low = bits − (weight << 16), from −32768 to 32767
 
                     (Ties to even would not do: 65,537 numbers round to an even weight, and 16 bits tell 65,536 apart.)
     stochastic      no more bits: an update is rounded up with the probability that makes it right on average. Sixteen
-                    random bits are added below the last digit, and what is below it is cut off.
+                    random bits are added below the last digit, and the rest is truncated.
 
-Moments of 16 bits are always rounded so. To the nearest, a second moment could not fall: v · 0.999 rounds back to v.
+Moments in 16 bits are always rounded stochastically. Rounded to nearest, a second moment could not fall: v · 0.999
+rounds back to v.
 
-The random bits are a hash of (seed of the weight, step, element), as in `counter_rng.py`: a run that is resumed draws
-those of the run that never stopped, and copies of a weight stay equal. Ranks that hold different rows of a weight draw
-the same bits for them: each is still rounded up as often as it should be.
+The random bits are a hash of (seed of the weight, step, element), as in `counter_rng.py`: a resumed run draws those of
+an uninterrupted one, and replicas of a weight stay equal. Ranks that hold different rows of a weight draw the same bits
+for them: each is still rounded up with the right probability.
 """
 
 from __future__ import annotations
@@ -31,129 +32,131 @@ from .. import counter_rng
 from ..dispatch import TORCH, pick
 
 IMPLEMENTATIONS = ("torch", "triton")
-HALF, LAST_16 = 0x8000, 0xFFFF
-QUIET = 0x7FC0  # bf16's NaN
-SPAN = 2**16  # elements that the reference takes at once: its dozen temporaries stay in a cache
+ROUND_HALF, LOW_16_BITS = 0x8000, 0xFFFF
+BF16_NAN = 0x7FC0
+REFERENCE_CHUNK = 2**16  # elements of the reference at a time: its temporaries stay in the CPU cache
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A weight and what its optimizer keeps, all of one shape and contiguous. Without moments the rule is plain SGD."""
+class ParamState:
+    """A weight and its optimizer state, all of one shape and contiguous. Without moments: plain SGD."""
 
     weight: Tensor  # fp32 or bf16
     grad: Tensor  # fp32 or bf16
-    step: Tensor  # fp32 scalar: the updates of this weight, this one included
+    step: Tensor  # fp32 scalar: updates of this weight, this one included
     seed: int  # of its random bits
-    mean: Tensor | None = None  # of gradients, fp32 or bf16
-    square: Tensor | None = None  # of their squares
-    low: Tensor | None = None  # int16: what makes a bf16 weight an fp32 number
+    exp_avg: Tensor | None = None  # fp32 or bf16
+    exp_avg_sq: Tensor | None = None
+    low: Tensor | None = None  # int16: the low bits of a split master
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdamWConfig:
     lr: float
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    stochastic: bool = False  # how a bf16 weight without `low` is rounded
+    stochastic: bool = False  # rounding of a bf16 weight without `low`
 
 
 def adamw(
-    slots: Sequence[Slot],
-    rule: Rule,
+    states: Sequence[ParamState],
+    config: AdamWConfig,
     *,
     grad_scale: Tensor | None = None,  # fp32 scalar that gradients are divided by
-    found_inf: Tensor | None = None,  # fp32 scalar: 1 leaves everything as it is
+    found_inf: Tensor | None = None,  # fp32 scalar: 1 skips the update
     implementation: str | None = None,
 ) -> None:
-    """Update all slots in place, without waiting for the device. A GPU's kernel reads and writes each byte once."""
-    if not slots:
+    """Update all weights in place, asynchronously. On a GPU each byte is read and written once."""
+    if not states:
         return
-    device = slots[0].weight.device
-    usual = "triton" if device.type == "cuda" else TORCH  # not measured first: PyTorch has none for 16 bits
+    device = states[0].weight.device
+    usual = "triton" if device.type == "cuda" else TORCH  # without a measurement: PyTorch has none for 16 bits
     if pick("adamw", implementation or usual, IMPLEMENTATIONS, device) == "triton":
         from .adamw_triton import launch
 
-        launch(slots, corrections(slots, rule), rule, grad_scale, found_inf)
+        launch(states, bias_corrections(states, config), config, grad_scale, found_inf)
         return
-    for slot, (rate, root) in zip(slots, corrections(slots, rule).unbind(), strict=True):
-        for first, part in spans(slot):
-            reference(part, rule, rate, root, grad_scale, found_inf, first)
+    for state, (rate, root) in zip(states, bias_corrections(states, config).unbind(), strict=True):
+        for first, part in chunks(state):
+            reference(part, config, rate, root, grad_scale, found_inf, first)
 
 
-def spans(slot: Slot) -> Iterator[tuple[int, Slot]]:
-    """Parts of it with the place of their first element: what is in between needs no more memory than one of them."""
-    names = [name for name in ("weight", "grad", "mean", "square", "low") if getattr(slot, name) is not None]
-    for first in range(0, slot.weight.numel(), SPAN):
-        part = slice(first, first + SPAN)
-        yield first, replace(slot, **{name: getattr(slot, name).view(-1)[part] for name in names})
+def chunks(state: ParamState) -> Iterator[tuple[int, ParamState]]:
+    """Chunks with the index of their first element, which bound the memory of temporaries."""
+    names = [name for name in ("weight", "grad", "exp_avg", "exp_avg_sq", "low") if getattr(state, name) is not None]
+    for first in range(0, state.weight.numel(), REFERENCE_CHUNK):
+        part = slice(first, first + REFERENCE_CHUNK)
+        yield first, replace(state, **{name: getattr(state, name).view(-1)[part] for name in names})
 
 
-def corrections(slots: Sequence[Slot], rule: Rule) -> Tensor:
-    """Of each slot lr / (1 − β1ᵗ) and 1 / √(1 − β2ᵗ), (slots, 2) in fp32: the step t is known on the device alone."""
-    steps = torch.stack([slot.step for slot in slots]).double()
-    rates = rule.lr / (1 - rule.beta1**steps)
-    return torch.stack([rates, (1 - rule.beta2**steps).rsqrt()], dim=1).float()
+def bias_corrections(states: Sequence[ParamState], config: AdamWConfig) -> Tensor:
+    """lr / (1 − β1ᵗ) and 1 / √(1 − β2ᵗ) of each weight, (states, 2) in fp32: step t is on the device."""
+    steps = torch.stack([state.step for state in states]).double()
+    rates = config.lr / (1 - config.beta1**steps)
+    return torch.stack([rates, (1 - config.beta2**steps).rsqrt()], dim=1).float()
 
 
 @torch.no_grad()
 def reference(
-    slot: Slot,
-    rule: Rule,
+    state: ParamState,
+    config: AdamWConfig,
     rate: Tensor,
     root: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    first: int = 0,  # the place of its first element in the weight
+    first: int = 0,  # index of its first element in the weight
 ) -> None:
-    """One operation a line, each rounded to fp32, as the kernel does it: their results are the same to the last bit."""
-    grad = slot.grad.float() if grad_scale is None else slot.grad.float() * (1 / grad_scale)
-    wide = slot.weight.float() if slot.low is None else join_master(slot.weight, slot.low)
-    by_chance = rule.stochastic or any(t is not None and t.dtype == torch.bfloat16 for t in (slot.mean, slot.square))
-    random = random_bits(slot, first) if by_chance else None
-    wide = wide * (1 - rule.lr * rule.weight_decay)
-    if slot.mean is None or slot.square is None:
-        wide = wide - rule.lr * grad
+    """Each operation rounded to fp32, as in the kernel: results are equal bit for bit."""
+    grad = state.grad.float() if grad_scale is None else state.grad.float() * (1 / grad_scale)
+    wide = state.weight.float() if state.low is None else join_master(state.weight, state.low)
+    needs_random_bits = config.stochastic or any(
+        t is not None and t.dtype == torch.bfloat16 for t in (state.exp_avg, state.exp_avg_sq)
+    )
+    random = random_bits(state, first) if needs_random_bits else None
+    wide = wide * (1 - config.lr * config.weight_decay)
+    if state.exp_avg is None or state.exp_avg_sq is None:
+        wide = wide - config.lr * grad
     else:
-        mean, square = slot.mean.float(), slot.square.float()
-        mean = mean + (grad - mean) * (1 - rule.beta1)
-        square = square * rule.beta2 + (grad * (1 - rule.beta2)) * grad
-        wide = wide - (rate * mean) / (exact_sqrt(square) * root + rule.eps)
-        high, more = (None, None) if random is None else (random >> 16, counter_rng.third_half(random))
-        keep(slot.mean, narrow(mean, slot.mean.dtype, high), found_inf)
-        keep(slot.square, narrow(square, slot.square.dtype, more), found_inf)
-    if slot.low is None:
-        rounded = narrow(wide, slot.weight.dtype, random if rule.stochastic else None)
+        exp_avg, exp_avg_sq = state.exp_avg.float(), state.exp_avg_sq.float()
+        exp_avg = exp_avg + (grad - exp_avg) * (1 - config.beta1)
+        exp_avg_sq = exp_avg_sq * config.beta2 + (grad * (1 - config.beta2)) * grad
+        wide = wide - (rate * exp_avg) / (exact_sqrt(exp_avg_sq) * root + config.eps)
+        high, more = (None, None) if random is None else (random >> 16, counter_rng.extra_random_bits(random))
+        write_unless_inf(state.exp_avg, round_to(exp_avg, state.exp_avg.dtype, high), found_inf)
+        write_unless_inf(state.exp_avg_sq, round_to(exp_avg_sq, state.exp_avg_sq.dtype, more), found_inf)
+    if state.low is None:
+        rounded = round_to(wide, state.weight.dtype, random if config.stochastic else None)
     else:
         rounded, low = split(wide)
-        keep(slot.low, low, found_inf)
-    keep(slot.weight, rounded, found_inf)
+        write_unless_inf(state.low, low, found_inf)
+    write_unless_inf(state.weight, rounded, found_inf)
 
 
 def exact_sqrt(x: Tensor) -> Tensor:
-    """The nearest fp32 to √x. What PyTorch has for it on a CPU is off by a digit of the last place at times."""
+    """√x correctly rounded to fp32; PyTorch's on a CPU is at times off by one ulp."""
     return x.double().sqrt().float()
 
 
-def keep(here: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+def write_unless_inf(here: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
     here.copy_(new if found_inf is None else torch.where(found_inf > 0, here, new))
 
 
-def random_bits(slot: Slot, first: int = 0) -> Tensor:
-    """32 for each element, as int32. The low half rounds the weight, the high half the mean."""
-    ids = torch.arange(first, first + slot.weight.numel(), device=slot.weight.device).to(torch.int32)
-    seed = torch.tensor([slot.seed], device=slot.weight.device)
-    return counter_rng.quick_bits(seed, slot.step.to(torch.int64).view(1), ids).view(slot.weight.shape)
+def random_bits(state: ParamState, first: int = 0) -> Tensor:
+    """32 for each element, as int32. The low half rounds the weight, the high half exp_avg."""
+    ids = torch.arange(first, first + state.weight.numel(), device=state.weight.device).to(torch.int32)
+    seed = torch.tensor([state.seed], device=state.weight.device)
+    return counter_rng.fast_random_bits(seed, state.step.to(torch.int64).view(1), ids).view(state.weight.shape)
 
 
 # --- formats ------------------------------------------------------------------------------------------
 
 
 def split(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as (bf16, int16); `join_master` restores the same bits. A NaN becomes quiet and positive."""
+    """fp32 as (bf16, int16); `join_master` restores the same bits. A NaN becomes a positive quiet one."""
     bits = wide.contiguous().view(torch.int32)
-    high = torch.where(wide.isnan(), QUIET, (bits + HALF) >> 16)
+    high = torch.where(wide.isnan(), BF16_NAN, (bits + ROUND_HALF) >> 16)
     low = torch.where(wide.isnan(), 0, bits - (high << 16))
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
@@ -163,11 +166,11 @@ def join_master(weight: Tensor, low: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def narrow(wide: Tensor, dtype: torch.dtype, random: Tensor | None) -> Tensor:
-    """In the format that it is kept in: to the nearest, or with the low 16 of `random` bits up or down."""
+def round_to(wide: Tensor, dtype: torch.dtype, random: Tensor | None) -> Tensor:
+    """Round to nearest, or stochastically with the low 16 of `random` bits."""
     if dtype == torch.float32:
         return wide
     if random is None:
         return split(wide)[0]
-    bits = (wide.view(torch.int32) + (random & LAST_16)) & ~LAST_16
-    return torch.where(wide.isfinite(), bits.view(torch.float32), wide).to(dtype)  # what is left is exact in bf16
+    bits = (wide.view(torch.int32) + (random & LOW_16_BITS)) & ~LOW_16_BITS
+    return torch.where(wide.isfinite(), bits.view(torch.float32), wide).to(dtype)  # exact in bf16 by now

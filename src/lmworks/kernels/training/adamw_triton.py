@@ -1,10 +1,9 @@
 """`adamw.reference` in one pass over memory: with a split master and fp32 moments 26 bytes a weight.
 
-A large tensor is a launch of its own, and a program takes several of its tiles: what these share (keys of random bits,
-rates) is a hundred instructions, and whether there is an update at all a wait for memory. Small ones (norms, biases,
-rows of a shard) share a launch: their addresses are a table, a program takes a tile of one of them. Products and sums
-are not fused and roots and quotients are rounded as IEEE 754 says: memory is the limit, and the result is the
-reference's to the last bit.
+A large tensor has a launch of its own, and a program updates several of its tiles: their shared part (keys of random
+bits, rates) is a hundred instructions, and reading `found_inf` a memory latency. Small ones (norms, biases, rows of a
+shard) share a multi-tensor launch: a table holds their addresses, and a program updates a tile of one of them. No fused
+multiply-adds, and IEEE 754 roots and quotients: memory is the limit, and results equal the reference bit for bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -17,81 +16,87 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..counter_rng_triton import keys, quick_bits, third_half
+from ..counter_rng_triton import extra_random_bits, fast_random_bits, keys
 from ..triton_support import multiprocessors, tl, triton
-from .adamw import HALF, LAST_16, QUIET, Rule, Slot
+from .adamw import BF16_NAN, LOW_16_BITS, ROUND_HALF, AdamWConfig, ParamState
 
 # Measured on an H200 (benchmarks/adamw_tune.py).
-TILE, WARPS = 512, 2  # 8 elements a thread: 16 bytes of a bf16 weight
-SMALL = 2**16  # elements below which a tensor shares its launch
-MAX_TILES_PER_PROGRAM, PROGRAMS = (
-    4,
-    16,
-)  # tiles of a program at most, and programs that a multiprocessor has before; not timed yet
+TILE, WARPS = 512, 2  # 8 elements per thread: 16 bytes of a bf16 weight
+SMALL = 2**16  # elements below which a tensor is part of a multi-tensor launch
+MAX_TILES_PER_PROGRAM = 4
+PROGRAMS = 16  # of a multiprocessor, before a program updates several tiles; not timed yet
 
-ROUND, LAST, NAN = tl.constexpr(HALF), tl.constexpr(LAST_16), tl.constexpr(QUIET)
+ROUND, LAST, NAN = tl.constexpr(ROUND_HALF), tl.constexpr(LOW_16_BITS), tl.constexpr(BF16_NAN)
 
 
 def launch(
-    slots: Sequence[Slot], corrections: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None
+    states: Sequence[ParamState],
+    bias_corrections: Tensor,
+    config: AdamWConfig,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """As `adamw.adamw`."""
-    numbered = list(enumerate(slots))
-    for index, slot in numbered:
-        if slot.weight.numel() >= SMALL:
-            launch_single(slot, corrections[index], rule, grad_scale, found_inf)
+    numbered = list(enumerate(states))
+    for index, state in numbered:
+        if state.weight.numel() >= SMALL:
+            launch_single(state, bias_corrections[index], config, grad_scale, found_inf)
     few = sorted((one for one in numbered if one[1].weight.numel() < SMALL), key=lambda one: formats(one[1]))
     for _, group in groupby(few, key=lambda one: formats(one[1])):  # almost always one
-        launch_table(list(group), corrections, rule, grad_scale, found_inf)
+        launch_multi_tensor(list(group), bias_corrections, config, grad_scale, found_inf)
 
 
-def formats(slot: Slot) -> list[str]:
-    return [str(tensor.dtype) if tensor is not None else "" for tensor in tensors(slot)]
+def formats(state: ParamState) -> list[str]:
+    return [str(tensor.dtype) if tensor is not None else "" for tensor in tensors(state)]
 
 
-def tensors(slot: Slot) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    return slot.weight, slot.grad, slot.mean, slot.square, slot.low
+def tensors(state: ParamState) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    return state.weight, state.grad, state.exp_avg, state.exp_avg_sq, state.low
 
 
 def launch_single(
-    slot: Slot, correction: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None
+    state: ParamState, bias_correction: Tensor, config: AdamWConfig, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
-    numel = slot.weight.numel()
+    numel = state.weight.numel()
     tiles = triton.cdiv(numel, TILE)
-    tiles_per_program = max(1, min(MAX_TILES_PER_PROGRAM, tiles // (PROGRAMS * multiprocessors(slot.weight.device))))
+    tiles_per_program = max(1, min(MAX_TILES_PER_PROGRAM, tiles // (PROGRAMS * multiprocessors(state.weight.device))))
     adamw_kernel[(triton.cdiv(tiles, tiles_per_program),)](
-        *tensors(slot), slot.step, slot.seed, correction, grad_scale, found_inf, numel, *rule_scalars(rule),
-        MOMENTS=slot.mean is not None, MASTER=slot.low is not None, STOCHASTIC=rule.stochastic,
+        *tensors(state), state.step, state.seed, bias_correction, grad_scale, found_inf, numel, *config_scalars(config),
+        MOMENTS=state.exp_avg is not None, MASTER=state.low is not None, STOCHASTIC=config.stochastic,
         TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def rule_scalars(rule: Rule) -> tuple[float, ...]:
-    """As the reference has them: differences of Python floats, rounded once."""
-    return rule.lr, 1 - rule.lr * rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps
+def config_scalars(config: AdamWConfig) -> tuple[float, ...]:
+    """As in the reference: differences of Python floats, rounded once."""
+    return config.lr, 1 - config.lr * config.weight_decay, 1 - config.beta1, config.beta2, 1 - config.beta2, config.eps
 
 
-def launch_table(
-    slots: list[tuple[int, Slot]], corrections: Tensor, rule: Rule, grad_scale: Tensor | None, found_inf: Tensor | None
+def launch_multi_tensor(
+    states: list[tuple[int, ParamState]],
+    bias_corrections: Tensor,
+    config: AdamWConfig,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
-    """A row of the table for each: five addresses, that of its step, its seed, its size, its place in `corrections`."""
-    first = slots[0][1]
+    """Rows of the table: five addresses, that of the step, seed, size, index in `bias_corrections`."""
+    first = states[0][1]
     rows = [
-        [*(0 if tensor is None else tensor.data_ptr() for tensor in tensors(slot)), slot.step.data_ptr(),
-         slot.seed, slot.weight.numel(), index]
-        for index, slot in slots
+        [*(0 if tensor is None else tensor.data_ptr() for tensor in tensors(state)), state.step.data_ptr(),
+         state.seed, state.weight.numel(), index]
+        for index, state in states
     ]  # fmt: skip
-    tiles = [(row, tile) for row, (_, s) in enumerate(slots) for tile in range(triton.cdiv(s.weight.numel(), TILE))]
-    table, places = (on_device(rule_scalars, corrections.device) for rule_scalars in (rows, tiles))
-    table_kernel[(len(tiles),)](
-        table, places, *tensors(first), first.step, corrections, grad_scale, found_inf, *rule_scalars(rule),
-        MOMENTS=first.mean is not None, MASTER=first.low is not None, STOCHASTIC=rule.stochastic,
+    tiles = [(row, tile) for row, (_, s) in enumerate(states) for tile in range(triton.cdiv(s.weight.numel(), TILE))]
+    table, places = (to_device_async(numbers, bias_corrections.device) for numbers in (rows, tiles))
+    multi_tensor_kernel[(len(tiles),)](
+        table, places, *tensors(first), first.step, bias_corrections, grad_scale, found_inf, *config_scalars(config),
+        MOMENTS=first.exp_avg is not None, MASTER=first.low is not None, STOCHASTIC=config.stochastic,
         COLUMNS=len(rows[0]), TILE=TILE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Without waiting for it."""
+def to_device_async(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Copy asynchronously."""
     made = torch.tensor(rows, dtype=torch.int64)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
@@ -111,9 +116,9 @@ def high_half(wide):
 
 
 @triton.jit
-def shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel):
-    """Of all tiles of a tensor: the keys of its random bits, both corrections, what gradients are multiplied by, and
-    how many elements are updated: none where the step is held back."""
+def load_shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel):
+    """Scalars of all tiles of a tensor: keys of its random bits, both bias corrections, inverse gradient scale, and the
+    number of elements to update (0 if the step is skipped)."""
     low, high = keys(seed, tl.load(step_ptr).to(tl.int64))
     inverse = 1.0
     if scale_ptr is not None:
@@ -124,12 +129,12 @@ def shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel):
 
 
 @triton.jit
-def update(
-    weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low_key, high_key, rate, root, inverse,
-    first, numel, lr, decay, into_mean, beta2, into_square, eps,
+def update_tile(
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, low_key, high_key, rate, root, inverse,
+    first, numel, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     MOMENTS: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one tensor, from its element `first`."""
+    """Update a tile of one tensor, from element `first` on."""
     at = first + tl.arange(0, TILE)
     inside = at < numel
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * inverse
@@ -139,19 +144,19 @@ def update(
         wide = ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
     else:
         wide = weight.to(tl.float32)
-    random = quick_bits(low_key, high_key, at)
+    random = fast_random_bits(low_key, high_key, at)
     wide = wide * decay
     if MOMENTS:
-        mean = tl.load(mean_ptr + at, mask=inside, other=0.0)
-        square = tl.load(square_ptr + at, mask=inside, other=0.0)
-        new_mean = mean.to(tl.float32) + (grad - mean.to(tl.float32)) * into_mean
-        new_square = square.to(tl.float32) * beta2 + (grad * into_square) * grad
-        wide = wide - tl.div_rn(rate * new_mean, tl.sqrt_rn(new_square) * root + eps)
-        if mean.dtype == tl.bfloat16:
-            new_mean = stochastic_round(new_mean, random >> 16)
-            new_square = stochastic_round(new_square, third_half(random))
-        tl.store(mean_ptr + at, new_mean.to(mean.dtype), mask=inside)
-        tl.store(square_ptr + at, new_square.to(square.dtype), mask=inside)
+        exp_avg = tl.load(exp_avg_ptr + at, mask=inside, other=0.0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + at, mask=inside, other=0.0)
+        new_exp_avg = exp_avg.to(tl.float32) + (grad - exp_avg.to(tl.float32)) * one_minus_beta1
+        new_exp_avg_sq = exp_avg_sq.to(tl.float32) * beta2 + (grad * one_minus_beta2) * grad
+        wide = wide - tl.div_rn(rate * new_exp_avg, tl.sqrt_rn(new_exp_avg_sq) * root + eps)
+        if exp_avg.dtype == tl.bfloat16:
+            new_exp_avg = stochastic_round(new_exp_avg, random >> 16)
+            new_exp_avg_sq = stochastic_round(new_exp_avg_sq, extra_random_bits(random))
+        tl.store(exp_avg_ptr + at, new_exp_avg.to(exp_avg.dtype), mask=inside)
+        tl.store(exp_avg_sq_ptr + at, new_exp_avg_sq.to(exp_avg_sq.dtype), mask=inside)
     else:
         wide = wide - lr * grad
     if MASTER:
@@ -167,41 +172,42 @@ def update(
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(
-    weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, step_ptr, seed, correction_ptr, scale_ptr, inf_ptr,
-    numel, lr, decay, into_mean, beta2, into_square, eps,
+    weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, step_ptr, seed, correction_ptr, scale_ptr, inf_ptr,
+    numel, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     MOMENTS: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    low, high, rate, root, inverse, numel = shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel)
+    low, high, rate, root, inverse, numel = load_shared(step_ptr, seed, correction_ptr, scale_ptr, inf_ptr, numel)
     step = tl.num_programs(0).to(tl.int64) * TILE
     for first in range(tl.program_id(0).to(tl.int64) * TILE, numel, step):
-        update(
-            weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low, high, rate, root, inverse,
-            first, numel, lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
+        update_tile(
+            weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, low, high, rate, root, inverse,
+            first, numel, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
         )  # fmt: skip
 
 
 @triton.jit
-def table_kernel(
+def multi_tensor_kernel(
     table,  # (tensors, COLUMNS) int64
     places,  # (programs, 2) int64: row of the table, tile of the tensor
-    weight_like, grad_like, mean_like, square_like, low_like, step_like,  # of the types that the addresses point to
-    corrections, scale_ptr, inf_ptr, lr, decay, into_mean, beta2, into_square, eps,
+    weight_like, grad_like, exp_avg_like, exp_avg_sq_like, low_like, step_like,  # for the types of the addresses
+    bias_corrections, scale_ptr, inf_ptr, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     MOMENTS: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = table + tl.load(places + 2 * tl.program_id(0)) * COLUMNS
     first = tl.load(places + 2 * tl.program_id(0) + 1) * TILE
     weight_ptr = tl.load(row).to(weight_like.dtype)
     grad_ptr = tl.load(row + 1).to(grad_like.dtype)
-    mean_ptr, square_ptr, low_ptr = None, None, None
+    exp_avg_ptr, exp_avg_sq_ptr, low_ptr = None, None, None
     if MOMENTS:
-        mean_ptr, square_ptr = tl.load(row + 2).to(mean_like.dtype), tl.load(row + 3).to(square_like.dtype)
+        exp_avg_ptr = tl.load(row + 2).to(exp_avg_like.dtype)
+        exp_avg_sq_ptr = tl.load(row + 3).to(exp_avg_sq_like.dtype)
     if MASTER:
         low_ptr = tl.load(row + 4).to(low_like.dtype)
     step_ptr = tl.load(row + 5).to(step_like.dtype)
-    low, high, rate, root, inverse, numel = shared(
-        step_ptr, tl.load(row + 6), corrections + 2 * tl.load(row + 8), scale_ptr, inf_ptr, tl.load(row + 7)
+    low, high, rate, root, inverse, numel = load_shared(
+        step_ptr, tl.load(row + 6), bias_corrections + 2 * tl.load(row + 8), scale_ptr, inf_ptr, tl.load(row + 7)
     )
-    update(
-        weight_ptr, grad_ptr, mean_ptr, square_ptr, low_ptr, low, high, rate, root, inverse,
-        first, numel, lr, decay, into_mean, beta2, into_square, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
+    update_tile(
+        weight_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, low, high, rate, root, inverse,
+        first, numel, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps, MOMENTS, MASTER, STOCHASTIC, TILE,
     )  # fmt: skip

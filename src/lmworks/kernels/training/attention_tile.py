@@ -1,16 +1,16 @@
-"""Attention of some queries over some of their keys, with what is needed to put such tiles together.
+"""Attention of some queries over some of their keys, and how such tiles are merged.
 
-A tile gives its mixture of values and the log-sum-exp of its scores. Two tiles of the same queries over different keys
-merge exactly (the online softmax of Milakov & Gimelshein 2018, as in FlashAttention):
+A tile gives its output and the log-sum-exp of its scores. Two tiles of the same queries over different keys merge
+exactly (the online softmax of Milakov & Gimelshein 2018, as in FlashAttention):
 
     lse = log(e^lse₁ + e^lse₂),   out = out₁·e^(lse₁ − lse) + out₂·e^(lse₂ − lse)
 
-Backward, a tile needs only the *final* out and lse of its queries: P = exp(S − lse) are its columns of the whole
-softmax, and with D = rowsum(dO ∘ O)
+In the backward pass a tile needs only the *final* out and lse of its queries: P = exp(S − lse) are its columns of the
+whole softmax, and with D = rowsum(dO ∘ O)
 
     dV = Pᵀ·dO,   dS = P ∘ (dO·Vᵀ − D),   dQ = scale·dS·K,   dK = scale·dSᵀ·Q
 
-so tiles can be taken in any order, on any rank, and their gradients summed.
+so tiles can be computed in any order, on any rank, and their gradients summed.
 
 All tensors here are (batch, heads, seq, head_dim), k and v with kv_heads; lse is (batch, heads, seq) in fp32.
 """
@@ -26,22 +26,22 @@ from ..scores import soft_cap
 
 aten = torch.ops.aten
 
-# Added to a score that may not be seen. It is finite, so that a row that sees nothing in a tile is an ordinary row of
-# weight e^(−1e30) = 0 rather than 0/0; and small enough to survive a sum with any score. fp16 ends at −65504.
-HIDDEN = -1e30
+# Added to a masked score. Finite, so that a row without visible keys in a tile has weight e^(−1e30) = 0 and not 0/0;
+# below any sum with a score. fp16 ends at −65504.
+MASKED_SCORE = -1e30
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Take a tile into the fp32 accumulators `out` and `lse`, in place; they start as 0 and −∞."""
+    """Merge a tile into the fp32 accumulators `out` and `lse`, in place; they start as 0 and −∞."""
     both = torch.logaddexp(lse, more_lse)
     out.mul_((lse - both).exp().unsqueeze(-1)).add_(more * (more_lse - both).exp().unsqueeze(-1))
     lse.copy_(both)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Take attention sinks (heads) into the accumulators, after the last tile: keys whose value is 0.
+    """Merge attention sinks (heads), keys whose value is 0, into the accumulators after the last tile.
 
-    The backward pass of tiles needs no more: it takes P and D from the final out and lse.
+    The backward pass of tiles needs nothing else: P and D come from the final out and lse.
     """
     both = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
     out.mul_((lse - both).exp().unsqueeze(-1))
@@ -49,12 +49,12 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Of the sinks (heads), from the final out and lse: −Σ e^(sink − lse) · D."""
+    """Gradient of the sinks (heads), from the final out and lse: −Σ e^(sink − lse) · D."""
     share = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp()
-    return -(share * (full(grad) * full(out)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
+    return -(share * (upcast(grad) * upcast(out)).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)
 
 
-# One operation to those who watch operations: selective recompute would otherwise keep the result of every tile.
+# A custom op: selective activation checkpointing would otherwise save the result of every tile.
 @torch.library.custom_op(
     "lmworks::attention_tile",
     mutates_args=(),
@@ -69,26 +69,26 @@ def forward(
 
     Soft-capped scores (before bias and mask) are computed by the plain formulas.
     """
-    kernel = choose(q, k, bias) if fused and not softcap else "plain"
+    kernel = choose_kernel(q, k, bias) if fused and not softcap else "plain"
     if kernel == "plain":
         return plain_forward(q, k, v, bias, causal, softcap)
-    k, v = repeat(k, q), repeat(v, q)
+    k, v = repeat_kv(k, q), repeat_kv(v, q)
     if kernel == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    spread = spread_bias(bias, q, k)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, spread, True, 0.0, causal)
+    expanded = expand_bias(bias, q, k)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, expanded, True, 0.0, causal)
     return out, lse
 
 
 @forward.register_fake
-def shapes(
+def forward_fake(
     q: Tensor, k: Tensor, _v: Tensor, bias: Tensor | None, _causal: bool, fused: bool, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """What `forward` gives, without computing it."""
+    """Shapes and dtypes of `forward`."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    is_plain = not fused or softcap > 0 or choose(q, k, bias) == "plain"
+    is_plain = not fused or softcap > 0 or choose_kernel(q, k, bias) == "plain"
     return q.new_empty(q.shape, dtype=wide if is_plain else q.dtype), q.new_empty(q.shape[:3], dtype=wide)
 
 
@@ -97,19 +97,19 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,  # the final one of these queries, over all their keys
-    lse: Tensor,  # and its log-sum-exp
+    out: Tensor,  # final output of these queries, over all their keys
+    lse: Tensor,  # its log-sum-exp
     bias: Tensor | None,
     causal: bool,
     fused: bool,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's part of the gradients of q, k and v."""
-    kernel = choose(q, k, bias) if fused and not softcap else "plain"
+    """The tile's contributions to the gradients of q, k and v."""
+    kernel = choose_kernel(q, k, bias) if fused and not softcap else "plain"
     if kernel == "plain":
         return plain_backward(grad, q, k, v, out, lse, bias, causal, softcap)
     groups = q.shape[1] // k.shape[1]
-    k, v = repeat(k, q), repeat(v, q)
+    k, v = repeat_kv(k, q), repeat_kv(v, q)
     lse = lse.contiguous()
     if kernel == "cpu":
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -122,18 +122,18 @@ def backward(
                 grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
             )
         else:
-            spread = spread_bias(bias, q, k)
+            expanded = expand_bias(bias, q, k)
             wanted = [True, True, True, False]
             dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-                grad, q, k, v, spread, out, lse, unused, unused, 0.0, wanted, causal
+                grad, q, k, v, expanded, out, lse, unused, unused, 0.0, wanted, causal
             )
-    if groups > 1:  # in fp32: the sum over a group must not be rounded once more for every head
+    if groups > 1:  # in fp32: not rounded for every head of the group
         dk, dv = (x.unflatten(1, (-1, groups)).float().sum(dim=2) for x in (dk, dv))
     return dq, dk, dv
 
 
-def choose(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
-    """PyTorch's fused operation for this tile; where none takes it, `plain`."""
+def choose_kernel(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
+    """PyTorch's fused kernel that supports this tile, or `plain`."""
     if q.device.type == "cpu":
         return "cpu" if q.dtype in (torch.float32, torch.bfloat16, torch.float16) else "plain"
     if q.device.type != "cuda" or q.shape[-1] % 8 or q.shape[-1] > 256:
@@ -141,18 +141,18 @@ def choose(q: Tensor, k: Tensor, bias: Tensor | None) -> str:
     half = q.dtype in (torch.bfloat16, torch.float16)
     if half and bias is None:
         return "flash"
-    # Its log-sum-exp is padded to 32 queries and its bias must be aligned to 16 keys.
+    # It pads the log-sum-exp to 32 queries, and needs a bias that is aligned to 16 keys.
     fits = not (q.shape[2] % 32 or k.shape[2] % 16) and (half or q.dtype == torch.float32)
     return "efficient" if fits else "plain"
 
 
-def repeat(x: Tensor, q: Tensor) -> Tensor:
+def repeat_kv(x: Tensor, q: Tensor) -> Tensor:
     """One key/value head for every query head."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """As the efficient kernel wants it: in q's dtype, and of full shape without being copied."""
+def expand_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """For the memory-efficient kernel: in q's dtype, expanded to the full shape without a copy."""
     if bias is None:
         return None
     least = torch.finfo(q.dtype).min / 2
@@ -160,33 +160,33 @@ def spread_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def plain_scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, softcap: float) -> tuple[Tensor, Tensor]:
-    """Scores (batch, kv_heads, groups, queries, keys) in fp32, with cap, bias and mask; and without."""
+    """Scores (batch, kv_heads, groups, queries, keys) in fp32, with soft cap, bias and mask; and the raw ones."""
     raw = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     scores = soft_cap(raw, softcap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, HIDDEN)
+        scores = scores.masked_fill(hidden, MASKED_SCORE)
     if bias is not None:
         per_head = bias.shape[1] > 1
         scores = scores + (bias.unflatten(1, scores.shape[1:3]) if per_head else bias.unsqueeze(1))
     return scores, raw
 
 
-def grouped(q: Tensor, k: Tensor) -> Tensor:
-    """Query heads beside the key/value head they share: (batch, kv_heads, groups, …) in fp32 (fp64 stays)."""
-    return full(q.unflatten(1, (k.shape[1], -1)))
+def group_heads(q: Tensor, k: Tensor) -> Tensor:
+    """Query heads by the key/value head they share: (batch, kv_heads, groups, …) in fp32 (fp64 stays)."""
+    return upcast(q.unflatten(1, (k.shape[1], -1)))
 
 
-def full(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def plain_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    scores, _ = plain_scores(grouped(q, k), full(k).unsqueeze(2), bias, causal, softcap)
+    scores, _ = plain_scores(group_heads(q, k), upcast(k).unsqueeze(2), bias, causal, softcap)
     lse = scores.logsumexp(dim=-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ full(v).unsqueeze(2)
+    out = (scores - lse.unsqueeze(-1)).exp() @ upcast(v).unsqueeze(2)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -202,8 +202,8 @@ def plain_backward(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = 1 / math.sqrt(q.shape[-1])
-    q, grad, out, lse = grouped(q, k), grouped(grad, k), grouped(out, k), grouped(lse, k)
-    k, v = full(k).unsqueeze(2), full(v).unsqueeze(2)
+    q, grad, out, lse = group_heads(q, k), group_heads(grad, k), group_heads(out, k), group_heads(lse, k)
+    k, v = upcast(k).unsqueeze(2), upcast(v).unsqueeze(2)
     scores, raw = plain_scores(q, k, bias, causal, softcap)
     p = (scores - lse.unsqueeze(-1)).exp()
     ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(dim=-1, keepdim=True)) * scale

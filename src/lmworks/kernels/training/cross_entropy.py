@@ -1,16 +1,15 @@
-"""Linear layer + cross-entropy that never holds all the logits.
+"""Linear layer and cross-entropy, chunked so that the logits are never materialised as a whole.
 
-The logits of a batch are its largest tensor by far: tokens × vocab, several times over once softmax and its
-gradient are saved. Here the loss is a sum over tokens, so each chunk of tokens can be finished at once: its
-logits, its loss, and, with p = softmax(logits), the gradient of the logits, p − onehot(target), which takes the place
-of the logits, is multiplied into the gradients of hidden states and weight and then thrown away. Backward only scales
-those two.
+The logits of a batch are its largest tensor by far: tokens × vocab, several times over once softmax and its gradient
+are saved. The loss is a sum over tokens, so each chunk of tokens can be finished at once: its logits, its loss, and,
+with p = softmax(logits), the gradient of the logits, p − onehot(target), which overwrites the logits, is multiplied
+into the gradients of hidden states and weight, and is dropped. The backward pass only scales those two.
 
-On a GPU `cross_entropy_triton` turns logits into their gradient in one kernel: 2 bytes a logit at any time, read twice
-and written once. In plain torch the same is five passes over fp32, and up to 10 bytes a logit.
+On a GPU `cross_entropy_triton` turns logits into their gradient in one kernel: 2 bytes a logit, read twice and written
+once. In plain torch the same is five passes over fp32, and up to 10 bytes a logit.
 
-Tensor cores want rows of 16 bytes: with GPT-2's 50,257 tokens the three products run at a third of their rate. Such a
-vocabulary is filled up with tokens of probability zero while the loss is computed.
+Tensor cores need rows of 16 bytes: with GPT-2's 50,257 tokens the three products run at a third of their rate. Such a
+vocabulary is padded with tokens of probability zero while the loss is computed.
 """
 
 from __future__ import annotations
@@ -30,28 +29,26 @@ from ..scores import soft_cap
 from . import float8
 
 IGNORE = -100  # a target that is not counted, as in torch's cross_entropy
-# Elements of one chunk of logits: small beside a batch, large enough that its products run at full rate.
+# Elements of a chunk of logits: small beside a batch, large enough for products at full rate.
 CHUNK_LOGITS = 2**21  # on a CPU: 8 MiB in fp32
 CHUNK_LOGITS_GPU = 2**27  # 512 MiB in fp32: at least a thousand tokens of a vocabulary of 128k
-# Bytes of one chunk that becomes its gradient in place. Every chunk adds to the head's gradient, of a 2-byte weight 4
-# bytes read and written: with hidden = 4096 and a vocabulary of 128k 0.5 ms at 4.3 TB/s beside 9 ms of products for the
-# 2,048 tokens of 0.5 GiB. On an H200 34.8 ms with hidden = 2048,
-# where 1 GiB and sums in fp32 took 36.1; other sizes were not timed with such sums (benchmarks/loss_tune.py).
+# Bytes of a chunk that is overwritten by its gradient. Every chunk accumulates into the head's gradient, of a 2-byte
+# weight 4 bytes read and written: with hidden = 4096 and a vocabulary of 128k 0.5 ms at 4.3 TB/s beside 9 ms of
+# products for the 2,048 tokens of 0.5 GiB. On an H200 34.8 ms with hidden = 2048, where 1 GiB and sums in fp32 took
+# 36.1; other sizes were not timed with such sums (benchmarks/loss_tune.py).
 CHUNK_BYTES_IN_PLACE = 2**29
-# Chunks whose products a sum of 2-byte numbers takes: see `sum_dtype`.
-FEW = 16
-TALL = 256  # tokens of a large chunk divide by it: products are cut into tiles of up to so many rows
-# 2-byte numbers in 16 bytes; what a vocabulary that does not divide by it is filled up to.
-ALIGNED, FILLED = 8, 64
-CAP_PIECES = 8  # of a chunk, soft-capped one after another
+MAX_16BIT_CHUNKS = 16  # chunks that are accumulated in 16 bits at most: see `sum_dtype`
+TILE_ROWS = 256  # tokens of a large chunk are a multiple: matmul tiles have up to so many rows
+ALIGNED, VOCAB_PADDING = 8, 64  # a vocabulary that is not a multiple of the first is padded to one of the second
+CAP_PIECES = 8  # of a chunk, soft-capped one at a time
 IMPLEMENTATIONS = ("torch", "triton")
 
 Chunk = Callable[[Tensor, Tensor, bool, str], Tensor]
-"""(logits, targets, graded, implementation) → a chunk's loss; where `graded`, its gradient takes the logits' place."""
+"""(logits, targets, with_grad, implementation) → loss of a chunk; `with_grad`: its gradient overwrites the logits."""
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Sum over tokens of −log softmax(hidden · weightᵀ)[target], of soft-capped logits where there is a cap."""
+    """Sum over tokens of −log softmax(hidden · weightᵀ)[target], with soft-capped logits if `softcap`."""
     logits = soft_cap(F.linear(hidden, weight).float(), softcap)
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
@@ -68,14 +65,14 @@ def linear_cross_entropy(
 ) -> Tensor:
     """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → a float32 scalar.
 
-    `chunk` stands in for `chunk_loss` where a rank holds only some rows of the vocabulary. `fp8`: logits are a product
-    of e4m3 numbers. Their gradient stays as wide as hidden is: a row of it adds up to zero, and spans from the target's
-    −1 to a vocabulary of probabilities near 0, which 8 bits keep neither of.
+    `chunk` replaces `chunk_loss` where the vocabulary is sharded over ranks. `fp8`: logits are a product of e4m3
+    operands. Their gradient keeps the dtype of `hidden`: its rows sum to zero, and range from the target's −1 to
+    probabilities near 0, which 8 bits cannot represent.
     """
     device = hidden.device
     if torch.is_autocast_enabled(device.type):
         hidden = hidden.to(torch.get_autocast_dtype(device.type))
-    if not torch.is_grad_enabled():  # which an autograd.Function is not told: it would make gradients all the same
+    if not torch.is_grad_enabled():  # an autograd.Function would compute gradients regardless
         hidden, weight = hidden.detach(), weight.detach()
     shape = {"tokens": hidden.shape[0], "vocab": weight.shape[0], "hidden": weight.shape[1]}
     chosen = pick("linear_cross_entropy", implementation, IMPLEMENTATIONS, device, **shape)
@@ -83,35 +80,35 @@ def linear_cross_entropy(
 
 
 def chunk_rows(tokens: int, vocab: int, device_type: str, itemsize: int, in_place: bool) -> int:
-    """Tokens in one chunk. Large ones are made nearly alike: a short last one would not fill a GPU."""
+    """Tokens of a chunk. Large chunks are nearly equal: a short last one would not fill a GPU."""
     if not in_place:
         return max(1, (CHUNK_LOGITS if device_type == "cpu" else CHUNK_LOGITS_GPU) // vocab)
     chunks = -(-tokens // max(1, CHUNK_BYTES_IN_PLACE // itemsize // vocab))
     rows = max(1, -(-tokens // max(1, chunks)))
-    return rows if rows < TALL or chunks == 1 else -(-rows // TALL) * TALL
+    return rows if rows < TILE_ROWS or chunks == 1 else -(-rows // TILE_ROWS) * TILE_ROWS
 
 
 def sum_dtype(hidden: Tensor, weight: Tensor, chunks: int, in_place: bool) -> torch.dtype:
-    """What the head's gradient is summed in: fp32, or, over few chunks, as the weight is kept.
+    """Dtype in which the head's gradient is accumulated: fp32, or, over few chunks, that of the weight.
 
-    A 2-byte gradient leaves rounded in any case. A product adds to it in fp32 and rounds once, so n chunks round n
-    times, each time a sum that is still smaller: √((n + 1)/2) times the error of one rounding where chunks point
-    anywhere, 2.1 for 8 and 2.9 for 16, and less where they agree. Beside it is the error of 2-byte logits, which is as
-    large as one rounding. Not in plain torch, whose chunks are many and small.
+    A 2-byte gradient is rounded in any case. A product adds to it in fp32 and rounds once, so n chunks round n times,
+    partial sums that are still smaller: √((n + 1)/2) times the error of one rounding for independent chunks, 2.1 for 8
+    and 2.9 for 16, and less for correlated ones. The error of 2-byte logits is as large as one rounding. Not in plain
+    torch, whose chunks are many and small.
     """
-    few = FEW if in_place and hidden.dtype == weight.dtype else 1
+    few = MAX_16BIT_CHUNKS if in_place and hidden.dtype == weight.dtype else 1
     return weight.dtype if chunks <= few else torch.promote_types(weight.dtype, torch.float32)
 
 
-def filled(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
-    """Rows of the head's weight as the products see it."""
+def padded_vocab(vocab: int, hidden: Tensor, fp8: bool = False) -> int:
+    """Rows of the head's weight in the products."""
     aligned = vocab % (FP8_ALIGNED if fp8 else ALIGNED) == 0
     padding_unneeded = aligned or hidden.device.type == "cpu" or hidden.dtype == torch.float32
-    return vocab if padding_unneeded else -(-vocab // FILLED) * FILLED
+    return vocab if padding_unneeded else -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
 
 
 def cast_rows(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """weight in another precision, filled up with zeros to so many rows."""
+    """weight in another dtype, padded with zeros to so many rows."""
     if rows == weight.shape[0]:
         return weight.to(dtype)
     cast = weight.new_empty(rows, weight.shape[1], dtype=dtype)
@@ -134,23 +131,23 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         want_hidden, want_weight, *_ = ctx.needs_input_grad
         tokens, (vocab, width) = hidden.shape[0], weight.shape
-        seen = filled(vocab, hidden, fp8) if chunk is None else vocab
+        seen = padded_vocab(vocab, hidden, fp8) if chunk is None else vocab
         chunk = chunk or partial(chunk_loss, vocab=vocab)
         rows = chunk_rows(tokens, seen, hidden.device.type, hidden.itemsize, implementation == "triton")
         cast_weight = cast_rows(weight, seen, hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         wide = sum_dtype(hidden, weight, -(-tokens // rows), implementation == "triton")
         fused = implementation == "triton" and weight.device.type == "cuda" and wide == torch.float32
-        grad_weight = OuterSum(weight.new_empty(seen, width, dtype=wide), fused) if want_weight else None
+        grad_weight = WeightGradient(weight.new_empty(seen, width, dtype=wide), fused) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = float8.linear_of(cast_weight) if fp8 else partial(F.linear, weight=cast_weight)
+            head = float8.fp8_linear(cast_weight) if fp8 else partial(F.linear, weight=cast_weight)
             for start in range(0, tokens, rows):
                 part = slice(start, start + rows)
                 states, into = hidden[part], None if grad_hidden is None else grad_hidden[part]
-                logits, graded = head(states), want_hidden or want_weight
-                slope = cap_in_place(logits, softcap, graded) if softcap else None
-                loss += chunk(logits, targets[part], graded, implementation)
+                logits, with_grad = head(states), want_hidden or want_weight
+                slope = soft_cap_in_place(logits, softcap, with_grad) if softcap else None
+                loss += chunk(logits, targets[part], with_grad, implementation)
                 if slope is not None:
                     logits.mul_(slope)
                     del slope
@@ -158,14 +155,14 @@ class LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(logits, cast_weight, out=into)
                 if grad_weight is not None:
                     grad_weight.add(logits, states)
-                del logits  # before the next chunk's are made
+                del logits  # before the next chunk is allocated
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.rows(vocab))
         ctx.weight_dtype, ctx.implementation = weight.dtype, implementation
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: to whoever differentiates again, what was saved is constant
+        if torch.is_grad_enabled():  # create_graph: saved gradients are constants
             raise LMWorksError(
                 "this loss can be differentiated once; for more use lmworks.kernels.training.cross_entropy.reference"
             )
@@ -177,12 +174,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def cap_in_place(logits: Tensor, cap: float, graded: bool) -> Tensor | None:
-    """Soft-cap logits in place; where `graded`, the derivative by which their gradient is multiplied: 1 − tanh².
+def soft_cap_in_place(logits: Tensor, cap: float, with_grad: bool) -> Tensor | None:
+    """Soft-cap logits in place; `with_grad`: returns the derivative 1 − tanh², a factor of their gradient.
 
-    In fp32 within, some rows at a time: near the cap 2 bytes hold no difference between tanh and 1.
+    Computed in fp32, some rows at a time: near the cap 2 bytes cannot tell tanh from 1.
     """
-    slope = torch.empty_like(logits) if graded else None
+    slope = torch.empty_like(logits) if with_grad else None
     rows = max(1, -(-logits.shape[0] // CAP_PIECES))
     for start in range(0, logits.shape[0], rows):
         part = slice(start, start + rows)
@@ -194,8 +191,8 @@ def cap_in_place(logits: Tensor, cap: float, graded: bool) -> Tensor | None:
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, implementation: str) -> Tensor:
-    """x · factor, in place where nobody comes again: a pipeline's split backward pass comes twice, for inputs and for
-    weights, and keeps the graph in between. PyTorch's kernel loads one 2-byte number at a time: the factor is wider.
+    """x · factor, in place unless the graph is kept: a pipeline's split backward pass runs twice, for inputs and for
+    weights. PyTorch's kernel does not vectorise loads of 2-byte numbers where the factor is wider.
     """
     again = torch._C._autograd._get_current_graph_task_keep_graph()
     out = x if x.dtype == dtype and not again else torch.empty_like(x, dtype=dtype)
@@ -206,15 +203,15 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, implementation: str) -
     return scale_into(x, factor, out)
 
 
-class OuterSum:
-    """Σ over chunks of gradᵀ · hidden. A product goes on with the sums of the last, where it can.
+class WeightGradient:
+    """Σ over chunks of gradᵀ · hidden, accumulated by the matmuls where possible.
 
-    `fused`: those of 2-byte numbers can with sums in fp32.
+    `fused`: matmuls of 2-byte operands accumulate into fp32.
     """
 
     def __init__(self, total: Tensor, fused: bool) -> None:
         self.total, self.fused = total, fused
-        self.empty = True  # not zeros: the first product is written, not added
+        self.empty = True  # not initialised: the first product is written, not added
 
     def add(self, grad: Tensor, hidden: Tensor) -> None:
         total, beta = self.total, 0 if self.empty else 1
@@ -229,26 +226,26 @@ class OuterSum:
         self.empty = False
 
     def rows(self, count: int) -> Tensor:
-        """The first of them. Not a view: autograd adds a tied embedding's gradient to it in place."""
-        if self.empty:  # there were no tokens
+        """The first rows. Not a view: autograd adds a tied embedding's gradient in place."""
+        if self.empty:  # no tokens
             self.total.zero_()
         return self.total.resize_(count, self.total.shape[1])
 
 
-def chunk_loss(logits: Tensor, target: Tensor, graded: bool, implementation: str, vocab: int) -> Tensor:
-    """Columns of the logits after the first `vocab` are no tokens."""
+def chunk_loss(logits: Tensor, target: Tensor, with_grad: bool, implementation: str, vocab: int) -> Tensor:
+    """Loss of a chunk; columns after the first `vocab` are padding."""
     if implementation == "triton":
         from .cross_entropy_triton import loss_in_place
 
-        return loss_in_place(logits, target, graded, vocab)
+        return loss_in_place(logits, target, with_grad, vocab)
     counted = (target != IGNORE).unsqueeze(1)  # (rows, 1)
     index = target.clamp(min=0).unsqueeze(1)
     logits[:, vocab:] = float("-inf")
     log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     loss = -(log_p.gather(1, index) * counted).sum()
-    if graded:
+    if with_grad:
         p = log_p.exp_()
         p.scatter_add_(1, index, p.new_full(index.shape, -1.0))
-        # Rows that do not count become zero, and the gradient takes the precision of the products, in one pass.
+        # Ignored rows become zero, and the gradient is cast, in one pass.
         torch.mul(p, counted, out=logits)
     return loss

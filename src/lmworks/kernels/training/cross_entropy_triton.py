@@ -42,12 +42,12 @@ LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 IGNORED = tl.constexpr(-100)  # cross_entropy.IGNORE
 
 
-def loss_in_place(logits: Tensor, targets: Tensor, graded: bool, vocab: int) -> Tensor:
+def loss_in_place(logits: Tensor, targets: Tensor, with_grad: bool, vocab: int) -> Tensor:
     """As `cross_entropy.chunk_loss`. A target that is no token makes the loss NaN."""
-    if graded and one_pass_supports(logits, vocab):
+    if with_grad and one_pass_supports(logits, vocab):
         return one_pass_losses(logits, targets.contiguous(), vocab).sum()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch(loss_kernel, logits, targets.contiguous(), losses, vocab=vocab, GRADED=graded)
+    launch(loss_kernel, logits, targets.contiguous(), losses, vocab=vocab, WITH_GRAD=with_grad)
     return losses.sum()
 
 
@@ -87,14 +87,14 @@ def scale_kernel(x, factor, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def loss_kernel(
-    logits, targets, losses, columns, vocab, stride, GRADED: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, losses, columns, vocab, stride, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     place = tl.program_id(0)
     row = logits + place.to(tl.int64) * stride
     target = tl.load(targets + place)
     if target == IGNORED:
         tl.store(losses + place, 0.0)
-        if GRADED:
+        if WITH_GRAD:
             for first in range(0, columns, BLOCK):
                 column = first + tl.arange(0, BLOCK)
                 tl.store(row + column, tl.zeros((BLOCK,), row.dtype.element_ty), mask=column < columns)
@@ -103,7 +103,7 @@ def loss_kernel(
         wanted = tl.load(row + target, mask=inside, other=float("nan")).to(tl.float32)
         log2_sum = log2_sum_exp(row, columns, vocab, BLOCK)
         tl.store(losses + place, log2_sum * LN_2 - wanted)
-        if GRADED:
+        if WITH_GRAD:
             tl.debug_barrier()  # all threads have read before one writes
             write_gradient(row, target, log2_sum, columns, vocab, BLOCK)
 

@@ -1,14 +1,13 @@
-"""Flash attention: exact attention that never holds a score in memory (Dao et al. 2022).
+"""Flash attention: exact attention that never writes scores to memory (Dao et al. 2022).
 
-    outᵢ = Σⱼ softmaxⱼ(qᵢ·kⱼ/√d) · vⱼ   over keys j ≤ i of the same document, with a window over the last so many
+    outᵢ = Σⱼ softmaxⱼ(qᵢ·kⱼ/√d) · vⱼ   over keys j ≤ i of the same document, with a sliding window
 
-Written down as it stands, seq² scores a head go to memory and come back several times; attention is then bound by
-memory, not by arithmetic. Here a tile of them is made, used and forgotten on the chip (`flash_forward_triton` says how
-a softmax is computed before its end is known), and made again for the backward pass (`flash_backward_triton`). Kept in
-between are q, k, v, the result, and one number a row: its log-sum-exp.
+Computed naively, seq² scores a head go to memory and back several times, and attention is memory-bound. Here a tile of
+scores is computed, used and dropped on the chip (`flash_forward_triton`, with an online softmax), and computed again in
+the backward pass (`flash_backward_triton`). Saved in between are q, k, v, the result, and the log-sum-exp of each row.
 
-Documents that share a sequence are told apart by where each begins and ends. A query then sees one run of keys and a
-key is seen by one run of queries, windows included, so whole tiles of other documents are never visited.
+Packed documents are separated by where each begins and ends. A query then sees one range of keys and a key is seen by
+one range of queries, windows included, so that tiles of other documents are skipped.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from ..dispatch import pick
 
 IMPLEMENTATIONS = ("torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # head_dim
-MOST_HEADS = 2**16 - 1  # of a batch: the second dimension of a launch
-ALIGNED = 8  # head_dim is filled up to a multiple: the copy engine wants rows of whole 16 bytes
+MAX_HEAD_DIM = 256  # head_dim
+MOST_HEADS = 2**16 - 1  # of a batch: limit of the second grid dimension
+ALIGNED = 8  # head_dim is padded to a multiple: TMA needs rows of whole 16 bytes
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Where the document of each position begins, and where the next one does: both (batch, seq) int32."""
+class DocumentBounds:
+    """Start and end of the document of each position: both (batch, seq) int32."""
 
     starts: Tensor
     ends: Tensor
 
     @classmethod
-    def of(cls, documents: Tensor) -> Bounds:
-        """From an index of a document for each position, (batch, seq), that never goes down."""
+    def of(cls, documents: Tensor) -> DocumentBounds:
+        """From a non-decreasing document index of each position, (batch, seq)."""
         seq = documents.shape[1]
         index = torch.arange(seq, device=documents.device)
         changes = documents[:, 1:] != documents[:, :-1]
@@ -57,43 +56,43 @@ def flash_attention(
     v: Tensor,
     *,
     window: int = 0,  # keys that a query sees, itself included; 0: all before it
-    documents: Tensor | Bounds | None = None,  # (batch, seq) index of a document; Bounds, where layers share them
+    documents: Tensor | DocumentBounds | None = None,  # (batch, seq) document indices, or bounds that layers share
     implementation: str | None = None,
 ) -> Tensor:
     """As `reference`, in the shape and precision of q; under autocast in its precision, as PyTorch's attention."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    check(q, k, v, documents)
+    check_inputs(q, k, v, documents)
     if isinstance(documents, Tensor):
-        documents = Bounds.of(documents)
+        documents = DocumentBounds.of(documents)
     op = "sparse_attention" if window or documents is not None else "flash_attention"
     chosen = pick(op, implementation, IMPLEMENTATIONS, q.device, seq=q.shape[1], head_dim=q.shape[3])
     if chosen == "torch":
-        return with_sdpa(q, k, v, window, documents)
+        return sdpa(q, k, v, window, documents)
     if q.shape[0] * q.shape[2] > MOST_HEADS:
         raise SpecError(
             f"flash attention takes at most {MOST_HEADS:,} heads of all sequences together; {q.shape[0]:,} × "
             f"{q.shape[2]} are more: lower data.micro_batch, or use model.attention = 'sdpa'"
         )
-    if not runs_on(q.device):
+    if not supports_device(q.device):
         raise SpecError(
             f"flash attention's kernels run on a GPU, and these tensors are on {q.device.type}; "
             "use model.attention = 'sdpa'"
         )
     head_dim = q.shape[3]
-    if head_dim % ALIGNED:  # columns of zeros change no score, and are cut off the result
+    if head_dim % ALIGNED:  # padding with zeros changes no score
         q, k, v = (F.pad(x, (0, -head_dim % ALIGNED)) for x in (q, k, v))
     starts, ends = (None, None) if documents is None else (documents.starts, documents.ends)
     out, _ = forward(q, k, v, starts, ends, window, 1 / math.sqrt(head_dim))
     return out[..., :head_dim]
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels do: on a GPU, or on a CPU where Triton interprets them."""
+def supports_device(device: torch.device) -> bool:
+    """Whether the kernels run: on a GPU, or on a CPU in Triton's interpreter."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | Bounds | None) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | DocumentBounds | None) -> None:
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     if k.shape != v.shape or k.shape != (batch, seq, kv_heads, head_dim) or heads % kv_heads:
@@ -103,15 +102,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | Bounds | None) ->
         )
     if {q.dtype, k.dtype, v.dtype} - {q.dtype} or q.dtype not in DTYPES:
         raise SpecError(f"flash attention takes one of fp32, bf16 and fp16; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not 1 <= head_dim <= WIDEST:
-        raise SpecError(f"flash attention takes heads of at most {WIDEST}; head_dim is {head_dim}")
-    indices = documents.starts if isinstance(documents, Bounds) else documents
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise SpecError(f"flash attention takes heads of at most {MAX_HEAD_DIM}; head_dim is {head_dim}")
+    indices = documents.starts if isinstance(documents, DocumentBounds) else documents
     if indices is not None and indices.shape != (batch, seq):
         raise SpecError(f"documents must be (batch, seq) = {(batch, seq)}; they are {tuple(indices.shape)}")
 
 
-def visible(seq: int, window: int, bounds: Bounds | None, device: torch.device) -> Tensor:
-    """Who may look at whom: (seq, seq), or (batch, 1, seq, seq) with documents."""
+def attention_mask(seq: int, window: int, bounds: DocumentBounds | None, device: torch.device) -> Tensor:
+    """(seq, seq), or (batch, 1, seq, seq) with documents; true: visible."""
     index = torch.arange(seq, device=device)
     query, key = index.unsqueeze(1), index
     allowed = key <= query
@@ -123,25 +122,25 @@ def visible(seq: int, window: int, bounds: Bounds | None, device: torch.device) 
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
-    """As the formula says, every score in memory."""
-    bounds = None if documents is None else Bounds.of(documents)
+    """The formula, with all scores in memory."""
+    bounds = None if documents is None else DocumentBounds.of(documents)
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)))
     scores = (q @ k.transpose(2, 3)).float() / math.sqrt(q.shape[-1])
-    scores = scores.masked_fill(~visible(q.shape[2], window, bounds, q.device), -math.inf)
+    scores = scores.masked_fill(~attention_mask(q.shape[2], window, bounds, q.device), -math.inf)
     return (scores.softmax(dim=-1).type_as(v) @ v).transpose(1, 2)
 
 
-def with_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, bounds: Bounds | None) -> Tensor:
-    """PyTorch's own: fast where the pattern is plainly causal, else it reads a mask."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, bounds: DocumentBounds | None) -> Tensor:
+    """PyTorch's attention: fast if plainly causal, else with a mask."""
     plain = not window and bounds is None
-    mask = None if plain else visible(q.shape[1], window, bounds, q.device)
+    mask = None if plain else attention_mask(q.shape[1], window, bounds, q.device)
     gqa = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, enable_gqa=gqa).transpose(1, 2)
 
 
-# One operation each way to those who watch operations: torch.compile leaves it alone, selective recompute keeps it.
+# Custom ops: opaque to torch.compile, and selective activation checkpointing can save their results.
 @torch.library.custom_op(
     "lmworks::flash_attention",
     mutates_args=(),
@@ -150,14 +149,14 @@ def with_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, bounds: Bounds | Non
 def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, _ends: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp). Where documents end is for the backward pass."""
+    """(out, log-sum-exp). `ends` is for the backward pass."""
     from .flash_forward_triton import launch
 
     return launch(q, k, v, starts, window, scale)
 
 
 @forward.register_fake
-def shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, seq, heads, _head_dim = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, seq), dtype=torch.float32)
 
@@ -189,20 +188,20 @@ def backward(
 
 
 @backward.register_fake
-def gradient_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward_fake(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts, ends, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, starts, ends)
-    ctx.set_materialize_grads(False)  # the log-sum-exp has none
+    ctx.set_materialize_grads(False)  # the log-sum-exp has no gradient
 
 
-def gradients(ctx: Any, grad: Tensor, _grad_lse: None) -> tuple[Tensor | None, ...]:
+def autograd_backward(ctx: Any, grad: Tensor, _grad_lse: None) -> tuple[Tensor | None, ...]:
     dq, dk, dv = backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
     return dq, dk, dv, None, None, None, None
 
 
-forward.register_autograd(gradients, setup_context=keep)
+forward.register_autograd(autograd_backward, setup_context=setup_context)
 OPERATION = torch.ops.lmworks.flash_attention.default

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..triton_support import power_of_two, tl, triton
 
-LOWEST = tl.constexpr(-1e30)  # a score below all others, and finite: a row that has seen nothing is 0 and not NaN
+MIN_SCORE = tl.constexpr(-1e30)  # below all scores, and finite: a row without visible keys gives 0 and not NaN
 LOG2E = tl.constexpr(math.log2(math.e))
 
 # --- tile sizes -------------------------------------------------------------------------------------------
@@ -102,19 +102,19 @@ def choose_tiles(name: str, width: int, dtype: torch.dtype) -> Tiles:
 
 
 def width_of(x: Tensor) -> int:
-    """Columns of a tile."""
+    """Width of a tile: head_dim rounded up to a power of two."""
     return max(16, power_of_two(x.shape[-1]))
 
 
-def fit(x: Tensor) -> Tensor:
-    """x as the copy engine can read it, in rows of whole 16 bytes that do not lie upon each other; else a copy."""
+def make_tma_compatible(x: Tensor) -> Tensor:
+    """x if TMA can read it (rows of whole 16 bytes that do not overlap), else a copy."""
     apart = all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
     fits = apart and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def describe(x: Tensor, rows: int) -> Any:
-    """Tiles of `rows` positions of a head of x (batch, seq, heads, head_dim)."""
+def tensor_descriptor(x: Tensor, rows: int) -> Any:
+    """For tiles of `rows` positions of a head of x (batch, seq, heads, head_dim)."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
     return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, 1, rows, width_of(x)])
@@ -129,18 +129,18 @@ def launch(
     scale: float,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, in the shape of q; log-sum-exp of the scores, (batch, heads, seq) in fp32)."""
-    q, k, v = fit(q), fit(k), fit(v)
+    """out, in the shape of q, and the log-sum-exp of scores, (batch, heads, seq) in fp32."""
+    q, k, v = make_tma_compatible(q), make_tma_compatible(k), make_tma_compatible(v)
     batch, seq, heads, _ = q.shape
     width = width_of(q)
     tiles = tiles or choose_tiles("forward", width, q.dtype)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, seq), dtype=torch.float32, device=q.device)
     forward_kernel[(triton.cdiv(seq, tiles.rows), batch * heads)](
-        describe(q, tiles.rows),
-        describe(k, tiles.keys),
-        describe(v, tiles.keys),
-        describe(out, tiles.rows),
+        tensor_descriptor(q, tiles.rows),
+        tensor_descriptor(k, tiles.keys),
+        tensor_descriptor(v, tiles.keys),
+        tensor_descriptor(out, tiles.rows),
         lse,
         starts,
         seq,
@@ -155,8 +155,8 @@ def launch(
 
 
 @triton.jit
-def tile(descriptor, batch, head, first, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Positions first … first + LENGTH of a head."""
+def load_tile(descriptor, batch, head, first, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Positions first … first + LENGTH of a head: (LENGTH, WIDTH)."""
     return tl.reshape(descriptor.load([batch, head, first, 0]), (LENGTH, WIDTH))
 
 
@@ -166,8 +166,8 @@ def store_tile(descriptor, batch, head, first, x, LENGTH: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def first_keys(queries, starts_ptr, seq, WINDOW: tl.constexpr):
-    """The first key that each of these queries sees. It never goes down from one query to the next."""
+def first_visible_key(queries, starts_ptr, seq, WINDOW: tl.constexpr):
+    """First visible key of each query; non-decreasing."""
     low = queries * 0
     if WINDOW > 0:
         low = tl.maximum(queries - WINDOW + 1, 0)
@@ -177,18 +177,18 @@ def first_keys(queries, starts_ptr, seq, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def key_span(first, starts_ptr, seq, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Where the three loops of the queries first … first + ROWS begin, and where the last one ends."""
+def key_loop_bounds(first, starts_ptr, seq, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Bounds of the three loops over keys, for queries first … first + ROWS."""
     last = tl.minimum(first + ROWS, seq) - 1
-    begin = first_keys(first, starts_ptr, seq, WINDOW) // KEYS * KEYS
-    whole = tl.cdiv(first_keys(last, starts_ptr, seq, WINDOW), KEYS) * KEYS
+    begin = first_visible_key(first, starts_ptr, seq, WINDOW) // KEYS * KEYS
+    whole = tl.cdiv(first_visible_key(last, starts_ptr, seq, WINDOW), KEYS) * KEYS
     diagonal = tl.maximum(whole, (first + 1) // KEYS * KEYS)
     return begin, whole, diagonal, last + 1
 
 
 @triton.jit
-def seen(queries, low, keys):
-    """(queries, keys): whether one may look at the other."""
+def visible_mask(queries, low, keys):
+    """(queries, keys) bool."""
     return (keys[None, :] <= queries[:, None]) & (keys[None, :] >= low[:, None])
 
 
@@ -209,45 +209,45 @@ def forward_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    # The last queries see the most keys; they begin first, so that no long walk is left over at the end.
+    # The last queries see the most keys and are scheduled first, so that no long loop is left at the end.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     if starts_ptr is not None:
         starts_ptr += batch.to(tl.int64) * seq
-    begin, whole, diagonal, end = key_span(first, starts_ptr, seq, WINDOW, ROWS, KEYS)
+    begin, whole, diagonal, end = key_loop_bounds(first, starts_ptr, seq, WINDOW, ROWS, KEYS)
     queries = first + tl.arange(0, ROWS)
-    low = first_keys(queries, starts_ptr, seq, WINDOW)
+    low = first_visible_key(queries, starts_ptr, seq, WINDOW)
 
-    q = tile(q_desc, batch, head, first, ROWS, WIDTH)
+    q = load_tile(q_desc, batch, head, first, ROWS, WIDTH)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    top = tl.full((ROWS,), LOWEST, tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    row_max = tl.full((ROWS,), MIN_SCORE, tl.float32)
     scale *= LOG2E
     kv_head = head // GROUP
     if (WINDOW > 0) or (starts_ptr is not None):
-        acc, total, top = walk(
-            acc, total, top, q, k_desc, v_desc, batch, kv_head, begin, whole, queries, low, scale,
+        acc, row_sum, row_max = attend_keys(
+            acc, row_sum, row_max, q, k_desc, v_desc, batch, kv_head, begin, whole, queries, low, scale,
             True, KEYS, WIDTH,
         )  # fmt: skip
-    acc, total, top = walk(
-        acc, total, top, q, k_desc, v_desc, batch, kv_head, whole, diagonal, queries, low, scale,
+    acc, row_sum, row_max = attend_keys(
+        acc, row_sum, row_max, q, k_desc, v_desc, batch, kv_head, whole, diagonal, queries, low, scale,
         False, KEYS, WIDTH,
     )  # fmt: skip
-    acc, total, top = walk(
-        acc, total, top, q, k_desc, v_desc, batch, kv_head, diagonal, end, queries, low, scale,
+    acc, row_sum, row_max = attend_keys(
+        acc, row_sum, row_max, q, k_desc, v_desc, batch, kv_head, diagonal, end, queries, low, scale,
         True, KEYS, WIDTH,
     )  # fmt: skip
-    total = tl.where(queries < seq, total, 1.0)  # queries beyond the sequence may have seen nothing
-    store_tile(out_desc, batch, head, first, acc / total[:, None], ROWS, WIDTH)
+    row_sum = tl.where(queries < seq, row_sum, 1.0)  # queries beyond the sequence may see no key
+    store_tile(out_desc, batch, head, first, acc / row_sum[:, None], ROWS, WIDTH)
     place = tl.program_id(1).to(tl.int64) * seq + queries
-    tl.store(lse_ptr + place, (top + tl.log2(total)) / LOG2E, mask=queries < seq)
+    tl.store(lse_ptr + place, (row_max + tl.log2(row_sum)) / LOG2E, mask=queries < seq)
 
 
 @triton.jit
-def walk(
+def attend_keys(
     acc,
-    total,
-    top,
+    row_sum,
+    row_max,
     q,
     k_desc,
     v_desc,
@@ -262,18 +262,18 @@ def walk(
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Take the keys begin … end into the running values."""
+    """Online softmax over keys begin … end."""
     for start in tl.range(begin, end, KEYS):
-        k = tile(k_desc, batch, head, start, KEYS, WIDTH)
+        k = load_tile(k_desc, batch, head, start, KEYS, WIDTH)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            scores = tl.where(seen(queries, low, start + tl.arange(0, KEYS)), scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weights, 1)
-        acc = acc * fade[:, None]
-        v = tile(v_desc, batch, head, start, KEYS, WIDTH)
+            scores = tl.where(visible_mask(queries, low, start + tl.arange(0, KEYS)), scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = acc * rescale[:, None]
+        v = load_tile(v_desc, batch, head, start, KEYS, WIDTH)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
-    return acc, total, top
+        row_max = new_max
+    return acc, row_sum, row_max

@@ -1,14 +1,14 @@
-"""Numbers of 8 bits: x ≈ values · scale, with one scale for a tensor or one for each of its rows.
+"""8-bit floats: x ≈ values · scale, with one scale for a tensor (tensor-wise) or for each row (row-wise).
 
     e4m3   3 bits of mantissa, up to 448: weights and activations
-    e5m2   2 bits, up to 57,344: gradients, which spread over more powers of two
+    e5m2   2 bits, up to 57,344: gradients, which have a wider range
 
-The largest value of a tensor (or row) becomes the largest of the format, and nothing above it becomes an infinity:
-what a rounded scale leaves outside is cut off. A scale that is a power of two costs up to one of the format's powers
-of two and makes quantisation exact but for the mantissa: numbers that fit keep their value through it.
+The largest value of a tensor (or row) becomes the largest of the format; nothing overflows to infinity: what a rounded
+scale leaves outside is clamped. A scale that is a power of two costs up to one binary exponent of range and makes
+quantization exact but for the mantissa: representable numbers keep their value.
 
-A product on tensor cores wants both operands with the summed dimension side by side: x (m, k) and the second as
-(n, k), which is what a weight is. For gradients the other way round is needed, hence `transposed`.
+A product on tensor cores needs both operands contiguous in the summed dimension: x (m, k) and (n, k), which is the
+layout of a weight. Gradients need the transposed layout, hence `transposed`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ...spec.precision import FP8_ALIGNED
 from ..dispatch import pick
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-TINY = 1e-12  # a tensor of zeros has this scale, not 0: its values are 0 · TINY
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+TINY = 1e-12  # smallest scale: that of a tensor of zeros
 IMPLEMENTATIONS = ("torch", "triton")
 MANTISSA, EXPONENT = 2**23 - 1, 0xFF << 23  # bits of an fp32 number
 
 
 class Float8(NamedTuple):
-    values: Tensor  # (rows, columns), or (columns, rows) where they were asked for transposed
-    scale: Tensor  # fp32: () for a tensor, (rows) where each row has its own
+    values: Tensor  # (rows, columns), or (columns, rows) if transposed
+    scale: Tensor  # fp32: (), or (rows) if row-wise
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
     transposed: bool = False,
     implementation: str | None = None,
 ) -> Float8:
-    """x (rows, columns) in 8 bits. `transposed` goes with one scale for all: a row's would have to follow a column."""
+    """x (rows, columns) in 8 bits. `transposed` needs one scale for the tensor."""
     if by_row and transposed:
         raise SpecError("quantize: by_row and transposed exclude each other; quantize x.t() by row instead")
     op = "quantize_rows" if by_row else "quantize"
@@ -64,21 +64,21 @@ def reference(
 ) -> Float8:
     scale = scale_of(x.abs().amax(dim=1) if by_row else x.abs().amax(), dtype, power_of_two)
     values = cast(x, scale.unsqueeze(1) if by_row else scale, dtype)
-    return Float8((values.t() if transposed else values).contiguous(), scale)  # rows lie whole, as products want them
+    return Float8((values.t() if transposed else values).contiguous(), scale)  # contiguous rows, as products need them
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
-    # By the inverse: a GPU divides by a number so, a CPU does not, and their scales would differ by a bit.
-    scale = (amax.float() * (1 / LARGEST[dtype])).clamp(min=TINY)
-    return round_up(scale) if power_of_two else scale
+    # By the inverse: GPUs divide by a constant so, CPUs do not, and their scales would differ by a bit.
+    scale = (amax.float() * (1 / FP8_MAX[dtype])).clamp(min=TINY)
+    return round_up_to_power_of_two(scale) if power_of_two else scale
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return (x.float() / scale).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
 
 
-def round_up(scale: Tensor) -> Tensor:
-    """To the next power of two, by the bits: any mantissa carries into the exponent."""
+def round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """To the next power of two: any mantissa carries into the exponent."""
     return ((scale.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
 
 
@@ -99,30 +99,30 @@ def dequantize(x: Float8, dtype: torch.dtype = torch.float32, *, implementation:
 def linear(x: Float8, weight: Float8, dtype: torch.dtype, *, gradient: bool = False) -> Tensor:
     """x (m, k) · weight (n, k)ᵀ, with one scale each.
 
-    Sums of a logit or a state are short enough for what Hopper keeps of them (use_fast_accum); those of gradients go
+    Sums of the forward pass are short enough for Hopper's fast accumulation (use_fast_accum); those of gradients are
     over all tokens, or through all layers.
     """
-    if not has_products(x.values.device):
+    if not has_fp8_matmul(x.values.device):
         return F.linear(dequantize(x, dtype), dequantize(weight, dtype))
     return torch._scaled_mm(
         x.values, weight.values.t(), x.scale, weight.scale, out_dtype=dtype, use_fast_accum=not gradient
     )
 
 
-def has_products(device: torch.device) -> bool:
-    """Whether its tensor cores multiply numbers of 8 bits: from Ada on. Elsewhere they are widened first."""
+def has_fp8_matmul(device: torch.device) -> bool:
+    """Whether tensor cores multiply 8-bit floats: from Ada on. Elsewhere operands are dequantized first."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-has_products._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `choose.fastest`
+has_fp8_matmul._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `dispatch.fastest`
 
 
-def linear_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """x ↦ x · weightᵀ in x's precision, as a product of e4m3 numbers; the weight (n, k) is quantized once.
+def fp8_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """x ↦ x · weightᵀ in the dtype of x, as a product of e4m3 operands; the weight (n, k) is quantized once.
 
-    n and k divide by 16 where tensor cores do it: `_scaled_mm` takes no others.
+    n and k must be multiples of 16 for `_scaled_mm`.
     """
-    if has_products(weight.device) and any(size % FP8_ALIGNED for size in weight.shape):
+    if has_fp8_matmul(weight.device) and any(size % FP8_ALIGNED for size in weight.shape):
         raise SpecError(
             f"an fp8 matmul needs dimensions divisible by {FP8_ALIGNED}, and this weight has {weight.shape[0]} × "
             f"{weight.shape[1]}; leave it in bf16 (for the head: precision.fp8_head = false)"

@@ -1,12 +1,12 @@
-"""SwiGLU's MLP with products of 8 bits, down(silu(gate(x)) · up(x)), one scale for each tensor.
+"""SwiGLU's MLP with fp8 products, down(silu(gate(x)) · up(x)), and tensor-wise scales.
 
-Between its products lie the widest tensors of a block, and a compiler writes what comes next in kernels that reach half
-of the memory's pace: gradients are wanted as they are and turned, for the gradients of inputs and of weights. Here
-kernels of our own do it (`swiglu_fp8_triton`); what is cast beside them, x and its gradient, is left to the compiler,
-which makes one kernel of it and of the norm before. Formats, scales and what is kept are those of torchao's layers:
+Between its products are the widest tensors of a block, and the kernels that a compiler generates for them reach half of
+the memory bandwidth: gradients are needed as they are and transposed, for the gradients of inputs and of weights. Here
+kernels of `swiglu_fp8_triton` do it; the casts of x and of its gradient are left to the compiler, which fuses them with
+the norm before. Formats, scales and saved tensors are those of torchao's layers:
 
-    forward     x, gate, up, down → e4m3        silu(gate(x)) · up(x) → e4m3      kept: x, gate(x), up(x), scales
-    backward    gradients → e5m2                weights, x and silu(…) · … again, turned
+    forward     x, gate, up, down → e4m3        silu(gate(x)) · up(x) → e4m3      saved: x, gate(x), up(x), scales
+    backward    gradients → e5m2                weights, x and silu(…) · … again, transposed
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .float8 import E4M3, E5M2, Float8, cast, linear, reference
 
 OP = "swiglu_fp8"
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # see `backward`
-IMPLEMENTATIONS = ("torch", "triton")  # of which the first are torchao's layers
+IMPLEMENTATIONS = ("torch", "triton")  # torch: torchao's layers
 
 
 def chosen(x: Tensor, gate: Tensor, implementation: str | None = None) -> bool:
-    """Whether to use it: numbers of 2 bytes, as many tokens as products take, while gradients are wanted."""
+    """Whether to use it: bf16, a supported number of tokens, gradients enabled."""
     shape = {"tokens": x.shape[:-1].numel(), "ffn": gate.shape[0]}
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
@@ -76,7 +76,7 @@ def transposed(x: Float8) -> Float8:
     return Float8(x.values.t().contiguous(), x.scale)
 
 
-# --- as operations of torch, which a compiler takes as they are ------------------------------------------
+# --- torch operators, opaque to the compiler -------------------------------------------------------------
 
 
 @torch.library.custom_op("lmworks::swiglu_fp8", mutates_args=(), device_types="cuda")
@@ -99,8 +99,8 @@ def _(gate: Tensor, _up: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("lmworks::swiglu_fp8_backward", mutates_args=(), device_types="cuda")
 def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> Gradients:
-    """Gradients of gate and up in e5m2, each as it is and turned; silu(gate) · up in e4m3 of this scale, turned; and
-    the two scales of the gradients.
+    """Gradients of gate and up in e5m2, each as it is and transposed; silu(gate) · up in e4m3 with this scale,
+    transposed; and the scales of both gradients.
     """
     from . import swiglu_fp8_triton
 
@@ -131,7 +131,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("lmworks::cast_transposed", mutates_args=(), device_types="cuda")
 def cast_transposed(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale in e4m3, turned: (rows, columns) → (columns, rows)."""
+    """x / scale in e4m3, transposed: (rows, columns) → (columns, rows)."""
     from .float8_triton import cast as launch
 
     return launch(x, scale, E4M3, transposed=True)

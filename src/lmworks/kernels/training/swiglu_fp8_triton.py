@@ -1,11 +1,11 @@
-"""silu(gate) · up and its gradients, written in 8 bits as products want them: as they are, and turned.
+"""silu(gate) · up and its gradients, written in fp8, as they are and transposed.
 
-One scale for a tensor is known after its last number: each is computed twice, first to find the largest, then to be
-written. Turned, a number's neighbours are those above and below it. A program takes the rows of a tile in fours, makes
-one word of the four numbers of a column, and turns words: bytes would take four times as many accesses to shared
-memory. What is written as it is gets conversions of its own, of two columns at a time, where those are of two rows. If
-one conversion served both, ptxas (12.8) would put two pairs into one register for the store, and then take bytes of the
-second from a register that never had them.
+A tensor-wise scale is known after the last value: each value is computed twice, first to find the largest, then to be
+written. For the transpose a program takes the rows of a tile in fours, packs the four values of a column into one word,
+and transposes words: bytes would take four times as many accesses to shared memory. The plain output has conversions of
+its own, of two columns at a time, where those of the transpose are of two rows. If one conversion served both, ptxas
+(12.8) would put two pairs into one register for the store, and then take bytes of the second from a register that never
+had them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -19,29 +19,29 @@ from torch import Tensor
 
 from ..triton_support import tl, triton
 from . import float8
-from .float8_triton import PARTS
+from .float8_triton import AMAX_PROGRAMS
 from .swiglu_fp8 import Gradients
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How numbers are shared out. Not tuned yet: benchmarks/elementwise_gpu.py tries others."""
+    """Tile sizes. Not tuned yet: benchmarks/elementwise_gpu.py tries others."""
 
-    span: int = 2048  # numbers of one step of a pass that looks for the largest, or that writes as they are
-    high: int = 64  # rows and columns of a program that turns
+    span: int = 2048  # elements of one step of a pass without transpose
+    high: int = 64  # rows and columns of a program that transposes
     wide: int = 128
     warps: int = 8
 
 
 TILES = Tiles()
-WORD = tl.constexpr(4)  # rows, whose numbers of one column are turned together: see `transposed_bytes`
+WORD = tl.constexpr(4)  # rows that are transposed together: see `transposed_bytes`
 
 
 def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
     """As `swiglu_fp8.forward_reference`."""
     gate, up = gate.contiguous(), up.contiguous()
     out, count = torch.empty_like(gate, dtype=float8.E4M3), gate.numel()
-    programs = min(PARTS, triton.cdiv(count, tiles.span))
+    programs = min(AMAX_PROGRAMS, triton.cdiv(count, tiles.span))
     parts = torch.empty(programs, device=gate.device)
     amax_kernel[(programs,)](gate, up, parts, count, programs, SPAN=tiles.span, num_warps=8)
     scale = float8.scale_of(parts.amax(), out.dtype)
@@ -50,11 +50,11 @@ def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tuple[Tensor, Ten
 
 
 def backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor, tiles: Tiles = TILES) -> Gradients:
-    """As `swiglu_fp8.backward_reference`, for a number of rows that divides by four."""
+    """As `swiglu_fp8.backward_reference`; the number of rows must be a multiple of four."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     (rows, columns), count = gate.shape, gate.numel()
     assert rows % WORD.value == 0, f"{rows} rows: others would be written behind the last"
-    programs = min(PARTS, triton.cdiv(count, tiles.span))
+    programs = min(AMAX_PROGRAMS, triton.cdiv(count, tiles.span))
     of_gate, of_up = torch.empty(programs, device=gate.device), torch.empty(programs, device=gate.device)
     gradient_amax_kernel[(programs,)](grad, gate, up, of_gate, of_up, count, programs, SPAN=tiles.span, num_warps=8)
     scales = [float8.scale_of(parts.amax(), float8.E5M2) for parts in (of_gate, of_up)]
@@ -77,14 +77,14 @@ def silu_of(gate):
 
 @triton.jit
 def transposed_bytes(first, second, third, fourth, out, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """Every fourth row of a tile in the format of `out`, as (columns, rows)."""
+    """Four interleaved sets of rows of a tile, in the dtype of `out`, transposed to (columns, rows)."""
     fours = tl.join(tl.join(first, third), tl.join(second, fourth)).to(out.dtype.element_ty)  # (…, 2, 2): in order
     return tl.reshape(tl.permute(fours, (1, 0, 2, 3)), (WIDE, HIGH))
 
 
 @triton.jit
 def amax_kernel(gate_ptr, up_ptr, parts, count, programs, SPAN: tl.constexpr):
-    """The largest of every `programs`-th span: (programs)."""
+    """The largest absolute value of every `programs`-th block: (programs)."""
     place = tl.program_id(0)
     largest = tl.zeros((SPAN,), tl.float32)
     for first in range(place * SPAN, count, programs * SPAN):
@@ -99,7 +99,7 @@ def amax_kernel(gate_ptr, up_ptr, parts, count, programs, SPAN: tl.constexpr):
 def gradient_amax_kernel(
     grad_ptr, gate_ptr, up_ptr, gate_parts, up_parts, count, programs, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Likewise, of gate and of up."""
+    """As `amax_kernel`, for the gradients of gate and up."""
     place = tl.program_id(0)
     of_gate, of_up = tl.zeros((SPAN,), tl.float32), tl.zeros((SPAN,), tl.float32)
     for first in range(place * SPAN, count, programs * SPAN):
@@ -115,7 +115,7 @@ def gradient_amax_kernel(
 
 @triton.jit
 def forward_kernel(gate_ptr, up_ptr, out, scale, count, SPAN: tl.constexpr):
-    """The largest number becomes the format's largest, so that nothing is to be cut off; so below."""
+    """The largest value becomes the largest of the format: nothing is clamped, here and below."""
     index = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     gate = tl.load(gate_ptr + index, mask=index < count, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + index, mask=index < count, other=0.0).to(tl.float32)
@@ -127,7 +127,7 @@ def forward_kernel(gate_ptr, up_ptr, out, scale, count, SPAN: tl.constexpr):
 def fp8_gradients(
     grad_ptr, gate_ptr, up_ptr, gate_out, up_out, here, inside, to_product, to_gate, to_up
 ):  # fmt: skip
-    """Write those of some numbers as they are; returns them, and the product, to be turned."""
+    """Store gradients without transpose; returns them, and silu(gate) · up, for the transpose."""
     grad = tl.load(grad_ptr + here, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + here, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + here, mask=inside, other=0.0).to(tl.float32)

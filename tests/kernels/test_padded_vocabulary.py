@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lmworks.kernels.training import cross_entropy
-from lmworks.kernels.training.cross_entropy import IGNORE, filled, linear_cross_entropy, reference
+from lmworks.kernels.training.cross_entropy import IGNORE, linear_cross_entropy, padded_vocab, reference
 
 TOKENS, VOCAB, WIDTH = 40, 67, 16
 
@@ -28,7 +28,7 @@ def losses(weight: Tensor, hidden: Tensor, targets: Tensor) -> dict[str, list[Te
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_padding_tokens_change_nothing(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits are negative: had the filling's (0, before it is masked) any weight, it would have most of it."""
-    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden, fp8: 128)
+    monkeypatch.setattr(cross_entropy, "padded_vocab", lambda vocab, hidden, fp8: 128)
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", rows * 128)
     draw = torch.Generator().manual_seed(0)
     hidden = torch.rand(TOKENS, WIDTH, generator=draw, dtype=dtype) + 0.5
@@ -44,18 +44,18 @@ def test_padding_tokens_change_nothing(rows: int, dtype: torch.dtype, monkeypatc
 def test_only_unaligned_vocabularies_are_padded() -> None:
     with torch.device("meta"):
         narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
-    assert filled(50257, narrow) == 50304
-    assert filled(128256, narrow) == 128256
-    assert filled(50264, narrow) == 50264
-    assert filled(50264, narrow, fp8=True) == 50304
-    assert filled(50257, wide) == 50257
-    assert filled(50257, torch.empty(1, 1, dtype=torch.bfloat16)) == 50257  # on a CPU
+    assert padded_vocab(50257, narrow) == 50304
+    assert padded_vocab(128256, narrow) == 128256
+    assert padded_vocab(50264, narrow) == 50264
+    assert padded_vocab(50264, narrow, fp8=True) == 50304
+    assert padded_vocab(50257, wide) == 50257
+    assert padded_vocab(50257, torch.empty(1, 1, dtype=torch.bfloat16)) == 50257  # on a CPU
 
 
 @pytest.mark.parametrize("rows", [VOCAB, 128], ids=["as it is", "filled up"])
 def test_a_tied_embeddings_gradient_is_added_in_place(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass makes one table, the embedding's; a sum in another would be the largest tensor of a step."""
-    monkeypatch.setattr(cross_entropy, "filled", lambda vocab, hidden, fp8: rows)
+    monkeypatch.setattr(cross_entropy, "padded_vocab", lambda vocab, hidden, fp8: rows)
     table = torch.randn(VOCAB, 1024).requires_grad_()
     tokens = torch.arange(TOKENS) % VOCAB
     loss = linear_cross_entropy(F.embedding(tokens, table), table, tokens)
