@@ -8,7 +8,7 @@ import pytest
 
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.step.layer import checkpoint_launches, host_bound_seconds
+from lmworks.plan.step.micro_batch import checkpoint_launches, host_bound_seconds
 from lmworks.plan.step.price import price
 from lmworks.spec import ModelSpec, catalogue
 

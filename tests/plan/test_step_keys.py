@@ -15,7 +15,7 @@ from lmworks.plan.ops import Kernel, Workload
 from lmworks.plan.search.candidates import cases, problem_of
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.constants import constants
-from lmworks.plan.step.layer import Traffic, overlap
+from lmworks.plan.step.micro_batch import Traffic, overlap
 from lmworks.plan.step.price import price
 from lmworks.plan.step.uncalibrated import Pass, updated_params
 from lmworks.spec import RunSpec, SpecError, catalogue, load_run

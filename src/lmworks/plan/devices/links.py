@@ -212,8 +212,8 @@ class Fabric:
     network: Network | None  # none where no speed is known
 
     @classmethod
-    def of(cls, cluster: Cluster, gpu: Gpu, curve: Curve | None = None) -> Self:
-        """The links of a cluster; `curve` is what was measured on it, if anything was."""
+    def of(cls, cluster: Cluster, gpu: Gpu, curve: Curve | None = None, nodes: int = 0) -> Self:
+        """The links of a cluster, or of `nodes` of its kind; `curve` is what was measured on it, if anything was."""
         kind = gpu.fabric if cluster.fabric == "auto" else cluster.fabric
         link = (gpu.host_gbs or gpu.link_gbs) if kind == "pcie" else gpu.link_gbs
         if kind != "torus" and link and curve is None:
@@ -221,7 +221,8 @@ class Fabric:
         domain = max(cluster.gpus_per_node, cluster.domain or gpu.domain)
         nic = cluster.nic_gbs or gpu.nic_gbs
         network = Network.of(read_links()["network"], cluster.network, nic) if nic else None
-        return cls(gpu.name, kind, domain, cluster.gpus, link, gpu.host_gbs, curve, network)
+        world = (nodes or cluster.nodes) * cluster.gpus_per_node
+        return cls(gpu.name, kind, domain, world, link, gpu.host_gbs, curve, network)
 
     def members(self, ranks: Number, stride: Number) -> NDArray[Any]:
         """How many of a group stand in one machine, or in what its fast links join."""

@@ -20,7 +20,7 @@ from ..ops import Kernel, Workload
 from ..policies import POLICIES, policies
 from ..software import software_of
 from .constants import REFERENCE_LAUNCH_S, constants
-from .layer import checkpoint_launches, host_bound_seconds
+from .micro_batch import checkpoint_launches, host_bound_seconds
 from .uncalibrated import Pass, Work, host_link
 
 # 90 % interval of measured over predicted step time. On a CPU six kinds of run took 0.96 to 1.22 of it

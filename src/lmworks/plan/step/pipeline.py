@@ -17,7 +17,7 @@ from ..case import Case, Number
 from ..pipelines.bubble import Costs, bubble
 from ..pipelines.schedule import Span, Times, actions, simulate
 from ..pipelines.stages import Stage, head_cost, layer_cost, split_layers
-from .layer import MicroBatch
+from .micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

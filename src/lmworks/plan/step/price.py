@@ -3,7 +3,7 @@
 `price` is a closed form over arrays:
 
     uncalibrated.py  kernels at benchmarked rates, collectives on idle links (comm.py), optimizer, copies
-    layer.py         one micro-batch of one rank with the fitted constants (constants.py), overlap and host launches
+    micro_batch.py   one micro-batch of one rank with the fitted constants (constants.py), overlap and host launches
     pipeline.py      the slowest rank, and the step time with the pipeline bubble
     here             exposed data-parallel communication, optimizer, stragglers; the parts add up to the step
 
@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -23,7 +23,7 @@ from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span, total
 from .constants import Constants, chip_family, constants, factor
-from .layer import Calibrated, MicroBatch, Traffic, overlap
+from .micro_batch import Calibrated, MicroBatch, Traffic, overlap
 from .pipeline import SlowestRank, StageSplit, pipeline_seconds, simulated_spans
 from .uncalibrated import Uncalibrated, reductions_per_micro_batch
 
@@ -55,7 +55,7 @@ class Step:
     @classmethod
     def of(cls, uncalibrated: Uncalibrated, fitted: Constants) -> Self:
         case = uncalibrated.case
-        calibrated = Calibrated(uncalibrated, fitted, fitted.factors(case.gpu, case.software, case.world))
+        calibrated = Calibrated(case, uncalibrated, fitted, fitted.factors(case.gpu, case.software, case.world))
         send = calibrated.comm_seconds(uncalibrated.comm.send)
         return cls(calibrated, calibrated.micro_batch(), StageSplit.of(case), send)
 
@@ -100,12 +100,10 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     hidden: dict[str, Number] = defaultdict(float)
     for count, both in ((rank.layers, micro_batch.block), (rank.stem, micro_batch.stem), (rank.head, micro_batch.loss)):
         for cost in (both.forward, both.backward):
-            busy = {**cost.parts, "recompute": cost.recompute, "ep": cost.ep, "host": cost.host}
-            for name, seconds in busy.items():
+            for name, seconds in cost.parts.items():
                 parts[name] = parts[name] + batches * count * seconds
-            for name, traffic in {"tp": cost.tp, "cp": cost.cp, "dp": cost.dp, "offload": cost.offload}.items():
-                parts[name] = parts[name] + batches * count * traffic.exposed
-                hidden[name] = hidden[name] + batches * count * traffic.hidden
+            for name, seconds in cost.hidden.items():
+                hidden[name] = hidden[name] + batches * count * seconds
     rank_s = batches * rank.seconds(micro_batch)
     without_sends = np.maximum(without_sends, rank_s)  # the closed form may be a little short
     parts["bubble"] = without_sends - rank_s
@@ -113,11 +111,12 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     tail = data_parallel_tail(calibrated, rank, micro_batch)
     parts["dp"] = parts["dp"] + tail.exposed
     hidden["dp"] = hidden["dp"] + tail.hidden
-    parts["optimizer"] = uncalibrated.optimizer.seconds(calibrated.factors)
+    parts["optimizer"] = sum(uncalibrated.optimizer.parts(calibrated.factors).values())
     parts["offload"] = parts["offload"] + uncalibrated.offload
-    many_gpus = parts["host"] + fitted.step_overhead(case.software) * case.host
-    one_gpu = calibrated.host_wait_seconds(phases(rank, micro_batch), parts["optimizer"] + uncalibrated.offload)
-    parts["host"] = np.where(np.equal(case.world, 1), one_gpu, many_gpus)[()]
+    parts["host"] = parts["host"] + fitted.step_overhead(case.software) * case.host
+    if np.any(one_gpu := np.equal(case.world, 1)):
+        waited = calibrated.host_wait_seconds(micro_batch, parts["optimizer"] + uncalibrated.offload)
+        parts["host"] = np.where(one_gpu, waited, parts["host"])[()]
 
     software = factor(fitted.software, case.software.name)
     nodes = np.ceil(case.world / case.cluster.gpus_per_node)
@@ -126,7 +125,11 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     step_s = sum(parts.values())
     rate = case.tokens_per_step / step_s
     peak = case.world * (case.gpu.peak_flops(case.dtype) or np.nan)
-    known = fitted.was_fitted(case.gpu, case.software)
+    notes = []
+    if not (known := fitted.was_fitted(case.gpu, case.software)):
+        notes.append(f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider")
+    if case.software.async_tp and case.software.name.startswith("lmworks"):
+        notes.append("parallel.async_tp: not measured; its overlap is that of torchtitan's runs")
     margin = np.exp(1.645 * (fitted.spread if known else fitted.unseen))
     return Price(
         step_s,
@@ -137,34 +140,8 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
         rate * model_flops_per_token(case.model, case.seq) / peak,
         rate * hardware_flops_per_token(case.model, case.seq, case.recompute) / peak,
         (step_s / margin, step_s * margin),
-        tuple(notes(case, known)),
+        tuple(notes),
     )
-
-
-def notes(case: Case, known: bool) -> Iterator[str]:
-    if not known:
-        yield f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider"
-    if case.software.async_tp and case.software.name.startswith("lmworks"):
-        yield "parallel.async_tp: not measured; its overlap is that of torchtitan's runs"
-
-
-def phases(rank: SlowestRank, micro_batch: MicroBatch) -> list[tuple[Number, Number]]:
-    """GPU seconds and launches of a micro-batch on one GPU: forward, loss, backward."""
-    stem, block, loss = micro_batch.stem, micro_batch.block, micro_batch.loss
-    return [
-        (
-            rank.stem * stem.forward.busy + rank.layers * block.forward.busy,
-            rank.stem * stem.forward.launches + rank.layers * block.forward.launches,
-        ),
-        (
-            rank.head * (loss.forward.busy + loss.backward.busy),
-            rank.head * (loss.forward.launches + loss.backward.launches),
-        ),
-        (
-            rank.stem * stem.backward.busy + rank.layers * block.backward.busy,
-            rank.stem * stem.backward.launches + rank.layers * block.backward.launches,
-        ),
-    ]
 
 
 def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: MicroBatch) -> Traffic:
@@ -184,9 +161,10 @@ def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: M
     # With several stages on a rank, gradients of one are reduced while the others have their last micro-batches.
     layers = rank.layers * (1 + (np.minimum(case.pp, case.accumulation) - 1) * (1 - 1 / case.virtual))
     reduced = overlap(gradients, layers * micro_batch.block.backward.seconds, contention)
+    gathered = Traffic(weights)
     if case.software.master:  # new weights are gathered block by block in the next forward pass
-        return reduced + overlap(weights, layers * micro_batch.block.forward.seconds, contention)
-    return reduced + Traffic(weights)
+        gathered = overlap(weights, layers * micro_batch.block.forward.seconds, contention)
+    return Traffic(reduced.exposed + gathered.exposed, reduced.hidden + gathered.hidden)
 
 
 def tags(case: Case, fitted: Constants, parts: Iterable[str]) -> dict[str, str]:

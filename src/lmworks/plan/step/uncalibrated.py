@@ -49,18 +49,11 @@ class Pass:
         return cls(dict(by_kind), launches)
 
     def parts(self, factors: Mapping[str, Number]) -> dict[str, Number]:
-        """By part, each kind of kernel times its factor."""
+        """Seconds by part, each kind of kernel times its factor."""
         parts: dict[str, Number] = defaultdict(float)
         for (part, kind), seconds in self.seconds_by_kind.items():
             parts[part] = parts[part] + factors[kind] * seconds
         return dict(parts)
-
-    def seconds(self, factors: Mapping[str, Number]) -> Number:
-        return sum(factors[kind] * seconds for (_, kind), seconds in self.seconds_by_kind.items())
-
-    def part(self, name: str, factors: Mapping[str, Number]) -> Number:
-        found = (factors[kind] * seconds for (part, kind), seconds in self.seconds_by_kind.items() if part == name)
-        return sum(found, np.float64(0.0))
 
 
 @dataclass(frozen=True)
@@ -76,20 +69,15 @@ class Work:
     def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
         wide = "bf16" if dtype == "fp8" else dtype  # only GEMMs of blocks are in fp8
 
-        def run(found: list[PartKernel], dtype: str) -> Pass:
+        def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
+            return timed(kernels(ops, "forward"), dtype), timed(kernels(ops, "backward"), dtype)
+
+        def timed(found: list[PartKernel], dtype: str) -> Pass:
             casts = fp8_casts(found, net.load.software.casts) if dtype == "fp8" else []
             return Pass.of([*found, *casts], machine, dtype)
 
-        def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
-            ops = tuple(ops)
-            return run(kernels(ops, "forward"), dtype), run(kernels(ops, "backward"), dtype)
-
-        recomputed = run(recomputed_kernels(net, recompute), dtype)
+        recomputed = timed(recomputed_kernels(net, recompute), dtype)
         return cls(both(net.block, dtype), recomputed, both(net.stem, wide), both(net.loss, wide))
-
-    @classmethod
-    def of_case(cls, case: Case, machine: Machine) -> Self:
-        return cls.of(network(Workload.of_case(case)), machine, case.dtype, case.recompute)
 
 
 def kernels(ops: Iterable[Op], direction: str) -> list[PartKernel]:
@@ -158,15 +146,20 @@ class Uncalibrated:
         if case.recompute == "budget":
             raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
-        optimizer = Pass.of([("optimizer", kernel) for kernel in optimizer_kernels(case, weights)], machine, "fp32")
-        there, back = copy_bytes(case, weights)
-        copies = (
-            Pass.of([("copies", Kernel("stream", bytes=there))], machine, "fp32"),
-            Pass.of([("copies", Kernel("stream", bytes=back))], machine, "fp32"),
+        net, updated = network(Workload.of_case(case)), updated_params(case, weights)
+        copies = [Kernel("stream", bytes=size) for size in copy_bytes(case, weights)]
+        activations: Number = 0.0
+        if np.any(case.offload_activations):
+            activations = total_offloaded_bytes(case, net) / case.model.layers / shared_host_link(case)
+        return cls(
+            case,
+            Work.of(net, machine, case.dtype, case.recompute),
+            StepComm.of(case, weights),
+            (Pass.of([("copies", copies[0])], machine, "fp32"), Pass.of([("copies", copies[1])], machine, "fp32")),
+            Pass.of([("optimizer", kernel) for kernel in optimizer_kernels(case, updated)], machine, "fp32"),
+            optimizer_offload_seconds(case, updated) if case.offload != "none" else 0.0,
+            activations,
         )
-        offload = optimizer_offload_seconds(case, updated_params(case, weights))
-        away = total_offloaded_bytes(case, network(Workload.of_case(case))) / case.model.layers / shared_host_link(case)
-        return cls(case, Work.of_case(case, machine), StepComm.of(case), copies, optimizer, offload, away)
 
 
 @functools.cache
@@ -206,9 +199,9 @@ def updated_params(case: Case, weights: Weights) -> Number:
     return dense / over + experts / over_experts
 
 
-def optimizer_kernels(case: Case, weights: Weights) -> list[Kernel]:
-    """Gradient clipping, and the update, which reads p, g and states and writes p and states."""
-    numbers, code = updated_params(case, weights), case.software
+def optimizer_kernels(case: Case, numbers: Number) -> list[Kernel]:
+    """Gradient clipping, and the update of `numbers` weights, which reads p, g and states and writes p and states."""
+    code = case.software
     gradients, both = (4, 12) if code.master else (code.gradients, 2 * (code.weights + code.low_bytes) + code.gradients)
     clip = Kernel("stream", bytes=1.0 * code.clip_passes * gradients * numbers)
     if case.offload != "none":
@@ -218,8 +211,6 @@ def optimizer_kernels(case: Case, weights: Weights) -> list[Kernel]:
 
 def optimizer_offload_seconds(case: Case, numbers: Number) -> Number:
     """Gradients to the host, CPU update, weights back; `full`: weights copied for every pass. Not overlapped."""
-    if case.offload == "none":
-        return 0.0
     passes = 2 * case.accumulation if case.offload == "full" else 1
     return numbers * ((4.0 + 4.0 * passes) / host_link(case.gpu) + 28.0 / HOST_BYTES_PER_S)
 

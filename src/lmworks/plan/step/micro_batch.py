@@ -1,0 +1,225 @@
+"""The cost of one micro-batch on one rank: a block, the embedding, and final norm, head and loss.
+
+Each pass has compute, recompute, collectives (exposed and overlapped) and host launches. Fitted constants turn the
+uncalibrated seconds of kernels and idle links into those of a long run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..case import Case, Number
+from ..software import Software
+from .comm import SHARDED_TENSORS, CommSeconds
+from .constants import Constants
+from .uncalibrated import Uncalibrated, reductions_per_micro_batch, stops_early
+
+# Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
+LAUNCHES_PER_COLLECTIVE = 3
+# Host cost of PyTorch's activation checkpointing for one eager block of our trainer, in kernel launches: a hook for
+# each saved tensor, and with selective policies a Python dispatch at every op, twice. Measured with batches too small
+# to fill a GPU.
+CHECKPOINT_LAUNCHES = {"full": 48, "selective": 145, "mlp": 145}
+
+
+class Traffic(NamedTuple):
+    """Seconds of communication that lengthen the step, and seconds that are overlapped with compute."""
+
+    exposed: Number = 0.0
+    hidden: Number = 0.0
+
+
+def overlap(comm: Number, compute: Number, contention: float) -> Traffic:
+    """Communication beyond `compute` is exposed; the overlapped rest slows compute down by the share `contention`."""
+    hidden = np.minimum(comm, compute)
+    return Traffic(comm - hidden + contention * hidden, hidden)
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """One forward or backward pass, in seconds."""
+
+    parts: Mapping[str, Number]  # by line of the step-time sheet: compute, exposed communication, waiting for the host
+    hidden: Mapping[str, Number]  # overlapped communication, by axis
+    busy: Number  # GPU seconds: all parts but the host's
+    seconds: Number
+    launches: Number  # a count
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    forward: PassCost
+    backward: PassCost
+
+    @property
+    def seconds(self) -> Number:
+        return self.forward.seconds + self.backward.seconds
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One rank's costs: one block; the embedding; final norm, head and loss."""
+
+    block: ForwardBackward
+    stem: ForwardBackward
+    loss: ForwardBackward
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Uncalibrated seconds with the fitted constants applied."""
+
+    case: Case
+    uncalibrated: Uncalibrated
+    fitted: Constants
+    factors: Mapping[str, Number]  # by kind of kernel
+
+    def comm_seconds(self, comm: CommSeconds) -> Number:
+        """Inter-node messages cross the links inside a node too: never faster than those."""
+        return self.fitted.links * comm.intra_node + max(self.fitted.links, self.fitted.network) * comm.inter_node
+
+    def launch_seconds(self, count: Number) -> Number:
+        """Host seconds; tensor-parallel ranks wait for the slowest host in every collective."""
+        skew = 1 + self.fitted.host_skew * np.log2(self.case.tp)
+        return self.fitted.launch_seconds(self.case.software) * count * skew * self.case.host
+
+    def micro_batch(self) -> MicroBatch:
+        work, vocab = self.uncalibrated.work, self.comm_seconds(self.uncalibrated.comm.vocab)
+        stem, loss = (
+            ForwardBackward(*(self.cost({**way.parts(self.factors), "tp": vocab}, {}, way.launches) for way in both))
+            for both in (work.stem, work.loss)
+        )
+        return MicroBatch(self.block(), stem, loss)
+
+    def cost(self, parts: dict[str, Number], hidden: dict[str, Number], launches: Number) -> PassCost:
+        """A pass with its host-bound time. Ranks of a group synchronise in every block, and so do their hosts.
+
+        Host and GPU alternate as the bottleneck, so neither hides the other wholly: √(GPU² + host²), not the maximum.
+        One GPU alone is priced per step (`host_wait_seconds`).
+        """
+        busy = sum(parts.values())
+        host_s = np.where(np.equal(self.case.world, 1), 0.0, self.launch_seconds(launches))
+        seconds = np.hypot(busy, host_s)
+        return PassCost({**parts, "host": seconds - busy}, hidden, busy, seconds, launches)
+
+    def block(self) -> ForwardBackward:
+        case, work, comm, fitted = self.case, self.uncalibrated.work, self.uncalibrated.comm, self.fitted
+        forward, backward = (way.parts(self.factors) for way in work.block)
+        recompute = sum(work.recomputed.parts(self.factors).values()) / case.recompute_every
+        repeats = (case.recompute == "full") / case.recompute_every  # collectives of a block that is recomputed
+        compute = sum(forward.values()), sum(backward.values()) + recompute
+        tp, cp = [], []
+        for way, parts in enumerate((forward, backward)):
+            tensor = Traffic(self.comm_seconds(comm.tp[way]))
+            if case.software.async_tp:  # in pieces that overlap with the GEMMs they feed
+                tensor = overlap(tensor.exposed, parts["matmul"], fitted.async_tp_contention)
+            tp.append(tensor)
+            context = Traffic(self.comm_seconds(comm.cp[way]))  # the all-to-alls of Ulysses are exposed
+            if case.cp_method != "ulysses":  # each hop of the ring overlaps with attention over the keys at hand
+                hop = overlap(context.exposed, parts["attention"] / case.cp, fitted.contention)
+                context = Traffic(hop.exposed * (case.cp - 1), hop.hidden * (case.cp - 1))
+            cp.append(context)
+        ep, dp = self.comm_seconds(comm.ep), self.data_parallel(*compute)
+        # A copy engine of its own: GEMMs beside it were measured to take as long as alone, so no contention.
+        offload = [overlap(self.uncalibrated.activation_offload, seconds, 0.0) for seconds in compute]
+        # Collectives of a block in one direction.
+        tp_calls = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
+        ep_calls = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
+        collectives = LAUNCHES_PER_COLLECTIVE * (tp_calls + ep_calls + (case.cp - 1) + (case.zero == 3))
+        hooks = checkpoint_launches(case.software, case.recompute, case.recompute_every)
+        copies = [each.parts(self.factors) for each in self.uncalibrated.copies]
+        repeated_tp = repeats * (0.75 if stops_early(case.software) else 1.0)
+        axes = ("tp", "cp", "dp", "offload")
+        back = (
+            Traffic(tp[1].exposed + repeated_tp * tp[0].exposed, tp[1].hidden + repeated_tp * tp[0].hidden),
+            Traffic(cp[1].exposed + repeats * cp[0].exposed, cp[1].hidden + repeats * cp[0].hidden),
+            dp[1],
+            offload[1],
+        )
+        forward_traffic = dict(zip(axes, (tp[0], cp[0], dp[0], offload[0]), strict=True))
+        backward_traffic = dict(zip(axes, back, strict=True))
+        return ForwardBackward(
+            self.cost(
+                {**forward, **copies[0], "ep": ep, **{axis: each.exposed for axis, each in forward_traffic.items()}},
+                {axis: each.hidden for axis, each in forward_traffic.items()},
+                work.block[0].launches + collectives + hooks,
+            ),
+            self.cost(
+                {
+                    **backward,
+                    **copies[1],
+                    "recompute": recompute,
+                    "ep": (1 + repeats) * ep,
+                    **{axis: each.exposed for axis, each in backward_traffic.items()},
+                },
+                {axis: each.hidden for axis, each in backward_traffic.items()},
+                work.block[1].launches
+                + work.recomputed.launches / case.recompute_every
+                + hooks
+                + collectives * (1 + repeats),
+            ),
+        )
+
+    def data_parallel(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
+        """ZeRO-3: all-gather of the next block and reduce-scatter of the last one, overlapped with this block."""
+        case, comm = self.case, self.uncalibrated.comm
+        if case.zero < 3:
+            return Traffic(), Traffic()
+        gather, reduce = self.comm_seconds(comm.all_gather), self.comm_seconds(comm.reduce_scatter)
+        recomputed: Number = 0.0
+        if case.software.per_tensor_gather:
+            gather = gather + self.fitted.launch_seconds(case.software) * SHARDED_TENSORS * case.dp_shard * case.cp
+            recomputed = (case.recompute == "full") / case.recompute_every
+        back = gather * (case.reshard + recomputed) + reduce * reductions_per_micro_batch(case)
+        if not case.software.overlap:
+            return Traffic(gather), Traffic(back)
+        return overlap(gather, forward, self.fitted.contention), overlap(back, backward, self.fitted.contention)
+
+    def host_wait_seconds(self, micro_batch: MicroBatch, update: Number) -> Number:
+        """Seconds of a step in which one GPU waits for its host; `update`: seconds of the optimizer."""
+        case, layers = self.case, self.case.model.layers
+        block, stem, loss = micro_batch.block, micro_batch.stem, micro_batch.loss
+        phases = [
+            (stem.forward.busy + layers * block.forward.busy, stem.forward.launches + layers * block.forward.launches),
+            (loss.forward.busy + loss.backward.busy, loss.forward.launches + loss.backward.launches),
+            (
+                stem.backward.busy + layers * block.backward.busy,
+                stem.backward.launches + layers * block.backward.launches,
+            ),
+        ]
+        launched = [(busy, self.launch_seconds(launches)) for busy, launches in phases]
+        optimizer = self.launch_seconds(self.uncalibrated.optimizer.launches)
+        overhead = optimizer + self.fitted.step_overhead(case.software) * case.host
+        return host_bound_seconds(launched, case.accumulation, update, overhead)
+
+
+def host_bound_seconds(
+    phases: Sequence[tuple[Number, Number]], batches: Number, update: Number, overhead: Number
+) -> Number:
+    """Seconds by which the host lengthens a step of one GPU.
+
+    `phases` of a micro-batch in order, each (GPU seconds, host seconds); `update`: GPU seconds of the optimizer;
+    `overhead`: host seconds of a step beside launches. The host runs ahead wherever the GPU is slower. The step ends
+    when the host was the bottleneck up to the end of some phase and the GPU then had the rest to do, or when one of
+    them was the bottleneck throughout.
+    """
+    work, host = sum(busy for busy, _ in phases), sum(launching for _, launching in phases)
+    busy = batches * work + update
+    end = np.maximum(busy, batches * host + overhead)
+    launched, left = 0.0 * host, work
+    for seconds, launching in phases:  # of the first micro-batch, or of the last: in between it is neither
+        launched, left = launched + launching, left - seconds
+        end = np.maximum(end, launched + left + update + (batches - 1) * np.maximum(work, host))
+    return end - busy
+
+
+def checkpoint_launches(software: Software, recompute: str, every: Number) -> Number:
+    """Host cost of checkpointing one block in one pass, in launches: half when tensors are saved, half when unpacked.
+
+    0 for compiled blocks, and for other code bases, of which only the kernels are known.
+    """
+    return CHECKPOINT_LAUNCHES.get(recompute, 0) / 2 / every if software.name == "lmworks" else 0.0
