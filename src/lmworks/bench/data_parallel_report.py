@@ -105,7 +105,7 @@ def resident_bytes(study: Study) -> Section:
 
 
 def uneven(study: Study) -> str:
-    left = [weight.name for weight in weights(study.spec.model) if weight.rows % study.ranks]
+    left = [weight.name for weight in weights(study.spec.model) if weight.shape[0] % study.ranks]
     if not left:
         return " (here all rows divide)"
     named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")

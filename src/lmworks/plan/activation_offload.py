@@ -66,8 +66,6 @@ def pinned_bytes(size: Number) -> Any:
 
 def offloading_blocks(case: Case, net: Network, blocks: Mapping[str, Number]) -> list[tuple[Number, Number]]:
     """(number of blocks, bytes that each offloads), of blocks by policy without the last two."""
-    if not np.any(case.offload_activations):
-        return []
     share = case.offload_activations * 2**30 / np.maximum(1, sum(blocks.values())) // PAGE_BYTES * PAGE_BYTES
     # In a compiled block without collectives the compiler saves what the policy says, and hooks see it.
     hooked = case.software.graph & np.equal(case.tp * case.cp * case.ep, 1)

@@ -81,9 +81,9 @@ class Op:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Workload:
-    """One micro-batch on one rank."""
+    """One micro-batch on one rank, and the sizes that follow from it."""
 
     model: ModelSpec
     batch: Any  # sequences
@@ -97,6 +97,29 @@ class Workload:
     ep: Any = 1
     software: Software = EAGER
     no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
+
+    def __post_init__(self) -> None:
+        software = self.software
+        self.tokens = self.batch * self.seq // self.cp  # positions of this rank inside tensor-parallel regions
+        # And between tensor-parallel regions, where sequence parallelism shards them.
+        self.sp_tokens = self.tokens // self.tp if self.sp else self.tokens
+        self.vocab = self.model.vocab // self.tp
+        self.width = 4 if self.dtype == "fp32" else 2  # bytes per element of GEMM inputs and outputs
+        self.is_16_bit = self.width == 2
+        self.stream = software.stream  # bytes per element of the residual stream
+        # Every layer casts its input to 16 bits, as autocast does, and its weight; casts to fp8 are part of the GEMM
+        # and not saved.
+        self.cast = self.is_16_bit and software.cast
+        self.cast_weights = self.cast and self.dtype != "fp8"
+        # A compiled block does not save the outputs of norms and activations that enter fp8 GEMMs. They are recomputed
+        # in the pass that casts them again for the weight gradient.
+        self.rematerialized = self.dtype == "fp8" and software.graph
+        self.in_place = self.device == "cuda" and software.in_place  # the loss overwrites logits with gradients
+        # Logits per token: our loss pads a vocabulary that tensor cores cannot use.
+        self.logit_columns = self.vocab
+        if self.device == "cuda" and self.is_16_bit and software.loss == "chunked":
+            odd = np.not_equal(self.vocab % ALIGNED, 0) & np.equal(self.tp, 1)
+            self.logit_columns = np.where(odd, -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, self.vocab)[()]
 
     @classmethod
     def of(cls, spec: RunSpec, device: str) -> Self:
@@ -122,16 +145,6 @@ class Workload:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
         return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep, no_epilogue_fusion=apart)
 
-    @functools.cached_property
-    def tokens(self) -> Any:
-        """Positions of this rank inside tensor-parallel regions."""
-        return self.batch * self.seq // self.cp
-
-    @property
-    def sp_tokens(self) -> Any:
-        """Positions of this rank between tensor-parallel regions, sharded under sequence parallelism."""
-        return self.tokens // self.tp if self.sp else self.tokens
-
     def local(self, width: int, shard: components.Shard) -> Any:
         """Of `width` outputs per token, those of one tensor-parallel rank.
 
@@ -140,37 +153,6 @@ class Workload:
         if shard == "replicated":
             return width
         return np.maximum(width // self.tp, width // self.model.kv_heads) if shard == "kv_heads" else width // self.tp
-
-    @property
-    def vocab(self) -> Any:
-        return self.model.vocab // self.tp
-
-    @functools.cached_property
-    def logit_columns(self) -> Any:
-        """Logits per token: our loss pads a vocabulary that tensor cores cannot use."""
-        if self.device == "cpu" or self.width == 4 or self.software.loss != "chunked":
-            return self.vocab
-        odd = np.not_equal(self.vocab % ALIGNED, 0) & np.equal(self.tp, 1)
-        return np.where(odd, -(-self.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, self.vocab)[()]
-
-    @property
-    def width(self) -> int:
-        return 4 if self.dtype == "fp32" else 2
-
-    @property
-    def is_16_bit(self) -> bool:
-        """GEMM inputs and outputs have 2 bytes."""
-        return self.width == 2
-
-    @property
-    def cast(self) -> bool:
-        """Every layer casts its input to 16 bits, as autocast does."""
-        return self.is_16_bit and self.software.cast
-
-    @property
-    def cast_weights(self) -> bool:
-        """Every layer casts its weight to 16 bits; casts to fp8 are part of the GEMM and not saved."""
-        return self.cast and self.dtype != "fp8"
 
     @property
     def cast_share(self) -> Any:
@@ -186,19 +168,6 @@ class Workload:
         without_fp8 = self.model.experts and self.dtype == "fp8" and not self.software.fp8_experts
         return replace(self, dtype="bf16") if without_fp8 else self
 
-    @property
-    def rematerialized(self) -> bool:
-        """A compiled block does not save the outputs of norms and activations that enter fp8 GEMMs.
-
-        They are recomputed in the pass that casts them again for the weight gradient.
-        """
-        return self.dtype == "fp8" and self.software.graph
-
-    @property
-    def stream(self) -> int:
-        """Bytes per element of the residual stream."""
-        return self.software.stream
-
     @functools.cached_property
     def chunk_rows(self) -> Any:
         """Tokens per chunk of logits."""
@@ -211,10 +180,6 @@ class Workload:
         few = FEW_CHUNKS if self.in_place and not self.software.fp32_head else 1
         many = np.greater(self.tokens, few * self.chunk_rows)
         return np.where(many, 4, self.software.gradients)[()]
-
-    @property
-    def in_place(self) -> bool:
-        return self.device == "cuda" and self.software.in_place
 
     @property
     def epilogue_fusion(self) -> Any:

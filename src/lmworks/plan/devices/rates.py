@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...spec import Gpu, SpecError
 from ...spec.errors import did_you_mean
@@ -85,12 +84,9 @@ def alignment(k: Number, n: Number) -> Number:
 
     m is left out: it is mostly a number of tokens, and tokens lie one after another whatever their number.
     """
-    shortest = np.minimum(np.gcd(round_up(k), ALIGNED), np.gcd(round_up(n), ALIGNED))
+    k, n = np.asarray(k).astype(np.int64), np.asarray(n).astype(np.int64)
+    shortest = np.minimum(np.gcd(k, ALIGNED), np.gcd(n, ALIGNED))
     return (shortest / ALIGNED) ** UNALIGNED
-
-
-def round_up(size: Number) -> NDArray[np.int64]:
-    return np.asarray(size).astype(np.int64)
 
 
 # --- a GPU of the catalogue ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...spec import ModelSpec, ParallelSpec, RunSpec, components
+from ...spec import ModelSpec, RunSpec, components
 from ..case import Case
 from ..pipelines.schedule import stages_of
 from ..pipelines.stages import Stage, split_layers
@@ -37,13 +37,9 @@ class Weight:
         return self.name if self.unit == ROOT else self.name.split(".", 2)[2]
 
     @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def width(self) -> int:
-        """Elements of one row."""
-        return self.size // self.rows
+    def axis(self) -> str:
+        """The ranks over which it is sharded: those that hold the same weight."""
+        return "edp" if self.expert else "shard"
 
     @property
     def size(self) -> int:
@@ -65,16 +61,6 @@ def described(model: ModelSpec, stage: Stage | None) -> list[components.Weight]:
     for layer in stage.layers:
         found += components.layer_weights(model, layer)
     return [*found, *(components.head_weights(model) if stage.last else ())]
-
-
-def local_weight(weight: components.Weight, layout: ParallelSpec) -> Weight:
-    shape = list(weight.shape)
-    expert = layout.ep > 1 and weight.experts > 0
-    if expert:
-        shape[0] //= layout.ep
-    if (dim := weight.sharded(layout.tp)) is not None:
-        shape[dim] //= layout.tp
-    return Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(layout.tp, layout.sp))
 
 
 # --- what a rank updates ---------------------------------------------------------------------------------
@@ -108,13 +94,15 @@ def stage_weights(case: Case, stage: Stage) -> list[Weight]:
 
 @functools.lru_cache(maxsize=2**10)
 def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list[Weight]:
-    layout = ParallelSpec(tp=tp, sp=sp, ep=ep)
-    return [local_weight(weight, layout) for weight in described(model, stage)]
-
-
-def axis_of(weight: Weight) -> str:
-    """The ranks over which a weight is sharded: those that hold the same one."""
-    return "edp" if weight.expert else "shard"
+    found = []
+    for weight in described(model, stage):
+        shape, expert, dim = list(weight.shape), ep > 1 and weight.experts > 0, weight.sharded(tp)
+        if expert:
+            shape[0] //= ep
+        if dim is not None:
+            shape[dim] //= tp
+        found.append(Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp)))
+    return found
 
 
 def local_shapes(spec: RunSpec, rank: int) -> list[tuple[Weight, tuple[int, ...]]]:
@@ -136,7 +124,7 @@ def updated_shapes(case: Case, unit: Unit, place: dict[str, int]) -> list[tuple[
     if case.sharding not in ROWS_CUT:
         return [(weight, weight.shape) for weight in unit.weights]
     ranks, index = case.grid.size(unit.axis), place[unit.axis]
-    return [(weight, (local_rows(weight.rows, ranks, index), *weight.shape[1:])) for weight in unit.weights]
+    return [(weight, (local_rows(weight.shape[0], ranks, index), *weight.shape[1:])) for weight in unit.weights]
 
 
 # --- rows -----------------------------------------------------------------------------------------------
@@ -154,7 +142,7 @@ def local_rows(rows: int, ranks: int, rank: int) -> int:
 
 def padded_size(weight: Weight, ranks: int) -> int:
     """Elements of a rank's chunk of a weight, filled up."""
-    return chunk(weight.rows, ranks) * weight.width
+    return chunk(weight.shape[0], ranks) * math.prod(weight.shape[1:])
 
 
 # --- units ----------------------------------------------------------------------------------------------
@@ -182,7 +170,7 @@ def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list
         if ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]
         found.setdefault((weight.unit, part), []).append(weight)
-    return [Unit(block, axis_of(inside[0]), tuple(inside)) for (block, _), inside in sorted(found.items())]
+    return [Unit(block, inside[0].axis, tuple(inside)) for (block, _), inside in sorted(found.items())]
 
 
 def unit_shard(case: Case, unit: Unit) -> int:

@@ -17,7 +17,7 @@ from ...spec import RunSpec
 from ..activation_offload import MIN_TENSOR_BYTES
 from ..case import Case, Number
 from ..exact.optimizers import STATES
-from ..exact.shards import FP32, ROWS_CUT, axis_of, local_shapes, rank_stages, weights
+from ..exact.shards import FP32, ROWS_CUT, local_shapes, rank_stages, weights
 from ..policies import run_case
 from .peak_memory import Activations
 from .rank_weights import Place, RankWeights
@@ -48,7 +48,7 @@ def host_need(spec: RunSpec, rank: int, device: str, work: Activations | None = 
         work = Activations.of(case, Place.of(case.grid, rank))
     # What DeepSpeed keeps there is its own, and not known.
     states = host_states(work.case, work.weights) if spec.parallel.engine == "native" else 0
-    return HostNeed(int(states), int(work.pinned()), staging(spec, rank))
+    return HostNeed(int(states), int(work.pinned), staging(spec, rank))
 
 
 def host_states(case: Case, held: RankWeights) -> Number:
@@ -86,7 +86,7 @@ def staging(spec: RunSpec, rank: int) -> int:
         if kind == "fsdp1":  # which joins its runs before they are saved
             own = weight.size
         elif kind in ROWS_CUT:
-            parts *= grid.size(axis_of(weight))
+            parts *= grid.size(weight.axis)
         size += each * own * parts + steps
     return math.ceil(size / alike + GENERATORS / grid.world)
 

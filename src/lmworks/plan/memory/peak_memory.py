@@ -130,10 +130,6 @@ class Activations:
         load = replace(Workload.of_case(case), device=case.device, documents=case.documents)
         return cls(case, network(load), rank_weights(case, place), stages_of_place(case, place))
 
-    @property
-    def whole_logits(self) -> bool:
-        return self.case.software.loss != "chunked"
-
     @functools.cached_property
     def casts(self) -> Any:
         """Bytes of one block's matrices in the precision of products, where each micro-batch casts them."""
@@ -176,24 +172,23 @@ class Activations:
         again = -(-(begin + count) // every) - -(-begin // every)
         return {"none": count - again, "full": again}
 
-    def top_policy(self, stage: int) -> dict[str, Any]:
-        """1 for the policy of the uppermost block of a stage."""
-        whole, rest = self.policies(stage), self.policies(stage, skip=1)
-        return {policy: whole[policy] - rest[policy] for policy in whole}
-
     # --- in host memory ---------------------------------------------------------------------------------
 
+    @functools.cached_property
     def offloaded(self) -> list[tuple[Any, Any]]:
         """(blocks, bytes that each sends to host memory): evenly by all but the last two."""
+        if not np.any(self.case.offload_activations):
+            return []
         return offloading_blocks(self.case, self.net, self.policies(0, skip=RESIDENT_BLOCKS))
 
-    @functools.cached_property
+    @property
     def offloaded_total(self) -> Any:
-        return sum(count * size for count, size in self.offloaded())
+        return sum(count * size for count, size in self.offloaded)
 
+    @property
     def pinned(self) -> Any:
-        """Host memory for it."""
-        return sum(count * pinned_bytes(size) for count, size in self.offloaded())
+        """Pinned host memory for it."""
+        return sum(count * pinned_bytes(size) for count, size in self.offloaded)
 
     # --- kept from forward to backward ------------------------------------------------------------------
 
@@ -202,7 +197,7 @@ class Activations:
         last = self.stages.last[stage]
         away = self.offloaded_total if stage == 0 else 0.0
         found = self.kept_by_blocks(stage, self.policies(stage), away, "")
-        if self.whole_logits:  # the loss itself keeps nothing: it is worked out and left at once
+        if self.case.software.loss != "chunked":  # the loss itself keeps nothing: it is worked out and left at once
             return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
         w, g = self.net.load.width, self.net.load.head_gradient
         outside = self.outside(stage) + total(self.net.loss) * last
@@ -225,16 +220,16 @@ class Activations:
 
     def kept_by_blocks(self, stage: int, groups: Mapping[str, Any], away: Any, less: str) -> list[Row]:
         blocks = sum(count * self.saved[policy][1] for policy, count in groups.items()) - away
-        how = "" if np.ndim(blocks) else self.how_blocks(groups) + less
+        how = ""
+        if not np.ndim(blocks):
+            parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
+            offloaded = f", less {self.offloaded_total:,.0f} B in host memory" if self.offloaded_total else ""
+            how = "; ".join(parts) + offloaded + less
         casts = self.casts * groups.get("none", 0)
         return [
             row("activations of blocks", blocks, how),
             row("weight casts", casts, "2 B × matrices of blocks that are not computed again"),
         ]
-
-    def how_blocks(self, groups: Mapping[str, Any]) -> str:
-        parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
-        return "; ".join(parts) + f", less {self.offloaded_total:,.0f} B in host memory" * bool(self.offloaded_total)
 
     def outside(self, stage: int) -> Any:
         """What the embedding saves. Others keep what a rank received too, of which each of its stages has its part."""
@@ -258,7 +253,7 @@ class Activations:
         recomputed = sum(count for policy, count in self.policies(stage).items() if policy != "none")
         how = "2 B × matrices of the blocks, until the forward pass is over"
         casts = row("weight casts", self.casts * recomputed, how)
-        if self.whole_logits:
+        if self.case.software.loss != "chunked":
             return [casts, *self.whole_loss(stage)]
         logits, chunk = load.chunk_rows * load.logit_columns, chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
@@ -296,16 +291,17 @@ class Activations:
     def unusable(self) -> Any:
         """Bytes of logits that the allocator keeps after the forward pass of the loss."""
         code = self.case.software
-        if not self.whole_logits or code.logit_bytes:
+        if self.case.software.loss == "chunked" or code.logit_bytes:
             return 0.0
         count = self.net.load.tokens * self.net.load.vocab
         return UNUSABLE_LOGIT_BYTES[code.loss] * count * sum(self.stages.last)
 
     def at_backward(self, stage: int) -> list[Row]:
         """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
-        again = sum(
-            here * (recomputed_bytes(self.net, policy) + self.casts * (policy != "none"))
-            for policy, here in self.top_policy(stage).items()
+        below = self.policies(stage, skip=1)
+        again = sum(  # by the policy of the topmost block
+            (count - below[policy]) * (recomputed_bytes(self.net, policy) + self.casts * (policy != "none"))
+            for policy, count in self.policies(stage).items()
         )
         return [
             row("recomputed block", again, "what one block saves, less what it kept"),
@@ -335,10 +331,6 @@ class Activations:
         first = slots * w * m.hidden + beside * ffn * slots / count * w + g * ffn * m.hidden
         last = 4 * g * whole + 2 * slots * w * m.hidden - slots * w * (4 * ffn + m.hidden)
         return size + np.maximum(first, last)
-
-    def waiting(self, stage: int) -> Any:
-        """Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients."""
-        return self.stages.layers[stage] * total(self.net.block, "saved_selective")
 
 
 def chunk_bytes(load: Workload, head: Any) -> Any:
@@ -401,7 +393,8 @@ def pass_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
     slots = range(len(work.stages.layers))
     kept, forward = [work.kept(slot) for slot in slots], [work.at_loss(slot) for slot in slots]
     backward = [[*work.kept_in_backward(slot), *work.at_backward(slot)] for slot in slots]
-    waiting = [work.waiting(slot) for slot in slots]
+    # Of a micro-batch whose inputs have their gradients and whose weights have not: results' gradients.
+    waiting = [work.stages.layers[slot] * total(work.net.block, "saved_selective") for slot in slots]
     chosen = highest_states(
         work.case, place, *(np.array(np.broadcast_arrays(*sizes)) for sizes in (
             [*map(sum_bytes, kept)], waiting, [*map(sum_bytes, forward)], [*map(sum_bytes, backward)],

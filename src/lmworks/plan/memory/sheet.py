@@ -248,7 +248,7 @@ def budget_at(case: Case, place: Place) -> Budget:
         buffers=buffers + np.maximum(0, there - state.gradients),
         absent=np.maximum(0, state.gradients - there),
         left=found.work.unusable() * forward,
-        host=host_states(case, found.work.weights) + found.work.pinned(),
+        host=host_states(case, found.work.weights) + found.work.pinned,
     )
 
 

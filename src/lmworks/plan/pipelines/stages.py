@@ -8,6 +8,7 @@ layers, and the last stage gets fewer of them. Costs are forward FLOPs a token; 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -35,11 +36,7 @@ class Stage:
 
     def cost(self, model: ModelSpec, seq: int) -> float:
         """Forward FLOPs a token."""
-        return (
-            len(self.layers) * layer_cost(model, seq)
-            + self.first * embedding_cost(model)
-            + self.last * head_cost(model)
-        )
+        return len(self.layers) * layer_cost(model, seq) + self.first * model.hidden + self.last * head_cost(model)
 
 
 def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
@@ -54,11 +51,6 @@ def layer_cost(model: ModelSpec, seq: int) -> float:
     return (products + attention_flops_per_token(model, seq)) / model.layers
 
 
-def embedding_cost(model: ModelSpec) -> float:
-    """A look-up moves `hidden` numbers: far below any product, but not nothing, so it decides between equals."""
-    return model.hidden
-
-
 def head_cost(model: ModelSpec) -> float:
     return 2 * model.vocab * model.hidden
 
@@ -69,7 +61,7 @@ def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
     if not 1 <= stages <= model.layers:
         raise SpecError(f"{stages} pipeline stages cannot be cut from model.layers = {model.layers}: use at most that")
     costs = [layer_cost(model, seq)] * model.layers
-    costs[0] += embedding_cost(model)
+    costs[0] += model.hidden  # a look-up: far below any GEMM, but it decides between equal cuts
     costs[-1] += head_cost(model)
     ends = most_even_split(costs, stages, limit=min_max_split(costs, stages))
     return tuple(
@@ -83,7 +75,7 @@ def min_max_split(costs: list[float], parts: int) -> float:
 
     best(n, k) = min over j of max(best(j, k − 1), costs[j] + … + costs[n − 1])
     """
-    before = prefix_sums(costs)
+    before = [*itertools.accumulate(costs, initial=0.0)]
     best = [0.0, *[math.inf] * len(costs)]
     for part in range(1, parts + 1):
         best = [math.inf] * part + [
@@ -94,7 +86,7 @@ def min_max_split(costs: list[float], parts: int) -> float:
 
 def most_even_split(costs: list[float], parts: int, limit: float) -> list[int]:
     """Where each run ends, in the cut with the least sum of squares of which no run costs more than `limit`."""
-    before = prefix_sums(costs)
+    before = [*itertools.accumulate(costs, initial=0.0)]
     allowed = limit * (1 + 1e-12)  # sums of the same numbers in another order
     best: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(costs)]
     for part in range(1, parts + 1):
@@ -106,10 +98,3 @@ def most_even_split(costs: list[float], parts: int, limit: float) -> list[int]:
             longer.append((squares, [*ends, n]))
         best = longer
     return best[-1][1]
-
-
-def prefix_sums(costs: list[float]) -> list[float]:
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    return sums
