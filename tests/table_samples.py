@@ -240,24 +240,24 @@ def profile(sample: Sample) -> None:
 
 
 def quantized(sample: Sample) -> None:
-    from lmworks.cli.quantize import show
+    from lmworks.cli.quantize import print_quantized
 
     layer = SimpleNamespace(name="blocks.31.mlp.down.weight", error=0.012345, rounded_error=0.0234)
     figures = {"bytes_before": 16_060_522_496, "bytes_after": 5_700_000_000, "limit": 0.01, "increase": 0.0042}
     report = SimpleNamespace(worst=lambda count: [layer] * count, scheme="int4", **figures)
     report.to_dict = lambda: {"perplexity_before": 6.1234, "perplexity_after": 6.1489}
-    show(report, Path("q"))  # type: ignore[arg-type]
+    print_quantized(report, Path("q"))  # type: ignore[arg-type]
 
 
 def simulated(sample: Sample) -> None:
-    from lmworks.cli.prove import show
+    from lmworks.cli.prove import print_simulation
 
     row = SimpleNamespace(kind="reduce-scatter", group="dp_shard", ranks=128, count=252, bytes=12_884_901_888)
     held = {"parameters": 2**30, "gradients": 2**29, "activations": 3 * 2**30}
     found = SimpleNamespace(parameters=8_030_261_248, parameter_bytes=2**34, collectives=[row], resident=held)
     found.peak, found.peak_bytes, found.moment = held, sum(held.values()), "backward of the last micro-batch"
     where = {"rank": 777, "world": 1024, "place": {"tp": 1}, "stages": [], "micro_batches": 16}
-    show(SimpleNamespace(simulation=found, how="exact", notes=[], seconds=3.0, **where))  # type: ignore[arg-type]
+    print_simulation(SimpleNamespace(simulation=found, how="exact", notes=[], seconds=3.0, **where))  # type: ignore[arg-type]
 
 
 def parity(sample: Sample) -> None:
@@ -321,10 +321,10 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (bench_serve, "bench_inference.print_load_test"),
     (bench_train, "bench.print_step bench.parts_table bench.kernels_table"),
     (chaos, "prove.chaos"),
-    (typed("chaos", "--list"), "prove.show_list"),
+    (typed("chaos", "--list"), "prove.print_faults"),
     (checkpoints, "checkpoint.ls"),
     (contents, "checkpoint.print_contents"),
-    (lambda sample: data(sample, "inspect"), "data.show"),
+    (lambda sample: data(sample, "inspect"), "data.print_survey"),
     (lambda sample: data(sample, "window"), "data.window"),
     (demo, "demo.compare"),
     (diagnosed, "runs.print_diagnosis"),
@@ -344,11 +344,11 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
     (profile, "bench_inference.print_profile"),
-    (quantized, "quantize.show"),
+    (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
     (show, " ".join(f"runs.print_{part}" for part in ("attempts", "time", "interval", "events", "stats"))),
-    (simulated, "prove.show"),
+    (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),
 ]

@@ -68,7 +68,7 @@ def test_lines_of_a_pipe_are_answered(
         stops = SamplingParams(temperature=0, max_tokens=6, stop="\nUser:")
         answers = [result.text for result in llm.generate(prompts, stops)]
     first, second = answers[0].splitlines() or [""], answers[1].splitlines() or [""]
-    assert lines == [*first, "(begun anew)", next(line for line in lines if "no such command" in line), *second]
+    assert lines == [*first, "(cleared)", next(line for line in lines if "no such command" in line), *second]
 
 
 def test_what_was_said_is_told_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_the_oldest_is_forgotten_when_the_context_is_full(
     talked, prompts = talk(llm, ["a" * 90, "b" * 90, "c" * 90], monkeypatch, system="kind")
     assert "b" * 90 in prompts[1] and "a" * 90 in prompts[1]
     assert "a" * 90 not in prompts[2] and "b" * 90 in prompts[2] and prompts[2].startswith("System: kind\n")
-    assert "oldest messages are forgotten" in capsys.readouterr().err
+    assert "oldest messages are dropped" in capsys.readouterr().err
     assert len(plain(talked.messages)) <= llm.context
 
 
@@ -153,7 +153,7 @@ def test_at_a_terminal_control_d_leaves(
     talked.interactive = True
     talked.run()
     out = capsys.readouterr().out
-    assert out.startswith("/reset begins anew") and len(talked.messages) == 2
+    assert out.startswith("/reset clears the conversation") and len(talked.messages) == 2
 
 
 def test_a_model_with_a_template_is_talked_to_in_its_own_way(

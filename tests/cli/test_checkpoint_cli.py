@@ -172,7 +172,7 @@ def test_verify_names_every_wrong_file_and_what_a_resume_would_use(lmworks: Run,
     code, out, err = lmworks("checkpoint", "verify", run)
     assert (code, err) == (1, "")
     lines = out.splitlines()
-    assert len(lines) == 5 and lines[-1] == "a resume goes on from step 10"
+    assert len(lines) == 5 and lines[-1] == "a run would resume from step 10"
     assert sum("step-000030: " in line and "(rank 0) is damaged" in line for line in lines) == 2
     assert "manifest.json is missing" in lines[2] and lines[3].startswith("step-000010: intact (2 files")
     one = answer(lmworks("checkpoint", "verify", run, "--step", "30", "--json"), code=1)
@@ -184,7 +184,7 @@ def test_what_was_never_finished_is_not_damage(lmworks: Run, run: Path) -> None:
     (folder(run, 30) / "COMMITTED").unlink()
     code, out, _ = lmworks("checkpoint", "verify", run)
     assert code == 0 and out.splitlines()[0] == "step-000030: never finished; nothing loads it"
-    assert out.endswith("a resume goes on from step 20\n")
+    assert out.endswith("a run would resume from step 20\n")
 
 
 def test_nothing_to_resume_from(lmworks: Run, run: Path) -> None:
@@ -223,7 +223,7 @@ def test_prune_keeps_the_newest_that_is_intact(lmworks: Run, run: Path) -> None:
     for step in (20, 30):
         flip_a_bit(folder(run, step) / SHARD)
     code, out, _ = lmworks("checkpoint", "prune", run, "--keep", "1")
-    assert code == 0 and out.splitlines()[-1].endswith("what stays: step-000030, step-000010")
+    assert code == 0 and out.splitlines()[-1].endswith("kept: step-000030, step-000010")
     assert steps(run) == [30, 10]
 
 

@@ -13,7 +13,7 @@ LAYOUT = ["mesh", "tiny", "parallel.dp=2", "parallel.tp=2", "parallel.strategy=f
 
 def test_who_talks_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = lmworks(capsys, *LAYOUT, "--rank", "3")
-    assert code == 0 and "4 ranks; rank 3 stands at dp_shard 1, tp 1" in out
+    assert code == 0 and "4 ranks; rank 3 is at dp_shard 1, tp 1" in out
     code, out, _ = lmworks(capsys, *LAYOUT, "--rank", "3", "--json")
     answer = json.loads(out)
     assert {axis: found["group"] for axis, found in answer["axes"].items()} == {"dp_shard": [1, 3], "tp": [2, 3]}

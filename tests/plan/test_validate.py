@@ -293,7 +293,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     out = capsys.readouterr().out
     assert "(formula)" in out and "no constant" in out
     validate_command(data=tmp_path, source="vtrain")
-    assert "not at hand" in capsys.readouterr().out
+    assert "missing (name" in capsys.readouterr().out
     with pytest.raises(SpecError, match="is not a folder"):
         validate_command(data=tmp_path / "absent")
     with pytest.raises(SpecError, match=r"has no published tables: .*--tables"):  # as after the installation of a wheel

@@ -22,7 +22,7 @@ from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
 from .ranks import needs_ranks, start_ranks
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps that are timed, after three to warm up.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Timed steps, after three warm-up steps.")]
 Kernels = Annotated[bool, typer.Option("--profile", help="Also record one step: its kernels by time.")]
 
 
@@ -47,7 +47,6 @@ def train(
       lmworks bench train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       torchrun --nproc-per-node 8 -m lmworks bench train llama3-8b parallel.dp=8 parallel.strategy=fsdp2
     """
-
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     if needs_ranks(loaded):
         options = ["--steps", str(steps), *(["--profile"] if profile else []), *(["--json"] if json else [])]
@@ -114,7 +113,7 @@ def floor_text(floor: dict[str, Any]) -> str:
 
 
 def prediction_rows(predicted: dict[str, Any]) -> list[list[str]]:
-    """What the planner said, and how far off it is."""
+    """The planner's prediction and its error."""
     if "note" in predicted:
         return [["planned", "-", predicted["note"]]]
     rows = []
@@ -142,7 +141,7 @@ def prediction_rows(predicted: dict[str, Any]) -> list[list[str]]:
 
 
 def parts_table(facts: dict[str, Any]) -> None:
-    """Where the least time goes, and where the planner thinks that the time goes."""
+    """The roofline and the prediction by part of a step."""
     floors, planned = facts["floors"], facts["predicted"].get("parts") or {}
     names = list(dict.fromkeys([*(part for at in floors.values() for part in at["parts"]), *planned]))
     rows = [
@@ -180,9 +179,9 @@ Models = Annotated[
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="OP", help="One op; may be repeated.")]
 Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Sequences (each model's own).")]
 Seq = Annotated[int | None, typer.Option("--seq", min=2, help="Their length (each model's own).")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns of every implementation; the median counts.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds; the median is reported.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Record = Annotated[bool, typer.Option("--record", help="Let training here use what was fastest from now on.")]
+Record = Annotated[bool, typer.Option("--record", help="Let training on this machine use the fastest implementations.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the result as JSON, too.")]
 
 
@@ -200,7 +199,7 @@ def kernels(
     """Time all implementations of each op, beside its limit.
 
     The floor is bytes over the rate of a copy or FLOPs over the rate of a product, whichever takes longer; both rates
-    are measured here first. Implementations take turns. --out and --record are written after every op.
+    are measured here first. Implementations are interleaved. --out and --record are written after every op.
 
     \b
     Examples:
@@ -222,20 +221,20 @@ def kernels(
     if out is not None:
         check_writable(out, "--out")
 
-    def keep(facts: dict[str, Any]) -> None:
+    def save(facts: dict[str, Any]) -> None:
         if out is not None:
             write_file(out, json_text.dumps(facts, indent=2, allow_nan=False) + "\n", "--out")
         if record:
             kernels.record(facts)
 
     with console_progress() as progress:
-        facts = kernels.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress, keep)
+        facts = kernels.bench_kernels(place, model or (), only or (), rounds, batch, seq, progress, save)
     if json:
         print_json(facts)
         return
     print_kernels(facts)
     if record:
-        typer.echo(f"training on {facts['device']} now uses what was fastest: {dispatch.MEASURED}")
+        typer.echo(f"training on {facts['device']} now uses the fastest implementations: {dispatch.MEASURED}")
 
 
 def print_kernels(facts: dict[str, Any]) -> None:
@@ -244,7 +243,7 @@ def print_kernels(facts: dict[str, Any]) -> None:
         f"multiplies at {short(facts['product_flops'])}FLOP/s"
     )
     if not facts["rows"]:
-        typer.echo("nothing to time: no model that was asked for has such an op")
+        typer.echo("nothing to time: none of the models has such an op")
     columns = ["", "implementation", "time", "floor", "of floor", "of fastest", "rate", "memory", "differs by"]
     for op in dict.fromkeys(row["op"] for row in facts["rows"]):
         rows = sorted((row for row in facts["rows"] if row["op"] == op), key=case_of)
@@ -332,7 +331,7 @@ def ddp_fsdp(
         spec, changes = SMALL[0], [*SMALL[1], *changes]
     names = [name.strip() for name in only.split(",") if name.strip()]
     loaded = load_run(spec, changes)
-    select_strategies(names)  # what is not known is refused before a folder is made
+    select_strategies(names)  # unknown names are refused before a folder is created
     check_output_folder(out)
     found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True), force)
     markdown, html = write_reports(found, out)
@@ -355,7 +354,7 @@ def precision(
         Path, typer.Option("--out", help="Folder of the runs, report.md, report.html and report.png.")
     ] = Path("runs/study-precision"),
     only: Annotated[
-        str, typer.Option("--only", help="Precisions to hold against fp32, e.g. bf16,fp8-rowwise (by default all).")
+        str, typer.Option("--only", help="Precisions to compare with fp32, e.g. bf16,fp8-rowwise (by default all).")
     ] = "",
     device: OnDevice = "",
     force: Force = False,

@@ -86,7 +86,7 @@ def start_llm(model: str, overrides: list[str] | None, seed: int) -> tuple[LLM, 
 
 
 def process_age() -> float:
-    """Seconds since this process was started; what Python took before it got here is in it."""
+    """Seconds since this process was started, Python's own start-up included."""
     try:
         began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -129,9 +129,9 @@ def print_throughput(facts: dict[str, Any]) -> None:
     print_table(f"A decoding step ({floor})", ["batch", "ms", "floor, ms", "of the floor's pace"], steps)
 
 
-def compile_rows(met: dict[str, Any]) -> list[list[str]]:
+def compile_rows(compiled: dict[str, Any]) -> list[list[str]]:
     """Kernels compiled and graphs captured for the first time."""
-    kernels, graphs = len(met["kernels"]), met["graphs"]
+    kernels, graphs = len(compiled["kernels"]), compiled["graphs"]
     if not kernels and not graphs:
         return []
     return [["first times", str(kernels + graphs), f"kernels compiled or read: {kernels}, graphs recorded: {graphs}"]]
@@ -178,7 +178,7 @@ def engine(
         print_json(facts)
     else:
         print_profile(facts)
-    if html is not None:  # last: where it cannot be written, the figures have been told
+    if html is not None:  # last: the figures are printed even if it cannot be written
         write_file(html, engine_page(facts), "--html")
         if not json:
             typer.echo(f"page: {html}")
@@ -229,11 +229,11 @@ class Endpoint(StrEnum):
 
 
 Url = Annotated[str, typer.Option("--url", help="Any OpenAI-compatible server.")]
-ServedModel = Annotated[str | None, typer.Option("--model", help="What the server calls it (its first model).")]
+ServedModel = Annotated[str | None, typer.Option("--model", help="The model's name on the server (its first model).")]
 Where = Annotated[Endpoint, typer.Option("--endpoint", help="Completions send token ids, chats send text.")]
-Rate = Annotated[float, typer.Option("--rate", min=0, help="Requests a second, by chance (Poisson); 0: all at once.")]
+Rate = Annotated[float, typer.Option("--rate", min=0, help="Requests a second (Poisson arrivals); 0: all at once.")]
 Burst = Annotated[int, typer.Option("--burst", min=0, help="Requests that come at once; without --rate, every second.")]
-Concurrency = Annotated[int, typer.Option("--concurrency", min=0, help="Instead: so many at a time, each after one.")]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=0, help="Closed loop with so many requests at once.")]
 LengthsFile = Annotated[
     Path | None, typer.Option("--lengths", metavar="FILE", help='Instead: lines of {"input": 812, "output": 97}.')
 ]
@@ -241,7 +241,7 @@ Prefix = Annotated[
     str, typer.Option("--shared-prefix", metavar="TOKENS[xGROUPS]", help="What all prompts (of a group) begin with.")
 ]
 SLO = Annotated[str, typer.Option("--slo", help="Latency objectives in seconds: ttft=0.5,tpot=0.05,e2e=10.")]
-EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Let answers end early: not every server can forbid it.")]
+EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Do not send ignore_eos, which not every server supports.")]
 Key = Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Sent as a bearer token.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0.001, help="Longest time for one request.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it (.png, .svg or .pdf).")]
@@ -314,7 +314,7 @@ def print_load_test(facts: dict[str, Any]) -> None:
     good, cached = facts["goodput"], facts["cached_tokens"]
     rows = [
         ["completed", str(facts["completed"]), f"{facts['requests_per_s']:.3g} a second"],
-        ["turned away", str(rejected), codes],
+        ["rejected", str(rejected), codes],
         ["failed", str(errors), next(iter(facts["errors"]), "")],
         ["tokens out", f"{facts['output_tokens']:,}", f"{facts['output_tokens_per_s']:,.0f} a second"],
         ["tokens in", f"{facts['input_tokens']:,}", f"{cached:,} found in the prefix cache" if cached else ""],
@@ -328,8 +328,8 @@ def print_load_test(facts: dict[str, Any]) -> None:
         "itl_s": "between tokens",
         "request_itl_s": "between tokens, mean of a request",
         "e2e_s": "whole request",
-        "rejected_s": "until turned away",
-        "late_s": "sent later than meant",
+        "rejected_s": "until rejected",
+        "late_s": "sent later than scheduled",
     }
     columns = ["mean", "p50", "p90", "p99", "max"]
     times = [[name, *(duration(facts[key][one]) for one in columns)] for key, name in names.items() if facts[key]]

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from ..engine.core.sampling_params import SamplingParams
     from ..llm import LLM
 
-HELP = "/reset begins anew, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HELP = "/reset clears the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
 
 def chat(
     model: Source,
     overrides: EngineOverrides = None,
-    system: Annotated[str, typer.Option("--system", help="What the model is told before the first message.")] = "",
+    system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
@@ -90,7 +90,7 @@ class ChatSession:
                 return
             if line == "/reset":
                 self.messages = list(self.start)
-                typer.echo("(begun anew)")
+                typer.echo("(cleared)")
             elif line.startswith("/"):
                 typer.echo(f"(no such command) {HELP}")
             elif line:
@@ -104,7 +104,7 @@ class ChatSession:
             line = sys.stdin.readline()
             return line.strip() if line else None
         except UnicodeDecodeError:
-            raise SpecError("what was said is not valid UTF-8") from None
+            raise SpecError("the input is not valid UTF-8") from None
         except (EOFError, KeyboardInterrupt):
             if not self.interactive:
                 raise
@@ -117,7 +117,7 @@ class ChatSession:
         try:
             ids, kept = self.chat.prompt(messages, self.llm.context - self.params.max_tokens)
             if len(kept) < len(messages):
-                full = f"the context of {self.llm.context} tokens is full: the oldest messages are forgotten"
+                full = f"the context of {self.llm.context} tokens is full: the oldest messages are dropped"
                 typer.echo(f"({full})", err=True)
             answer_text = self.answer(ids)
         except SpecError as error:

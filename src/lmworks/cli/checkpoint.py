@@ -1,4 +1,4 @@
-"""`lmworks checkpoint`: what a run has saved, whether it is still whole, and a way out of it."""
+"""`lmworks checkpoint`: list, show, verify, export and prune the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def show(
 def verify(source: Source, step: Step = None, json: Json = False) -> None:
     """Verify the digests of every file; exit code 1 if damaged.
 
-    Says which step a resume would go on from, where all steps are looked at.
+    Without --step all checkpoints are verified, and the step is named from which a run would resume.
 
     \b
     Examples:
@@ -114,7 +114,7 @@ def verify(source: Source, step: Step = None, json: Json = False) -> None:
         for verdict in verdicts:
             print_verdict(verdict)
         if one is None:
-            typer.echo(f"a resume goes on from step {good[0]}" if good else "there is no step to resume from")
+            typer.echo(f"a run would resume from step {good[0]}" if good else "there is no step to resume from")
     if damaged:
         raise typer.Exit(1)
 
@@ -159,7 +159,7 @@ def prune(
     keep_every: Annotated[
         int, typer.Option("--keep-every", min=0, help="Keep steps that this divides, too (0: none).")
     ] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     json: Json = False,
 ) -> None:
     """Remove old checkpoints and unfinished saves.
@@ -179,7 +179,7 @@ def prune(
         raise SpecError(f"{source} is one checkpoint; name the run, or the folder that holds all of them")
     if place.run and place.run.is_locked():
         raise SpecError(f"{place.run.path} is being trained, and prunes by itself as checkpoint.keep says")
-    # What goes is found by reading, which takes a while: nobody may take the run up meanwhile.
+    # Finding prunable checkpoints reads files, which takes a while: the run must not be resumed meanwhile.
     with place.run.locked() if place.run and not dry_run else nullcontext():
         doomed = {folder: size_of(folder) for folder in prunable(place.root, RetentionPolicy(keep, keep_every))}
         for folder in () if dry_run else doomed:
@@ -226,13 +226,12 @@ def print_pruned(doomed: dict[Path, int], kept: list[str], did: str) -> None:
         typer.echo(f"{did} {folder.name} ({binary_bytes(size)})")
     stays = ", ".join(kept) or "none"
     count = f"{len(doomed)} folder{'' if len(doomed) == 1 else 's'}"
-    typer.echo(f"{did} {count}, {binary_bytes(sum(doomed.values()))}; what stays: {stays}")
+    typer.echo(f"{did} {count}, {binary_bytes(sum(doomed.values()))}; kept: {stays}")
 
 
 @contextmanager
 def progress_unless(json: bool) -> Iterator[Progress]:
-    """Of work on bytes, in megabytes; where it takes a moment there is nothing to watch."""
-
+    """A progress bar in megabytes, for more than a gigabyte."""
     with console_progress() as console:
 
         def draw(stage: str, done: int, total: int) -> None:
@@ -247,5 +246,5 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Z]*)", text.strip().upper())
     size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0
     if size < 1:
-        raise SpecError(f"--max-shard-size {text!r} is no size; say it like 5GB, 500MB or 2GiB")
+        raise SpecError(f"--max-shard-size {text!r} is not a size; write it like 5GB, 500MB or 2GiB")
     return int(size)

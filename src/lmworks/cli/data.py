@@ -1,4 +1,4 @@
-"""`lmworks data`: text → tokens, and what lies in them."""
+"""`lmworks data`: prepare token shards from text, and inspect them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prepare(
                 eot=eot,
             )
     except KeyboardInterrupt:
-        typer.echo("lmworks: interrupted; run the same command again to go on where it was", err=True)
+        typer.echo("lmworks: interrupted; run the same command again to continue", err=True)
         raise typer.Exit(130) from None
     index = done.index
     splits = {s: {"documents": index.documents(s), "tokens": index.tokens(s)} for s in index.splits}
@@ -119,10 +119,10 @@ def inspect(
     if json:
         print_json(dataclasses.asdict(result))
     else:
-        show(result)
+        print_survey(result)
 
 
-def show(result: Survey) -> None:
+def print_survey(result: Survey) -> None:
     typer.echo(f"{result.folder}: every shard matches its checksum")
     typer.echo(f"sources: {', '.join(result.sources)}")
     typer.echo(f"tokenizer: {result.tokenizer}, {result.vocab_size:,} tokens, stored as {result.dtype}")
@@ -156,8 +156,8 @@ def window(
 ) -> None:
     """Show the sequences of one global batch and their sources.
 
-    The least ordinary ones come first: those that have far fewer bits a token than usual (one line for ever) or far
-    more (noise, another language). They are what most often stands behind a spike of the loss.
+    Outliers come first: sequences with far fewer bits a token than usual (repetition) or far more (noise, another
+    language). They are the most frequent cause of loss spikes.
 
     \b
     Examples:

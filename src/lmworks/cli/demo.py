@@ -15,7 +15,7 @@ from .output import print_table
 if TYPE_CHECKING:
     from ..plan.predict import Prediction
 
-FEWEST, MOST = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
+MIN_STEPS, MAX_STEPS = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
 PROMPTS = ("    for name in", "    def __init__(self, name):\n        self.name")
 
@@ -66,7 +66,7 @@ def demo(
     for prompt in PROMPTS:
         typer.echo(complete(trainer.folder.path, prompt) + "\n")
 
-    heading(6, "Where it lies, and what to try next")
+    heading(6, "Results, and what to try next")
     run = trainer.folder.path
     typer.echo(f"report: {report}")
     typer.echo(f'more text:      lmworks generate {run} --prompt "import " --max-tokens 60')
@@ -105,7 +105,7 @@ def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpe
     if not prediction.time:
         return spec
     steps = round(seconds / (prediction.time.total * (prediction.machine.noise if prediction.machine else 1.0)))
-    return spec.replace(optim=spec.optim.replace(steps=min(max(steps, FEWEST), MOST)))
+    return spec.replace(optim=spec.optim.replace(steps=min(max(steps, MIN_STEPS), MAX_STEPS)))
 
 
 def compare(folder: RunFolder) -> None:
@@ -120,7 +120,7 @@ def compare(folder: RunFolder) -> None:
 
 
 def complete(run: Path, prompt: str) -> str:
-    """The prompt and what the model makes of it."""
+    """The prompt and its completion."""
     import torch
 
     from ..model import Sampling, generate

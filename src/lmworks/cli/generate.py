@@ -42,17 +42,17 @@ EngineOverrides = Annotated[
 Engine = Annotated[str, typer.Option("--engine", help="native, or vllm where it is installed.")]
 Step = Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step instead of the newest.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="How many tokens to add at most.")]
-Temperature = Annotated[float, typer.Option(help="Below 1: safer; above 1: wilder; 0: greedy.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest (0: all).")]
-TopP = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest that hold this mass.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature (0: greedy).")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens (0: all).")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens with this total probability.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
 Adapter = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; of several, the first is the usual one."),
+    typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; of several, the first is the default."),
 ]
 
 Prompt = str | list[int]
-PromptRequest = tuple[Prompt, "SamplingParams"]  # a prompt, and how it is to be continued
+PromptRequest = tuple[Prompt, "SamplingParams"]  # a prompt and its sampling parameters
 
 
 def generate(

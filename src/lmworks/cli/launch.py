@@ -1,6 +1,4 @@
-"""`lmworks launch`: write what a cluster needs to start a run; the data that a spec names, and the command that starts
-it.
-"""
+"""`lmworks launch`: write the job that starts a run on a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ Nodes = Annotated[int | None, typer.Option(min=1, help="Machines (by default clu
 PerNode = Annotated[int | None, typer.Option(min=1, help="Ranks on each (by default cluster.gpus_per_node).")]
 RunDir = Annotated[str, typer.Option("--run-dir", help="Where the run is kept, seen by all nodes (runs/NAME).")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write (by default: print it).")]
-Grace = Annotated[int, typer.Option(min=60, help="Seconds that a run has to save itself when it must stop.")]
+Grace = Annotated[int, typer.Option(min=60, help="Seconds for a checkpoint before a run is stopped.")]
 
 
 @app.command()
@@ -61,7 +59,7 @@ def slurm(
 ) -> None:
     """Write an sbatch script: one torchrun agent a node.
 
-    Before the time limit the run saves a checkpoint and is queued again; it then goes on where it was.
+    Before the time limit the run saves a checkpoint and is queued again; it then resumes.
 
     \b
     Examples:
@@ -72,11 +70,11 @@ def slurm(
     from ..launch import Allocation, slurm_script
 
     job = make_job(spec, overrides, nodes, gpus_per_node, run_dir)
-    ask = Allocation(
+    allocation = Allocation(
         time, partition, account, container, cpus_per_node, grace, requeue,
         qos, tuple(sbatch_line or ()), tuple(env or ()), tuple(module or ()),
     )  # fmt: skip
-    deliver(slurm_script(job, ask), out, "sbatch {}")
+    write_or_print(slurm_script(job, allocation), out, "sbatch {}")
 
 
 @app.command()
@@ -105,7 +103,7 @@ def kubernetes(
     if kind not in KINDS:
         raise SpecError(f"--kind {kind!r} is unknown{did_you_mean(kind, KINDS)}")
     job = make_job(spec, overrides, nodes, gpus_per_node, run_dir)
-    deliver(to_yaml(manifests(job, Pods(image, claim, mount, grace), kind)), out, "kubectl apply -f {}")
+    write_or_print(to_yaml(manifests(job, Pods(image, claim, mount, grace), kind)), out, "kubectl apply -f {}")
 
 
 @app.command()
@@ -133,7 +131,7 @@ def ray(
     # Ray's workers start in folders of their own.
     job = Job.of(with_absolute_paths(loaded), spec, overrides or (), nodes=world, per_node=1, run_dir=str(folder))
     storage = str(Path(job.run_dir).parent / "ray")
-    deliver(ray_driver(job, storage), out, "python {}")
+    write_or_print(ray_driver(job, storage), out, "python {}")
 
 
 def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_node: int | None, run_dir: str) -> Job:
@@ -144,8 +142,8 @@ def make_job(source: str, overrides: list[str] | None, nodes: int | None, per_no
     return Job.of(loaded, source, overrides or (), nodes=nodes, per_node=per_node, run_dir=run_dir)
 
 
-def deliver(text: str, out: Path | None, command: str) -> None:
-    """Print it, or write it and say how to start it."""
+def write_or_print(text: str, out: Path | None, command: str) -> None:
+    """Print the job, or write it and print the command that starts it."""
     if out is None:
         typer.echo(text, nl=False)
         return
@@ -153,11 +151,11 @@ def deliver(text: str, out: Path | None, command: str) -> None:
     typer.echo(f"wrote {out}; start it with: {command.format(out)}")
 
 
-# --- from a plan to a run --------------------------------------------------------------------------------
+# --- a written spec: data and command --------------------------------------------------------------------------------
 
 
 def check_vocabulary(spec: RunSpec) -> None:
-    """As training does, for data that are here; others are looked at where the run starts."""
+    """As training does, for data on this machine; others are checked where the run starts."""
     from ..data.pipeline import check_vocabulary
 
     for index in prepared(spec.data).values():
@@ -174,7 +172,6 @@ def prepared(data: DataSpec) -> dict[str, Index | None]:
 
 def print_written(spec: RunSpec, out: Path) -> None:
     """What the written spec trains on, and the command that starts it: here, or where the GPUs are."""
-
     steps, each = spec.optim.steps, spec.tokens_per_step
     typer.echo(
         f"wrote {out}: {steps:,} steps of {each:,} tokens, {short(steps * each)} in all; {spec.optim.warmup:,} of them "

@@ -214,7 +214,6 @@ def misspelt(option: str, command: Any) -> bool:
 
 def accepted_keys(command: Any) -> Iterable[str]:
     """Keys of the spec that a command takes overrides of; none where it takes none."""
-
     taken = {parameter.metavar for parameter in command.params if parameter.metavar}
     if "[SECTION.KEY=VALUE]..." in taken:
         return RunSpec.dotted_keys()

@@ -83,7 +83,7 @@ def uninterrupted_output() -> Iterator[None]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], drop: Sequence[str] = ()) -> None:
-    """A table that fits the terminal. `drop`: columns that may be left out of a narrow one, the first to go first.
+    """A table that fits the terminal. `drop`: optional columns of a narrow table, the first is left out first.
 
     A pipe has no width to respect, unless COLUMNS gives it one.
     """
@@ -108,12 +108,12 @@ def write_file(path: Path, text: str, option: str) -> None:
 
 # --- tables that fit a terminal and never cut a figure ---------------------------------------------------
 
-# A table that is too wide has its prose and headings wrapped between words; then columns are left out that its command
-# says it can be read without, and a line names them; then it is turned: a block a row, a line a column.
+# A table that is too wide has its prose and headings wrapped between words; then optional columns (`drop`) are left out
+# and listed below it; then it is transposed: a block a row, a line a column.
 
 
 GAP = 2  # spaces between columns
-PROSE = 24  # a column of sentences is not made narrower than this
+MIN_PROSE = 24  # the minimum width of a column of sentences
 FIGURE = re.compile(r"[-+−–~≈<>≤≥±$]*\d")
 # Where a line may end: not between a figure and its unit.
 BREAK = re.compile(r"(?<!\d) +|(?<=\d) +(?![A-Za-zµ%×/]{1,9}(?:[\s,;.)]|$))")
@@ -126,7 +126,7 @@ class Column:
 
     @cached_property
     def right(self) -> bool:
-        """Figures stand to the right, under one another. What has many words is prose, also if it begins with one."""
+        """Right-aligned: its cells are figures. A cell of many words is prose, even if it begins with a digit."""
         return all(
             cell.plain in ("-", "–", "") or (FIGURE.match(cell.plain) and len(cell.plain.split()) <= 4)
             for cell in self.cells
@@ -138,11 +138,11 @@ class Column:
 
     @cached_property
     def least(self) -> int:
-        """How narrow it may become: headings and prose wrap between words, figures and names do not."""
+        """The minimum width: headings and prose wrap between words, figures and names do not."""
         heading = longest_word(Text(self.name))
         if self.right:
             return max(heading, *map(text_width, self.cells), 0)
-        return max(heading, *map(longest_word, self.cells), min(self.widest, PROSE) if self.wraps else 0)
+        return max(heading, *map(longest_word, self.cells), min(self.widest, MIN_PROSE) if self.wraps else 0)
 
     @cached_property
     def wraps(self) -> bool:
@@ -154,7 +154,7 @@ def render_table(
 ) -> list[Text]:
     """The lines of a table in `width` columns (None: as wide as it is).
 
-    `drop`: what the table can be read without, the first to go first.
+    `drop`: optional columns, the first is left out first.
     """
     if unknown := set(drop) - set(columns):
         raise ValueError(f"{title}: {', '.join(sorted(unknown))} may be dropped, but there is no such column")
@@ -211,7 +211,7 @@ def side_by_side(columns: Sequence[Column], sizes: Sequence[int], cells: Sequenc
 
 
 def as_blocks(columns: Sequence[Column], width: int | None) -> list[Text]:
-    """A block a row, headed by its first cell, and a line for each of the others that says something."""
+    """A block a row, headed by its first cell, and a line for each other cell that is not empty."""
     indent = 2 + max((text_width(Text(column.name)) for column in columns[1:]), default=0) + 2
     lines = []
     for row in zip(*(column.cells for column in columns), strict=True):
@@ -222,7 +222,7 @@ def as_blocks(columns: Sequence[Column], width: int | None) -> list[Text]:
             start = Text(("  " if index else "") + name, style="bold")
             start = start if not index else start + Text(" " * (indent - text_width(start)))
             for number, piece in enumerate(
-                wrap(cell, None if width is None else max(width - text_width(start), PROSE))
+                wrap(cell, None if width is None else max(width - text_width(start), MIN_PROSE))
             ):
                 lines.append((Text(" " * text_width(start)) if number else start) + piece)
         lines.append(Text())
@@ -230,7 +230,7 @@ def as_blocks(columns: Sequence[Column], width: int | None) -> list[Text]:
 
 
 def as_text(cell: Any) -> Text:
-    """A cell may have a style of its own; otherwise it is text, whatever brackets stand in it."""
+    """A cell may be a styled Text; other values are plain text, without rich markup."""
     return cell if isinstance(cell, Text) else Text(str(cell))
 
 
@@ -258,11 +258,11 @@ def wrap(text: Text, width: int | None) -> list[Text]:
     return lines
 
 
-# --- what is said while a model is loaded ----------------------------------------------------------------
+# --- progress text while a model is loaded ---------------------------------------------------------------
 
 
 def loading(source: str | Path, step: int | None = None) -> str:
-    """'loading runs/demo: …'. What is wrong with a source is told by who loads it."""
+    """'loading runs/demo: …'. Errors of the source are ignored here: the loader reports them."""
     if str(source) in PRESETS and not Path(source).exists():
         return f"loading {source}: {ModelSpec.from_preset(str(source)).params:,} parameters, random weights of a preset"
     with suppress(LMWorksError, OSError, ValueError, LookupError, AttributeError, TypeError):

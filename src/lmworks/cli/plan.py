@@ -56,7 +56,7 @@ def run(
     """Predict the memory and the step time of a run on one device.
 
     The time is for this machine, measured in a few seconds the first time, or for the accelerator that cluster.gpu
-    names, from products measured on it or its kin.
+    names, from products measured on it or on related GPUs.
 
     \b
     Examples:
@@ -87,13 +87,13 @@ def run(
     print_memory(prediction)
     print_host_memory(prediction.memory.host, shared.total, ranks, shared, there)
     if refused:
-        typer.echo(f"it would be refused here: {refused}")
+        typer.echo(f"it would be refused on this machine: {refused}")
     print_calls(job)
     print_time(prediction, job)
 
 
 def is_here(cluster: Cluster) -> bool:
-    """Whether it is this machine that a run is planned for."""
+    """Whether the run is planned for this machine."""
     return not cluster.profile and cluster.accelerator is None
 
 
@@ -132,7 +132,7 @@ def sent(job: RunSpec) -> list[Collective]:
 
     try:
         return collectives(job)
-    except SpecError:  # DeepSpeed's are not known
+    except SpecError:  # DeepSpeed's are unknown
         return []
 
 
@@ -184,7 +184,7 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
     print_table(f"Time of one step on {machine.name}{span}", ["part", "time", "share", "rests on"], rows)
     flops = prediction.flops.model / time.total
     typer.echo(
-        f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s of the model's own"
+        f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}model FLOP/s"
         + shares(prediction, job)
     )
     typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
@@ -192,7 +192,7 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
         typer.echo(f"note: {note}")
     print_busy(machine)
     if machine.tag != "measured":
-        typer.echo(f"{machine.name} was not at hand: see lmworks plan validate for how good such predictions are")
+        typer.echo(f"{machine.name} is not this machine: see lmworks plan validate for the errors of such predictions")
 
 
 def shares(prediction: Prediction, job: RunSpec) -> str:
@@ -206,8 +206,7 @@ def shares(prediction: Prediction, job: RunSpec) -> str:
 
 
 def both(count: int) -> str:
-    """Bytes in both units, as the two are often mistaken for each other."""
-
+    """Bytes in GiB and GB, which are often confused."""
     return f"{binary_bytes(count)} ({count / 1e9:.3g} GB)"
 
 

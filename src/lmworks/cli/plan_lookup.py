@@ -27,7 +27,7 @@ def hardware(
         str | None,
         typer.Argument(metavar="NAME", help="One accelerator, with its sources.", autocompletion=options.gpus),
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine anew, and keep the result.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure this machine again, and cache the result.")] = False,
     json: Json = False,
 ) -> None:
     """List accelerators and their sources, or measure this machine.
@@ -38,10 +38,9 @@ def hardware(
       lmworks plan hardware H100-SXM-80GB
       lmworks plan hardware --probe
     """
-
     if probe:
         if name:
-            raise SpecError("--probe measures the machine at hand; it takes no name")
+            raise SpecError("--probe measures this machine; it takes no name")
         from ..bench.calibrate import this_machine
 
         machine = this_machine(Cluster(), refresh=True)
@@ -91,7 +90,7 @@ def print_machine(machine: Machine) -> None:
 
 
 def print_busy(machine: Machine) -> None:
-    """That others used it while it was measured, and what that means for its figures; nothing where it was quiet."""
+    """A warning if other processes used the machine while it was measured."""
     if machine.quiet:
         return
     typer.secho(
@@ -113,7 +112,6 @@ def models(json: Json = False) -> None:
       lmworks plan models
       lmworks plan models --json
     """
-
     specs = {name: ModelSpec.from_preset(name) for name in PRESETS}
     if json:
         print_json(
@@ -147,7 +145,6 @@ def mesh(
       lmworks plan mesh configs/tiny.toml parallel.dp=2 parallel.tp=2 parallel.pp=2
       lmworks plan mesh llama3-70b parallel.tp=8 parallel.pp=8 parallel.dp=16 parallel.strategy=fsdp2 --rank 777
     """
-
     grid = Grid.of(load_run(spec, overrides or ()).parallel)
     if not 0 <= rank < grid.world:
         raise SpecError(f"--rank {rank}: the layout has ranks 0 … {grid.world - 1}")
@@ -157,12 +154,12 @@ def mesh(
         axes = {axis: {"size": size, "group": grid.group(axis, rank), "exchange": what} for axis, size, _, what in rows}
         print_json({"world": grid.world, "rank": rank, "place": place, "axes": axes})
         return
-    typer.echo(f"{grid.world} ranks; rank {rank} stands at " + ", ".join(f"{row[0]} {place[row[0]]}" for row in rows))
-    print_table("", ["axis", "ranks", f"group of rank {rank}", "what they exchange"], rows)
+    typer.echo(f"{grid.world} ranks; rank {rank} is at " + ", ".join(f"{row[0]} {place[row[0]]}" for row in rows))
+    print_table("", ["axis", "ranks", f"group of rank {rank}", "communication"], rows)
     if grid.world <= 64:
         used = [row[0] for row in rows]
         where = [(number, *(grid.coordinates(number)[axis] for axis in used)) for number in range(grid.world)]
-        print_table("where every rank stands", ["rank", *used], where)
+        print_table("coordinates of every rank", ["rank", *used], where)
 
 
 # --- pipeline --------------------------------------------------------------------------------------------
@@ -180,7 +177,7 @@ def pipeline(
     """Show the stages of a pipeline, its timeline and its bubble.
 
     The bubble is the share of a step that each rank idles. The timeline follows from the schedule and needs no ranks;
-    with --measure the ranks are started, and the timeline and idle time of a real step stand beside it.
+    with --measure the ranks are started, and those of a real step are shown beside it.
 
     \b
     Examples:
@@ -189,7 +186,6 @@ def pipeline(
       lmworks plan pipeline tiny parallel.pp=2 data.global_batch=32 --measure
       lmworks plan pipeline gpt2-small parallel.pp=4 parallel.schedule=interleaved data.global_batch=64 --json
     """
-
     run = load_run(spec, overrides or ())
     if run.parallel.pp == 1:
         raise SpecError("parallel.pp = 1 is no pipeline: give more ranks, e.g. parallel.pp=2")
@@ -219,7 +215,7 @@ def pipeline(
 
 
 def measured(run: RunSpec) -> list[Span] | None:
-    """What the ranks of the first rank's pipeline did in a step; None on the other ranks."""
+    """Spans of a real step on the pipeline of rank 0; None on the other ranks."""
     from ..parallel.pipeline_timing import measure_step
     from ..parallel.world import init_distributed, is_rank_zero, shutdown
     from ..train.device import pick_device
@@ -295,11 +291,11 @@ def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span
 
     idle = facts["idle"]
     title = f"{facts['schedule']}, {facts['micro_batches']} micro-batches over {facts['ranks']} ranks"
-    typer.echo(f"{title}, as worked out (messages take no time)")
-    typer.echo(fitted(simulated, 1 / 3))
+    typer.echo(f"{title}, simulated (messages take no time)")
+    typer.echo(timeline_text(simulated, 1 / 3))
     if real:
-        typer.echo(f"\n{title}, as measured")
-        typer.echo(fitted(real, 0))
+        typer.echo(f"\n{title}, measured")
+        typer.echo(timeline_text(real, 0))
     kinds = [kind for kind in KINDS if any(span.kind == kind for span in simulated)]
     typer.echo(
         f"{', '.join(f'{kind} {KINDS[kind]}' for kind in kinds)}, with the micro-batch; · idle; "
@@ -312,7 +308,7 @@ def print_timeline(facts: dict[str, Any], simulated: list[Span], real: list[Span
     typer.echo(f"formula for equal stages: {idle['formula']} = {idle['ideal']:.1%}")
 
 
-def fitted(spans: list[Span], unit: float) -> str:
+def timeline_text(spans: list[Span], unit: float) -> str:
     """Drawn at this many units of time a column, or coarser where the terminal is too narrow."""
     from ..report.plots import draw_timeline_text
 

@@ -1,4 +1,4 @@
-"""`lmworks plan reliability`: how often a cluster of a size will stop, how often to save, and what is left."""
+"""`lmworks plan reliability`: failures of a cluster, the optimal checkpoint interval, and goodput."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def reliability(
     gpu_gbs: Annotated[float, typer.Option(help="GB/s into storage, of one GPU.")] = 1.0,
     storage_gbs: Annotated[float, typer.Option(help="GB/s into storage, of all.")] = 2000.0,
     step_s: Annotated[float, typer.Option(help="Seconds of a step.")] = 6.0,
-    stall_s: Annotated[float | None, typer.Option(help="That a snapshot holds up training (from the bytes).")] = None,
-    write_s: Annotated[float | None, typer.Option(help="Then until it counts (from the bytes).")] = None,
+    stall_s: Annotated[float | None, typer.Option(help="Stall of training by a snapshot (from the bytes).")] = None,
+    write_s: Annotated[float | None, typer.Option(help="Time until it is committed (from the bytes).")] = None,
     load_s: Annotated[float | None, typer.Option(help="To load one (as long as to write it).")] = None,
     restart_s: Annotated[float, typer.Option(help="To start all ranks again.")] = 300.0,
     detect_s: Annotated[float, typer.Option(help="Until a stop is noticed.")] = 30.0,
-    every: Annotated[int, typer.Option(help="An interval in steps to look at beside the best.")] = 0,
+    every: Annotated[int, typer.Option(help="An interval in steps to compare with the best.")] = 0,
     days: Annotated[float, typer.Option(help="Days of a simulated run.")] = 54.0,
     trials: Annotated[int, typer.Option(help="Simulated runs.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of their stops.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the simulation.")] = 0,
     json: Json = False,
 ) -> None:
     """Predict failures, goodput and the best checkpoint interval.
 
-    Whole runs are simulated, stop by stop, and held against Daly's formula. The rates are published ones: Llama 3's 419
-    stops in 54 days on 16,384 GPUs, Meta's RSC-1 and RSC-2 clusters. All times are assumptions until you set them.
+    Whole runs are simulated, failure by failure, and compared with Daly's formula. The rates are published ones: Llama
+    3's 419 failures in 54 days on 16,384 GPUs, Meta's RSC-1 and RSC-2 clusters. All times are assumptions until you
+    set them.
 
     \b
     Examples:

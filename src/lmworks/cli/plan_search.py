@@ -42,16 +42,16 @@ def search(
     global_batch: GlobalBatch = None,
     dtype: Dtype = None,
     fix: Annotated[
-        list[str] | None, typer.Option("--fix", help="Keep a part of the layout, e.g. tp=8 or recompute=none.")
+        list[str] | None, typer.Option("--fix", help="Fix a part of the layout, e.g. tp=8 or recompute=none.")
     ] = None,
     compiled: Annotated[
         bool | None, typer.Option("--compile/--eager", help="Blocks under torch.compile (unless the spec says no).")
     ] = None,
     risk: Annotated[
-        float, typer.Option("--risk", min=0.001, max=0.5, help="Probability of running out of memory that is taken.")
+        float, typer.Option("--risk", min=0.001, max=0.5, help="Accepted probability of running out of memory.")
     ] = 0.1,
     explain: Annotated[
-        str | None, typer.Option("--explain", help='Why not this layout: "tp=8 pp=4 zero=1 micro_batch=2".')
+        str | None, typer.Option("--explain", help='Explain why not this layout: "tp=8 pp=4 zero=1 micro_batch=2".')
     ] = None,
     tokens: Annotated[
         float | None,
@@ -67,10 +67,10 @@ def search(
 ) -> None:
     """Price every legal layout on a cluster, and show the best.
 
-    The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are of
-    the closed form, the best 50 of a simulated timeline; `lmworks plan validate` says how wrong they are.
+    The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are in
+    closed form, for the best 50 from a simulated timeline; `lmworks plan validate` shows their errors.
 
-    The layout of a spec file is what is searched for; a part of it that is typed (parallel.tp=8) is kept, as by --fix.
+    The layout of a spec file is replaced; layout keys given as overrides (parallel.tp=8) are fixed, as by --fix.
 
     \b
     Examples:
@@ -83,48 +83,48 @@ def search(
     """
     from ..plan.cluster_request import ClusterRequest
     from ..plan.search.candidates import problem_of
-    from ..plan.search.explain import explain as why
+    from ..plan.search.explain import explain as explain_layout
     from ..plan.search.explain import read_layout
     from ..plan.search.request import read_request, run_of_layout
     from ..plan.search.search import search as find
 
     began = time.perf_counter()
     request, fixed = ClusterRequest(seq=seq, global_batch=global_batch, dtype=dtype), read_layout(fix or [])
-    asked = read_request(
+    search_request = read_request(
         spec, overrides or (), request, fixed, clusters=cluster or (), compile=compiled, tokens=tokens, data=data
     )
-    base = asked.base
+    base = search_request.base
     more: dict[str, Any] = {
-        "own": asked.cluster,
+        "own": search_request.cluster,
         "compile": base.parallel.compile,
         "risk": risk,
-        "pinned": asked.pinned,
+        "pinned": search_request.pinned,
     }
-    questions = [problem_of(base, text, **more) for text in cluster or [""]]
+    problems = [problem_of(base, text, **more) for text in cluster or [""]]
     for option, path in (("--out", out), ("--html", html)):
         if path:
             check_writable(path, option)
     if out:
         check_vocabulary(base)
-    result = find(questions)
-    verdict = why(questions[0], read_layout(explain.split()), base, result) if explain else None
+    result = find(problems)
+    verdict = explain_layout(problems[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
-        raise SpecError(no_room(questions[0], result))
+        raise SpecError(no_layout_message(problems[0], result))
     facts: dict[str, Any] = {
         "model": base.name,
         "params": base.model.params,
         "seq": base.data.seq,
-        "global_batch": questions[0].global_batch,
+        "global_batch": problems[0].global_batch,
         "legal": result.legal,
         "fitting": result.fitting,
         "seconds": time.perf_counter() - began,
-        "front": [row(found, asked) for found in result.front],
-        "fastest": [row(found, asked) for found in result.fastest] if len(questions) > 1 else [],
-        "fronts": [[row(found, asked) for found in each] for each in result.fronts] if html or json else [],
+        "front": [row(found, search_request) for found in result.front],
+        "fastest": [row(found, search_request) for found in result.fastest] if len(problems) > 1 else [],
+        "fronts": [[row(found, search_request) for found in each] for each in result.fronts] if html or json else [],
         "explained": explained(verdict) if verdict else None,
     }
     if out and result.front:
-        written = run_of_layout(result.front[0], asked)
+        written = run_of_layout(result.front[0], search_request)
         write_file(out, dump_toml(written.to_dict()), "--out")
         facts["written"] = {"path": str(out), "row": 0, "steps": written.optim.steps}
         facts["written"]["data"] = list(written.data.sources)
@@ -148,24 +148,26 @@ def search(
         typer.echo(f"page: {html}")
 
 
-def no_room(problem: SearchProblem, result: Result) -> str:
-    """Nothing can run, or nothing fits: what does."""
+def no_layout_message(problem: SearchProblem, result: Result) -> str:
+    """Why no layout is legal or fits, and what would."""
     from ..plan.search.search import min_memory_bytes, smallest_fitting_cluster
 
     where = f"{problem.cluster.gpus} × {problem.gpu.name}"
     if not result.legal:
-        asked = f"no layout of {where} is legal for a batch of {problem.global_batch} sequences of {problem.seq} tokens"
+        message = (
+            f"no layout of {where} is legal for a batch of {problem.global_batch} sequences of {problem.seq} tokens"
+        )
         if problem.pinned:
             kept = ", ".join(f"{key}={value}" for key, value in problem.pinned.items())
-            return f"{asked} with {kept}: --explain '{kept.replace(',', '')}' says why"
-        return f"{asked}; a batch of {-(-problem.global_batch // problem.world) * problem.world} divides evenly"
+            return f"{message} with {kept}: --explain '{kept.replace(',', '')}' says why"
+        return f"{message}; a batch of {-(-problem.global_batch // problem.world) * problem.world} divides evenly"
     need, room = min_memory_bytes(problem) / 2**30, problem.safe_bytes / 2**30
     larger = smallest_fitting_cluster(problem)
     hint = f"; {larger.cluster.gpus} × {problem.gpu.name} would do" if larger else ""
-    return f"nothing fits on {where}: the most frugal layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
+    return f"nothing fits on {where}: the smallest layout needs {need:.1f} GiB of {room:.1f} GiB a GPU{hint}"
 
 
-def row(found: Found, asked: Request) -> dict[str, Any]:
+def row(found: Found, request: Request) -> dict[str, Any]:
     """One layout of the front, for programs."""
     from ..plan.devices.links import Fabric
     from ..plan.exact.collectives import collectives
@@ -173,7 +175,7 @@ def row(found: Found, asked: Request) -> dict[str, Any]:
     from ..plan.memory.sheet import budget
     from ..plan.step.price import price as closed_form
 
-    price, problem, base = found.price or closed_form(found.case), found.problem, asked.base
+    price, problem, base = found.price or closed_form(found.case), found.problem, request.base
     spec, fabric = found.spec(base), Fabric.of(problem.cluster, problem.gpu)
     low, high = price.interval
     return {
@@ -195,7 +197,7 @@ def row(found: Found, asked: Request) -> dict[str, Any]:
         "headroom": found.headroom,
         "oom_probability": float(oom_probability(found.reserved, problem.gpu)),
         "dollars_per_gtoken": found.dollars_per_gtoken if found.price_hour else None,
-        "bill": bill_of(found, asked.tokens_on(problem)),
+        "bill": bill_of(found, request.tokens_on(problem)),
         "parts": {name: float(seconds) for name, seconds in price.parts.items()},
         "hidden": {name: float(seconds) for name, seconds in price.hidden.items()},
         "tags": price.tags,

@@ -1,4 +1,4 @@
-"""`lmworks plan serve`: how to serve a model under a promise, and what a token costs."""
+"""`lmworks plan serve`: deployments of a model under an SLO, and the cost of a token."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def serve(
         typer.Option(help="Accelerator, e.g. h100 (lmworks plan hardware lists them).", autocompletion=options.gpus),
     ] = "h100",
     rate: Annotated[float, typer.Option(help="Requests a second (0: as many as one replica can take).")] = 0.0,
-    slo: Annotated[str, typer.Option(help="Promised seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = "",
-    quantile: Annotated[float, typer.Option(help="Share of requests for which the promise is kept.")] = 0.95,
+    slo: Annotated[str, typer.Option(help="SLO in seconds, e.g. ttft=0.5,tpot=0.05,e2e=10.")] = "",
+    quantile: Annotated[float, typer.Option(help="Share of requests that must meet the SLO.")] = 0.95,
     prompt: Annotated[int, typer.Option("--input", help="Tokens of a prompt.")] = 1024,
     answer: Annotated[int, typer.Option("--output", help="Tokens of an answer.")] = 256,
     weights: Annotated[str, typer.Option(help="Format of the weights: bf16, fp8, int8, int4 or fp4.")] = "bf16",
     kv: Annotated[str, typer.Option(help="Format of the KV cache: bf16, fp8, int8 or int4.")] = "bf16",
     engine: Annotated[str, typer.Option(help="Whose overheads: vllm, sglang or trtllm.")] = "vllm",
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree (0: try all of one machine).")] = 0,
-    ep: Annotated[bool, typer.Option("--ep", help="Deal whole experts to ranks instead of cutting each.")] = False,
+    ep: Annotated[bool, typer.Option("--ep", help="Expert parallelism instead of sharding each expert.")] = False,
     max_batch: Annotated[int, typer.Option(help="Sequences that the engine runs at once, at most.")] = 1024,
     price: Annotated[float, typer.Option(help="$ an hour for one accelerator (0: the catalogue's).")] = 0.0,
     json: Json = False,

@@ -38,8 +38,8 @@ def calibrate(
 ) -> None:
     """Measure this machine; later plans use the profile.
 
-    Matrix products, attention, passes over memory, the optimizer, launches, and collectives between ranks of this
-    machine. Leave it alone meanwhile: what else runs here is measured too.
+    Matrix products, attention, memory-bound kernels, the optimizer, launches, and collectives between ranks of this
+    machine. The machine should be idle meanwhile.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def validate(
     """Compare the planner with published measurements.
 
     Mean absolute error per source, beside the guess that every run has the same MFU. `fitted`: the planner's constants
-    have seen the source; `blind`: they have not. Exit code 1 when an error has grown. The tables are part of a
+    were fitted with the source; `blind`: without it. Exit code 1 when an error has grown. The tables are part of a
     checkout of LMWorks, not of an installed wheel: there, `--tables` names them.
 
     \b
@@ -147,23 +147,19 @@ def import_validation(folder: Path) -> None:
 def print_report(report: Report) -> None:
     rows = [cells(line) for line in report.lines]
     print_table("Mean absolute error against measurements, %", COLUMNS, rows, DROP)
-    typer.echo(
-        "in brackets: without rows that are suspect. no constant: nothing in it is fitted, so none can be left out"
-    )
-    typer.echo("same MFU: the constant that suits the source best. formula: a paper's closed form, not a measurement")
+    typer.echo("in brackets: without suspect rows. no constant: nothing is fitted, so there is no blind fit")
+    typer.echo("same MFU: the constant that fits the source best. formula: a paper's closed form, not a measurement")
     for name, why in report.uncovered.items():
         for sentence in why:
             typer.echo(f"not covered: {name}: {sentence}")
     if report.missing:
-        typer.echo(f"not at hand (name their folder with --data): {', '.join(report.missing)}")
+        typer.echo(f"missing (name their folder with --data): {', '.join(report.missing)}")
 
 
 def print_parts(parts: list[Part]) -> None:
     rows = [part_cells(part) for part in parts]
     print_table("Errors of single kernels and collectives, %", PART_COLUMNS, rows, drop=("p90", "rows"))
-    typer.echo(
-        "unseen rows: kept out of the fit. left out: the whole system was. replayed: with the constants of today"
-    )
+    typer.echo("unseen rows: held out of the fit. left out: the whole system was. replayed: with the current constants")
 
 
 def cells(line: Line) -> list[str]:
@@ -200,8 +196,8 @@ def predict(
 ) -> None:
     """Predict step time and memory of every row of a table.
 
-    A missing field is unknown: the value taken is said, and the interval is wider. A row that cannot be predicted says
-    why, and the others are answered. Columns with results are not read.
+    A missing field is unknown: the assumed value is printed, and the interval is wider. A row that cannot be predicted
+    has an error; the others are predicted. Columns with results are ignored.
 
     \b
     Examples:

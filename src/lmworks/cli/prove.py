@@ -33,7 +33,7 @@ def parity(
         str | None,
         typer.Argument(
             metavar="[SPEC]",
-            help="A TOML file, a run folder or a preset; by default small models of ours.",
+            help="A TOML file, a run folder or a preset; by default small built-in models.",
             autocompletion=options.sources,
         ),
     ] = None,
@@ -56,7 +56,7 @@ def parity(
 
     Ranks are processes on this machine's CPU. Every gradient of five steps is compared on every rank that holds a part
     of it, and every weight after them; a layout outside the tolerance is named with the parameter, and the exit code
-    is 1. The layouts of `all`, with their models and tolerances, stand in src/lmworks/spec/layouts.toml.
+    is 1. The layouts of `all`, with their models and tolerances, are in src/lmworks/spec/layouts.toml.
 
     \b
     Examples:
@@ -65,12 +65,11 @@ def parity(
       lmworks prove parity tiny parallel.dp=2 parallel.tp=2
       lmworks prove parity configs/tiny.toml --layouts all --keep-going
     """
-
     if spec is not None and "=" in spec:  # `parity model.layers=4`: there is no spec to change
         raise SpecError(f"'{spec}' changes a spec, but none is given; e.g. lmworks prove parity tiny {spec}")
     given, chosen = choose_layouts(spec, overrides or [], layouts)
     skip = given is not None and layouts == "all"
-    results = prove(given, chosen, keep_going, skip_illegal=skip, timeout=timeout, force=force)
+    results = run_parity(given, chosen, keep_going, skip_illegal=skip, timeout=timeout, force=force)
     if json:
         print_json([result.to_dict() for result in results])
     elif markdown:
@@ -87,7 +86,7 @@ def parity(
 def choose_layouts(
     spec: str | None, overrides: list[str], names: str | None
 ) -> tuple[dict[str, Any] | None, list[Layout]]:
-    """Tables of the spec, if there is one, and what is laid over it."""
+    """The spec as a table, if there is one, and the layouts to compare."""
     from ..spec.layouts import Layout, choose
 
     if spec is None:
@@ -99,7 +98,7 @@ def choose_layouts(
     return given, choose(names or "all")
 
 
-def prove(
+def run_parity(
     given: dict[str, Any] | None,
     chosen: list[Layout],
     keep_going: bool,
@@ -107,11 +106,11 @@ def prove(
     timeout: float,
     force: bool,
 ) -> list[Result]:
-    """Results so far are shown as they come."""
-    from ..prove.parity import parity as proofs
+    """Prints each result to standard error as it arrives."""
+    from ..prove.parity import parity as open_parity
 
     results: list[Result] = []
-    with proofs(given, timeout=timeout, force=force) as proof:
+    with open_parity(given, timeout=timeout, force=force) as proof:
         for number, layout in enumerate(chosen, 1):
             place = f"[{number}/{len(chosen)}] {layout.name}"
             try:
@@ -166,24 +165,22 @@ def as_markdown(results: list[Result]) -> str:
 
 
 def chaos(
-    trials: Annotated[int, typer.Option("--trials", min=1, help="How many jobs to strike.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="What is struck, where and how follows from it.")] = 0,
-    trial: Annotated[int | None, typer.Option("--trial", min=0, help="Only this one of them, to repeat it.")] = None,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Number of trials.")] = 200,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of fault, phase, layout and step.")] = 0,
+    trial: Annotated[int | None, typer.Option("--trial", min=0, help="Run only this trial, to repeat it.")] = None,
     fault: Annotated[str, typer.Option("--fault", help="Only this kind of fault (--list shows all).")] = "",
-    phase: Annotated[str, typer.Option("--phase", help="Only faults that strike in this phase.")] = "",
+    phase: Annotated[str, typer.Option("--phase", help="Only faults injected in this phase.")] = "",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Trials at a time.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="Folder of the report and of failed trials.")] = Path("runs/chaos"),
-    listing: Annotated[
-        bool, typer.Option("--list", help="Show what may strike where, and what must come of it.")
-    ] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List faults, their phases and expected verdicts.")] = False,
     json: Json = False,
 ) -> None:
     """Inject faults into small jobs, resume them, compare the results.
 
     Every trial is a job of real ranks on this machine: killed, stopped, preempted, out of disk, with damaged
     checkpoints or data, wrong numbers, a slow rank or a wrong collective, at a named phase. It must end bitwise where
-    the uninterrupted job ends, or stop with the right cause named and do so after a resume. The first trials go through
-    every legal pair of fault and phase. The exit code is 1 if anything was lost.
+    the uninterrupted job ends, or stop, name the right cause and do so after a resume. The first trials cover every
+    legal pair of fault and phase. The exit code is 1 if any trial failed.
 
     \b
     Examples:
@@ -197,14 +194,14 @@ def chaos(
     from ..prove.chaos.report import SUMMARY, fault_rows, progress_line, summary_rows, write_report
 
     if listing:
-        show_list(json, fault_rows())
+        print_faults(json, fault_rows())
         return
     numbers = range(trials) if trial is None else [trial]
-    drawn = [sample_trial(seed, number, fault, phase) for number in numbers]
+    sampled = [sample_trial(seed, number, fault, phase) for number in numbers]
     began = time.monotonic()
-    typer.echo(f"seed {seed}: {len(drawn)} trials, {jobs} at a time", err=True)
-    with open_harness(out) as kept:
-        found = run_trials(kept, drawn, jobs, lambda outcome: typer.echo(progress_line(outcome, trials), err=True))
+    typer.echo(f"seed {seed}: {len(sampled)} trials, {jobs} at a time", err=True)
+    with open_harness(out) as harness:
+        found = run_trials(harness, sampled, jobs, lambda outcome: typer.echo(progress_line(outcome, trials), err=True))
     table, record = write_report(found, seed, time.monotonic() - began, out)
     failed = [outcome for outcome in found if not outcome.ok]
     if json:
@@ -219,12 +216,12 @@ def chaos(
         raise typer.Exit(1)
 
 
-def show_list(json: bool, rows: list[list[str]]) -> None:
+def print_faults(json: bool, rows: list[list[str]]) -> None:
     columns = ("fault", "what", "phases", "verdict", "layouts", "saves")
     if json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
     else:
-        print_table("What may strike where, and what must come of it", columns, rows)
+        print_table("Faults, phases and expected verdicts", columns, rows)
 
 
 # --- simulate --------------------------------------------------------------------------------------------
@@ -244,8 +241,8 @@ def simulate(
 ) -> None:
     """Step one rank of a layout on a CPU: collectives, peak memory.
 
-    The code is that of a real run; the other ranks, the numbers and the memory are not there. Layers are alike, so a
-    few of them tell the rest: the report says whether it is exact or how it was extrapolated.
+    The code is that of a real run, with fake tensors and a fake process group. Layers are alike, so few are simulated:
+    the report says whether it is exact or how it was extrapolated.
 
     \b
     Examples:
@@ -254,7 +251,6 @@ def simulate(
         parallel.dp=16 data.seq=8192 data.micro_batch=1 precision.dtype=bf16 cluster.device=cuda \\
         --world 1024 --rank 777
     """
-
     run = load_run(spec, overrides or ())
     layout = run.parallel
     if world and world != layout.world:
@@ -270,10 +266,10 @@ def simulate(
     if json:
         print_json({"name": run.name, **report.to_dict()})
     else:
-        show(report)
+        print_simulation(report)
 
 
-def show(report: Report) -> None:
+def print_simulation(report: Report) -> None:
     found = report.simulation
     place = ", ".join(f"{axis} {index}" for axis, index in report.place.items() if index) or "first on every axis"
     layers = ", ".join(f"{stage.layers.start}–{stage.layers.stop - 1}" for stage in report.stages)

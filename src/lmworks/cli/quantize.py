@@ -1,4 +1,4 @@
-"""`lmworks quantize`: a smaller model from a trained one, or the reason why not."""
+"""`lmworks quantize`: quantize a trained model; refuse if the loss rises too much."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def quantize(
         check_quantize_memory(source, scheme, tokens)
     model, text, about = load(source, calibration, tokens, step)
     try:
-        report = run(model, scheme, text, group=group, limit=limit, progress=watch if sys.stderr.isatty() else None)
+        report = run(
+            model, scheme, text, group=group, limit=limit, progress=print_layer if sys.stderr.isatty() else None
+        )
     except QuantizationRefused as refused:
         if json:
             print_json(refused.report.to_dict())
@@ -80,11 +82,11 @@ def quantize(
     if json:
         print_json({"out": str(out), **report.to_dict()})
     else:
-        show(report, out)
+        print_quantized(report, out)
 
 
 def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
-    """What does not fit into memory, before it is loaded."""
+    """Refuse what does not fit into memory, before it is loaded."""
     import torch
 
     from ..engine.quantization.folder import is_quantized
@@ -105,7 +107,7 @@ def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
     check_memory(str(source), model, scheme, tokens, width, device)
 
 
-def watch(layer: LayerReport) -> None:
+def print_layer(layer: LayerReport) -> None:
     typer.echo(f"{layer.name}: off by {layer.error:.2%}", err=True)
 
 
@@ -113,7 +115,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     """The model, the text to calibrate on, and what goes into the folder beside the weights."""
     import torch
 
-    from ..data import load_tokenizer
+    from ..data import load_tokenizer, resolve
     from ..data.tokenizer import ByteTokenizer
     from ..engine.quantization.folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
@@ -131,18 +133,18 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
         about: dict[str, Any] = {"files": files, "eos": hf_eos(source)}
-        # What is asked for is there, or said to be missing, before gigabytes of weights are read.
+        # Calibration data are checked before gigabytes of weights are read.
         text = calibrate_on(calibration, tokens, described(source)[1], hf_tokenizer(source))
         with activity() as doing:
             doing(loading(source), 0, 0)
             return load_hf(GPT, source, dtype=dtype, device=device), text, about
     spec = RunFolder.open(source).spec()
     data = next(iter(spec.data.sources))
-    tokenizer = load_tokenizer(resolved(data))
+    tokenizer = load_tokenizer(resolve(data))
     is_bytes = isinstance(tokenizer, ByteTokenizer)
     about = {
         "tokenizer": "bytes" if is_bytes else "",
-        "files": [] if is_bytes else [resolved(data) / "tokenizer.json"],
+        "files": [] if is_bytes else [resolve(data) / "tokenizer.json"],
         "eos": [tokenizer.eot],
         "vocab": tokenizer.vocab_size,
     }
@@ -152,15 +154,9 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         return load_trained(source, step).model, text, about
 
 
-def resolved(data: str) -> Path:
-    from ..data import resolve
-
-    return resolve(data)
-
-
 def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer | None, seq: int = 1024) -> Calibration:
     """From a text file, or from the held-out part of prepared data."""
-    from ..data import TokenData
+    from ..data import TokenData, resolve
     from ..engine.quantization.quantize import Calibration
 
     path = Path(place)
@@ -176,12 +172,12 @@ def calibrate_on(place: str, tokens: int, spec: ModelSpec, tokenizer: Tokenizer 
         # A token is rarely longer than 16 bytes: no need to encode a whole library for its first pages.
         ids: Any = tokenizer.encode(text[: 16 * tokens])[:tokens]
     else:
-        held_out = TokenData.open(resolved(place), "val")
+        held_out = TokenData.open(resolve(place), "val")
         ids = held_out.read(0, min(tokens, len(held_out))).astype("int64")
     return Calibration.of(ids, min(seq, spec.context, max(1, tokens // 8)), spec.vocab, str(place))
 
 
-def show(report: Report, out: Path) -> None:
+def print_quantized(report: Report, out: Path) -> None:
     worst = report.worst(SHOWN)
     rows = [(layer.name, f"{layer.error:.2%}", f"{layer.rounded_error:.2%}") for layer in worst]
     print_table("Layers whose output is furthest off", ["layer", "off by", "plain rounding"], rows)

@@ -105,7 +105,7 @@ def print_comparison(compared: dict[str, Any]) -> None:
     else:
         typer.echo("The specs are the same.")
     columns = [run_columns(row) for row in compared["runs"]]
-    print_table("What came of it", ["", *names], [[key, *(column[key] for column in columns)] for key in columns[0]])
+    print_table("Results", ["", *names], [[key, *(column[key] for column in columns)] for key in columns[0]])
 
 
 def run_columns(row: dict[str, Any]) -> dict[str, str]:
@@ -128,8 +128,8 @@ def run_columns(row: dict[str, Any]) -> dict[str, str]:
 # --- runs show -------------------------------------------------------------------------------------------
 
 
-ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that are told by the tables above theirs
-SHOWN = 20  # of the others, the newest
+ROUTINE = ("start", "resume", "save", "copy", "eval", "finish")  # events that other tables show
+SHOWN = 20  # newest other events
 
 
 @app.command()

@@ -30,7 +30,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL|NAME=MODEL]... [engine.KEY=VALUE]...",
-            help="Run folders, Hugging Face folders or presets, each with a name of its own; changes to the engine.",
+            help="Run folders, Hugging Face folders or presets, each with its own name; changes to the engine.",
             autocompletion=options.models_and_engine,
         ),
     ] = None,

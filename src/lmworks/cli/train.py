@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 MaxRestarts = Annotated[
     int | None,
-    typer.Option(
-        "--max-restarts", min=0, help="Times that ranks which failed are started again (by default as the spec says)."
-    ),
+    typer.Option("--max-restarts", min=0, help="Restarts of failed ranks (by default fault.max_restarts)."),
 ]
 
 
@@ -54,7 +52,6 @@ def train(
       lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
-
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.check_path_given()
     target = run_dir or default_run_folder(loaded)
@@ -70,7 +67,7 @@ def train(
     from ..train import Trainer
     from ..train.restart import is_restart
 
-    # Every rank looks before it meets the others, and the folder is made after they met: all see the same.
+    # Every rank checks before the rendezvous, and the folder is created after it: all see the same.
     if is_restart(RunFolder(target)):
         resume(target, device=device, force=force, json=json)
         return
@@ -84,11 +81,11 @@ def resume(
     max_restarts: MaxRestarts = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Go on with this many ranks, fewer than the layout has (fault.elastic)."),
+        typer.Option("--ranks", min=1, help="Resume with this many ranks, fewer than the layout has (fault.elastic)."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="Go on from the checkpoint of this step; later ones are set aside."),
+        typer.Option("--step", min=1, help="Resume from the checkpoint of this step; later ones are set aside."),
     ] = None,
     device: OnDevice = "",
     force: Force = False,
@@ -103,7 +100,6 @@ def resume(
       lmworks resume runs/wide --ranks 2
       lmworks resume runs/tiny --step 100
     """
-
     folder = RunFolder.open(run)
     spec = load_run(run, on_device(device))
     if needs_supervisor(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
@@ -158,10 +154,9 @@ def run_trainer(trainer: Trainer, json: bool) -> None:
 
 def default_run_folder(spec: RunSpec) -> Path:
     """The default folder of a run. Refused where torchrun may restart ranks: they would not find it again."""
-
     again = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     if "TORCHELASTIC_RUN_ID" in os.environ and (again or spec.fault.elastic):
-        raise SpecError("torchrun may start these ranks again: say with --run-dir where they find their run")
+        raise SpecError("torchrun may restart these ranks: name their run folder with --run-dir")
     return unused_run_folder(spec.name)
 
 
