@@ -265,7 +265,7 @@ def parity(sample: Sample) -> None:
 
     calls = [{"count": 12, "kind": "all-gather", "group": "dp_shard", "bytes": 123456}] * 3
     row = Result("fsdp2-tp2-sp", 4, 1e-7, 2.5e-6, "blocks.0.attention.qkv.weight", 3e-7, tokens=1024, collectives=calls)
-    sample.patch.setattr("lmworks.cli.prove.prove", lambda *_, **__: [row])
+    sample.patch.setattr("lmworks.cli.prove.run_parity", lambda *_, **__: [row])
     sample.lmworks("parity", "--layouts", "fsdp2")
 
 

@@ -302,7 +302,7 @@ def test_an_unknown_step_is_told_which_there_are(lmworks: Run, run: Path, tmp_pa
 @pytest.mark.parametrize("size", ["", "big", "0", "5XB", "-1GB", "1e9"])
 def test_a_size_that_is_none(lmworks: Run, run: Path, tmp_path: Path, size: str) -> None:
     said = refusal(lmworks("checkpoint", "export", run, tmp_path / "out", "--max-shard-size", size), 2)
-    assert "is no size; say it like 5GB, 500MB or 2GiB" in said and not (tmp_path / "out").exists()
+    assert "is not a size; write it like 5GB, 500MB or 2GiB" in said and not (tmp_path / "out").exists()
 
 
 def test_export_is_one_command_under_two_names(lmworks: Run, run: Path, tmp_path: Path) -> None:
