@@ -54,7 +54,7 @@ def stepper(model: str, strategy: str) -> Any:
         parallel_model.finish()
         optimizer.step()
         parallel_model.after_step()
-        parallel_model.clear()
+        parallel_model.zero_grad()
 
     return step, spec.tokens_per_step
 

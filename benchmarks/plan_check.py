@@ -122,7 +122,7 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
         norm = squared_norm(parallel_model.shards, parallel_model.replicas).sqrt()
         optimizer.grad_scale = norm.clamp(min=1.0)  # type: ignore[attr-defined]  # as the trainer clips
         optimizer.step()
-        parallel_model.clear()
+        parallel_model.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

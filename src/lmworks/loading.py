@@ -28,7 +28,7 @@ from .engine.speculative.ngram import NgramProposer
 from .engine.speculative.verification import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
-from .model.hf import HFWeights, described, load_hf, read_json
+from .model.hf import HFWeights, load_hf, read_config, read_json
 from .plan.memory.host import available_bytes
 from .spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
@@ -86,7 +86,7 @@ def load_shard(
             stored = QuantizedWeights(folder)
             part = tp_rank.load_shards(stored.meta_model, dtype, stored.tensor, stored.layer)
             return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
-        model = described(folder)[1]
+        model = read_config(folder)[1]
         part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
         return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
@@ -231,7 +231,7 @@ def meta_model_of(source: str | Path) -> MetaModel | None:
     if is_preset(source):
         return MetaModel(ModelSpec.from_preset(str(source)))
     if is_hf(folder):
-        return quantized_meta_model(folder) if is_quantized(folder) else MetaModel(described(folder)[1])
+        return quantized_meta_model(folder) if is_quantized(folder) else MetaModel(read_config(folder)[1])
     check_source(folder)
     return None
 

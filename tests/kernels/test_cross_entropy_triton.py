@@ -26,7 +26,7 @@ from lmworks.kernels.training.cross_entropy import (
     sum_dtype,
 )
 from lmworks.parallel import collectives
-from lmworks.parallel.tensor_parallel import VocabLoss
+from lmworks.parallel.tensor_parallel import VocabParallelCrossEntropy
 from lmworks.spec import LMWorksError
 
 GPU = torch.cuda.is_available()
@@ -212,7 +212,7 @@ def test_vocab_parallel_loss_equals_full_loss(
 
     monkeypatch.setattr(collectives, "all_gather", exchange)
     for graded, rank in ((False, 0), (False, 1), (True, 0), (True, 1)):
-        loss = object.__new__(VocabLoss)
+        loss = object.__new__(VocabParallelCrossEntropy)
         loss.group, loss.rank = None, rank
         half = logits[:, 50 * rank : 50 * (rank + 1)].contiguous()
         found = loss(half, targets, graded, implementation)

@@ -145,7 +145,7 @@ def test_balance_loss_has_the_gradient_of_its_formula(recompute: str) -> None:
 def test_balance_loss_is_one_a_token_when_all_is_even() -> None:
     moe = layer(experts=4, balance_loss=1.0)
     probs, counts = torch.full((3, 8, 4), 0.25), torch.full((3, 4), 4)
-    assert moe.imbalance(probs, counts).item() == pytest.approx(3 * 8)
+    assert moe.balance_term(probs, counts).item() == pytest.approx(3 * 8)
 
 
 def test_without_a_scale_the_balance_loss_is_a_mean_as_the_main_loss_is() -> None:
@@ -183,8 +183,8 @@ def test_every_trained_token_is_counted_once(recompute: str) -> None:
     for part in (slice(0, 2), slice(2, 4)):
         model(tokens[part], targets[part])[1].backward()
     for moe in moe_layers(model):
-        assert moe.visits is not None
-        assert moe.visits.sum() == tokens.numel() * 2
+        assert moe.expert_counts is not None
+        assert moe.expert_counts.sum() == tokens.numel() * 2
 
 
 def test_counts_are_those_of_the_choices() -> None:
@@ -193,8 +193,8 @@ def test_counts_are_those_of_the_choices() -> None:
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     moe(x).sum().backward()
     chosen = moe.router(x).topk(2).indices
-    assert moe.visits is not None
-    assert moe.visits.tolist() == [int((chosen == e).sum()) for e in range(5)]
+    assert moe.expert_counts is not None
+    assert moe.expert_counts.tolist() == [int((chosen == e).sum()) for e in range(5)]
     update_balance(model)
     busiest = max((chosen == e).sum() for e in range(5)).item()
     assert expert_load(model) == pytest.approx(busiest / (2 * 9 * 2 / 5))
@@ -203,11 +203,11 @@ def test_counts_are_those_of_the_choices() -> None:
 def test_the_bias_moves_by_its_step_against_the_load() -> None:
     model = make(layers=1, balance_bias=0.25)
     (moe,) = moe_layers(model)
-    moe.visits = torch.tensor([10, 4, 6, 0, 5])
+    moe.expert_counts = torch.tensor([10, 4, 6, 0, 5])
     update_balance(model)
     assert moe.choice_bias is not None
     assert moe.choice_bias.tolist() == [-0.25, 0.25, -0.25, 0.25, 0.0]
-    assert moe.visits is None
+    assert moe.expert_counts is None
     assert expert_load(model) == 2.0
 
 

@@ -151,7 +151,7 @@ def on_many(
         trace.gradients.append(whole(strategy.shards(), mesh, lambda leaf: leaf.grad))
         optim.step()
         strategy.after_step()
-        strategy.clear()
+        strategy.zero_grad()
         with torch.no_grad(), autocast(spec):  # an evaluation must leave nothing behind
             strategy(inputs, targets, reduction="sum", keep_logits=False)
     trace.weights = whole(strategy.shards(), mesh, Tensor.detach)

@@ -68,8 +68,8 @@ def traceable(rank: int) -> tuple[set[tuple[Any, ...]], Any]:
     assert group is not None
     x = torch.ones(4, 6, requires_grad=True)
     with CommCounter() as seen:
-        whole = collectives.gather(x, 1, group)  # backward: reduce-scatter
-        collectives.total(whole, group).sum().backward()  # backward: nothing
+        whole = collectives.gather_to_region(x, 1, group)  # backward: reduce-scatter
+        collectives.reduce_from_region(whole, group).sum().backward()  # backward: nothing
         functional.all_gather_tensor_autograd(x, 0, group).sum().backward()  # backward: reduce-scatter
         functional.all_to_all_single(x.detach(), [2, 2], [2, 2], group).clone()  # clone waits for the result
     return rows(seen), json.loads(json.dumps(seen.to_dict()))
@@ -197,7 +197,7 @@ def threads() -> tuple[int, int]:
     group = dist.group.WORLD
     assert group is not None
     with CommCounter() as again:  # a recomputed forward pass communicates again
-        checkpoint(lambda t: collectives.Total.apply(t, group) ** 2, x, use_reentrant=False).sum().backward()
+        checkpoint(lambda t: collectives.ReduceFromRegion.apply(t, group) ** 2, x, use_reentrant=False).sum().backward()
     return len(seen.calls), len(again.calls)
 
 
@@ -221,7 +221,7 @@ def simulated(inside: bool) -> set[tuple[Any, ...]]:
         outer, inner = (fake, seen) if inside else (seen, fake)
         with outer, inner:
             model.to_empty(device="cpu")
-            x = collectives.copy(torch.ones(2, 1024, requires_grad=True), mesh.group("tp"))
+            x = collectives.copy_to_region(torch.ones(2, 1024, requires_grad=True), mesh.group("tp"))
             model(x).sum().backward()
             dist.all_reduce(torch.ones(3), group=mesh.group("world"))
         return rows(seen)

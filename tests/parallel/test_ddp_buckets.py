@@ -19,7 +19,7 @@ def gradients_twice(rank: int, spec: RunSpec, folder: Path) -> list[list[torch.T
         trainer.parallel_model.forward_backward(trainer.batches.at(0), 1.0)
         trainer.parallel_model.finish()
         found.append([shard.leaf.grad.clone() for shard in trainer.parallel_model.shards])
-        trainer.parallel_model.clear()
+        trainer.parallel_model.zero_grad()
     return found
 
 

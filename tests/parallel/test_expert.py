@@ -36,7 +36,7 @@ CROWDED = [3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def share_of(name: str, shape: torch.Size, spec: ModelSpec, sharding: ShardingPlan, mesh: Mesh) -> Tensor:
-    return sharding.part_of(name, initial_weight(spec, 0, name, sharding.shape(name, shape)), mesh)
+    return sharding.local_part(name, initial_weight(spec, 0, name, sharding.shape(name, shape)), mesh)
 
 
 def parallelize(spec: ModelSpec, layout: ParallelSpec, mesh: Mesh) -> tuple[GPT, ShardingPlan]:
@@ -101,7 +101,7 @@ def compare(case: Case) -> dict[str, float]:
         model.recompute = case.recompute
     if case.broken:
         for moe in moe_layers(part):
-            moe.visit = partial(drop_a_token, group=mesh.group("ep"))
+            moe.dispatch = partial(drop_a_token, group=mesh.group("ep"))
     expected = train(whole, tokens, targets, 1 / targets.numel())
     mine = slice(mesh.rank("dp"), None, mesh.size("dp"))
     attend = dense(spec, torch.device("cpu"), heads=local_heads(spec, mesh))
@@ -115,7 +115,7 @@ def compare(case: Case) -> dict[str, float]:
         if name in sharding.partial_grads:
             dist.all_reduce(parameter.grad, group=mesh.group("tp"))
         dist.all_reduce(parameter.grad, group=mesh.group("edp" if name in experts else "dp"))
-        theirs = sharding.part_of(name, other.grad, mesh)
+        theirs = sharding.local_part(name, other.grad, mesh)
         # A rank whose experts have no tokens has exact zeros: the whole gradient is the yardstick.
         differences[name] = float((parameter.grad - theirs).norm() / other.grad.norm())
     update_balance(whole)

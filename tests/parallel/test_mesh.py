@@ -43,11 +43,11 @@ def apply_all(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tens
     assert group is not None
     found = {}
     operations = {
-        "copy": lambda x: collectives.copy(x, group),
-        "total": lambda x: collectives.total(x, group),
-        "gather": lambda x: collectives.gather(x, 1, group),
-        "scatter": lambda x: collectives.scatter(x, 1, group),
-        "exchange": lambda x: collectives.exchange(x, [2, 2], [2, 2], group),
+        "copy": lambda x: collectives.copy_to_region(x, group),
+        "total": lambda x: collectives.reduce_from_region(x, group),
+        "gather": lambda x: collectives.gather_to_region(x, 1, group),
+        "scatter": lambda x: collectives.scatter_from_region(x, 1, group),
+        "exchange": lambda x: collectives.differentiable_all_to_all(x, [2, 2], [2, 2], group),
     }
     for name, operation in operations.items():
         x = values(rank).requires_grad_()
@@ -97,11 +97,11 @@ def cut_twice(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole = torch.arange(4 * 6.0).view(4, 6)
     layer.weight = nn.Parameter(whole.clone())
     sharding = ShardingPlan()
-    sharding.cut(layer, "mlp.", "weight", "ep", 0, mesh)
-    sharding.cut(layer, "mlp.", "weight", "tp", 1, mesh)
+    sharding.shard_weight(layer, "mlp.", "weight", "ep", 0, mesh)
+    sharding.shard_weight(layer, "mlp.", "weight", "tp", 1, mesh)
     assert sharding.shape("mlp.weight", layer.weight.shape) == (4, 6)
     assert sharding.axes("mlp.weight") == {"ep": 0, "tp": 1}
-    return layer.weight.detach(), sharding.part_of("mlp.weight", whole, mesh)
+    return layer.weight.detach(), sharding.local_part("mlp.weight", whole, mesh)
 
 
 def test_a_weight_that_is_cut_twice() -> None:

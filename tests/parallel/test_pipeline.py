@@ -16,7 +16,7 @@ from lmworks.kernels.training.cross_entropy import IGNORE
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.pipeline import SEVERAL, SINGLE, Pipeline
+from lmworks.parallel.pipeline import MULTI_STAGE, SINGLE_STAGE, Pipeline
 from lmworks.parallel.precision import autocast_forward
 from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.pipelines.stages import split_layers
@@ -204,7 +204,7 @@ def test_stages_of_a_rank() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_spec_refuses_what_the_schedule_refuses_and_nothing_else(schedule: str) -> None:
-    kind: Any = {**SINGLE, **SEVERAL}[schedule]
+    kind: Any = {**SINGLE_STAGE, **MULTI_STAGE}[schedule]
     single = schedule in ("gpipe", "1f1b")
     for pp in (2, 3, 4):
         count = pp if single else 2 * pp

@@ -54,7 +54,7 @@ def make_part(spec: ModelSpec, parallel: ParallelSpec, mesh: Mesh, **part: Any) 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = draw(spec, name, sharding.shape(name, parameter.shape))
-            parameter.copy_(sharding.part_of(name, whole, mesh))
+            parameter.copy_(sharding.local_part(name, whole, mesh))
     return model, sharding
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.parallel.pipeline import SEVERAL, SINGLE
+from lmworks.parallel.pipeline import MULTI_STAGE, SINGLE_STAGE
 from lmworks.plan.pipelines.schedule import Action, Span, actions, durations, idle_shares, simulate, stage_times
 from lmworks.report.plots import draw_timeline, draw_timeline_text
 
@@ -24,8 +24,8 @@ def runs(schedule: str, ranks: int, virtual: int, micro_batches: int) -> list[li
     """What PyTorch's own schedule does, rank by rank; one that refuses the numbers raises ValueError."""
     count = ranks * virtual
     stage = SimpleNamespace(group_size=ranks, group_rank=0, num_stages=count, submod=nn.Identity(), has_backward=True)
-    kind: Any = {**SINGLE, **SEVERAL}[schedule]
-    if schedule in SINGLE:
+    kind: Any = {**SINGLE_STAGE, **MULTI_STAGE}[schedule]
+    if schedule in SINGLE_STAGE:
         order = kind(stage, micro_batches)._get_pipeline_order()
     else:
         order = kind([stage] * virtual, micro_batches).pipeline_order
@@ -40,9 +40,9 @@ def parts(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, kind, entry.microbatch_index)] if kind in ("F", "B", "I", "W") else []
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", *SEVERAL])  # PyTorch lists 1f1b with other numbers than it runs
+@pytest.mark.parametrize("schedule", ["gpipe", *MULTI_STAGE])  # PyTorch lists 1f1b with other numbers than it runs
 def test_the_planner_knows_the_order_that_pytorch_runs(schedule: str) -> None:
-    stages = (1,) if schedule in SINGLE else (2,) if schedule in ("zbv", "dualpipev") else (1, 2, 3)
+    stages = (1,) if schedule in SINGLE_STAGE else (2,) if schedule in ("zbv", "dualpipev") else (1, 2, 3)
     same = 0
     for ranks in (2, 3, 4, 5, 8):
         for virtual in stages:
@@ -104,7 +104,7 @@ def test_a_real_step_is_recorded_in_the_order_of_the_schedule() -> None:
     for schedule, one, other in zip(MEASURED, first, second, strict=True):
         assert one == other
         assert min(span.begin for span in one) == 0
-        for rank, order in enumerate(actions(schedule, 2, 1 if schedule in SINGLE else 2, 4)):
+        for rank, order in enumerate(actions(schedule, 2, 1 if schedule in SINGLE_STAGE else 2, 4)):
             done = [Action(s.stage, s.kind, s.micro_batch) for s in one if s.rank == rank]
             assert done == order
         assert all(0 <= share < 1 for share in idle_shares(one))

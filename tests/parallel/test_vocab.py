@@ -14,7 +14,7 @@ from lmworks.kernels.training import cross_entropy
 from lmworks.parallel import collectives
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
-from lmworks.parallel.tensor_parallel import VocabLoss
+from lmworks.parallel.tensor_parallel import VocabParallelCrossEntropy
 from lmworks.spec import Grid
 
 
@@ -46,7 +46,7 @@ def vocabulary_loss(rank: int) -> dict[str, float]:
     part = weight.detach().chunk(4)[rank].clone().requires_grad_()
     cross_entropy.CHUNK_LOGITS = rows * part.shape[0]
     with Largest() as largest:
-        loss = cross_entropy.linear_cross_entropy(hidden, part, targets, VocabLoss(mesh))
+        loss = cross_entropy.linear_cross_entropy(hidden, part, targets, VocabParallelCrossEntropy(mesh))
         grad_hidden, grad_part = torch.autograd.grad(3 * loss, [hidden, part])
     grad_hidden = collectives.all_reduce(grad_hidden, mesh.group("tp"))
     return {

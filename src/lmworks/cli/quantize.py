@@ -92,7 +92,7 @@ def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
     from ..engine.quantization.folder import is_quantized
     from ..engine.quantization.quantize import check_memory
     from ..loading import is_hf
-    from ..model.hf import described
+    from ..model.hf import read_config
     from ..train.device import pick_device
 
     if is_hf(source):
@@ -100,7 +100,7 @@ def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:
             return  # refused for that
         cuda = torch.cuda.is_available()
         device, width = torch.device("cuda" if cuda else "cpu"), 2 if cuda else 4
-        model = described(source)[1]
+        model = read_config(source)[1]
     else:
         spec = RunFolder.open(source).spec()
         device, width, model = pick_device(spec.cluster), 4, spec.model
@@ -120,7 +120,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     from ..engine.quantization.folder import is_quantized
     from ..loading import hf_eos, hf_tokenizer, is_hf
     from ..model import GPT
-    from ..model.hf import described, load_hf
+    from ..model.hf import load_hf, read_config
     from ..train.load_run import load_trained
 
     if is_hf(source):
@@ -134,7 +134,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
         files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
         about: dict[str, Any] = {"files": files, "eos": hf_eos(source)}
         # Calibration data are checked before gigabytes of weights are read.
-        text = calibrate_on(calibration, tokens, described(source)[1], hf_tokenizer(source))
+        text = calibrate_on(calibration, tokens, read_config(source)[1], hf_tokenizer(source))
         with activity() as doing:
             doing(loading(source), 0, 0)
             return load_hf(GPT, source, dtype=dtype, device=device), text, about

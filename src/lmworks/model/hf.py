@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def described(folder: Path) -> tuple[str, ModelSpec]:
+def read_config(folder: Path) -> tuple[str, ModelSpec]:
     """What config.json says that the weights are of."""
     config = read_json(folder / CONFIG)
     try:
@@ -174,7 +174,7 @@ def load_hf(
     cls: type[Model], folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Model:
     """The model of a Hugging Face folder, in `dtype` whatever the precision of its files, straight on `device`."""
-    family, spec = described(folder)
+    family, spec = read_config(folder)
     device = torch.device(device)
     with ExitStack() as files:
         checkpoint = Checkpoint(folder, files)
@@ -205,7 +205,7 @@ class HFWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
-        family, there = described(folder)
+        family, there = read_config(folder)
         for key in (field.name for field in dataclasses.fields(spec) if field.name not in CHANGEABLE):
             if getattr(there, key) != getattr(spec, key) and not (key == "ffn" and spec.experts):
                 raise SpecError(
@@ -232,10 +232,10 @@ class HFWeights:
     def whole(self, name: str, shape: torch.Size) -> Tensor:
         """One weight in fp32. A tensor that holds several (GPT-2's q, k, v) is read for each of them."""
         names = {part for _, stored in self.stored[name] for part in stored.parts}
-        room: dict[str, Tensor] = {part: torch.empty(self.shapes[part]) for part in names}
+        buffers: dict[str, Tensor] = {part: torch.empty(self.shapes[part]) for part in names}
         for there, stored in self.stored[name]:
-            stored.scatter(self.checkpoint.read(there, stored.shape(room)), room)
-        return room[name].view(shape)
+            stored.scatter(self.checkpoint.read(there, stored.shape(buffers)), buffers)
+        return buffers[name].view(shape)
 
 
 def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:

@@ -1,12 +1,12 @@
 """Mixture of experts: a router sends each token to a few of many MLPs.
 
-Tokens are grouped by expert once, every expert multiplies its rows in one run, and the results go back to their
-places. Both moves are gathers, forward and backward, so that nothing is scattered and a GPU repeats them bitwise.
+Tokens are grouped by expert, every expert multiplies its rows in one run, and the results are permuted back. Both
+permutations are gathers, forward and backward, so that nothing is scattered and a GPU repeats them bitwise.
 
-A router that nobody minds sends everything to few experts. Two remedies, alone or together: `balance_loss`, a loss of
-each sequence's own, and `balance_bias` (DeepSeek-V3, arXiv 2412.19437), a bias for choosing that follows the counts
-of each step. The loss reaches the gradient without passing through the model's result (see `Account`), so that a part
-of a pipeline, which returns hidden states alone, has it too.
+Load balancing, so that not all tokens go to few experts: `balance_loss`, an auxiliary loss of each sequence, and
+`balance_bias` (DeepSeek-V3, arXiv 2412.19437), a bias of the choice that follows the counts
+of each step. The loss reaches the gradient without passing through the model's result (see `InjectBalanceLoss`), so
+that a part of a pipeline, which returns hidden states alone, has it too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    """Every token visits its top_k experts and all shared ones; weights of the top_k sum to 1.
+    """Every token goes to its top_k experts and all shared ones; weights of the top_k sum to 1.
 
-    `capacity` bounds what an expert takes of one sequence where gradients are taken: it passes over later tokens.
+    `capacity` bounds the tokens of one sequence that an expert takes in training: later ones are dropped.
     Evaluation and generation drop nothing, as a token must get the same result whatever the length of its text.
     """
 
@@ -54,12 +54,12 @@ class MoE(nn.Module):
         self.shared = shared
         # A buffer: it is saved with the model, always fp32, and no optimizer or sharding touches it.
         self.register_buffer("choice_bias", torch.zeros(spec.experts) if spec.balance_bias else None)
-        self.visit: Callable[[MoE, Tensor, Tensor], Tensor] = visit_here  # how rows reach their experts
+        self.dispatch: Callable[[MoE, Tensor, Tensor], Tensor] = dispatch_locally  # how rows reach their experts
         # What the main loss is multiplied by before the backward pass; None: 1 / tokens of the pass, as for a mean.
         self.balance_scale: float | None = None
         self.balance_share = 1.0  # 1/n where n ranks compute the same tokens and their gradients are summed
-        self.sequence_total: Callable[[Tensor], Tensor] = same  # sum over the ranks that hold parts of a sequence
-        self.visits: Tensor | None = None  # (experts): choices of tokens trained on since the last step
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = identity  # over ranks that hold parts of a sequence
+        self.expert_counts: Tensor | None = None  # (experts): choices of tokens trained on since the last step
         self.load: Tensor | None = None  # (experts): those of the last step, of all ranks
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, hidden)
@@ -72,34 +72,37 @@ class MoE(nn.Module):
             counts = selected.sum(dim=1)  # (batch, experts)
         weights = probs.gather(-1, chosen)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
-        balance = self.imbalance(probs.view_as(selected), counts) if self.balance_loss else None
-        weights = Account.apply(weights, balance, counts.sum(dim=0), self)
+        balance = self.balance_term(probs.view_as(selected), counts) if self.balance_loss else None
+        weights = InjectBalanceLoss.apply(weights, balance, counts.sum(dim=0), self)
 
-        goal, taken = chosen.flatten(), counts
+        expert_of_pair, accepted = chosen.flatten(), counts
         limited = self.capacity > 0 and self.training and torch.is_grad_enabled()
         if limited:  # a pair that is dropped goes behind all experts
             limit = math.ceil(self.capacity * x.shape[1] * self.top_k / self.experts)
-            inside = selected.cumsum(dim=1) <= limit
-            goal = torch.where(inside.flatten(0, 1).gather(-1, chosen).flatten(), goal, self.experts)
-            taken = (selected & inside).sum(dim=1)
-        order = goal.argsort(stable=True)  # (token, choice) pairs, expert after expert
+            within_capacity = selected.cumsum(dim=1) <= limit
+            expert_of_pair = torch.where(
+                within_capacity.flatten(0, 1).gather(-1, chosen).flatten(), expert_of_pair, self.experts
+            )
+            accepted = (selected & within_capacity).sum(dim=1)
+        order = expert_of_pair.argsort(stable=True)  # (token, choice) pairs, expert after expert
         back = order.argsort()
-        rows = Rows.apply(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)
-        result = self.visit(self, rows, taken.sum(dim=0))
+        rows = PermuteRows.apply(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)
+        result = self.dispatch(self, rows, accepted.sum(dim=0))
         if limited:
             result = F.pad(result, (0, 0, 0, order.shape[0] - result.shape[0]))
-        result = Rows.apply(result, back, order, 1, result.dtype)
+        result = PermuteRows.apply(result, back, order, 1, result.dtype)
         choices = (*x.shape[:2], self.top_k, -1)
         out = (result.view(choices) * weights.view(choices)).sum(dim=2)
         return out if self.shared is None else out + self.shared(x)
 
-    def imbalance(self, probs: Tensor, counts: Tensor) -> Tensor:
+    def balance_term(self, probs: Tensor, counts: Tensor) -> Tensor:
         """balance_loss · Σ over sequences of tokens · experts/top_k · Σₑ fₑ·Pₑ, which is 1 a token when all is even.
 
         f is the share of a sequence's tokens that chose expert e (no gradient), P the mean of its probability.
         """
-        visits, mass = self.sequence_total(torch.stack((counts.float(), probs.sum(dim=1)))).unbind()  # (batch, experts)
-        share = (visits / visits.sum(dim=-1, keepdim=True)).detach()  # = f / top_k
+        both = torch.stack((counts.float(), probs.sum(dim=1)))  # (2, batch, experts)
+        counts, mass = self.sum_over_sequence(both).unbind()
+        share = (counts / counts.sum(dim=-1, keepdim=True)).detach()  # = f / top_k
         return self.balance_loss * self.experts * (share * mass).sum()
 
 
@@ -109,7 +112,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-class Rows(torch.autograd.Function):
+class PermuteRows(torch.autograd.Function):
     """x[order // copies]: rows of x, each `copies` times, in another order; `back` is the inverse permutation."""
 
     @staticmethod
@@ -124,10 +127,10 @@ class Rows(torch.autograd.Function):
         return grad[back].unflatten(0, (-1, ctx.copies)).sum(dim=1, dtype=ctx.dtype), None, None, None, None
 
 
-class Account(torch.autograd.Function):
-    """The routing weights as they are. Their backward pass counts the choices, and hands the balance loss its gradient.
+class InjectBalanceLoss(torch.autograd.Function):
+    """Identity of the routing weights. Its backward pass counts the choices, and gives the balance loss its gradient.
 
-    A backward pass runs once for every token that is trained on: recompute does not count twice, evaluation not at all.
+    A backward pass runs once for every token that is trained on, so recomputation does not count twice.
     """
 
     @staticmethod
@@ -139,7 +142,7 @@ class Account(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         moe, (counts,) = ctx.moe, ctx.saved_tensors
-        moe.visits = counts if moe.visits is None else moe.visits + counts
+        moe.expert_counts = counts if moe.expert_counts is None else moe.expert_counts + counts
         if not ctx.needs_input_grad[1]:
             return grad, None, None, None
         scale = 1 / grad.shape[0] if moe.balance_scale is None else moe.balance_scale
@@ -147,11 +150,11 @@ class Account(torch.autograd.Function):
         return grad, injected, None, None
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 
-def visit_here(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
+def dispatch_locally(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
     """All experts are here: rows (pairs, hidden), grouped by expert, and how many each gets."""
     return run_experts(moe, rows, counts.tolist())
 
@@ -197,11 +200,11 @@ def update_balance(model: GPT, group: ProcessGroup | None = None) -> None:
         return
     device = layers[0].router.weight.device
     none = torch.zeros(layers[0].experts, dtype=torch.int64, device=device)
-    visits = torch.stack([none if moe.visits is None else moe.visits for moe in layers])
+    expert_counts = torch.stack([none if moe.expert_counts is None else moe.expert_counts for moe in layers])
     if group is not None:
-        dist.all_reduce(visits, group=group)
-    for moe, load in zip(layers, visits, strict=True):
-        moe.visits, moe.load = None, load
+        dist.all_reduce(expert_counts, group=group)
+    for moe, load in zip(layers, expert_counts, strict=True):
+        moe.expert_counts, moe.load = None, load
         if moe.choice_bias is not None:
             moe.choice_bias += moe.balance_rate * (load.float().mean() - load).sign()
 

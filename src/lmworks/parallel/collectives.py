@@ -1,12 +1,12 @@
-"""Collectives that autograd can pass through: each forward operation with the one that carries its gradient back.
+"""Collectives that autograd can differentiate: each forward operation with the one that its backward pass runs.
 
-    copy       identity          ↔  all-reduce       (enter a tensor-parallel region)
-    total      all-reduce        ↔  identity         (leave it)
-    gather     all-gather        ↔  reduce-scatter   (enter it from sequence shards)
-    scatter    reduce-scatter    ↔  all-gather       (leave it to sequence shards)
-    exchange   all-to-all        ↔  all-to-all back
+    copy_to_region              identity          ↔  all-reduce       (enter a tensor-parallel region)
+    reduce_from_region          all-reduce        ↔  identity         (leave it)
+    gather_to_region            all-gather        ↔  reduce-scatter   (enter it from sequence shards)
+    scatter_from_region         reduce-scatter    ↔  all-gather       (leave it to sequence shards)
+    differentiable_all_to_all   all-to-all        ↔  all-to-all back
 
-`gather` and `scatter` work along a dimension whose chunks are of equal size. A group of one does nothing.
+The dimension that is gathered or scattered has chunks of equal size. A group of one does nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
-    """Rows of x in runs of `in_splits`, one for each rank; back come runs of `out_splits`."""
+    """Send rows of x in runs of `in_splits`, one for each rank; receive runs of `out_splits`."""
     return ops.wait_tensor(ops.all_to_all_single(x.contiguous(), out_splits, in_splits, group.group_name))
 
 
-class Copy(torch.autograd.Function):
+class CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -53,7 +53,7 @@ class Copy(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class Total(torch.autograd.Function):
+class ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         return all_reduce(x, group)
@@ -63,7 +63,7 @@ class Total(torch.autograd.Function):
         return grad, None
 
 
-class Gather(torch.autograd.Function):
+class GatherToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -74,7 +74,7 @@ class Gather(torch.autograd.Function):
         return reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
-class Scatter(torch.autograd.Function):
+class ScatterFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -85,7 +85,7 @@ class Scatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
         ctx.back = in_splits, out_splits, group
@@ -96,21 +96,21 @@ class Exchange(torch.autograd.Function):
         return all_to_all(grad, *ctx.back), None, None, None
 
 
-def copy(x: Tensor, group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Copy.apply(x, group)
+def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x if group.size() == 1 else CopyToRegion.apply(x, group)
 
 
-def total(x: Tensor, group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Total.apply(x, group)
+def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x if group.size() == 1 else ReduceFromRegion.apply(x, group)
 
 
-def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Gather.apply(x, dim, group)
+def gather_to_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x if group.size() == 1 else GatherToRegion.apply(x, dim, group)
 
 
-def scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Scatter.apply(x, dim, group)
+def scatter_from_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x if group.size() == 1 else ScatterFromRegion.apply(x, dim, group)
 
 
-def exchange(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
-    return x if group.size() == 1 else Exchange.apply(x, out_splits, in_splits, group)
+def differentiable_all_to_all(x: Tensor, out_splits: list[int], in_splits: list[int], group: ProcessGroup) -> Tensor:
+    return x if group.size() == 1 else AllToAll.apply(x, out_splits, in_splits, group)

@@ -1,21 +1,21 @@
-"""What really travels between ranks: every collective counted as it is called, by kind and mesh axis.
+"""Counts the collectives that are called, by kind and mesh axis.
 
-    with Traffic(mesh) as seen:
+    with CommCounter(mesh) as counter:
         loss.backward()
-    for row in seen.table():
+    for row in counter.table():
         print(row.kind, row.group, row.ranks, row.count, row.bytes)
 
 All of PyTorch's own communication passes the dispatcher under two namespaces, `c10d` (DDP, FSDP, pipelines, plain
-calls) and `_c10d_functional` (traceable calls), in the forward and in the backward pass: autograd hands the mode on to
-its own threads. Threads that a program starts itself are not seen, nor are kernels that communicate inside a matrix
+calls) and `_c10d_functional` (traceable calls), in the forward and in the backward pass: autograd passes the mode on to
+its threads. Threads that a program starts itself are not counted, nor are kernels that communicate inside a matrix
 product (asynchronous tensor parallelism).
 
 `bytes` is the message size in the convention of NCCL's benchmarks, the same on every rank:
 
     all-reduce, broadcast, reduce, send, recv    the tensor
     all-gather, gather                           the whole that is gathered
-    reduce-scatter, scatter                      the whole that is cut
-    all-to-all                                   what one rank puts in
+    reduce-scatter, scatter                      the whole that is scattered
+    all-to-all                                   what one rank sends
 
 What a rank's link carries follows from it: of n ranks in a ring 2·(n − 1)/n · bytes for an all-reduce, and half of that
 for an all-gather, a reduce-scatter and an all-to-all.
@@ -114,7 +114,7 @@ class CommCounter(TorchDispatchMode):
 
     def read(self, operator: str, named: dict[str, Any]) -> Iterator[Call]:
         given = named.get("process_group", named.get("group_name"))
-        if given is None:  # waiting for a result and the like: nothing leaves the rank
+        if given is None:  # waiting for a result and the like: no communication
             return
         group = process_group(given)
         name, ranks = self.name(group), group.size()
@@ -162,7 +162,7 @@ def process_group(given: Any) -> ProcessGroup:
 def mesh_names(mesh: Mesh) -> dict[str, str]:
     """Process group → axis, for groups made for one axis alone; a group of all ranks may serve several."""
     axes: dict[str, set[str]] = {}
-    for cut in mesh.cuts.values():
+    for cut in mesh.device_meshes.values():
         for axis in cut.mesh_dim_names or ():
             axes.setdefault(cut.get_group(axis).group_name, set()).add(axis)
     return {group: next(iter(names)) for group, names in axes.items() if len(names) == 1}

@@ -23,7 +23,7 @@ from ..data import Batch
 from ..model.attention import Attend, Dense, dense, make_pattern
 from ..model.gpt import default_positions
 from ..spec import ModelSpec, ParallelSpec, SpecError
-from .collectives import exchange
+from .collectives import differentiable_all_to_all
 from .mesh import Mesh
 from .ring_attention import Ring, chunk_starts
 
@@ -123,4 +123,4 @@ class Ulysses:
     def all_to_all(self, x: Tensor) -> Tensor:
         """The i-th part along dim 0 goes to rank i; parts come back in the order of the ranks they are from."""
         rows = [1] * self.group.size()
-        return exchange(x, rows, rows, self.group)
+        return differentiable_all_to_all(x, rows, rows, self.group)

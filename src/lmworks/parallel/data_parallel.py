@@ -1,8 +1,8 @@
-"""What every data-parallel strategy offers the training loop; ddp.py, fsdp1.py, fsdp2.py, zero.py, deepspeed.py do it.
+"""The interface of data-parallel strategies; ddp.py, fsdp1.py, fsdp2.py, zero.py and single_rank.py implement it.
 
 A step is: for each micro-batch, `with strategy.micro_batch(last): loss = strategy(…); (loss · loss_factor).backward()`,
 then `finish()`, after which every shard's `leaf.grad` is the sum over all data-parallel (and context-parallel) ranks of
-what they computed; the optimizer updates the leaves; `after_step()` makes the model whole again.
+what they computed; the optimizer updates the leaves; `after_step()` brings the update to the model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Shard:
     low: Tensor | None = None
 
 
-def take_low(weight: Tensor) -> Tensor | None:
-    """What rounding cut off a weight when it was made (`initial_weights.materialise`): whoever takes it owns it."""
+def take_low_bits(weight: Tensor) -> Tensor | None:
+    """The bits that rounding cut off a weight (`initial_weights.materialise`); removed from it."""
     low: Tensor | None = vars(weight).pop("low_bits", None)
     return low
 
@@ -42,13 +42,13 @@ def unwrapped(name: str) -> str:
 
 
 class DataParallel(Protocol):
-    loss_factor: float  # the loss is multiplied by this, so that what the strategy averages comes out as a sum
+    loss_factor: float  # the loss is multiplied by this, so that an average of gradients becomes their sum
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around one forward and backward pass; gradients need to meet only after the last."""
+        """Around one forward and backward pass; gradients need to be reduced only after the last."""
 
     def finish(self) -> None:
         """After the last backward pass: every leaf has its whole gradient."""
@@ -57,7 +57,7 @@ class DataParallel(Protocol):
         """What this rank updates; the same objects each time."""
 
     def after_step(self) -> None:
-        """After the optimizer: what was updated elsewhere is brought here."""
+        """After the optimizer: fetch what other ranks have updated."""
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Drop all gradients."""

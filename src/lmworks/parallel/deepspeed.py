@@ -98,7 +98,7 @@ class DeepSpeedEngine:
         self.moments = MOMENTS[spec.optim.optimizer]
         self.engine, self.zero, *_ = self.ds.initialize(model=model, optimizer=optimizer, config=config(spec))
         self.parameters = dict(model.named_parameters())
-        self.start_moments()
+        self.init_moments()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -126,25 +126,25 @@ class DeepSpeedEngine:
 
     # --- state by name ------------------------------------------------------------------------------------------------
 
-    def flats(self) -> list[Tensor]:
+    def fp32_partitions(self) -> list[Tensor]:
         """This rank's fp32 weights as the inner optimizer knows them: a flat piece for each parameter group."""
         pieces = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
         return list(getattr(self.zero, pieces))
 
-    def pieces(self) -> Iterator[tuple[str, Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of weights and moments, where it lies."""
-        for index, flat in enumerate(self.flats()):
+        for index, flat in enumerate(self.fp32_partitions()):
             yield f"the weights of parameter group {index}", flat.detach()
             for key in self.moments:
                 yield f"{key} of parameter group {index}", self.zero.optimizer.state[flat][key]
 
-    def start_moments(self) -> None:
+    def init_moments(self) -> None:
         """What the first step would start from, so that a checkpoint can be loaded before it."""
         import torch
 
         if not self.moments:
             return
-        for flat in self.flats():
+        for flat in self.fp32_partitions():
             state = {key: torch.zeros_like(flat, requires_grad=False) for key in self.moments}
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
             self.zero.optimizer.state[flat] = state
@@ -166,7 +166,7 @@ class DeepSpeedEngine:
         return {"model": model, "optim": optim}
 
     def steps_taken(self) -> float:
-        return float(self.zero.optimizer.state[self.flats()[0]]["step"])
+        return float(self.zero.optimizer.state[self.fp32_partitions()[0]]["step"])
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Take up what `state` gave: whole tensors, of which each rank keeps its part.
@@ -183,7 +183,7 @@ class DeepSpeedEngine:
                     self.write(parameter, state["optim"][f"{name}.{key}"], key)
             if moments:
                 taken = next(value for name, value in state["optim"].items() if name.endswith(".step"))
-                for flat in self.flats():
+                for flat in self.fp32_partitions():
                     self.zero.optimizer.state[flat]["step"].fill_(float(taken))
 
     def write(self, parameter: Tensor, value: Tensor, moment: str | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..model import GPT
-from ..model.moe import MoE, Rows, moe_layers, run_experts
+from ..model.moe import MoE, PermuteRows, moe_layers, run_experts
 from . import collectives
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
@@ -29,8 +29,8 @@ def apply_expert_parallel(part: GPT, mesh: Mesh, sharding: ShardingPlan) -> None
     for name, layer in part.named_modules():
         if isinstance(layer, MoE):
             for weight in WEIGHTS:
-                sharding.cut(layer, f"{name}.", weight, "ep", 0, mesh)
-            layer.visit = partial(dispatch_tokens, group=mesh.group("ep"))
+                sharding.shard_weight(layer, f"{name}.", weight, "ep", 0, mesh)
+            layer.dispatch = partial(dispatch_tokens, group=mesh.group("ep"))
 
 
 def expert_names(part: GPT) -> set[str]:
@@ -50,11 +50,11 @@ def sum_balance_loss_over_cp(part: GPT, group: ProcessGroup) -> None:
     which data parallelism adds up.
     """
     for layer in moe_layers(part):
-        layer.sequence_total = partial(collectives.total, group=group)
+        layer.sum_over_sequence = partial(collectives.reduce_from_region, group=group)
 
 
 def dispatch_tokens(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
-    """Rows (pairs, hidden), grouped by expert, through experts on other ranks: `moe.visit` under expert parallelism.
+    """Rows (pairs, hidden), grouped by expert, through experts on other ranks: `moe.dispatch` under expert parallelism.
 
     Every rank takes part in every exchange, with no rows if it has none; so do experts that nobody chose.
     """
@@ -76,13 +76,15 @@ def dispatch_and_combine(
 ) -> Tensor:
     """`sizes`: rows to each rank, rows from each rank, rows of each expert here."""
     to, of, runs = sizes
-    arrived = collectives.exchange(rows[: sum(to)], of, to, group)  # by rank it came from, then by expert
+    arrived = collectives.differentiable_all_to_all(
+        rows[: sum(to)], of, to, group
+    )  # by rank it came from, then by expert
     expert = torch.arange(len(runs), device=got.device).repeat(group.size())
     order = expert.repeat_interleave(got.flatten(), output_size=sum(of)).argsort(stable=True)
     back = order.argsort()
-    result = run_experts(moe, Rows.apply(arrived, order, back, 1, arrived.dtype), runs)
-    result = Rows.apply(result, back, order, 1, result.dtype)
-    return collectives.exchange(result, to, of, group)
+    result = run_experts(moe, PermuteRows.apply(arrived, order, back, 1, arrived.dtype), runs)
+    result = PermuteRows.apply(result, back, order, 1, result.dtype)
+    return collectives.differentiable_all_to_all(result, to, of, group)
 
 
 def split(numbers: list[int], ranks: int) -> tuple[list[int], list[int], list[int]]:

@@ -61,7 +61,7 @@ class FSDP1:
             )
         rows = None if kind == ShardingStrategy.NO_SHARD else "flat"
         named = {unwrapped(name): p for name, p in self.fsdp.named_parameters()}
-        self.made = [Shard(name, parameter, shapes[name], rows) for name, parameter in named.items()]
+        self.shard_list = [Shard(name, parameter, shapes[name], rows) for name, parameter in named.items()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fsdp(*args, **kwargs)
@@ -73,12 +73,12 @@ class FSDP1:
         """Nothing: after the last backward pass FSDP1 has put its shard of the gradient on the parameters."""
 
     def shards(self) -> list[Shard]:
-        return self.made
+        return self.shard_list
 
     def after_step(self) -> None:
         pass
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         self.fsdp.zero_grad(set_to_none=True)
 
 

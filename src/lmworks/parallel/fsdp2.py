@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..model import GPT
 from ..spec import PrecisionSpec, RunSpec
-from .data_parallel import Shard, take_low
+from .data_parallel import Shard, take_low_bits
 from .mesh import Mesh
 
 
@@ -67,7 +67,7 @@ class FSDP2:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # else a factor of 1 asks for an operation only NCCL has
         self.prefetch(layout.prefetch)
-        self.made: list[Shard] = []
+        self.shard_list: list[Shard] = []
         self.sharded: list[DTensor] = []  # the parameter behind each of them
 
     def prefetch(self, ahead: int) -> None:
@@ -99,19 +99,19 @@ class FSDP2:
 
     def shards(self) -> list[Shard]:
         """A rank past the last row of a small weight has an empty leaf."""
-        if not self.made:
+        if not self.shard_list:
             self.reshard()
             for name, parameter in self.part.named_parameters():
                 assert isinstance(parameter, DTensor)
                 leaf, rows = nn.Parameter(local(parameter)), "edp" if name in self.experts else "shard"
-                self.made.append(Shard(name, leaf, parameter.shape, rows, take_low(parameter)))
+                self.shard_list.append(Shard(name, leaf, parameter.shape, rows, take_low_bits(parameter)))
                 self.sharded.append(parameter)
-        return self.made
+        return self.shard_list
 
     def after_step(self) -> None:
         self.reshard()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         for shard, parameter in zip(self.shards(), self.sharded, strict=True):
             shard.leaf.grad = parameter.grad = None
 

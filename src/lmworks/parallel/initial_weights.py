@@ -55,22 +55,22 @@ def materialise(
     part.to_empty(device=home)
     for name, parameter in part.named_parameters():
         whole = weights(name, sharding.shape(name, parameter.shape))
-        share = sharding.part_of(name, whole, mesh) if mesh is not None else whole
-        own = own_rows(parameter, share)
+        share = sharding.local_part(name, whole, mesh) if mesh is not None else whole
+        own = fsdp_shard(parameter, share)
         if master:
             own, low = split(own.float().to(home))
             parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
-        rows_of(parameter).copy_(own)
+        local_rows(parameter).copy_(own)
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
             setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
-def rows_of(parameter: Tensor) -> Tensor:
+def local_rows(parameter: Tensor) -> Tensor:
     return parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
 
 
-def own_rows(parameter: Any, share: Tensor) -> Tensor:
+def fsdp_shard(parameter: Any, share: Tensor) -> Tensor:
     """What FSDP2 leaves to this rank of a weight."""
     if not is_sharded(parameter):
         return share

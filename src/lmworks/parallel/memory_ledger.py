@@ -1,8 +1,8 @@
-"""Every byte that tensors hold in a step, and what each was for: found from the storages that operations make.
+"""Memory of a step by category: every storage that an operation allocates, its bytes, and what it is for.
 
-A storage is followed from the operation that makes it until it is freed, or its memory given back in place, as FSDP
-does with gathered weights. What it is for often shows only later (a tensor *becomes* a gradient), so the ledger writes
-down sizes as they change and names storages when it learns of them; sums are taken at the end.
+A storage is tracked from the operation that allocates it until it is freed, or resized to nothing, as FSDP does with
+gathered weights. Its category often shows only later (a tensor *becomes* a gradient), so the ledger records sizes as
+they change and categories when they are known; sums are taken at the end.
 
 It works alike on real tensors and on those of FakeTensorMode, which have sizes but no memory.
 """
@@ -37,7 +37,7 @@ class MemoryLedger(TorchDispatchMode):
         self.serial = itertools.count()
         self.ids: dict[int, int] = {}  # address of a living storage → its number
         self.live: dict[int, int] = {}  # number → bytes, in the order of making
-        self.purpose: dict[int, int] = {}  # number → index of its category
+        self.category_of: dict[int, int] = {}  # number → index of its category
         self.changes: list[tuple[int, int, str]] = []  # (number, bytes from now on, what the step was doing)
         self.start: dict[int, int] = {}  # what lived when the step began
         self.phase = ""
@@ -63,7 +63,7 @@ class MemoryLedger(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
-            self.follow(tensor)
+            self.track(tensor)
         if func.namespace in COMMUNICATION:
             self.name(tensors_in((args, kwargs, out)), BUFFERS)
             if func._schema.name == "fsdp::chunk_cat":  # whole gradients, on their way into a reduce-scatter
@@ -72,13 +72,13 @@ class MemoryLedger(TorchDispatchMode):
 
     # --- storages ---------------------------------------------------------------------------------------
 
-    def follow(self, tensor: Tensor) -> int:
+    def track(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self.ids:
             self.ids[address] = next(self.serial)
             self.change(self.ids[address], storage.nbytes())
-            weakref.finalize(storage, self.forget, address)
+            weakref.finalize(storage, self.untrack, address)
         return self.ids[address]
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -86,9 +86,9 @@ class MemoryLedger(TorchDispatchMode):
         if number is not None:
             self.change(number, size)
             if size == 0:
-                self.give(number, GATHERED)  # nothing but gathered weights is emptied and filled again
+                self.set_category(number, GATHERED)  # nothing but gathered weights is emptied and filled again
 
-    def forget(self, address: int) -> None:
+    def untrack(self, address: int) -> None:
         self.change(self.ids.pop(address), 0)
 
     def change(self, number: int, size: int) -> None:
@@ -102,14 +102,14 @@ class MemoryLedger(TorchDispatchMode):
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
         for tensor in tensors:
-            self.give(self.follow(plain(tensor)), category)
+            self.set_category(self.track(plain(tensor)), category)
 
-    def give(self, number: int, category: str) -> None:
+    def set_category(self, number: int, category: str) -> None:
         index = CATEGORIES.index(category)
-        self.purpose[number] = min(index, self.purpose.get(number, index))
+        self.category_of[number] = min(index, self.category_of.get(number, index))
 
     def watch(self, part: nn.Module, blocks: Iterable[nn.Module]) -> None:
-        """Activations are what a forward pass has made and left alive; a block's also when it is computed again."""
+        """Activations are what a forward pass has allocated and left alive; of a block also in its recomputation."""
         for module in (part, *blocks):
             begins: list[int] = []
 
@@ -121,7 +121,7 @@ class MemoryLedger(TorchDispatchMode):
                 if module is part or torch._C._current_graph_task_id() >= 0:
                     for number in self.live:
                         if number > begin:
-                            self.give(number, ACTIVATIONS)
+                            self.set_category(number, ACTIVATIONS)
 
             module.register_forward_pre_hook(before)
             module.register_forward_hook(after, always_call=True)  # recomputation ends with an exception
@@ -130,7 +130,7 @@ class MemoryLedger(TorchDispatchMode):
         """Bytes by category."""
         total = dict.fromkeys(CATEGORIES, 0)
         for number, size in live.items():
-            total[CATEGORIES[self.purpose.get(number, len(CATEGORIES) - 1)]] += size
+            total[CATEGORIES[self.category_of.get(number, len(CATEGORIES) - 1)]] += size
         return total
 
     # --- a step -----------------------------------------------------------------------------------------

@@ -20,20 +20,20 @@ class Mesh:
         self.grid, self.device_type = grid, device_type
         self.place = grid.coordinates(dist.get_rank())
         # One mesh for each way to cut the same ranks: axes that act together are one axis of theirs.
-        cuts = [AXES, ("pp", "dp", "cp", "tp"), ("pp", "dp_cp", "tp"), ("pp", "dp_replicate", "shard", "tp")]
-        self.cuts = {axes: self.cut(axes) for axes in cuts}
+        device_meshes = [AXES, ("pp", "dp", "cp", "tp"), ("pp", "dp_cp", "tp"), ("pp", "dp_replicate", "shard", "tp")]
+        self.device_meshes = {axes: self.make_device_mesh(axes) for axes in device_meshes}
         if grid.ep > 1:  # copies of the model are part of edp where nothing is sharded
             replicas = ("dp_replicate",) if grid.experts_over == "shard" else ()
             axes = ("pp", *replicas, "edp", "ep", "tp")
-            self.cuts[axes] = self.cut(axes)
+            self.device_meshes[axes] = self.make_device_mesh(axes)
 
-    def cut(self, axes: tuple[str, ...]) -> DeviceMesh:
+    def make_device_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         ranks = torch.arange(self.grid.world).view([self.grid.size(axis) for axis in axes])
         return DeviceMesh(self.device_type, ranks, mesh_dim_names=axes)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP."""
-        for names, mesh in self.cuts.items():
+        for names, mesh in self.device_meshes.items():
             if set(axes) <= set(names):
                 return mesh[axes if len(axes) > 1 else axes[0]]
         raise KeyError(f"{axes} are not axes of one cut of the grid")

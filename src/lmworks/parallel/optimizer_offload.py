@@ -22,7 +22,7 @@ class HostOptimizer:
     def __init__(self, inner: DataParallel) -> None:
         self.inner = inner
         self.loss_factor = inner.loss_factor
-        self.made: list[Shard] = []
+        self.shard_list: list[Shard] = []
         self.gradients: list[Tensor] = []  # one host buffer for each, kept from step to step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,14 +33,14 @@ class HostOptimizer:
 
     def shards(self) -> list[Shard]:
         """Made on the first call, when the weights are there."""
-        if not self.made:
+        if not self.shard_list:
             for shard in self.inner.shards():
                 leaf = nn.Parameter(host_like(shard.leaf).copy_(shard.leaf.detach()))
                 low = None if shard.low is None else host_like(shard.low).copy_(shard.low)
-                self.made.append(Shard(shard.name, leaf, shard.shape, shard.rows, low))
+                self.shard_list.append(Shard(shard.name, leaf, shard.shape, shard.rows, low))
                 shard.low = None  # it lives on the host now
                 self.gradients.append(host_like(shard.leaf))
-        return self.made
+        return self.shard_list
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -49,23 +49,23 @@ class HostOptimizer:
             mine.leaf.grad = None
             if theirs.leaf.grad is not None:
                 mine.leaf.grad = buffer.copy_(theirs.leaf.grad, non_blocking=True)
-        self.settle()  # the host reads them next
-        self.inner.clear()
+        self.synchronize()  # the host reads them next
+        self.inner.zero_grad()
 
     @torch.no_grad()
     def after_step(self) -> None:
         for mine, theirs in zip(self.shards(), self.inner.shards(), strict=True):
             theirs.leaf.copy_(mine.leaf, non_blocking=True)
-        self.settle()  # the host may write them next
+        self.synchronize()  # the host may write them next
         self.inner.after_step()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for pending copies."""
         if any(shard.leaf.is_cuda for shard in self.inner.shards()[:1]):
             torch.cuda.current_stream().synchronize()
 
-    def clear(self) -> None:
-        self.inner.clear()
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
         for shard in self.shards():
             shard.leaf.grad = None
 

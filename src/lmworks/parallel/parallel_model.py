@@ -138,13 +138,13 @@ class ParallelModel:
         for strategy in self.strategies.values():
             strategy.after_step()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients, and what a step that was not taken has counted."""
         for strategy in self.strategies.values():
-            strategy.clear()
+            strategy.zero_grad()
         for part in self.parts.values():
             for layer in moe_layers(part):
-                layer.visits = None
+                layer.expert_counts = None
 
     # --- what goes in -----------------------------------------------------------------------------------
 

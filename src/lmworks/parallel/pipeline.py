@@ -37,8 +37,8 @@ from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh
 from .precision import DTYPES
 
-SINGLE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL: dict[str, Any] = {
+SINGLE_STAGE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI_STAGE: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "looped-bfs": ScheduleLoopedBFS,
     "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
@@ -49,8 +49,8 @@ SEVERAL: dict[str, Any] = {
 Inputs = dict[str, Any]  # the keywords of GPT.forward for one micro-batch
 
 
-class Same(torch.autograd.Function):
-    """A node of a graph that is written in Python, as our kernels' are."""
+class PythonIdentity(torch.autograd.Function):
+    """An autograd node that is written in Python, as those of our kernels."""
 
     @staticmethod
     def forward(_context: Any, x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Same(torch.autograd.Function):
 
 def splits_backward() -> bool:
     """Whether PyTorch takes gradients up to a node that is written in Python: 2.11 does not, 2.13 does."""
-    node = Same.apply(torch.ones((), requires_grad=True)).grad_fn
+    node = PythonIdentity.apply(torch.ones((), requires_grad=True)).grad_fn
     try:
         return node._input_metadata is not None
     except RuntimeError:
@@ -78,34 +78,34 @@ def check_split_backward(schedule: str) -> None:
         )
 
 
-class PartStage(PipelineStage):
+class MicroBatchStage(PipelineStage):
     """A stage whose inputs, but for the hidden states, are looked up by micro-batch."""
 
     micro_batches: list[Inputs]
-    recorder: Recorder | None = None
+    recorder: SpanRecorder | None = None
     whole_backward = False  # where the schedule would split it: everything in I, nothing in W
     running = 0  # index of the micro-batch in its forward pass
     stream = torch.float32
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.running = fwd_chunk_id
-        with self.work("F", fwd_chunk_id):
+        with self.record_span("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:
-        with self.work("B" if full_backward else "I", bwd_chunk_id):
+        with self.record_span("B" if full_backward else "I", bwd_chunk_id):
             whole = full_backward or self.whole_backward
             return super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
         if self.whole_backward:
             return None
-        with self.work("W", bwd_chunk_id):
+        with self.record_span("W", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def work(self, kind: str, micro_batch: int) -> AbstractContextManager[Any]:
+    def record_span(self, kind: str, micro_batch: int) -> AbstractContextManager[Any]:
         return self.recorder.note(self.stage_index, kind, micro_batch) if self.recorder else nullcontext()
 
     def forward_maybe_with_nosync(self, *received: Any, **_kwargs: Any) -> Tensor:
@@ -135,7 +135,7 @@ class Pipeline:
             for rank in range(layout.pp)
             for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
         }
-        self.shrink = layout.tp if layout.sp else 1  # a hidden state has 1/tp of the tokens' positions
+        self.sp_factor = layout.tp if layout.sp else 1  # sequence parallelism: hidden states have 1/tp of the positions
         self.stream = DTYPES[spec.precision.weights]  # the residual stream starts as a weight
         self.stages = self.make_stages()
         self.schedule = self.make_schedule()
@@ -143,11 +143,11 @@ class Pipeline:
         self.scale: float | Tensor = 1.0
 
     @property
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> SpanRecorder | None:
         return self.stages[0].recorder
 
     @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
+    def recorder(self, recorder: SpanRecorder | None) -> None:
         for stage in self.stages:
             stage.recorder = recorder
 
@@ -155,9 +155,9 @@ class Pipeline:
     def has_loss(self) -> bool:
         return self.count - 1 in self.modules
 
-    def make_stages(self) -> list[PartStage]:
+    def make_stages(self) -> list[MicroBatchStage]:
         data, layout = self.spec.data, self.spec.parallel
-        seq = data.seq // layout.cp // self.shrink
+        seq = data.seq // layout.cp // self.sp_factor
         shape = (data.micro_batch, seq, self.spec.model.hidden)
         hidden = torch.empty(shape, dtype=self.stream, device="meta", requires_grad=True)
         loss = torch.empty(1, device="meta", requires_grad=True)
@@ -165,7 +165,7 @@ class Pipeline:
         for index, module in sorted(self.modules.items()):
             received = (hidden,) if index else ()
             sent = loss if index == self.count - 1 else hidden
-            stage = PartStage(module, index, self.count, self.device, received, (sent,), group=self.group)
+            stage = MicroBatchStage(module, index, self.count, self.device, received, (sent,), group=self.group)
             # PyTorch asks for each weight's gradient in a pass of its own, and each would compute the block again.
             stage.whole_backward = layout.recompute != "none"
             stage.stream = self.stream
@@ -174,14 +174,14 @@ class Pipeline:
 
     def make_schedule(self) -> Any:
         name, micro_batches = self.spec.parallel.schedule, self.spec.accumulation
-        if name in SINGLE:
-            return SINGLE[name](self.stages[0], micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
+        if name in SINGLE_STAGE:
+            return SINGLE_STAGE[name](self.stages[0], micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
         check_split_backward(name)
-        # The schedule itself says when a stage is gathered and let go. Where FSDP did so too after every forward pass,
-        # a split backward pass would look for its gradients on weights that are no longer there.
+        # The schedule gathers and reshards a stage itself. If FSDP resharded after every forward pass too, a split
+        # backward pass would look for its gradients on weights that are freed.
         for module in fsdp_units(self.modules):
             module.set_reshard_after_forward(False, recurse=False)
-        return SEVERAL[name](self.stages, micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
+        return MULTI_STAGE[name](self.stages, micro_batches, loss_fn=self.scaled_loss, scale_grads=False)
 
     def scaled_loss(self, loss: Tensor, _target: Tensor) -> Tensor:
         self.losses.append(loss.detach())
@@ -202,7 +202,7 @@ class Pipeline:
             self.schedule.step(target=torch.zeros(expected))  # a stand-in: the targets are among the inputs
         finally:
             for stage in self.stages:
-                stage.micro_batches = []  # what the last step ran on is not kept until the next
+                stage.micro_batches = []  # frees the batches
         return self.total(expected)
 
     def total(self, expected: int) -> Tensor:
@@ -216,8 +216,8 @@ class Pipeline:
     def evaluate(self, inputs: list[Inputs]) -> Tensor:
         """Forward only, of any number of micro-batches: the loss sum on ranks with the last stage, zero elsewhere.
 
-        In wave t, stage s runs micro-batch t − s, and then all exchange at once. Schedules have no say: those with
-        a V cannot run without their backward pass, and no activation is kept that an order could save.
+        In wave t, stage s runs micro-batch t − s, and then all exchange at once. Schedules are not used: those with
+        a V cannot run without their backward pass, and no activations are saved.
         """
         self.losses = []
         arrived: dict[int, Tensor] = {}  # stage → hidden states for its next wave
@@ -234,7 +234,7 @@ class Pipeline:
             index = stage.stage_index
             if not 0 <= wave - index < len(inputs):
                 continue
-            with stage.work("F", wave - index):
+            with stage.record_span("F", wave - index):
                 out = stage.run(inputs[wave - index], arrived.get(index))
             if stage.is_last:
                 self.losses.append(out)
@@ -243,7 +243,7 @@ class Pipeline:
         return sent
 
     def exchange(self, sent: dict[int, Tensor], wave: int, inputs: list[Inputs]) -> dict[int, Tensor]:
-        """All messages of a wave as one batch, in order of stages on both sides: nothing can wait in a circle."""
+        """All messages of a wave as one batch, in order of stages on both sides: no deadlock."""
         arrived: dict[int, Tensor] = {}
         operations = []
         for stage in range(1, self.count):
@@ -266,7 +266,7 @@ class Pipeline:
 
     def hidden_like(self, tokens: Tensor) -> Tensor:
         batch, seq = tokens.shape
-        return torch.empty(batch, seq // self.shrink, self.spec.model.hidden, dtype=self.stream, device=self.device)
+        return torch.empty(batch, seq // self.sp_factor, self.spec.model.hidden, dtype=self.stream, device=self.device)
 
 
 def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:
@@ -274,7 +274,7 @@ def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:
         yield from (module for module in part.modules() if isinstance(module, FSDPModule))
 
 
-class Recorder:
+class SpanRecorder:
     """Measures when this rank works; plan/pipelines/schedule.py predicts it. On a GPU each measurement synchronizes, so
     nothing overlaps.
     """

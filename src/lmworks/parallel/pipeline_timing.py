@@ -10,7 +10,7 @@ from ..spec import RunSpec
 from .initial_weights import source_of
 from .mesh import Mesh
 from .parallelize import parallelize
-from .pipeline import Recorder
+from .pipeline import SpanRecorder
 
 
 def measure_step(spec: RunSpec, mesh: Mesh, device: torch.device) -> list[Span]:
@@ -21,6 +21,6 @@ def measure_step(spec: RunSpec, mesh: Mesh, device: torch.device) -> list[Span]:
     rows = torch.randint(vocab, (spec.accumulation, data.micro_batch, data.seq + 1), device=device)
     batches = [Batch(row[:, :-1], row[:, 1:]) for row in rows]
     parallel_model.forward_backward(batches, scale=1.0)
-    recorder = parallel_model.pipeline.recorder = Recorder(mesh.rank("pp"), device)
+    recorder = parallel_model.pipeline.recorder = SpanRecorder(mesh.rank("pp"), device)
     parallel_model.forward_backward(batches, scale=1.0)
     return recorder.gather(mesh.group("pp"))

@@ -1,8 +1,8 @@
 """Which part of each weight a rank holds.
 
-Tensor and expert parallelism cut a weight before anything else sees it: from then on a rank's module holds a plain,
-smaller tensor. `ShardingPlan` remembers, by name, how each was cut, so that initial weights, checkpoints and norms can
-speak of the whole. Data-parallel sharding (FSDP2, ZeRO) comes after it and always cuts rows of what is left.
+Tensor and expert parallelism shard a weight first: from then on a rank's module holds a plain, smaller tensor.
+`ShardingPlan` records, by name, how each was sharded, for initial weights, checkpoints and norms of whole weights.
+Data-parallel sharding (FSDP2, ZeRO) comes after it and always shards rows of what is left.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .mesh import Mesh
 @dataclass(frozen=True)
 class WeightShard:
     shape: torch.Size  # of the whole weight
-    axes: dict[str, int] = field(default_factory=dict)  # mesh axis ("ep", "tp") → dimension that it cuts
+    axes: dict[str, int] = field(default_factory=dict)  # mesh axis ("ep", "tp") → dimension that it shards
 
 
 @dataclass
 class ShardingPlan:
-    """Weights that are cut, and weights that are whole but whose gradient on a rank is only a part of the sum."""
+    """Sharded weights, and replicated ones whose gradient on a rank is only a part of the sum."""
 
     by_name: dict[str, WeightShard] = field(default_factory=dict)
     partial_grads: dict[str, str] = field(default_factory=dict)  # name → mesh axis over which to sum its gradient
 
-    def cut(self, module: nn.Module, prefix: str, name: str, axis: str, dim: int, mesh: Mesh) -> None:
-        """Replace the parameter `name` of `module` by this rank's chunk along `dim`. Works on meta tensors too."""
+    def shard_weight(self, module: nn.Module, prefix: str, name: str, axis: str, dim: int, mesh: Mesh) -> None:
+        """Replace the parameter `name` of `module` by this rank's chunk along `dim`, on the meta device too."""
         whole = getattr(module, name)
         full_name = f"{prefix}{name}"
         before = self.by_name.get(full_name, WeightShard(whole.shape))
@@ -37,7 +37,7 @@ class ShardingPlan:
         part = whole.detach().chunk(mesh.size(axis), dim)[mesh.rank(axis)].clone(memory_format=torch.contiguous_format)
         setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
-    def part_of(self, name: str, whole: Tensor, mesh: Mesh) -> Tensor:
+    def local_part(self, name: str, whole: Tensor, mesh: Mesh) -> Tensor:
         """This rank's part of a whole weight, before data-parallel sharding."""
         for axis, dim in self.axes(name).items():
             whole = whole.chunk(mesh.size(axis), dim)[mesh.rank(axis)]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..model import GPT
-from .data_parallel import Shard, take_low
+from .data_parallel import Shard, take_low_bits
 
 
 class SingleRank:
@@ -14,7 +14,7 @@ class SingleRank:
 
     def __init__(self, part: GPT) -> None:
         self.part = part
-        self.whole = [Shard(name, p, p.shape, None, take_low(p)) for name, p in part.named_parameters()]
+        self.shard_list = [Shard(name, p, p.shape, None, take_low_bits(p)) for name, p in part.named_parameters()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.part(*args, **kwargs)
@@ -26,11 +26,11 @@ class SingleRank:
         pass
 
     def shards(self) -> list[Shard]:
-        return self.whole
+        return self.shard_list
 
     def after_step(self) -> None:
         pass
 
-    def clear(self) -> None:
-        for shard in self.whole:  # as zero_grad does, without its search for parameters in every step
+    def zero_grad(self) -> None:
+        for shard in self.shard_list:  # as zero_grad does, without its search for parameters in every step
             shard.leaf.grad = None

@@ -3,12 +3,12 @@
 Attention and MLP are each one region. It is entered once, works on this rank's heads or this rank's part of the ffn,
 and is left by a sum over ranks:
 
-    enter → columns (q, k, v; gate, up: cut by output) → rows (out; down: cut by input) → leave
+    enter → column-parallel (q, k, v; gate, up: sharded by output) → row-parallel (out; down: by input) → leave
 
 Without sequence parallelism the residual stream is whole on every rank: entering is free (its gradient is summed),
 leaving is an all-reduce. With it a rank has 1/tp of the positions: entering is an all-gather, leaving a
-reduce-scatter, and what stands between regions (norms, residual sums) is done and kept once, not tp times. The bytes
-that travel are the same. Either way a layer has two exchanges forward and two backward
+reduce-scatter, and what stands between regions (norms, residual sums) is computed and saved once, not tp times. The
+bytes sent are the same. Either way a layer has two exchanges forward and two backward
 (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
 
@@ -36,7 +36,7 @@ SEQ = 1  # dimension of positions in (batch, seq, hidden)
 
 
 def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, sharding: ShardingPlan) -> None:
-    """Cut a network, or one pipeline stage of it, in place; `sharding` learns how.
+    """Shard a network, or one pipeline stage of it, in place, and record it in `sharding`.
 
     Names stay. What changes for a caller: with `parallel.sp` hidden states between stages are (batch, seq / tp, hidden)
     and `positions` must be given to a stage that is not the first; ALiBi wants `attend=dense(…, heads=local_heads(…))`;
@@ -44,10 +44,10 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, shardin
     """
     if mesh.size("tp") == 1:
         return
-    cutter = TensorParallelizer(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
+    parallelizer = TensorParallelizer(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
     for layer, block in zip(part.blocks, part.layers(), strict=True):
-        cutter.cut_block(block, f"blocks.{layer}.", part.spec)
-    cutter.cut_ends(part)
+        parallelizer.shard_block(block, f"blocks.{layer}.", part.spec)
+    parallelizer.shard_embedding_and_head(part)
 
 
 def local_heads(spec: ModelSpec, mesh: Mesh) -> slice:
@@ -65,10 +65,10 @@ def check_async_tp(device_type: str) -> None:
 
 
 def enable_async_tp(mesh: Mesh) -> None:
-    """Let torch.compile split a product beside its all-gather or reduce-scatter, so that one hides the other.
+    """Let torch.compile overlap a product with its all-gather or reduce-scatter.
 
-    It works on what sequence parallelism exchanges (an all-reduce is not split) and through symmetric memory, which
-    CUDA devices with peer access have. Not tried so far: no machine with two such devices was at hand.
+    It works on the collectives of sequence parallelism (an all-reduce is not split) and through symmetric memory, which
+    CUDA devices with peer access have. Not measured: no machine with two such devices was available.
     """
     check_async_tp(mesh.device_type)
     import torch._inductor.config as inductor
@@ -86,31 +86,39 @@ class Region:
     sequence: bool  # outside of it a rank has its 1/tp of the positions
 
     def enter(self, x: Tensor) -> Tensor:
-        return collectives.gather(x, SEQ, self.group) if self.sequence else collectives.copy(x, self.group)
+        return (
+            collectives.gather_to_region(x, SEQ, self.group)
+            if self.sequence
+            else collectives.copy_to_region(x, self.group)
+        )
 
-    def enter_narrow(self, x: Tensor) -> Tensor:
-        """Every product in the region takes its input in autocast's precision: travel in that."""
+    def enter_in_autocast_dtype(self, x: Tensor) -> Tensor:
+        """Products in the region take their input in autocast's precision: it is sent in that."""
         device = x.device.type
         return self.enter(x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x)
 
     def leave(self, x: Tensor) -> Tensor:
-        return collectives.scatter(x, SEQ, self.group) if self.sequence else collectives.total(x, self.group)
+        return (
+            collectives.scatter_from_region(x, SEQ, self.group)
+            if self.sequence
+            else collectives.reduce_from_region(x, self.group)
+        )
 
 
-class RowLinear(Linear):
-    """Cut by input: products of all ranks are summed on leaving the region, and only then comes the bias."""
+class RowShardedLinear(Linear):
+    """Row-parallel: sharded by input. Products are summed over ranks on leaving the region, then the bias is added."""
 
-    def __init__(self, cut: Linear, leave: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(cut.weight.shape[1], cut.weight.shape[0], bias=False, device="meta")
-        self.weight, self.bias, self.leave = cut.weight, cut.bias, leave
+    def __init__(self, linear: Linear, leave: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
+        self.weight, self.bias, self.leave = linear.weight, linear.bias, leave
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class OneHeadLinear(Linear):
-    """Keys or values where ranks outnumber heads: the weight is whole, and a rank computes the one head it needs."""
+class ReplicatedKVLinear(Linear):
+    """Keys or values with more ranks than KV heads: the weight is replicated, and a rank computes the head it needs."""
 
     def __init__(self, whole: Linear, head: int, head_dim: int) -> None:
         super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
@@ -121,7 +129,7 @@ class OneHeadLinear(Linear):
         return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
 
 
-class SequencePositions(Embedding):
+class SequenceParallelPositions(Embedding):
     """Learned positions of this rank's part of the sequence."""
 
     def __init__(self, whole: Embedding, mesh: Mesh) -> None:
@@ -134,71 +142,71 @@ class SequencePositions(Embedding):
 
 @dataclass(frozen=True)
 class TensorParallelizer:
-    """Cuts the modules of one network, each with what it does to gradients."""
+    """Shards the modules of one network."""
 
     mesh: Mesh
     sharding: ShardingPlan
     region: Region
 
-    def cut_block(self, block: Block, prefix: str, spec: ModelSpec) -> None:
-        """Every weight as its component says, then the regions: attention, and the MLP or the experts."""
+    def shard_block(self, block: Block, prefix: str, spec: ModelSpec) -> None:
+        """Shard weights as the components say, then wrap the regions: attention, and the MLP or the experts."""
         for weight in components.block_weights(spec):
-            self.cut(block, prefix, weight)
+            self.shard_weight(block, prefix, weight)
         mixture = isinstance(block.mlp, MoE)
         for linear in components.linears(spec):
             if not (mixture and linear.name.startswith("mlp.")):  # experts leave their region as a whole
                 self.wrap(block, linear, spec)
-        block.attention.register_forward_pre_hook(on_input(self.region.enter_narrow))
+        block.attention.register_forward_pre_hook(on_input(self.region.enter_in_autocast_dtype))
         if isinstance(block.mlp, MoE):
-            self.enter_experts(block.mlp)
+            self.shard_experts(block.mlp)
         else:
-            block.mlp.register_forward_pre_hook(on_input(self.region.enter_narrow))
+            block.mlp.register_forward_pre_hook(on_input(self.region.enter_in_autocast_dtype))
 
-    def cut(self, root: nn.Module, prefix: str, weight: components.Weight) -> None:
-        """Replace a weight by this rank's shard, or note that its gradient is a sum over `tp` of what ranks compute."""
+    def shard_weight(self, root: nn.Module, prefix: str, weight: components.Weight) -> None:
+        """Replace a weight by this rank's shard, or record that its gradient must be summed over `tp`."""
         path, _, name = weight.name.rpartition(".")
         tp = self.mesh.size("tp")
         if (dim := weight.sharded(tp)) is not None:
-            self.sharding.cut(root.get_submodule(path), f"{prefix}{path}.", name, "tp", dim, self.mesh)
+            self.sharding.shard_weight(root.get_submodule(path), f"{prefix}{path}.", name, "tp", dim, self.mesh)
         elif weight.has_partial_grad(tp, self.region.sequence):
             self.sharding.partial_grads[f"{prefix}{weight.name}"] = "tp"
 
     def wrap(self, block: Block, linear: components.Linear, spec: ModelSpec) -> None:
-        """What a sharded layer computes beside its product."""
+        """Replace layers that compute more than their local product."""
         path, _, name = linear.name.rpartition(".")
         owner, tp = block.get_submodule(path), self.mesh.size("tp")
         layer = getattr(owner, name)
         if linear.shard == "row":
-            setattr(owner, name, RowLinear(layer, self.region.leave))
+            setattr(owner, name, RowShardedLinear(layer, self.region.leave))
         elif linear.kv_heads % tp:  # tp / kv_heads neighbours have queries of the same key/value head
             head = self.mesh.rank("tp") * linear.kv_heads // tp
-            setattr(owner, name, OneHeadLinear(layer, head, linear.outputs // linear.kv_heads))
+            setattr(owner, name, ReplicatedKVLinear(layer, head, linear.outputs // linear.kv_heads))
 
-    def enter_experts(self, moe: MoE) -> None:
-        """Every expert is sharded by its ffn; the router is whole, and all ranks choose alike.
+    def shard_experts(self, moe: MoE) -> None:
+        """Every expert is sharded by its ffn; the router is replicated, and all ranks choose alike.
 
-        A rank has only a part of each expert's output, so what reaches the routing weights is a part of their gradient.
-        The balance loss is whole on every rank: each brings in its share of it.
+        A rank has a part of each expert's output, so the gradient of its routing weights is a part of the sum. The
+        balance loss is whole on every rank, and divided by their number.
         """
         moe.balance_share /= self.mesh.size("tp")
         moe.register_forward_pre_hook(on_input(self.region.enter))
         moe.register_forward_hook(on_output(self.region.leave))
 
-    def cut_ends(self, part: GPT) -> None:
+    def shard_embedding_and_head(self, part: GPT) -> None:
         """Embedding, positions, last norm, head and loss, as far as this part has them."""
         here = {name for name, _ in part.named_parameters()}
         for weight in (*components.embedding_weights(part.spec), *components.head_weights(part.spec)):
             if weight.name in here:
-                self.cut(part, "", weight)
+                self.shard_weight(part, "", weight)
         if part.embed is not None:
             start = self.mesh.rank("tp") * part.embed.weight.shape[0]
-            part.embed = VocabEmbedding(part.embed, start, self.region.leave)
+            part.embed = VocabParallelEmbedding(part.embed, start, self.region.leave)
         if part.positions is not None and self.region.sequence:
-            part.positions = SequencePositions(part.positions, self.mesh)
+            part.positions = SequenceParallelPositions(part.positions, self.mesh)
         if part.norm is not None:
-            part.norm.register_forward_hook(on_output(self.region.enter_narrow))
+            part.norm.register_forward_hook(on_output(self.region.enter_in_autocast_dtype))
             part.register_forward_pre_hook(check_keep_logits, with_kwargs=True)
-            part.cross_entropy = partial(linear_cross_entropy, chunk=VocabLoss(self.mesh))
+            part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
 
 
 def on_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -212,25 +220,25 @@ def on_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 def check_keep_logits(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     targets = args[1] if len(args) > 1 else kwargs.get("targets")
     if targets is not None and kwargs.get("keep_logits", True):
-        raise SpecError("parallel.tp > 1 cuts the logits over ranks: ask for the loss with keep_logits=False")
+        raise SpecError("parallel.tp > 1 shards the logits over ranks: ask for the loss with keep_logits=False")
 
 
 # --- the vocabulary, sharded over ranks ------------------------------------------------------------------
 
 
-class VocabEmbedding(Embedding):
-    """Rows of this rank's range; a token of another range gives zeros, and `leave` adds the ranks up."""
+class VocabParallelEmbedding(Embedding):
+    """Rows of this rank's range; a token of another range gives zeros, and `leave` sums over ranks."""
 
     def __init__(self, part: Embedding, start: int, leave: Callable[[Tensor], Tensor]) -> None:
         super().__init__(part.weight.shape[0], part.embedding_dim, device="meta")
         self.weight, self.start, self.leave = part.weight, start, leave
 
     def forward(self, tokens: Tensor) -> Tensor:
-        row, here = rows_of(tokens, self.start, self.weight.shape[0])
+        row, here = vocab_rows(tokens, self.start, self.weight.shape[0])
         return self.leave(F.embedding(row, self.weight) * here.unsqueeze(-1))
 
 
-class VocabLoss:
+class VocabParallelCrossEntropy:
     """`chunk_loss` of kernels.cross_entropy where the logits are those of this rank's range of the vocabulary.
 
     Logits are the largest tensor of a step, so they are never gathered. With z the logits of one token and r the ranks,
@@ -248,14 +256,14 @@ class VocabLoss:
     def __call__(self, logits: Tensor, target: Tensor, with_grad: bool, implementation: str) -> Tensor:
         """logits (rows, vocab / tp)"""
         counted = target != IGNORE
-        index, here = rows_of(target, self.rank * logits.shape[1], logits.shape[1])
+        index, here = vocab_rows(target, self.rank * logits.shape[1], logits.shape[1])
         if implementation == "triton":
             return self.in_place(logits, torch.where(here, index, -1), counted, with_grad)
         index, here = index.unsqueeze(1), here.unsqueeze(1)
         largest, wanted = logits.amax(dim=1, keepdim=True).float(), logits.gather(1, index).float() * here
         p = logits.float().sub_(largest).exp_()  # in fp32 in the logits' own place
         log_sum = p.sum(dim=1, keepdim=True).log() + largest
-        loss, normaliser = self.of_all(torch.cat((log_sum, wanted), dim=1).t(), counted)
+        loss, normaliser = self.loss_over_ranks(torch.cat((log_sum, wanted), dim=1).t(), counted)
         if with_grad:
             p *= (largest - normaliser.unsqueeze(1)).exp()
             p.scatter_add_(1, index, -here.to(p.dtype))
@@ -266,19 +274,19 @@ class VocabLoss:
         """The same by kernels; index is −1 where another rank has the target."""
         from ..kernels.training.cross_entropy_triton import gradient_in_place, row_sums
 
-        loss, normaliser = self.of_all(row_sums(logits, index), counted)
+        loss, normaliser = self.loss_over_ranks(row_sums(logits, index), counted)
         if with_grad:
             gradient_in_place(logits, index, normaliser.masked_fill(~counted, torch.inf))
         return loss
 
-    def of_all(self, own: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_over_ranks(self, own: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """From (2, rows), a rank's log Σ exp z and z[target]: the loss, and log Σ exp z of all ranks (rows)."""
         everyones = collectives.all_gather(own.unsqueeze(0), 0, self.group)  # (tp, 2, rows)
         normaliser, wanted = everyones[:, 0].logsumexp(dim=0), everyones[:, 1].sum(dim=0)
         return ((normaliser - wanted) * counted).sum(), normaliser
 
 
-def rows_of(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
+def vocab_rows(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     """(row of each token among the `count` rows from `start`, whether it is among them); the row is 0 where not."""
     row = tokens - start
     here = (row >= 0) & (row < count)

@@ -1,16 +1,16 @@
-"""ZeRO stages 0 to 2: whole weights on every rank; rows of the optimizer's work dealt out (stage 3 is FSDP2).
+"""ZeRO stages 0 to 2: whole weights on every rank; the optimizer's work is sharded by rows (stage 3 is FSDP2).
 
     resident bytes    weights   gradients   Adam moments    of ψ parameters over n ranks
     stage 0           4ψ        4ψ          8ψ              all-reduce after the last micro-batch (as DDP)
     stage 1           4ψ        4ψ          8ψ/n            reduce-scatter after the last, all-gather of new weights
     stage 2           4ψ        4ψ/n        8ψ/n            reduce-scatter after every one, all-gather
 
-ψ/n is ⌈rows/n⌉ rows of each weight, as `torch.chunk` deals them. Beyond that, transient: what backward has made and not
-yet reduced (stage 2: at most the buckets not yet complete), and at most two buckets on their way, (1 + 1/n) buckets of
+ψ/n is ⌈rows/n⌉ rows of each weight, as in `torch.chunk`. Beyond that, transient: gradients that are computed and not
+yet reduced (stage 2: at most the buckets not yet complete), and at most two buckets in flight, (1 + 1/n) buckets of
 parallel.bucket_mb each. A leaf is a view of its weight's rows, so no weight is held twice.
 
-Under a pipeline there is no `micro_batch`, and a split backward pass goes round gradient hooks: `finish` then reduces
-everything at once, and stage 2 holds whole gradients until it does.
+Under a pipeline there is no `micro_batch`, and a split backward pass does not call gradient hooks: `finish` then
+reduces everything at once, and stage 2 holds whole gradients until it does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from ..model import GPT
 from ..spec import RunSpec
-from .data_parallel import Shard, take_low
+from .data_parallel import Shard, take_low_bits
 from .mesh import Mesh
 
 IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels
@@ -57,19 +57,19 @@ class Zero:
         for bucket in self.buckets:
             for index, weight in enumerate(bucket.parameters):
                 leaves[id(weight)] = weight if not stage else nn.Parameter(bucket.own(index, weight.detach()))
-                low = take_low(weight)
+                low = take_low_bits(weight)
                 lows[id(weight)] = low if low is None or not stage else bucket.own(index, low).clone()
-                weight.register_post_accumulate_grad_hook(self.when_ready(bucket))
+                weight.register_post_accumulate_grad_hook(self.ready_hook(bucket))
         self.leaves = {bucket: [leaves[id(weight)] for weight in bucket.parameters] for bucket in self.buckets}
-        self.made = [
+        self.shard_list = [
             Shard(name, leaves[id(p)], p.shape, ("edp" if name in experts else "shard") if stage else None, lows[id(p)])
             for name, p in named.items()
         ]
-        self.listening = False  # hooks start reductions: only in a backward pass after which gradients meet
-        self.started = 0  # buckets of this pass that are on their way or arrived
-        self.met = False  # the last micro-batch's gradients were reduced
+        self.hooks_active = False  # hooks start reductions: only in a backward pass after which gradients are reduced
+        self.started = 0  # buckets of this pass whose reduction has started
+        self.reduced = False  # the last micro-batch's gradients were reduced
         # Collectives that run, with what they send (it has to live on) and what is done once they have ended.
-        self.flying: deque[tuple[dist.Work | None, Tensor, Callable[[], None]]] = deque()
+        self.pending: deque[tuple[dist.Work | None, Tensor, Callable[[], None]]] = deque()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.part(*args, **kwargs)
@@ -79,17 +79,17 @@ class Zero:
         if not (last or self.stage == 2):
             yield
             return
-        self.listening = True
+        self.hooks_active = True
         try:
             yield
             self.reduce_rest()
         finally:
-            self.listening = False
-        self.met = last
+            self.hooks_active = False
+        self.reduced = last
 
-    def when_ready(self, bucket: Bucket) -> Callable[[Tensor], None]:
+    def ready_hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
-            if self.listening:
+            if self.hooks_active:
                 bucket.ready += 1
                 while self.started < len(self.buckets) and self.buckets[self.started].complete:
                     self.reduce(self.buckets[self.started])
@@ -97,7 +97,7 @@ class Zero:
         return hook
 
     def reduce_rest(self) -> None:
-        """What no hook has started: weights that were not used, or a backward pass without hooks."""
+        """Buckets that no hook has reduced: unused weights, or a backward pass without hooks."""
         while self.started < len(self.buckets):
             self.reduce(self.buckets[self.started])
         self.started = 0
@@ -118,11 +118,11 @@ class Zero:
         elif not alone:
             part = flat.new_empty(bucket.length)
             work = dist.reduce_scatter_tensor(part, flat, group=bucket.group, async_op=True)
-        self.flying.append((work, flat, partial(self.take, bucket, part)))
+        self.pending.append((work, flat, partial(self.store_gradients, bucket, part)))
 
     @torch.no_grad()
-    def take(self, bucket: Bucket, part: Tensor) -> None:
-        """Put this rank's summed rows where they belong."""
+    def store_gradients(self, bucket: Bucket, part: Tensor) -> None:
+        """Write this rank's summed rows to the gradients of its leaves."""
         leaves = self.leaves[bucket]
         rows = bucket.own_views(part, leaves)
         if self.stage < 2:
@@ -135,24 +135,24 @@ class Zero:
             leaf.grad = row.to(leaf.dtype, copy=True) if leaf.grad is None else leaf.grad.add_(row)
 
     def wait_for_buckets(self, in_flight: int = 0) -> None:
-        while len(self.flying) > in_flight:
-            work, _, then = self.flying.popleft()
+        while len(self.pending) > in_flight:
+            work, _, then = self.pending.popleft()
             if work is not None:
                 work.wait()
             then()
 
     def finish(self) -> None:
-        if not self.met:
+        if not self.reduced:
             self.reduce_rest()
         self.wait_for_buckets()
-        self.met = False
+        self.reduced = False
 
     def shards(self) -> list[Shard]:
-        return self.made
+        return self.shard_list
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Bring the rows that other ranks have updated."""
+        """All-gather the rows that other ranks have updated."""
         for bucket in self.buckets:
             if bucket.ranks > 1:
                 self.wait_for_buckets(IN_FLIGHT - 1)
@@ -163,11 +163,11 @@ class Zero:
         part = bucket.pack_own(self.leaves[bucket])
         flat = part.new_empty(bucket.ranks * bucket.length)
         work = dist.all_gather_into_tensor(flat, part, group=bucket.group, async_op=True)
-        self.flying.append((work, part, partial(bucket.unpack, flat, bucket.parameters)))
+        self.pending.append((work, part, partial(bucket.unpack, flat, bucket.parameters)))
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         self.part.zero_grad(set_to_none=True)
-        for shard in self.made:
+        for shard in self.shard_list:
             shard.leaf.grad = None
 
 

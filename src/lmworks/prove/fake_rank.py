@@ -51,7 +51,7 @@ from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, Me
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
-from ..parallel.tensor_parallel import VocabLoss
+from ..parallel.tensor_parallel import VocabParallelCrossEntropy
 from ..plan import software
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
@@ -82,7 +82,7 @@ def fake_loss_for(device: str) -> Iterator[None]:
         if device == "cuda" and software.IN_PLACE:
             patches.enter_context(patched(cross_entropy, "pick", lambda *_, **__: "triton"))
             patches.enter_context(patched(cross_entropy, "chunk_loss", zero_loss))
-            patches.enter_context(patched(VocabLoss, "in_place", exchange_only))
+            patches.enter_context(patched(VocabParallelCrossEntropy, "in_place", exchange_only))
             patches.enter_context(patched(cross_entropy, "scaled", scaled_by_torch))
             patches.enter_context(patched(WeightGradient, "add", mark_written))
         elif device == "cuda":
@@ -94,8 +94,10 @@ def zero_loss(logits: Tensor, *_: Any, **__: Any) -> Tensor:
     return logits.new_zeros((), dtype=torch.float32)
 
 
-def exchange_only(loss: VocabLoss, logits: Tensor, _index: Tensor, counted: Tensor, _graded: bool) -> Tensor:
-    return loss.of_all(logits.new_zeros(2, logits.shape[0], dtype=torch.float32), counted)[0]
+def exchange_only(
+    loss: VocabParallelCrossEntropy, logits: Tensor, _index: Tensor, counted: Tensor, _graded: bool
+) -> Tensor:
+    return loss.loss_over_ranks(logits.new_zeros(2, logits.shape[0], dtype=torch.float32), counted)[0]
 
 
 def mark_written(total: WeightGradient, _grad: Tensor, _hidden: Tensor) -> None:
@@ -268,7 +270,7 @@ def simulate_step(spec: RunSpec, mesh: Mesh, stages: list[Stage]) -> Simulation:
         run = FakeTrainer(spec, mesh, stages, lambda _name, shape: torch.empty(shape))
         group = mesh.group("ep") if mesh.size("ep") > 1 else None
         for layer in (layer for part in run.parallel_model.parts.values() for layer in moe_layers(part)):
-            layer.visit = partial(run_experts_evenly, group=group)
+            layer.dispatch = partial(run_experts_evenly, group=group)
         for strategy in run.parallel_model.strategies.values():
             if isinstance(strategy, ddp.DDP) and spec.precision.reduce == spec.precision.weights:
                 strategy.ddp.register_comm_hook(

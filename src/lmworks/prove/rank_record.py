@@ -170,7 +170,7 @@ def shard_indices(shard: Shard, parallel_model: ParallelModel) -> Tensor:
     index = torch.arange(whole.numel()).view(whole)
     if parallel_model.mesh is None:
         return index.flatten()
-    index = parallel_model.sharding.part_of(shard.name, index, parallel_model.mesh)
+    index = parallel_model.sharding.local_part(shard.name, index, parallel_model.mesh)
     if shard.rows == "flat":
         lengths: list[Any] = [None] * parallel_model.mesh.size("shard")
         dist.all_gather_object(lengths, shard.leaf.numel(), group=parallel_model.mesh.group("shard"))

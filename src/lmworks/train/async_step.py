@@ -67,7 +67,7 @@ class PassLauncher:
     def launch_next(self, batches: Sequence[Batch]) -> None:
         """Queue the passes of the next step behind the update of this one."""
         self.parallel_model.after_step()
-        self.parallel_model.clear()
+        self.parallel_model.zero_grad()
         try:
             self.pending = self.launch(batches)
         except Exception as error:
@@ -77,7 +77,7 @@ class PassLauncher:
         """Drop pending passes, with their gradients and the random numbers that they drew."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self.parallel_model.clear()
+            self.parallel_model.zero_grad()
         if isinstance(pending, LaunchedPasses) and pending.rng_before is not None:
             set_rng_state(pending.rng_before)
 

@@ -40,7 +40,7 @@ class RankMemory:
 
 
 def measure_rank_memory(rank: int, spec: RunSpec, folder: Path) -> RankMemory:
-    """For `on_ranks`: train three steps, and tell of the third."""
+    """For `on_ranks`: train three steps, and measure the third."""
     trainer = Trainer(spec, folder, quiet=True, force=True)  # the study has counted all that it builds
     ledger, seen = MemoryLedger(), CommCounter(trainer.mesh)
     read: list[tuple[Resident, dict[str, str]]] = []
@@ -121,14 +121,14 @@ class ResidencyReader:
         self.hook = trainer.optimizer.register_step_pre_hook(self.read)
 
     def watch(self, weights: list[Any], inner: Any) -> None:
-        clear = inner.clear
+        zero_grad = inner.zero_grad
 
         def noted() -> None:
             holders = [*weights, *(shard.leaf for shard in inner.shards())]
             self.passing.append(sizes([], with_gradients(holders), []))
-            clear()
+            zero_grad()
 
-        inner.clear = noted
+        inner.zero_grad = noted
 
     def read(self, *_: Any) -> None:
         self.hook.remove()
@@ -157,17 +157,16 @@ def parameters(trainer: Trainer) -> list[Tensor]:
 
 def masters(trainer: Trainer) -> list[Tensor]:
     """What makes the weights fp32 numbers: the bits that bf16 lacks, or DeepSpeed's second copy."""
-    return (
-        trainer.engine.flats() if trainer.engine is not None else optimizer_tensors(trainer, lambda name: name == "low")
-    )
+    if trainer.engine is not None:
+        return trainer.engine.fp32_partitions()
+    return optimizer_tensors(trainer, lambda name: name == "low")
 
 
 def gradients(trainer: Trainer) -> list[Tensor]:
     """Of the weights, and of the leaves that the optimizer updates in their place."""
     weights = [p for part in trainer.parallel_model.parts.values() for p in part.parameters()]
-    leaves = (
-        [shard.leaf for shard in trainer.parallel_model.shards] if trainer.engine is None else trainer.engine.flats()
-    )
+    engine = trainer.engine
+    leaves = [s.leaf for s in trainer.parallel_model.shards] if engine is None else engine.fp32_partitions()
     return with_gradients((*weights, *leaves))
 
 

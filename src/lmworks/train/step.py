@@ -198,7 +198,7 @@ class Stepper:
             self.write_stats(stats)
         self.loss_scale.update(result.norm)
         if self.launcher.pending is None:  # otherwise the gradients are those of the next step
-            self.parallel_model.clear()
+            self.parallel_model.zero_grad()
         self.health.record_step(result.loss, result.norm)
         if overflow:
             self.event("overflow", self.step + 1, loss_scale=result.scale, next_scale=self.loss_scale.scale)

@@ -67,7 +67,7 @@ class TrainState:
     def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the state that a checkpoint holds, on its device."""
         if self.engine is not None:
-            yield from self.engine.pieces()
+            yield from self.engine.local_tensors()
             return
         for shard in self.parallel_model.shards:
             yield shard.name, shard.leaf.detach()

@@ -169,9 +169,9 @@ def compare_gradients(trainer: Trainer) -> tuple[dict[str, list[float]], dict[st
             found[part] = found.get(part, torch.zeros(len(GRADIENT_SUMS), dtype=torch.float64)) + gradient_loss(
                 own, truth, scale
             )
-    trainer.parallel_model.clear()
+    trainer.parallel_model.zero_grad()
     for moe in moe_layers(trainer.model):
-        moe.visits = None  # routing of tokens that were not trained on
+        moe.expert_counts = None  # routing of tokens that were not trained on
     return {part: sums.tolist() for part, sums in found.items()}, {}
 
 

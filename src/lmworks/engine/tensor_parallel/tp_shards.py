@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...kernels.inference import quantized
 from ...model.gpt import GPT, Linear
 from ...parallel.sharding_plan import ShardingPlan
-from ...parallel.tensor_parallel import OneHeadLinear, RowLinear
+from ...parallel.tensor_parallel import ReplicatedKVLinear, RowShardedLinear
 from ...spec import ModelSpec, SpecError, components
 from ..lora.peft_files import Delta
 from ..quantization.quantized_model import MetaModel, QuantLinear, linears, replace_layer, set_layer
@@ -146,7 +146,7 @@ def linear_shards(model: GPT, sharding_plan: ShardingPlan, rank: int) -> dict[st
     """By layer name, of a sharded network."""
     shards = {}
     for name, layer in linears(model):
-        if isinstance(layer, OneHeadLinear):
+        if isinstance(layer, ReplicatedKVLinear):
             shards[name] = LinearShard(OUTPUTS, layer.rows)
         elif (dim := sharding_plan.axes(f"{name}.weight").get("tp")) is not None:
             size = layer.weight.shape[dim]
@@ -160,10 +160,10 @@ def make_plain(model: GPT, all_reduce: Callable[[Tensor], Tensor]) -> None:
     `all_reduce`: sums over ranks.
     """
     for name, layer in list(linears(model)):
-        if isinstance(layer, OneHeadLinear):
+        if isinstance(layer, ReplicatedKVLinear):
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
             set_layer(model, name, plain(layer.weight[layer.rows].clone(), bias))
-        elif isinstance(layer, RowLinear):
+        elif isinstance(layer, RowShardedLinear):
             set_layer(model, name, RowParallelLinear(plain(layer.weight), layer.bias, all_reduce))
 
 
@@ -196,6 +196,6 @@ def attach_quantized_shards(
         layer = whole(name)
         part = (shards[name].quantized(layer) if name in shards else layer).to(device)  # some are replicated
         replace_layer(model, name, part)
-        if isinstance(was, RowLinear):
+        if isinstance(was, RowShardedLinear):
             bias, part.bias = part.bias, None
             set_layer(model, name, RowParallelLinear(part, bias, all_reduce))

@@ -81,7 +81,7 @@ class BadStepRecovery:
         reason, mesh = issues[0].kind, self.parallel_model.mesh
         if rng_before is not None:
             set_rng_state(rng_before)
-        self.parallel_model.clear()
+        self.parallel_model.zero_grad()
         with FirstNonfiniteModule(self.parallel_model.parts) if reason == "nonfinite" else nullcontext() as first:
             second = rerun()
         left = self.health.check_step(second.loss, second.norm, self.loss_scale.scale > 1)
@@ -116,7 +116,7 @@ class BadStepRecovery:
                 return self.skip_or_lower_lr(at, issue, result)
             spec = self.health.spec
             tried = f" ({issue.action} did not help {spec.max_actions} times within {spec.window} steps)"
-        self.parallel_model.clear()
+        self.parallel_model.zero_grad()
         folder = self.recorder.folder
         raise collective_error(
             TrainingError(
@@ -136,7 +136,7 @@ class BadStepRecovery:
             )
             if issue.kind != "nonfinite":
                 return result  # the step is taken, at the lower rate
-        self.parallel_model.clear()
+        self.parallel_model.zero_grad()
         raise StepRejected(issue)
 
 
