@@ -158,13 +158,15 @@ def prefill_rows(prompts: list[tuple[int, int, int, int]]) -> list[list[Any]]:
 
 
 def sweep_rows(stored: torch.dtype) -> list[list[Any]]:
-    """What `paged_attention_triton.choose` chooses from: 16 heads on 8, of 128."""
-    from lmworks.kernels.inference.paged_attention_triton import Config, launch
+    """What `paged_attention_triton.choose_config` chooses from: 16 heads on 8, of 128."""
+    from lmworks.kernels.inference.paged_attention_triton import LaunchConfig, launch
 
     cuts = ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3))
-    decoding = [Config(16, tile, warps, stages) for tile, warps, stages in cuts]
-    prompts = [Config(rows, tile, rows // 16, stages) for rows in (64, 128) for tile in (32, 64) for stages in (2, 3)]
-    cases: list[tuple[str, list[int], list[int], list[Config], tuple[int, ...]]] = [
+    decoding = [LaunchConfig(16, tile, warps, stages) for tile, warps, stages in cuts]
+    prompts = [
+        LaunchConfig(rows, tile, rows // 16, stages) for rows in (64, 128) for tile in (32, 64) for stages in (2, 3)
+    ]
+    cases: list[tuple[str, list[int], list[int], list[LaunchConfig], tuple[int, ...]]] = [
         ("1 × 700", [700], [1], decoding, (8, 16, 64)),
         ("8 × 1000", [1000] * 8, [1] * 8, decoding, (2, 4, 6, 16)),
         ("64 × 1000", [1000] * 64, [1] * 64, decoding, (1, 2, 4)),

@@ -171,6 +171,10 @@ RETIRED = {
     "OuterSum": "WeightGradient",
     "into_mean": "one_minus_beta1",
     "GRADED": "WITH_GRAD",
+    "rotate_both": "rotate_qk",
+    "normed_and_rotated": "norm_and_rope",
+    "evens_and_odds": "deinterleave",
+    "quantised": "quantized",
     # serve, cli, launch
     "stop_with_starter": "die_with_parent",
     "leave_word": "write_error_file",

@@ -71,17 +71,17 @@ def test_attention_of_all_batch_sizes_uses_warmed_up_kernels(
     def kernel(seqs: int, longest: int, blocks: int) -> tuple[object, ...]:
         """What a launch is compiled for."""
         tables, numbers = torch.empty(seqs, packer.width(blocks)), torch.empty(seqs)
-        found = module.choose(q, cache, AttentionMetadata(tables, numbers, numbers, longest), invariant=False)
+        found = module.choose_config(q, cache, AttentionMetadata(tables, numbers, numbers, longest), invariant=False)
         return found.rows, found.tile, found.warps, found.stages, found.splits > 1
 
-    rehearsed = {kernel(1, count, 1) for count in kernel_warmup.prompt_lengths(spec)}
-    rehearsed |= {kernel(size, 1, 1) for size in capture_sizes(spec.max_seqs)}
+    warmed_up = {kernel(1, count, 1) for count in kernel_warmup.prompt_lengths(spec)}
+    warmed_up |= {kernel(size, 1, 1) for size in capture_sizes(spec.max_seqs)}
     draw = random.Random(0)
     for _ in range(300):
         longest = min(draw.choice((2, 16, draw.randint(1, 300), 8192)), context - 1)
         blocks = -(-draw.randint(longest, context) // spec.block)
-        assert kernel(1, longest, blocks) in rehearsed, (longest, blocks)
-        assert kernel(draw.randint(1, 256), 1, blocks) in rehearsed, blocks
+        assert kernel(1, longest, blocks) in warmed_up, (longest, blocks)
+        assert kernel(draw.randint(1, 256), 1, blocks) in warmed_up, blocks
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

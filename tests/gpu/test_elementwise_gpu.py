@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lmworks.kernels import dispatch
 from lmworks.kernels.rms_norm import add_rms_norm, rms_norm
-from lmworks.kernels.rope import rotate, rotate_both
+from lmworks.kernels.rope import rotate, rotate_qk
 from lmworks.kernels.swiglu import swiglu, swiglu_packed
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec
@@ -83,7 +83,7 @@ def test_rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> N
     for positions in (packed, packed[1]):
         turn = rope.tables(spec, positions)
         wide = [table.double() for table in turn]
-        mine = results(lambda q, k, turn=turn: rotate_both(q, k, *turn, implementation="triton"), q, k)
+        mine = results(lambda q, k, turn=turn: rotate_qk(q, k, *turn, implementation="triton"), q, k)
         theirs = results(lambda q, k, wide=wide: (rotate(q, *wide), rotate(k, *wide)), q.double(), k.double())
         close(mine, theirs, [dtype] * 4)
 

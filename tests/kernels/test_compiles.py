@@ -86,7 +86,7 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int, **traits: 
     q = torch.zeros(seqs * queries, 32, head_dim, dtype=BF16)
     # The interpreter's one multiprocessor never splits: cut up as on 132.
     cache = LayerCache(pool, pool, scales, scales)
-    config = replace(module.choose(q, cache, metadata, invariant=False), splits=3 if queries <= 16 else 1)
+    config = replace(module.choose_config(q, cache, metadata, invariant=False), splits=3 if queries <= 16 else 1)
     module.launch(q, cache, metadata, config=config, **traits)
 
 
@@ -151,7 +151,7 @@ def swiglu_fp8(ffn: int) -> None:
 def rope(heads: int, kv_heads: int, head_dim: int) -> None:
     q, k = (torch.zeros(2, 16, n, head_dim, dtype=BF16) for n in (heads, kv_heads))
     table = torch.zeros(16, 1, head_dim)
-    importlib.import_module("lmworks.kernels.rope_triton").launch(q, k, table, table, back=True)
+    importlib.import_module("lmworks.kernels.rope_triton").launch(q, k, table, table, inverse=True)
 
 
 def flash(head_dim: int, *, group: int = 1, window: int = 0, packed: bool = False, dtype: torch.dtype = BF16) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lmworks.kernels import dispatch
 from lmworks.kernels.rms_norm import add_rms_norm, rms_norm
-from lmworks.kernels.rope import rotate, rotate_both
+from lmworks.kernels.rope import rotate, rotate_qk
 from lmworks.kernels.swiglu import swiglu
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec, SpecError
@@ -129,7 +129,7 @@ def test_rope(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> N
     q, k = random(2, 3, heads, head_dim, seed=15, dtype=dtype), random(2, 3, kv_heads, head_dim, seed=16, dtype=dtype)
     for turn in (rope.tables(spec, positions), rope.tables(spec, positions[1])):
         wide = [table.double() for table in turn]
-        mine = results(lambda q, k, turn=turn: rotate_both(q, k, *turn, implementation="triton"), q, k)
+        mine = results(lambda q, k, turn=turn: rotate_qk(q, k, *turn, implementation="triton"), q, k)
         theirs = results(lambda q, k, wide=wide: (rotate(q, *wide), rotate(k, *wide)), q.double(), k.double())
         close(mine, theirs, [dtype] * 4)
 
@@ -144,7 +144,7 @@ def test_rope_reads_strided_heads() -> None:
         q, k = turned(q, k)
         return q.transpose(0, 1) * 1, k.transpose(0, 1) * 1
 
-    mine = results(lambda x: split(x, lambda q, k: rotate_both(q, k, *turn, implementation="triton")), qkv)
+    mine = results(lambda x: split(x, lambda q, k: rotate_qk(q, k, *turn, implementation="triton")), qkv)
     theirs = results(lambda x: split(x, lambda q, k: (rotate(q, *turn), rotate(k, *turn))), qkv)
     close(mine, theirs, [FP32] * 3)
 
@@ -206,7 +206,7 @@ def test_random_shapes(seed: int) -> None:
     heads = kv_heads * draw.randint(1, 9)
     q, k = random(2, rows, heads, 2 * half, seed=seed), random(2, rows, kv_heads, 2 * half, seed=seed + 100)
     turn = rope.tables(ModelSpec.from_preset("tiny", head_dim=2 * half), torch.arange(rows))
-    mine = results(lambda q, k: rotate_both(q, k, *turn, implementation="triton"), q, k)
+    mine = results(lambda q, k: rotate_qk(q, k, *turn, implementation="triton"), q, k)
     close(mine, results(lambda q, k: (rotate(q, *turn), rotate(k, *turn)), q.double(), k.double()), [FP32] * 4)
 
 

@@ -43,12 +43,12 @@ def tool(folder: Path, name: str, says: str = "") -> Path:
 
 def test_missing_compiler_is_reported(tools: Path) -> None:
     with pytest.raises(LMWorksError, match=r"rms_norm_native is built from C\+\+ .* no compiler 'c\+\+' here: install"):
-        build.planned(NAME, SOURCES)
+        build.plan_build(NAME, SOURCES)
     tool(tools, "c++")
     with pytest.raises(LMWorksError, match="ninja, which is not on the PATH: pip install ninja"):
-        build.planned(NAME, SOURCES)
+        build.plan_build(NAME, SOURCES)
     tool(tools, "ninja")
-    assert build.planned(NAME, SOURCES).sources == SOURCES[:1]  # no GPU here: the CPU's part alone
+    assert build.plan_build(NAME, SOURCES).sources == SOURCES[:1]  # no GPU here: the CPU's part alone
 
 
 def test_library_key_depends_on_inputs(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:

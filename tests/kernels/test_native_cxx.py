@@ -45,7 +45,7 @@ def test_cxx_with_several_words(tools: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cpp_extension, "load", load)
     monkeypatch.setenv("CXX", "wrap g++ '-DX=a b'")
-    plan = build.planned(NAME, SOURCES)
+    plan = build.plan_build(NAME, SOURCES)
     assert plan.compilers == (f"{tools / 'wrap'} g++ '-DX=a b'",)
     plan.folder.mkdir(parents=True)
     build.compile_sources(plan)
@@ -57,14 +57,14 @@ def test_cxx_options_are_in_library_key(tools: Path, monkeypatch: pytest.MonkeyP
     keys = []
     for command in ("g++", "wrap g++", "wrap g++ -m32"):
         monkeypatch.setenv("CXX", command)
-        keys.append(build.planned(NAME, SOURCES).key)
+        keys.append(build.plan_build(NAME, SOURCES).key)
     assert len(set(keys)) == 3
 
 
 def test_cxx_path_with_spaces(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tool(tools / "my tools", "g++", "echo g++ 13")
     monkeypatch.setenv("CXX", str(path))
-    plan = build.planned(NAME, SOURCES)
+    plan = build.plan_build(NAME, SOURCES)
     assert plan.compilers == (f"'{path}'",)
     assert "g++ 13" in build.version_of(plan.compilers[0])
     with build.cxx_as_one_program(tools):
@@ -83,5 +83,5 @@ def test_cxx_path_with_spaces(tools: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_missing_cxx_is_reported(tools: Path, monkeypatch: pytest.MonkeyPatch, command: str, missing: str) -> None:
     monkeypatch.setenv("CXX", command)
     with pytest.raises(LMWorksError, match=missing) as refused:
-        build.planned(NAME, SOURCES)
+        build.plan_build(NAME, SOURCES)
     assert "\n" not in str(refused.value)

@@ -70,8 +70,8 @@ def test_invariant_result_does_not_depend_on_batch_or_chunks() -> None:
 
 def empty_cache(blocks: int, kv_heads: int, size: int, head_dim: int, stored: torch.dtype) -> LayerCache:
     pools = [torch.zeros(blocks, kv_heads, size, head_dim).to(stored) for _ in range(2)]
-    quantised = stored.itemsize == 1
-    scales = [torch.zeros(blocks, kv_heads, size) if quantised else None for _ in range(2)]
+    quantized = stored.itemsize == 1
+    scales = [torch.zeros(blocks, kv_heads, size) if quantized else None for _ in range(2)]
     return LayerCache(*pools, *scales)
 
 

@@ -47,7 +47,7 @@ def test_random_pages_equal_sdpa(seed: int) -> None:
 )
 def test_split_keys_merge(splits: int, window: int, least: int) -> None:
     """More splits than the six tiles as well: what was not computed must not be merged."""
-    config = paged_attention_triton.Config(16, 16, 4, 2, splits, least)
+    config = paged_attention_triton.LaunchConfig(16, 16, 4, 2, splits, least)
     for _ in range(2):  # tickets are as they were
         check(Case((3, 0, 90), (3, 1, 2), kv_heads=2, window=window), 1, config=config)
         check(Case((3, 0, 90), (3, 1, 2), window=window, with_sinks=True, softcap=1.5), 1, config=config)
@@ -85,7 +85,9 @@ def test_launch_configuration(stored: torch.dtype, monkeypatch: pytest.MonkeyPat
         numbers = torch.zeros(seqs + 1, dtype=torch.int32)
         metadata = AttentionMetadata(torch.zeros(seqs, keys // 16, dtype=torch.int32), numbers[1:], numbers, queries)
         q = torch.empty(seqs * queries, heads, 128, dtype=torch.bfloat16)
-        config = paged_attention_triton.choose(q, LayerCache(pool, pool, scales, scales), metadata, invariant=False)
+        config = paged_attention_triton.choose_config(
+            q, LayerCache(pool, pool, scales, scales), metadata, invariant=False
+        )
         return config.rows, config.tile, config.warps, config.stages, config.splits
 
     assert cut(16, 1) == (16, 128 if eight else 64, 4, 3, 49)
@@ -107,7 +109,7 @@ def test_padding_queries_get_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [0, 1, 16, 45])
 def test_masked_and_unmasked_tiles(window: int) -> None:
     """Tiles of 16 under 10 queries at a time: some are seen by all queries, some lie across an edge of the window."""
-    config = paged_attention_triton.Config(32, 16, 4, 2)
+    config = paged_attention_triton.LaunchConfig(32, 16, 4, 2)
     check(Case((90, 100, 0), (20, 35, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 

@@ -197,7 +197,7 @@ def rope_cases(config: OpConfig) -> Iterator[Case]:
     def inputs() -> list[Tensor]:
         return [config.randn(config.batch, config.seq, count, head_dim) for count in (heads, kv_heads)]
 
-    variants = implementations(config, partial(rope.rotate_both, cos=cos, sin=sin), rope.IMPLEMENTATIONS)
+    variants = implementations(config, partial(rope.rotate_qk, cos=cos, sin=sin), rope.IMPLEMENTATIONS)
     choices, variants = tuple(variants), with_compiled(config, variants)
     shape = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     yield from forward_backward_cases("rope", shape, (moved, moved), (0, 0), inputs, variants, choices)

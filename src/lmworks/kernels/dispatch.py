@@ -1,7 +1,7 @@
 """Which implementation of an op runs: the one that was fastest on this device when it was measured.
 
 `lmworks bench kernels --record` times every implementation at the shapes of named models and writes the winners to
-`measured.toml`, a table a device:
+`measured.toml`, one table per device:
 
     ["NVIDIA H200".measured]             # a pattern: "NVIDIA H100*" stands for all of that family
     rms_norm = "2026-11-20, torch 2.11.0, triton 3.6.0"
@@ -9,8 +9,8 @@
     ["NVIDIA H200".rms_norm]
     "hidden=4096 tokens=16384" = "triton"
 
-A shape that was not measured goes with the nearest one that was. What was never measured, on a device or of an op, is
-done by PyTorch.
+A shape that was not measured uses the winner of the nearest one that was. Devices and ops without measurements use
+PyTorch.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ..spec import LMWorksError, SpecError
 from ..spec.errors import did_you_mean
 
 MEASURED = Path(__file__).with_name("measured.toml")
-TORCH = "torch"  # every op has it
+TORCH = "torch"  # every op has this implementation
 
 Shape = tuple[tuple[str, int], ...]  # names and sizes, by name
 
 
 def fastest(op: str, device: torch.device, **shape: int) -> str:
-    """ "torch", "triton" or another implementation of `op`; of nothing at all it is PyTorch's."""
+    """ "torch", "triton" or another implementation of `op`; PyTorch's for empty tensors."""
     if device.type != "cuda" or 0 in shape.values():
         return TORCH
     return nearest(op, device_name(device), tuple(sorted(shape.items())))
 
 
-# A file and a driver are asked: nothing that a compiler could trace, and the answer never changes. What
-# torch.compiler.assume_constant_result does, without importing the compiler for it.
+# Reads a file and queries the driver: untraceable, and constant. As torch.compiler.assume_constant_result, without
+# importing the compiler.
 fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pick(op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int) -> str:
-    """`wanted` where somebody asks for an implementation, else the fastest of those that there are."""
+    """`wanted` if given, else the fastest of the known implementations."""
     if wanted is None:
         found = fastest(op, device, **shape)
         return found if found in known else TORCH
@@ -59,7 +59,7 @@ def pick(op: str, wanted: str | None, known: Collection[str], device: torch.devi
 def pick_unless_compiling(
     op: str, wanted: str | None, known: Collection[str], device: torch.device, **shape: int
 ) -> str:
-    """As `pick`, for an op that a compiler fuses with its neighbours: inside torch.compile it is PyTorch's formula."""
+    """As `pick`, for an op that a compiler fuses with its neighbours: PyTorch's formula inside torch.compile."""
     if wanted is None and torch.compiler.is_compiling():
         return TORCH
     return pick(op, wanted, known, device, **shape)
@@ -67,7 +67,7 @@ def pick_unless_compiling(
 
 @functools.cache
 def nearest(op: str, device: str, shape: Shape) -> str:
-    """What won at the measured shape that is nearest: where sizes differ by the fewest doublings in all."""
+    """The winner at the nearest measured shape, by the sum of log₂ distances of sizes."""
     points = measured_points(op, device)
     if not points:
         return TORCH
@@ -80,7 +80,7 @@ def log2_distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
 
 @functools.cache
 def measured_points(op: str, device: str) -> tuple[tuple[Shape, str], ...]:
-    """(shape, winner) of every case of an op on a device of this name."""
+    """(shape, winner) of every measurement of an op on a device of this name."""
     for pattern, ops in table().items():
         if fnmatchcase(device, pattern):
             return tuple((parse_shape(text), winner) for text, winner in ops.get(op, {}).items())
@@ -93,7 +93,7 @@ def table() -> dict[str, Any]:
         return tomllib.loads(MEASURED.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:  # TOML's
+    except ValueError as error:  # invalid TOML
         raise LMWorksError(f"{MEASURED} is damaged ({error}); write it again: lmworks bench kernels --record") from None
 
 
@@ -116,7 +116,7 @@ def positive(text: str) -> int:
 
 
 def shape_text(shape: Mapping[str, int]) -> str:
-    """The other way round, as `measured.toml` has it."""
+    """The inverse of `parse_shape`."""
     return " ".join(f"{name}={size}" for name, size in sorted(shape.items()))
 
 

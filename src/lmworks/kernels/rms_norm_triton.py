@@ -31,22 +31,22 @@ from .triton_support import (
 
 @dataclass(frozen=True)
 class Tiles:
-    """How rows are shared out; measured on an H200 (benchmarks/elementwise_gpu.py)."""
+    """Tile sizes, measured on an H200 (benchmarks/elementwise_gpu.py)."""
 
-    elements: int = 2048  # rows are taken together up to so many; a longer one alone
-    thread: int = 8  # elements of a tile in a thread: 16 bytes of bf16, one load
+    elements: int = 2048  # of a tile of several rows; a longer row is a tile of its own
+    thread: int = 8  # elements per thread: 16 bytes of bf16, one load
     most_warps: int = 16
-    stages: int = 3  # rows of a program of the backward pass that are on their way at once; more go by shared memory
-    resident: int = 32  # warps of the backward pass on each multiprocessor: its registers hold no more of them
+    stages: int = 3  # of the backward pass: rows in flight, in shared memory
+    resident: int = 32  # warps of the backward pass on a multiprocessor, limited by registers
 
 
 TILES = Tiles()
-SPARE = 2**13  # bytes of shared memory for what else a program exchanges
+SPARE = 2**13  # bytes of shared memory for reductions
 
 
 def tile(hidden: int, tiles: Tiles) -> tuple[int, int, int]:
-    """Rows of a program, their width in it, and its warps. The number of rows in all changes none of them, so that
-    the result of a row does not depend on the others."""
+    """Rows of a program, their padded width, and its warps. Independent of the number of rows, so that the result of
+    a row does not depend on the others."""
     block = power_of_two(hidden)
     rows = max(1, tiles.elements // block)
     return rows, block, min(tiles.most_warps, max(1, rows * block // (32 * tiles.thread)))
@@ -98,7 +98,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, tiles: Tiles = 
     return grad_x, sums.sum(dim=0).to(weight.dtype)
 
 
-@triton.jit(do_not_specialize=["rows"])  # a step of the engine may have any number of them
+@triton.jit(do_not_specialize=["rows"])  # any number of rows, without recompilation
 def forward_kernel(
     x_ptr,
     delta_ptr,
@@ -121,7 +121,7 @@ def forward_kernel(
     total = tl.load(x_ptr + at, mask=inside, other=0.0)
     if delta_ptr is not None:
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0)
-        # The norm is of the sum as it is kept, rounded to the precision of the stream.
+        # The norm is of the sum as it is stored, rounded to the dtype of the residual stream.
         total = (total.to(tl.float32) + delta.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + at, total, mask=inside)
     wide = total.to(tl.float32)

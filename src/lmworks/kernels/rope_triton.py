@@ -1,4 +1,4 @@
-"""Queries and keys turned in one kernel: a program takes one token and some of its heads, which share the angles."""
+"""Rotation of queries and keys in one kernel: a program takes one token and some of its heads, with shared angles."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -13,24 +13,26 @@ from .triton_support import power_of_two, tl, triton
 
 @dataclass(frozen=True)
 class Tiles:
-    """How heads are shared out; measured on an H200 (benchmarks/elementwise_gpu.py)."""
+    """Tile sizes, measured on an H200 (benchmarks/elementwise_gpu.py)."""
 
-    heads: int = 16  # of one program, at most
-    thread: int = 8  # elements of each half of a head in a thread: 16 bytes of bf16
+    heads: int = 16  # of a program, at most
+    thread: int = 8  # elements of each half of a head per thread: 16 bytes of bf16
 
 
 TILES = Tiles()
 
 
-def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, tiles: Tiles = TILES) -> tuple[Tensor, Tensor]:
-    """As `rope.rotate` of both; with `back`, by the opposite angles."""
+def launch(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, tiles: Tiles = TILES
+) -> tuple[Tensor, Tensor]:
+    """As `rope.rotate` of both; with `inverse`, by the opposite angles."""
     if q.dim() == 3:
-        out_q, out_k = launch(q.unsqueeze(0), k.unsqueeze(0), cos, sin, back, tiles)
+        out_q, out_k = launch(q.unsqueeze(0), k.unsqueeze(0), cos, sin, inverse, tiles)
         return out_q.squeeze(0), out_k.squeeze(0)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     out_q, out_k = q.new_empty(q.shape), k.new_empty(k.shape)
     batch, seq, heads, head_dim = q.shape
-    cos, sin = (x.contiguous().expand(batch, seq, 1, head_dim) for x in (cos, sin))  # one for all where they are alike
+    cos, sin = (x.contiguous().expand(batch, seq, 1, head_dim) for x in (cos, sin))  # may be shared by all sequences
     kv_heads, width = k.shape[2], power_of_two(head_dim // 2)
     part = min(tiles.heads, power_of_two(heads))
     rope_kernel[(batch * seq, triton.cdiv(heads, part) + triton.cdiv(kv_heads, part))](
@@ -49,7 +51,7 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, tiles: Ti
         HALF=head_dim // 2,
         WIDTH=width,
         PART=part,
-        BACK=back,
+        INVERSE=inverse,
         num_warps=max(1, min(8, part * width // (32 * tiles.thread))),
     )
     return out_q, out_k
@@ -57,7 +59,7 @@ def launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, tiles: Ti
 
 @triton.jit
 def rotate_half(x_ptr, out_ptr, head, heads, head_stride, cos, sin, HALF: tl.constexpr, WIDTH: tl.constexpr):
-    """Heads of one token, from where x_ptr to where out_ptr stands."""
+    """Rotate heads of one token from x_ptr to out_ptr."""
     d = tl.arange(0, WIDTH)
     inside = (head < heads)[:, None] & (d < HALF)[None, :]
     a_ptr = x_ptr + head[:, None] * head_stride + d[None, :]
@@ -90,7 +92,7 @@ def rope_kernel(
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
-    BACK: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // seq, token % seq
@@ -98,7 +100,7 @@ def rope_kernel(
     table = batch * table_batch + position * table_seq + d
     cos = tl.load(cos_ptr + table, mask=d < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + table + HALF, mask=d < HALF, other=0.0)[None, :]  # the first half is −sin
-    if BACK:
+    if INVERSE:
         sin = -sin
     parts = tl.cdiv(heads, PART)
     part, head = tl.program_id(1), tl.arange(0, PART)

@@ -1,4 +1,4 @@
-"""What changes attention scores and logits before a softmax, in plain torch: the references of the fused kernels."""
+"""Soft-capping and attention sinks in plain torch: the references of the fused kernels."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def sink_softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over keys and one more score, which takes its share and is dropped (attention sinks of gpt-oss).
+    """Softmax over keys and one more score that is dropped afterwards (attention sinks of gpt-oss).
 
-    `sinks` has one dimension for each of scores, the last of size 1.
+    `sinks` broadcasts to scores, with a last dimension of size 1.
     """
     if sinks is None:
         return scores.softmax(dim=-1)

@@ -1,6 +1,6 @@
 """SwiGLU's product, silu(gate) · up.
 
-Left to autograd it keeps gate, silu(gate) and up. Here silu(gate) is computed again in the backward pass, with
+Autograd would save gate, silu(gate) and up. Here silu(gate) is recomputed in the backward pass, with
 s = 1/(1 + exp(−gate)) and g the gradient of the product:
 
     ∂loss/∂up = g · gate·s        ∂loss/∂gate = g · up · s · (1 + gate·(1 − s))
@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, up: Tensor, implementation: str | None = None) -> Tenso
 
 
 def swiglu_packed(gate_up: Tensor) -> Tensor:
-    """The same of one projection that gives both side by side, as the engine has it: (…, 2·ffn) → (…, ffn)."""
+    """As `swiglu`, of a projection that has both concatenated, as in the engine: (…, 2·ffn) → (…, ffn)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return swiglu(gate, up, "triton" if gate_up.device.type == "cuda" else "torch")
 

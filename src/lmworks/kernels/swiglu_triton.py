@@ -14,17 +14,17 @@ from .triton_support import PDL_MAX_PROGRAMS, pdl_options, pdl_wait, power_of_tw
 
 @dataclass(frozen=True)
 class Tiles:
-    """How columns are shared out. On an H200 others gained at most 4 % (benchmarks/elementwise_gpu.py)."""
+    """Tile sizes. On an H200 others gained at most 4 % (benchmarks/elementwise_gpu.py)."""
 
     block: int = 1024  # columns of a program, at most
-    thread: int = 8  # columns of a thread: 16 bytes of bf16, one load of each tensor
+    thread: int = 8  # columns per thread: 16 bytes of bf16, one load of each tensor
 
 
 TILES = Tiles()
 
 
 def forward(gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> Tensor:
-    """As `swiglu.reference`. Rows may lie apart: gate and up as two halves of one tensor are read where they are."""
+    """As `swiglu.reference`. Rows may be strided: gate and up may be two halves of one tensor."""
     out = torch.empty(gate.shape, dtype=torch.result_type(gate, up), device=gate.device)
     gate, up = as_rows(gate), as_rows(up)
     grid, block, warps = launch_grid(gate, tiles)
@@ -57,7 +57,7 @@ def backward(grad: Tensor, gate: Tensor, up: Tensor, tiles: Tiles = TILES) -> tu
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(rows, columns), the columns side by side."""
+    """(rows, columns) with contiguous columns."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

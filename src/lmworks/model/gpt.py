@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.rms_norm import rms_norm
-from ..kernels.rope import rotate_both
+from ..kernels.rope import rotate_qk
 from ..kernels.scores import soft_cap
 from ..kernels.swiglu import swiglu
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotate_both(q, k, *rotary)
+            q, k = rotate_qk(q, k, *rotary)
         return self.out(attend(q, k, v, self.layer, **self.per_head()).flatten(-2))
 
     def per_head(self) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class LatentAttention(nn.Module):
         k_rope = k_rope.unsqueeze(-2)
         if self.interleaved:  # pairs (x0, x1), (x2, x3), … into halves
             q_rope, k_rope = (part.unflatten(-1, (-1, 2)).mT.flatten(-2) for part in (q_rope, k_rope))
-        q_rope, k_rope = rotate_both(q_rope.contiguous(), k_rope.contiguous(), *rotary)
+        q_rope, k_rope = rotate_qk(q_rope.contiguous(), k_rope.contiguous(), *rotary)
         return q_nope, q_rope, self.kv_norm(latent), k_rope
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...kernels.inference.paged_attention import SHORT
+from ...kernels.inference.paged_attention import SHORT_PROMPT
 from ...spec import EngineSpec, ModelSpec
 from .kv_cache import free_on_gpu
 from .request import Request, Sequence
@@ -91,7 +91,7 @@ def mixed_bucket_for(step: Step, prompts: PrefillBuckets, seqs: int) -> Layout |
     prompt_tokens = next_size(prompts.token_sizes, max(sum(counts), 2 * num_prompts))
     if not num_prompts or not prompt_tokens:
         return None
-    max_query_len = max(SHORT, power_of_two(max(counts)))
+    max_query_len = max(SHORT_PROMPT, power_of_two(max(counts)))
     idle_programs = MAX_IDLE_PROGRAMS * prompt_tokens
     num_prompts = max(num_prompts, *(size for size in PROMPT_SIZES if size * max_query_len <= idle_programs))
     decode_sizes = [*(size for size in DECODE_SIZES if size < seqs), seqs]

@@ -48,13 +48,13 @@ class KVCacheShape:
         return cls(model.layers, max(1, token.heads // tp), token.width, engine.block, stored, token.vectors)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return self.dtype in STORED.values()
 
     @property
     def block_bytes(self) -> int:
         """Keys and values of all layers, and fp32 scales for each token and head if quantised."""
-        a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantised else 0)
+        a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantized else 0)
         return self.vectors * self.layers * self.kv_heads * self.size * a_head
 
 
@@ -65,7 +65,7 @@ class KVCache:
         try:
             # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
             self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
-            self.scales = torch.zeros(of_all, device=device) if shape.quantised else None
+            self.scales = torch.zeros(of_all, device=device) if shape.quantized else None
         except RuntimeError:  # out of memory, of several types
             raise LMWorksError(
                 f"a cache of {blocks:,} blocks takes {blocks * shape.block_bytes / 2**30:,.1f} GiB, which the device "
@@ -92,7 +92,7 @@ class KVCache:
 
     def pools(self) -> list[Tensor]:
         """As uint8 where PyTorch cannot index 8-bit floats."""
-        store = self.store.view(torch.uint8) if self.shape.quantised else self.store
+        store = self.store.view(torch.uint8) if self.shape.quantized else self.store
         return [store] if self.scales is None else [store, self.scales]
 
 

@@ -212,7 +212,7 @@ class Sampler:
             if sampling_metadata.noise
             else None
         )
-        drawn = gumbel_sample.draw(logits, scores, rows, sampling_metadata.logprobs, threshold, mask)
+        drawn = gumbel_sample.sample(logits, scores, rows, sampling_metadata.logprobs, threshold, mask)
         top_ids, top_logprobs = (
             top_k_logprobs(logits, self.valid, sampling_metadata.top) if sampling_metadata.top else (None, None)
         )
@@ -280,7 +280,7 @@ class Sampler:
         if sampling_metadata.bias:
             scores.scatter_add_(1, self.bias_ids[slots], self.biases[slots])
         if mask is not None:
-            scores.masked_fill_(~gumbel_sample.unpacked(mask, self.valid), -math.inf)
+            scores.masked_fill_(~gumbel_sample.unpack_mask(mask, self.valid), -math.inf)
         if sampling_metadata.min_tokens_ban:
             early = (output_positions < floats[:, MIN_TOKENS]).unsqueeze(1) & (self.is_end[slots] > 0)
             most = torch.full_like(early, math.inf, dtype=scores.dtype).masked_fill_(early, -math.inf)

@@ -1,6 +1,6 @@
-"""`sample.draw` on a GPU: a row of logits is cut into splits, each read once; a second kernel takes the best of them.
+"""`gumbel_sample.sample` on a GPU: a row of logits is split over programs, and a second kernel reduces their results.
 
-Spans have one size whatever the batch, so a row's token and log-probability do not depend on the rows beside it.
+Splits have one size whatever the batch, so a row's token and log-probability do not depend on the other rows.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import counter_rng
 from ..counter_rng_triton import random_bits
 from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
-from .gumbel_sample import Draw, RowParams
+from .gumbel_sample import RowParams, SampleResult
 
 SPLIT_SIZE = 4096  # columns of one program: 38 programs for a row of 151,936
 
@@ -23,13 +23,7 @@ SERIES_MAX = tl.constexpr(counter_rng.SERIES_MAX)
 BELOW_ONE = tl.constexpr(counter_rng.BELOW_ONE)
 LN_2 = tl.constexpr(math.log(2))
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-PARTS = [
-    "best",
-    "highest",
-    "mass",
-    "winners",
-    "nonfinite",
-]  # parts of a tensor: the number of rows says where each begins
+PARTS = ["best", "highest", "mass", "winners", "nonfinite"]  # slices of a tensor, whose alignment depends on the batch
 
 
 def launch(
@@ -39,8 +33,8 @@ def launch(
     logprobs: bool,
     threshold: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Draw:
-    """As `sample.reference`. Never waits for the device, and can be held in a CUDA graph."""
+) -> SampleResult:
+    """As `gumbel_sample.reference`. Asynchronous; can be captured in a CUDA graph."""
     count, vocab = logits.shape
     splits = triton.cdiv(vocab, SPLIT_SIZE)
     same = scores.data_ptr() == logits.data_ptr() and scores.dtype == logits.dtype
@@ -77,12 +71,12 @@ def launch(
         logits, *floats, *ints, tokens, bad, found, logits.stride(0), splits,
         SPLITS=power_of_two(splits), LOGPROBS=logprobs, num_warps=1, **pdl_options(logits.device),
     )  # fmt: skip
-    return Draw(tokens, bad, found)
+    return SampleResult(tokens, bad, found)
 
 
 @triton.jit
 def fast_log(x):
-    """In one instruction instead of twenty: 22 bits are right, and noise is needed no better."""
+    """One instruction instead of twenty; its 22 correct bits are enough for noise."""
     if INTERPRETED:
         return tl.log(x)
     log_2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -91,7 +85,7 @@ def fast_log(x):
 
 @triton.jit
 def gumbel(seed, place, ids):
-    """As `noise.gumbel(noise.bits(…))`: seed and place are int64 scalars, ids (n) int32."""
+    """As `counter_rng.gumbel(counter_rng.bits(…))`: seed and position are int64 scalars, ids (n) int32."""
     random = random_bits(seed, place, ids)
     v = tl.minimum((random.to(tl.float32) + 0.5) * 2.3283064365386963e-10, BELOW_ONE)  # 2⁻³²
     series = (((v * 0.25 + 1 / 3) * v + 0.5) * v + 1) * v

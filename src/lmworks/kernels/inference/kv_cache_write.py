@@ -1,4 +1,4 @@
-"""From the projection of a layer to its cache: split, normalise, rotate, quantise, write.
+"""From the QKV projection of a layer to its KV cache: split, normalise, rotate, quantize, write.
 
 Five small operations on data that is read once; on a GPU one kernel does them all.
 """
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .. import rms_norm
 from ..rope import rotate
-from .paged_attention import LARGEST, LayerCache
+from .paged_attention import CACHE_MAX, LayerCache
 
-TINY = 1e-20  # the scale of a vector of zeros
+MIN_SCALE = 1e-20  # of a vector of zeros
 
 
 def write_kv_cache(
@@ -24,9 +24,9 @@ def write_kv_cache(
     eps: float,
     cos_sin: tuple[Tensor, Tensor] | None,  # (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)
     cache: LayerCache,
-    slot_mapping: Tensor,  # (tokens) int64: block·size + offset where a token's key goes; −1: nowhere
+    slot_mapping: Tensor,  # (tokens) int64: block·size + offset of a token's key and value; −1: none
 ) -> Tensor:
-    """Write keys and values to their slots, and return the queries, ready to attend: (tokens, heads, head_dim)."""
+    """Write keys and values to their slots, return normalised, rotated queries: (tokens, heads, head_dim)."""
     if qkv.device.type == "cuda":
         from .kv_cache_write_triton import launch
 
@@ -45,7 +45,7 @@ def reference(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Step by step, in the precisions in which the model takes the same steps."""
+    """Step by step, rounded as in the model."""
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm.rms_norm(q, q_norm, eps), rms_norm.rms_norm(k, k_norm, eps)
@@ -63,15 +63,15 @@ def write(pool: Tensor, scales: Tensor | None, x: Tensor, slot_mapping: Tensor) 
     if scales is None:
         pool[block, :, offset] = x.to(pool.dtype)
         return
-    stored, scale = quantise(x, pool.dtype)
+    stored, scale = quantize(x, pool.dtype)
     # Bytes: PyTorch cannot index 8-bit floats on every device.
     pool.view(torch.uint8)[block, :, offset] = stored.view(torch.uint8)
     scales[block, :, offset] = scale
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x ≈ stored · scale, the scale such that the largest element of a head is the largest number that is held."""
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x ≈ stored · scale; the scale maps the largest element of a head to the largest value of the format."""
     wide = x.float()
-    scale = wide.abs().amax(dim=-1).div(LARGEST[dtype]).clamp(min=TINY)
+    scale = wide.abs().amax(dim=-1).div(CACHE_MAX[dtype]).clamp(min=MIN_SCALE)
     scaled = wide / scale.unsqueeze(-1)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale

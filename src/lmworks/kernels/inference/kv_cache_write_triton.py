@@ -1,7 +1,7 @@
-"""Split, normalise, rotate, quantise and write, in one kernel: a program takes one token and a few of its heads.
+"""`kv_cache_write` in one kernel: a program takes one token and a few of its heads.
 
-Heads of queries, keys and values lie side by side, (tokens, heads + 2·kv_heads, head_dim); the number of heads that a
-program takes divides both counts, so that all of its heads are of one kind.
+Heads of queries, keys and values are concatenated, (tokens, heads + 2·kv_heads, head_dim); the number of heads of a
+program divides both counts, so that all of its heads are queries, keys or values.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..triton_support import pdl_options, pdl_wait, power_of_two, tl, triton
-from .kv_cache_write import TINY
-from .paged_attention import LARGEST, LayerCache
+from .kv_cache_write import MIN_SCALE
+from .paged_attention import CACHE_MAX, LayerCache
 
 MOST_HEADS = 8  # of one program
 
@@ -31,7 +31,7 @@ def launch(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """As `paged_store.reference`."""
+    """As `kv_cache_write.reference`."""
     tokens, head_dim = qkv.shape[0], cache.keys.shape[3]
     q = qkv.new_empty((tokens, heads, head_dim))
     part = math.gcd(heads, kv_heads, MOST_HEADS)
@@ -60,8 +60,8 @@ def launch(
         WIDTH=width,
         PART=part,
         SIZE=cache.size,
-        LARGEST=LARGEST.get(cache.keys.dtype, 0.0),
-        TINY=TINY,
+        CACHE_MAX=CACHE_MAX.get(cache.keys.dtype, 0.0),
+        MIN_SCALE=MIN_SCALE,
         INTEGER=cache.keys.dtype == torch.int8,
         num_warps=max(1, min(4, part * width // 256)),
         **pdl_options(qkv.device),
@@ -70,12 +70,12 @@ def launch(
 
 
 @triton.jit
-def normed_and_rotated(x_ptr, row, d, inside, norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM: tl.constexpr):
-    """Heads as they attend: normalised and rotated. Rounded after each step, as the model rounds."""
+def norm_and_rope(x_ptr, row, d, inside, norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM: tl.constexpr):
+    """Normalised and rotated heads, rounded after each step as in the model."""
     given = tl.load(x_ptr + row + d[None, :], mask=inside, other=0.0)
     x = given.to(tl.float32)
     there = d < HEAD_DIM
-    partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)  # the other one of its pair
+    partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)  # the other element of its pair
     other = x
     if cos_ptr is not None:
         other = tl.load(x_ptr + row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -107,18 +107,18 @@ def store(
     scale_stride,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TINY: tl.constexpr,
+    CACHE_MAX: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
     INTEGER: tl.constexpr,
 ):
-    """Heads of one token to their slot, with their scales where the cache is quantised."""
+    """Store heads of one token to their slot, with their scales if the cache is quantized."""
     block, offset = slot // SIZE, slot % SIZE
     if scales_ptr is not None:
         x = x.to(tl.float32)
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), TINY)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), CACHE_MAX), MIN_SCALE)
         x = tl.div_rn(x, scale[:, None])
         if INTEGER:
-            x = (x + 12582912.0) - 12582912.0  # 1.5·2²³: what is below 1 is rounded away, half to even
+            x = (x + 12582912.0) - 12582912.0  # 1.5·2²³: rounds to an integer, half to even
         tl.store(scales_ptr + block * scale_stride + head * SIZE + offset, scale)
     row = block * block_stride + head * head_stride + offset * HEAD_DIM
     tl.store(pool_ptr + row[:, None] + d[None, :], x.to(pool_ptr.dtype.element_ty), mask=inside)
@@ -148,8 +148,8 @@ def write_kv_cache_kernel(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TINY: tl.constexpr,
+    CACHE_MAX: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
     INTEGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -160,21 +160,21 @@ def write_kv_cache_kernel(
     inside = (part >= 0)[:, None] & (d < HEAD_DIM)[None, :]
     row = (token * row_stride + (first + part) * HEAD_DIM)[:, None]
     if first < HEADS:
-        q = normed_and_rotated(qkv_ptr, row, d, inside, q_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
+        q = norm_and_rope(qkv_ptr, row, d, inside, q_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
         tl.store(q_ptr + (token * HEADS + first + part)[:, None] * HEAD_DIM + d[None, :], q, mask=inside)
         return
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
         return
     if first < HEADS + KV_HEADS:
-        k = normed_and_rotated(qkv_ptr, row, d, inside, k_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
+        k = norm_and_rope(qkv_ptr, row, d, inside, k_norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM)
         store(
             k, k_ptr, k_scale_ptr, first - HEADS + part, d, inside, slot, block_stride, head_stride, scale_stride,
-            HEAD_DIM, SIZE, LARGEST, TINY, INTEGER,
+            HEAD_DIM, SIZE, CACHE_MAX, MIN_SCALE, INTEGER,
         )  # fmt: skip
     else:
         v = tl.load(qkv_ptr + row + d[None, :], mask=inside, other=0.0)
         store(
             v, v_ptr, v_scale_ptr, first - HEADS - KV_HEADS + part, d, inside, slot, block_stride, head_stride,
-            scale_stride, HEAD_DIM, SIZE, LARGEST, TINY, INTEGER,
+            scale_stride, HEAD_DIM, SIZE, CACHE_MAX, MIN_SCALE, INTEGER,
         )  # fmt: skip

@@ -1,11 +1,11 @@
 """Attention over a paged cache of latent vectors (multi-head latent attention, absorbed form).
 
-The cache keeps one vector per token: `rank` latent numbers, which are the value of every head, beside a rotary key. A
-query is as wide: its part without positions is multiplied into the latent space beforehand.
+The cache holds one vector per token: `rank` latent numbers, which are the value of every head, and a rotary key. A
+query has the same width: its part without positions was projected into the latent space.
 
     outᵢ = Σ softmax(qᵢ·cⱼ·scale) · cⱼ[:rank]   over keys j with pᵢ − window < j ≤ pᵢ
 
-In PyTorch's own operations, sequence by sequence, on every device.
+In PyTorch operations, one sequence at a time, on every device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .paged_attention import AttentionMetadata, LayerCache, gather_blocks
 
-SCORES = 2**25  # that are held at once, in fp32
+MAX_SCORES = 2**25  # in memory at once, in fp32
 
 
 def paged_latent_attention(
@@ -27,10 +27,10 @@ def paged_latent_attention(
     *,
     rank: int,
     scale: float,
-    window: int = 0,  # keys that a query sees, itself included; 0: all before it
-    invariant: bool = False,  # one query at a time: its result does not depend on the batch
+    window: int = 0,  # sliding window: keys that a query sees, itself included; 0: all
+    invariant: bool = False,  # batch-invariant: one query at a time
 ) -> Tensor:
-    """(tokens, heads, rank). Queries of no sequence get 0."""
+    """(tokens, heads, rank). Padding queries get 0."""
     out = q.new_zeros(*q.shape[:-1], rank)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for row, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def paged_latent_attention(
             continue
         table = metadata.block_tables[row : row + 1, : math.ceil(length / cache.size)]
         latents = gather_blocks(cache.keys, cache.key_scales, table, q.dtype)[0, 0, :length]
-        step = 1 if invariant else max(1, SCORES // (q.shape[1] * length))
+        step = 1 if invariant else max(1, MAX_SCORES // (q.shape[1] * length))
         for first in range(begin, end, step):
             last = min(first + step, end)
             seen = length - (end - last)  # keys up to the last of these queries

@@ -1,10 +1,10 @@
-"""8-bit numbers of a cache, two at a time: what tensor cores need is fp16, laid out as they take it.
+"""8-bit elements of a KV cache, unpacked in pairs to fp16 for tensor cores.
 
-Tensor cores are handed 16-bit numbers in a pattern that the hardware can fetch from shared memory, turned or not; of
-bytes it cannot, and a compiler then fetches a turned tile byte by byte. So a row of bytes is read as one of 16-bit
-words, each a pair of neighbours, and a tile of words is widened to two tiles of numbers where it will be multiplied:
-of the even columns, and of the odd ones. A product over columns is the sum of two products, and a product that keeps
-them gives two halves, to be laid between one another in the end.
+Tensor cores need 16-bit operands in a layout that the hardware can load from shared memory, transposed or not; bytes it
+cannot transpose, and a compiler then loads a transposed tile byte by byte. So a row of bytes is loaded as 16-bit words,
+each a pair of neighbours, and a tile of words is unpacked to two tiles in registers: the even columns and the odd ones.
+A product over columns is the sum of two products, and a product that keeps columns gives two halves, interleaved at the
+end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -15,7 +15,7 @@ from ..triton_support import tl, triton
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # PTX: two words → (low byte of each), (high byte of each) as two fp16 in a register.
-FLOATS = tl.constexpr("""{
+FP8_PTX = tl.constexpr("""{
 .reg .b32 both;
 .reg .b16 low, high;
 prmt.b32 both, $2, 0, 0x3120;
@@ -24,7 +24,7 @@ cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 # 0x6400 | u are the bits of 1024 + u; u = byte + 128.
-INTEGERS = tl.constexpr("""{
+INT8_PTX = tl.constexpr("""{
 .reg .b32 both, less;
 mov.b32 less, 0xe480e480;
 xor.b32 both, $2, 0x80808080;
@@ -36,25 +36,25 @@ add.rn.f16x2 $1, $1, less;
 
 
 @triton.jit
-def evens_and_odds(x):
+def deinterleave(x):
     """(rows, columns) → two of (rows, columns / 2)."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def interleave(even, odd):
-    """What `evens_and_odds` took apart."""
+    """The inverse of `deinterleave`."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.jit
-def words_at(ptr):
+def as_int16_pointer(ptr):
     return ptr.to(tl.pointer_type(tl.int16))
 
 
 @triton.jit
-def widened(words, INTEGER: tl.constexpr):
-    """The low byte of each 16-bit word, and the high one, as fp16."""
+def unpack_8bit(words, INTEGER: tl.constexpr):
+    """The low bytes of 16-bit words, and the high ones, as fp16."""
     if INTERPRETED:
         low, high = words.to(tl.int8), (words >> 8).to(tl.int8)
         if not INTEGER:
@@ -62,7 +62,7 @@ def widened(words, INTEGER: tl.constexpr):
         low, high = low.to(tl.float16), high.to(tl.float16)
     else:
         low, high = tl.inline_asm_elementwise(
-            INTEGERS if INTEGER else FLOATS,
+            INT8_PTX if INTEGER else FP8_PTX,
             "=&r,=&r,r",
             [words],
             dtype=(tl.float16, tl.float16),

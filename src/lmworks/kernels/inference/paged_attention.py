@@ -28,17 +28,17 @@ from torch import Tensor
 
 from ..scores import sink_softmax, soft_cap
 
-SHORT = 256  # queries; a launch for prompts that may be longer is cut up otherwise
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # number that a quantised cache holds
+SHORT_PROMPT = 256  # queries; longer prompts have larger tiles
+CACHE_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # largest value of a quantized cache
 
 
 @dataclass(frozen=True)
 class LayerCache:
     """Keys and values of one layer, in blocks."""
 
-    keys: Tensor  # (blocks, kv_heads, size, head_dim), in the model's precision, int8 or float8_e4m3fn
+    keys: Tensor  # (blocks, kv_heads, size, head_dim), in the model's dtype, int8 or float8_e4m3fn
     values: Tensor  # the same
-    key_scales: Tensor | None = None  # (blocks, kv_heads, size) fp32, where the cache is quantised
+    key_scales: Tensor | None = None  # (blocks, kv_heads, size) fp32, if quantized
     value_scales: Tensor | None = None  # the same
 
     @property
@@ -49,14 +49,12 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the keys of each sequence lie, and which queries are its own."""
+    """Blocks, lengths and queries of each sequence."""
 
-    block_tables: Tensor  # (seqs, max_blocks) int32: its blocks in order; what lies beyond its length is never read
-    seq_lens: (
-        Tensor  # (seqs) int32: its keys, those of this batch included; 0: a place that nobody took, its result is 0
-    )
-    query_start_loc: Tensor  # (seqs + 1) int32: where its queries begin among all queries
-    max_query_len: int  # the most queries that a sequence has; 1: all of them are decoding
+    block_tables: Tensor  # (seqs, max_blocks) int32: its blocks in order; entries beyond its length are never read
+    seq_lens: Tensor  # (seqs) int32: its keys, those of this batch included; 0: padding, whose result is 0
+    query_start_loc: Tensor  # (seqs + 1) int32: offset of its first query
+    max_query_len: int  # most queries of a sequence; 1: all are decoding
 
 
 def paged_attention(
@@ -64,13 +62,13 @@ def paged_attention(
     cache: LayerCache,
     metadata: AttentionMetadata,
     *,
-    window: int = 0,  # keys that a query sees, itself included; 0: all before it
-    slopes: Tensor | None = None,  # (heads) fp32: ALiBi's
+    window: int = 0,  # sliding window: keys that a query sees, itself included; 0: all
+    slopes: Tensor | None = None,  # (heads) fp32: of ALiBi
     softcap: float = 0.0,  # of scores; 0: none
     sinks: Tensor | None = None,  # (heads)
-    invariant: bool = False,  # the result of a query depends, bit for bit, on its own sequence alone
+    invariant: bool = False,  # batch-invariant
 ) -> Tensor:
-    """(tokens, heads, head_dim). Queries of no sequence get 0; where all are decoding, every query is of one."""
+    """(tokens, heads, head_dim). Padding queries get 0; if all are decoding, there are none."""
     kernel: Callable[..., Tensor] = reference
     if q.device.type == "cuda":
         from .paged_attention_triton import launch
@@ -90,10 +88,9 @@ def reference(
     sinks: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """Sequence by sequence, by PyTorch's own attention; `invariant` takes the queries one at a time as well.
+    """One sequence at a time, with PyTorch's attention; `invariant`: one query at a time.
 
-    The order in which a matrix product adds up may depend on how many rows it has, so a query that is computed alone
-    is the same in every batch and however its prompt was cut.
+    The summation order of a matrix product may depend on the number of rows.
     """
     out = torch.zeros_like(q)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -113,16 +110,16 @@ def reference(
 
 
 def gather_blocks(
-    pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype, room: Tensor | None = None
+    pool: Tensor, scales: Tensor | None, tables: Tensor, dtype: torch.dtype, buffer: Tensor | None = None
 ) -> Tensor:
-    """Keys or values of sequences with as many blocks each, (seqs, blocks), side by side:
-    (seqs, kv_heads, keys, head_dim); in `room`, where there is one of as many elements."""
+    """Keys or values of sequences with equally many blocks, tables (seqs, blocks): (seqs, kv_heads, keys, head_dim),
+    in `buffer` if given."""
     blocks, kv_heads, size, head_dim = pool.shape
     seqs, each = tables.shape
-    # Each head of a block lies in one piece: copied once, to where it is read.
+    # Each head of a block is contiguous, and copied once.
     heads = torch.arange(kv_heads, device=pool.device).unsqueeze(1)
     pieces = (tables.long().unsqueeze(1) * kv_heads + heads).flatten()
-    into = None if room is None else room.view(len(pieces), -1)
+    into = None if buffer is None else buffer.view(len(pieces), -1)
     x = torch.index_select(pool.view(blocks * kv_heads, -1), 0, pieces, out=into)
     x = x.view(seqs, kv_heads, each * size, head_dim)
     if scales is None:
@@ -150,7 +147,7 @@ def attend(
         seen = (distance >= 0) & (distance < window) if window else distance >= 0
         if slopes is not None:
             seen = (-slopes.view(-1, 1, 1) * distance).masked_fill(~seen, -math.inf)
-    whole = seen is None and queries > 1  # a prompt from its first token on
+    whole = seen is None and queries > 1  # a whole prompt
     if explicit:
         return attend_explicitly(q, k, v, seen, softcap, sinks)
     heads_first = q.transpose(0, 1).unsqueeze(0)
@@ -163,7 +160,7 @@ def attend(
 def attend_explicitly(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """All scores in memory. `seen`: where a query may look, or what is added to the scores."""
+    """With all scores in memory. `seen`: a boolean mask, or a bias."""
     (queries, heads, head_dim), kv_heads = q.shape, k.shape[0]
     grouped = q.transpose(0, 1).reshape(kv_heads, -1, head_dim)  # (kv_heads, group · queries, head_dim)
     scores = (grouped @ k.transpose(1, 2)).float().view(heads, queries, -1) / math.sqrt(head_dim)
@@ -177,17 +174,17 @@ def attend_explicitly(
 # --- decoding on a CPU ----------------------------------------------------------------------------------
 
 
-GROUP_ELEMENTS = 2**20  # elements of keys that are gathered at once
+GROUP_ELEMENTS = 2**20  # of keys that are gathered at once
 
 
 class GatherBuffers(threading.local):
-    """Memory that keys and values are gathered in, layer after layer: new memory comes page by page, each cleared."""
+    """Buffers for gathered keys and values that all layers reuse: new memory costs page faults."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get(self, name: str, count: int, dtype: torch.dtype) -> Tensor | None:
-        if count > GROUP_ELEMENTS:  # a lone long sequence, whose memory is not kept
+        if count > GROUP_ELEMENTS:  # a single long sequence: not reused
             return None
         if (name, dtype) not in self.buffers:
             self.buffers[name, dtype] = torch.empty(GROUP_ELEMENTS, dtype=dtype)
@@ -206,7 +203,7 @@ def paged_decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_attention.reference` where every sequence has one query: q (seqs, heads, head_dim)."""
+    """As `reference` where every sequence has one query: q (seqs, heads, head_dim)."""
     out = torch.zeros_like(q)
     lengths, order = metadata.seq_lens.sort()
     counts = lengths.tolist()
@@ -216,7 +213,7 @@ def paged_decode(
         blocks = math.ceil(counts[end - 1] / cache.size)
         most = max(1, GROUP_ELEMENTS // (per_block * blocks))
         begin = max(end - most, 0)
-        while not counts[begin]:  # nobody's places stay 0
+        while not counts[begin]:  # padding stays 0
             begin += 1
         group = order[begin:end]
         out[group] = attend_group(
@@ -236,19 +233,19 @@ def attend_group(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """A few sequences of like length: q (seqs, heads, head_dim), tables (seqs, blocks)."""
+    """Sequences of similar length: q (seqs, heads, head_dim), tables (seqs, blocks)."""
     seqs, heads, head_dim = q.shape
     kv_heads, keys = cache.keys.shape[1], tables.shape[1] * cache.size
-    distance = lengths.unsqueeze(1) - 1 - torch.arange(keys)  # (seqs, keys); below 0 lies what is not valid
+    distance = lengths.unsqueeze(1) - 1 - torch.arange(keys)  # (seqs, keys); negative: not valid
     valid = distance >= 0
-    # Blocks beyond a sequence's own, and places in its last, may hold anything, even what is not finite.
+    # Blocks beyond a sequence's own, and the rest of its last, are uninitialised, and may be NaN.
     tables = torch.where(valid[:, :: cache.size], tables, 0)
     count = seqs * kv_heads * keys * head_dim
     k, v = (  # (seqs, kv_heads, keys, head_dim)
         gather_blocks(pool, scales, tables, q.dtype, gather_buffers.get(name, count, pool.dtype))
         for name, pool, scales in (("k", cache.keys, cache.key_scales), ("v", cache.values, cache.value_scales))
     )
-    v.transpose(1, 2)[(~valid).nonzero(as_tuple=True)] = 0  # a mask would have all of v read
+    v.transpose(1, 2)[(~valid).nonzero(as_tuple=True)] = 0  # a mask would read all of v
     scores = (q.view(seqs, kv_heads, -1, head_dim) @ k.transpose(2, 3)).float().view(seqs, heads, keys)
     scores = soft_cap(scores / math.sqrt(head_dim), softcap)
     if slopes is not None:

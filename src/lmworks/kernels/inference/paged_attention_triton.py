@@ -1,17 +1,17 @@
-"""Attention over pages on a GPU: one kernel for decoding and for prompts.
+"""Paged attention on a GPU: one kernel for decoding and prefill.
 
-A program takes some queries of a sequence for *all* the heads that share a key head, as rows of one matrix (query 0
-head 0, query 0 head 1, …), so that a key is read once for the whole group. It walks over the keys in tiles, with the
-running maximum and sum of FlashAttention (Dao et al. 2022); a tile spans several blocks, whose numbers it gathers.
+A program takes some queries of a sequence for *all* heads that share a key head, as rows of one matrix (query 0 head 0,
+query 0 head 1, …), so that a key is read once for the whole group. It loops over tiles of keys with FlashAttention's
+online softmax (Dao et al. 2022); a tile spans several blocks, whose numbers it gathers.
 
-While decoding there are few queries and many keys: those of a sequence are shared out among several programs, each of
-which leaves its part of the result and its log-sum-exp, and the last to finish merges them in order (flash-decoding).
-How many keys a program takes is computed on the device from the sequence's length, so a CUDA graph holds for all
-lengths: a program that has nothing to do ends at once, and one that has all keys of a short sequence merges nothing.
+Decoding has few queries and many keys: the keys of a sequence are split over several programs, each of which writes its
+partial result and log-sum-exp, and the last to finish merges them in order (flash-decoding). The number of keys of a
+program is computed on the device from the sequence's length, so that a CUDA graph is valid for all lengths: a program
+without keys returns at once, and one that has all keys of a short sequence merges nothing.
 
-`invariant`: tiles and the order of the walk are the same for every shape of batch, and nothing is split. What a row
-meets beyond its own keys changes nothing (p = 0, and the running values times 1), so its result is the same bit for
-bit alone or in a batch, in one piece or in chunks, as a prompt or as a decoded token.
+`invariant`: tiles and their order are the same for every batch, and keys are not split. Masked keys change nothing
+(p = 0, and the running values times 1), so a result has the same bits alone or in a batch, in one prefill or in chunks,
+as a prompt token or a decoded one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
@@ -25,62 +25,62 @@ import torch
 from torch import Tensor
 
 from ..triton_support import multiprocessors, pdl_options, pdl_wait, power_of_two, split_k_counters, tl, triton
-from .packed_8bit_triton import evens_and_odds, interleave, widened, words_at
-from .paged_attention import LARGEST, SHORT, AttentionMetadata, LayerCache
+from .packed_8bit_triton import as_int16_pointer, deinterleave, interleave, unpack_8bit
+from .paged_attention import CACHE_MAX, SHORT_PROMPT, AttentionMetadata, LayerCache
 
-MOST_SPLITS = 64
-AT_ONCE = 3  # programs that a multiprocessor holds: keys of few sequences are split to fill it once, none comes after
-PROGRAMS_EACH = 8  # programs that it gets where there are many sequences: enough to even out unequal lengths
-LEAST = 4  # tiles of a program whose sequence has more: to walk over them takes less time than to merge parts
-LONG = 2048  # keys of it where the walks are more than programs at once: all wait for longer ones alone
-TILE_BYTES = 2**14  # of keys in one step of the walk: with three of them under way, the memory is never idle
+MAX_SPLITS = 64
+RESIDENT_PROGRAMS = 3  # of a multiprocessor: keys of few sequences are split to fill the GPU once
+PROGRAMS_PER_MULTIPROCESSOR = 8  # with many sequences: enough to balance unequal lengths
+MIN_TILES = 4  # of a program: fewer take less time than merging
+MIN_KEYS = 2048  # of a program, where sequences fill the GPU by themselves: only long ones are split
+TILE_BYTES = 2**14  # of keys in one step: three of them in flight keep the memory busy
 
 
 @dataclass(frozen=True)
-class Config:
-    """How a launch is cut up."""
+class LaunchConfig:
+    """Tile sizes and splits of a launch."""
 
     rows: int  # queries × heads of a group in one program
-    tile: int  # keys in one step of the walk
+    tile: int  # keys of one step
     warps: int
-    stages: int  # tiles under way at once
-    splits: int = 1  # programs among which the keys of a sequence are shared out
-    least: int = LEAST  # tiles of one of them
+    stages: int  # of the software pipeline of loads
+    splits: int = 1  # programs that share the keys of a sequence
+    min_tiles: int = MIN_TILES  # of one of them
 
 
-def choose(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant: bool) -> Config:
-    """From numbers that the host knows and that do not change when a CUDA graph is replayed."""
+def choose_config(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant: bool) -> LaunchConfig:
+    """From sizes that the host knows and that are constant in a CUDA graph."""
     kv_heads, width = cache.keys.shape[1], power_of_two(q.shape[2])
     group = power_of_two(q.shape[1] // kv_heads)
-    exact = q.dtype == torch.float32  # no tensor cores: small tiles, or the registers run out
+    exact = q.dtype == torch.float32  # no tensor cores: small tiles, or registers spill
     few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
-    quantised = cache.key_scales is not None
+    quantized = cache.key_scales is not None
     tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), 32 if exact else 128)
     if invariant:
-        return Config(max(few, group), min(tile, 64), warps, stages)
+        return LaunchConfig(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(metadata.max_query_len * group))
-    if rows == few and quantised and not exact:
-        tile, stages = min(tile, 64), 2  # of more, registers spill
+    if rows == few and quantized and not exact:
+        tile, stages = min(tile, 64), 2  # with more, registers spill
     if rows <= few:
         walks, keys = metadata.seq_lens.shape[0] * kv_heads, metadata.block_tables.shape[1] * cache.size
-        splits, least = num_splits(walks, triton.cdiv(keys, tile), LONG // tile, q.device)
-        return Config(rows, tile, warps, stages, splits, least)
-    if quantised and not exact:
-        return Config(max(few, group), min(tile, 64), warps, 2)
+        splits, min_tiles = num_splits(walks, triton.cdiv(keys, tile), MIN_KEYS // tile, q.device)
+        return LaunchConfig(rows, tile, warps, stages, splits, min_tiles)
+    if quantized and not exact:
+        return LaunchConfig(max(few, group), min(tile, 64), warps, 2)
     if exact or width > 128:
-        return Config(max(few, group), tile, warps, 2)
-    if metadata.max_query_len <= SHORT or width <= 64:  # which lose more by wide tiles that are not full than they gain
-        return Config(max(few, group), min(tile, 64), warps, stages)
-    return Config(max(128, group), tile, 8, 3)
+        return LaunchConfig(max(few, group), tile, warps, 2)
+    if metadata.max_query_len <= SHORT_PROMPT or width <= 64:  # larger tiles would be partly empty
+        return LaunchConfig(max(few, group), min(tile, 64), warps, stages)
+    return LaunchConfig(max(128, group), tile, 8, 3)
 
 
-def num_splits(walks: int, tiles: int, long: int, device: torch.device) -> tuple[int, int]:
-    """Among how many programs each of `walks` (sequences × key heads) over up to so many tiles is shared out, and how
-    many tiles one of them takes at least."""
-    at_once = multiprocessors(device) * AT_ONCE // max(walks, 1)
-    splits = at_once if at_once > 1 else math.ceil(multiprocessors(device) * PROGRAMS_EACH / walks)
-    least = LEAST if at_once else long
-    return max(1, min(splits, triton.cdiv(tiles, least), MOST_SPLITS)), least
+def num_splits(walks: int, tiles: int, min_tiles_when_full: int, device: torch.device) -> tuple[int, int]:
+    """Splits of each of `walks` (sequences × key heads) over up to `tiles` tiles of keys, and the fewest tiles of a
+    split."""
+    at_once = multiprocessors(device) * RESIDENT_PROGRAMS // max(walks, 1)
+    splits = at_once if at_once > 1 else math.ceil(multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR / walks)
+    min_tiles = MIN_TILES if at_once else min_tiles_when_full
+    return max(1, min(splits, triton.cdiv(tiles, min_tiles), MAX_SPLITS)), min_tiles
 
 
 def launch(
@@ -93,19 +93,19 @@ def launch(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     invariant: bool = False,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> Tensor:
     """As `paged_attention.reference`."""
     q = q.contiguous()
     tokens, heads, head_dim = q.shape
     kv_heads, seqs = cache.keys.shape[1], metadata.seq_lens.shape[0]
-    config = config or choose(q, cache, metadata, invariant)
+    config = config or choose_config(q, cache, metadata, invariant)
     group = heads // kv_heads
     queries = config.rows // group  # of one program
     split = config.splits > 1
-    each = 1 if cache.key_scales is None else 2  # numbers that are read as one
-    out = torch.empty_like(q) if metadata.max_query_len == 1 else torch.zeros_like(q)  # of queries of no sequence
-    parts = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
+    each = 1 if cache.key_scales is None else 2  # elements that are loaded as one word
+    out = torch.empty_like(q) if metadata.max_query_len == 1 else torch.zeros_like(q)  # padding queries get 0
+    partials = q.new_empty((tokens, heads, config.splits, head_dim), dtype=torch.float32) if split else out
     lse = q.new_empty((tokens, heads, config.splits), dtype=torch.float32) if split else out
     attend_kernel[(config.splits if split else triton.cdiv(metadata.max_query_len, queries), kv_heads, seqs)](
         q,
@@ -114,7 +114,7 @@ def launch(
         cache.key_scales,
         cache.value_scales,
         out,
-        parts,
+        partials,
         lse,
         split_k_counters(q.device) if split else out,
         metadata.block_tables,
@@ -128,8 +128,8 @@ def launch(
         cache.keys.stride(1) // each,
         0 if cache.key_scales is None else cache.key_scales.stride(0),
         config.splits,
-        config.least,
-        LARGEST=1.0 if cache.value_scales is None else LARGEST[cache.values.dtype],
+        config.min_tiles,
+        CACHE_MAX=1.0 if cache.value_scales is None else CACHE_MAX[cache.values.dtype],
         HEADS=heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -157,7 +157,7 @@ def key_tiles(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Which tiles of keys the queries first … first + QUERIES of a sequence see: from, and up to."""
+    """Range of key tiles that queries first … first + QUERIES of a sequence see."""
     begin = length - queries + first  # position of the first query
     low = 0
     if WINDOW > 0:
@@ -168,15 +168,15 @@ def key_tiles(
 
 @triton.jit
 def tanh(x):
-    """By its series near 0, where 2σ(2x) − 1 loses digits."""
+    """By a series near 0, where 2σ(2x) − 1 loses digits."""
     y = x * x
     series = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
     return tl.where(tl.abs(x) < 0.25, series, 2 * tl.sigmoid(2 * x) - 1)
 
 
-# Compiled once for all numbers of splits, widths of tables and places of a batch: none ever waits for a compiler.
+# Compiled once for all numbers of splits, table widths and batch offsets: no recompilation while serving.
 @triton.jit(
-    do_not_specialize=["splits", "least", "table_stride"],
+    do_not_specialize=["splits", "min_tiles", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr", "starts_ptr"],
 )
 def attend_kernel(
@@ -186,9 +186,9 @@ def attend_kernel(
     k_scale_ptr,
     v_scale_ptr,
     out_ptr,
-    parts_ptr,  # split: (tokens, heads, splits, head_dim)
+    partials_ptr,  # split: (tokens, heads, splits, head_dim)
     lse_ptr,  # split: (tokens, heads, splits)
-    tickets_ptr,  # split: (seqs, kv_heads)
+    counters_ptr,  # split: (seqs, kv_heads)
     tables_ptr,
     lengths_ptr,
     starts_ptr,
@@ -200,8 +200,8 @@ def attend_kernel(
     head_stride,
     scale_stride,
     splits,
-    least,
-    LARGEST: tl.constexpr,  # number of a quantised cache; 1: it is not
+    min_tiles,
+    CACHE_MAX: tl.constexpr,  # largest value of a quantized cache; 1: not quantized
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -215,20 +215,20 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    QUANTISED: tl.constexpr = k_scale_ptr is not None
-    EACH: tl.constexpr = 2 if QUANTISED else 1  # numbers that are read as one
+    QUANTIZED: tl.constexpr = k_scale_ptr is not None
+    EACH: tl.constexpr = 2 if QUANTIZED else 1  # elements that are loaded as one word
     INTEGER: tl.constexpr = k_ptr.dtype.element_ty == tl.int8
     pdl_wait(PDL)
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + seq)
     queries = tl.load(starts_ptr + seq + 1) - start
     length = tl.load(lengths_ptr + seq)
-    # The last queries of a prompt see the most keys; their programs begin first, so that none is left over at the end.
+    # The last queries of a prompt see the most keys and are scheduled first, so that no long loop is left at the end.
     first = 0 if SPLIT else (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     low, high = key_tiles(length, queries, first, QUERIES, TILE, WINDOW)
     if SPLIT:
-        each = tl.maximum(tl.cdiv(high - low, splits), least)
-        sharing = tl.cdiv(high - low, each)
+        each = tl.maximum(tl.cdiv(high - low, splits), min_tiles)
+        active_splits = tl.cdiv(high - low, each)
         low += tl.program_id(0) * each
         if (first >= queries) | ((low >= high) & (tl.program_id(0) > 0)):
             return
@@ -242,41 +242,41 @@ def attend_kernel(
     inside = live[:, None] & (d < HEAD_DIM)[None, :]
     place = (start + query).to(tl.int64) * HEADS + head
     q = tl.load(q_ptr + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-    if QUANTISED:
+    if QUANTIZED:
         if q.dtype == tl.bfloat16:
-            q = q.to(tl.float16)  # in which all that an 8-bit cache holds is exact
-        q_even, q_odd = evens_and_odds(q)
-        k_ptr, v_ptr = words_at(k_ptr), words_at(v_ptr)
+            q = q.to(tl.float16)  # exact for all values of an 8-bit cache
+        q_even, q_odd = deinterleave(q)
+        k_ptr, v_ptr = as_int16_pointer(k_ptr), as_int16_pointer(v_ptr)
     position = length - queries + query
     slope = tl.zeros((ROWS,), tl.float32)
     if slopes_ptr is not None:
-        # Scores are multiplied by `scale` later, as those of the products are.
+        # Divided by `scale` below, as scores are multiplied by it.
         slope = tl.load(slopes_ptr + head, mask=live, other=0.0) * 1.4426950408889634
 
-    # The mixture of values, not yet divided by
     acc = tl.zeros((ROWS, WIDTH // EACH), tl.float32)
     acc_odd = acc
-    total = tl.zeros((ROWS,), tl.float32)  # the sum of their weights
-    # Largest score so far, as a power of two; finite, so that a row that has seen nothing yet stays 0 and not NaN.
-    top = tl.full((ROWS,), -1e30, tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    # In units of log 2; finite, so that a row without visible keys gives 0 and not NaN.
+    row_max = tl.full((ROWS,), -1e30, tl.float32)
     if sinks_ptr is not None:
-        # As a key whose value is 0, seen before all others; of a split sequence by the first program alone.
+        # A key whose value is 0, before all others; with splits in the first program only.
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         if SPLIT:
             begins = tl.program_id(0) == 0
-            top, total = tl.where(begins, sink, top), tl.where(begins, total + 1.0, total)
+            row_max, row_sum = tl.where(begins, sink, row_max), tl.where(begins, row_sum + 1.0, row_sum)
         else:
-            top, total = sink, total + 1.0
+            row_max, row_sum = sink, row_sum + 1.0
     table_ptr = tables_ptr + seq.to(tl.int64) * table_stride
-    # Every row sees the whole of the tiles up to the first query, from the last one's window on.
+    # Tiles that every row sees in full: up to the first query, and from the last one's window on.
     whole_low, whole_high = low, (length - queries + first + 1) // TILE
     if WINDOW > 0:
         whole_low = tl.cdiv(tl.maximum(length - queries + first + QUERIES - WINDOW, 0), TILE)
     j = low * TILE + tl.arange(0, TILE)
-    # Numbers of blocks are read a tile ahead: a load whose address is a load of the same turn takes a stage of its own.
+    # Block numbers are loaded a tile ahead: a dependent load in the same iteration would take a pipeline stage of its
+    # own.
     block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
     for tile in range(low, high):
-        # Nothing beyond the length is read: those rows of the table, and of the blocks, may hold anything, even NaN.
+        # Nothing beyond the length is read: table entries and blocks there are uninitialised, and may be NaN.
         there = j < length
         row = block.to(tl.int64) * block_stride + kv_head * head_stride + (j % SIZE) * (HEAD_DIM // EACH)
         offsets = row[:, None] + word[None, :]
@@ -285,8 +285,8 @@ def attend_kernel(
             held &= (word < HEAD_DIM // EACH)[None, :]
         k = tl.load(k_ptr + offsets, mask=held, other=0)
         v = tl.load(v_ptr + offsets, mask=held, other=0)
-        if QUANTISED:
-            k_even, k_odd = widened(k, INTEGER)
+        if QUANTIZED:
+            k_even, k_odd = unpack_8bit(k, INTEGER)
             s = tl.dot(q_even, tl.trans(k_even.to(q.dtype)), input_precision="ieee")
             s = tl.dot(q_odd, tl.trans(k_odd.to(q.dtype)), s, input_precision="ieee")
             scale_offsets = block.to(tl.int64) * scale_stride + kv_head * SIZE + j % SIZE
@@ -304,35 +304,36 @@ def attend_kernel(
             if WINDOW > 0:
                 seen &= distance < WINDOW
             s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        acc *= fade[:, None]
-        if QUANTISED:
-            # Times the largest number that is held, or p would fall below what fp16 resolves.
-            p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * LARGEST)[None, :]
-            v, v_odd = widened(v, INTEGER)
-            acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd * fade[:, None], input_precision="ieee")
+        new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc *= rescale[:, None]
+        if QUANTIZED:
+            # Times the largest value of the format, as p would underflow in fp16.
+            p *= (tl.load(v_scale_ptr + scale_offsets, mask=there, other=0.0) * CACHE_MAX)[None, :]
+            v, v_odd = unpack_8bit(v, INTEGER)
+            acc_odd = tl.dot(p.to(q.dtype), v_odd.to(q.dtype), acc_odd * rescale[:, None], input_precision="ieee")
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        top = higher
+        row_max = new_max
         j += TILE
         block = tl.load(table_ptr + j // SIZE, mask=j < length, other=0)
-    if QUANTISED:
+    if QUANTIZED:
         acc = interleave(acc, acc_odd)
-    acc = acc / tl.where(total > 0, total * LARGEST, 1.0)[:, None]
+    acc = acc / tl.where(row_sum > 0, row_sum * CACHE_MAX, 1.0)[:, None]
     at = place[:, None].to(tl.int64) * HEAD_DIM + d[None, :]
     if SPLIT:
-        if sharing > 1:
+        if active_splits > 1:
             part = place.to(tl.int64) * splits + tl.program_id(0)
-            tl.store(lse_ptr + part, top + tl.log2(total), mask=live)
-            tl.store(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
-            ticket = tickets_ptr + seq * tl.num_programs(1) + kv_head
-            tl.debug_barrier()  # all threads have written before one of them says so
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == sharing - 1:
+            tl.store(lse_ptr + part, row_max + tl.log2(row_sum), mask=live)
+            tl.store(partials_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
+            counter = counters_ptr + seq * tl.num_programs(1) + kv_head
+            tl.debug_barrier()  # all threads have written before the counter is incremented
+            if tl.atomic_add(counter, 1, sem="acq_rel") == active_splits - 1:
                 part = place.to(tl.int64) * splits
-                tl.store(out_ptr + at, merged(parts_ptr, lse_ptr, part, live, sharing, HEAD_DIM, WIDTH), mask=inside)
-                tl.store(ticket, 0)  # as the next launch expects it
+                merged = merge_splits(partials_ptr, lse_ptr, part, live, active_splits, HEAD_DIM, WIDTH)
+                tl.store(out_ptr + at, merged, mask=inside)
+                tl.store(counter, 0)  # for the next launch
         else:
             tl.store(out_ptr + at, acc, mask=inside)
     else:
@@ -340,23 +341,23 @@ def attend_kernel(
 
 
 @triton.jit
-def merged(parts_ptr, lse_ptr, first, live, sharing, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows whose parts lie from `first` (rows) on, weighted by e^lse: (rows, WIDTH)."""
+def merge_splits(partials_ptr, lse_ptr, first, live, active_splits, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Partial results of rows, from index `first` (rows) on, weighted by e^lse: (rows, WIDTH)."""
     d = tl.arange(0, WIDTH)
-    at_once: tl.constexpr = max(1, 64 // live.shape[0])  # parts whose loads are under way together, in registers
+    at_once: tl.constexpr = max(1, 64 // live.shape[0])  # partial results that are loaded together
     acc = tl.zeros((live.shape[0], WIDTH), tl.float32)
-    total = tl.zeros((live.shape[0],), tl.float32)
-    top = tl.full((live.shape[0],), -1e30, tl.float32)
-    for begin in range(0, sharing, at_once):
+    row_sum = tl.zeros((live.shape[0],), tl.float32)
+    row_max = tl.full((live.shape[0],), -1e30, tl.float32)
+    for begin in range(0, active_splits, at_once):
         for i in tl.static_range(at_once):
             part = first + begin + i
-            there = live & (part < first + sharing)
+            there = live & (part < first + active_splits)
             lse = tl.load(lse_ptr + part, mask=there, other=float("-inf"))
             inside = there[:, None] & (d < HEAD_DIM)[None, :]
-            mixture = tl.load(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
-            higher = tl.maximum(top, lse)
-            fade, weight = tl.exp2(top - higher), tl.exp2(lse - higher)
-            acc = acc * fade[:, None] + mixture * weight[:, None]
-            total = total * fade + weight
-            top = higher
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
+            mixture = tl.load(partials_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+            new_max = tl.maximum(row_max, lse)
+            rescale, weight = tl.exp2(row_max - new_max), tl.exp2(lse - new_max)
+            acc = acc * rescale[:, None] + mixture * weight[:, None]
+            row_sum = row_sum * rescale + weight
+            row_max = new_max
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

@@ -1,8 +1,8 @@
-"""Where top-k, top-p and min-p cut a distribution: the threshold score that each row leaves.
+"""Truncation by top-k, top-p and min-p: the score threshold of each row.
 
-top-k leaves the k best scores. top-p, of the probabilities within those: a token stays while the mass_before ones sum
-to less than top_p. min-p: tokens at threshold min_p times as likely as the best. Tokens of equal score stay or go
-together.
+top-k keeps the k highest scores. top-p, of the probabilities within those: a token is kept while the ones before it sum
+to less than top_p. min-p: tokens at least min_p times as likely as the likeliest. Tokens of equal score are kept or
+removed together.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class TruncationParams(NamedTuple):
-    """What each slot asks for (top_k = 0, top_p = 1, min_p = 0: nothing), and the slot of each row."""
+    """Parameters of each slot (top_k = 0, top_p = 1, min_p = 0: off), and the slot of each row."""
 
-    temperatures: Tensor  # (slots) float32; 0 is greedy, and never cut
+    temperatures: Tensor  # (slots) float32; 0 is greedy, without truncation
     top_k: Tensor  # (slots) float32
     top_p: Tensor  # (slots) float32
     min_p: Tensor  # (slots) float32
@@ -25,13 +25,13 @@ class TruncationParams(NamedTuple):
 
 
 def apply_temperature(scores: Tensor, temperatures: Tensor) -> Tensor:
-    """Scores over temperature, the best at 0, so that a tiny temperature cannot overflow; greedy rows as they are."""
+    """Scores over temperature, the best at 0, so that a tiny temperature cannot overflow; greedy rows unscaled."""
     best = scores.amax(dim=1, keepdim=True)
     return (scores - best) / torch.where(temperatures > 0, temperatures, 1.0)
 
 
 def reference(scores: Tensor, params: TruncationParams) -> Tensor:
-    """(rows) float32, for scores (rows, valid): by sorting them."""
+    """(rows) float32, for scores (rows, valid): by sorting."""
     temperatures, top_k, top_p, min_p = (table[params.slots].unsqueeze(1) for table in params[:4])
     ordered = scores.float().sort(dim=1, descending=True).values  # (rows, valid)
     last = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1]).long() - 1

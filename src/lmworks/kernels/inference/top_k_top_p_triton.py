@@ -1,9 +1,9 @@
-"""`cut.score_thresholds` on a GPU: a search for the bits of the threshold instead of a sort.
+"""`top_k_top_p.score_thresholds` on a GPU: a search for the bits of the threshold instead of a sort.
 
-Floats are ordered like integers once the bits of negative ones are turned over. The threshold of top-k is the threshold
-integer u with fewer than k scores above it, that of top-p the least with less than top_p of the probability above it:
-both are found two bits at a time, each time with one pass over the row for three candidates: 16 passes, or 8 over bf16
-logits, which have 16 bits to find.
+Floats are ordered like integers once the bits of negative ones are inverted. The threshold of top-k is the smallest
+integer u with fewer than k scores above it, that of top-p the smallest with less than top_p of the probability above
+it. Both are found two bits at a time, each with one pass over the row for three candidates: 16 passes, or 8 over bf16
+logits, which have 16 bits.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -20,11 +20,11 @@ from .top_k_top_p import TruncationParams
 
 TILE = 4096
 LOG2_E = tl.constexpr(math.log2(math.e))
-LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}  # of fp32, that are 0 in each
+LOW_BITS = {torch.bfloat16: 16, torch.float16: 12, torch.float32: 0}  # bits of fp32 that are 0 in each dtype
 
 
 def launch(scores: Tensor, params: TruncationParams) -> Tensor:
-    """As `cut.reference`. A row's result does not depend on the rows beside it."""
+    """As `top_k_top_p.reference`. A row's result does not depend on other rows."""
     rows, valid = scores.shape
     threshold = torch.empty(rows, dtype=torch.float32, device=scores.device)
     truncation_kernel[(rows,)](
@@ -43,23 +43,23 @@ def launch(scores: Tensor, params: TruncationParams) -> Tensor:
 
 
 @triton.jit
-def ordered(x):
-    """Floats as unsigned integers of the same order."""
+def sortable_bits(x):
+    """Floats as unsigned integers in the same order."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) > 0, bits ^ 0xFFFFFFFF, bits ^ 0x80000000)
 
 
 @triton.jit
 def as_float(key, LOW: tl.constexpr):
-    """Back again, for a key without its low bits; they are 0 in the float, whose bits turn over if it is negative."""
+    """The inverse of `sortable_bits`, for a key without its low bits, which are 0 in the float."""
     key = key << LOW
     bits = tl.where((key >> 31) > 0, key ^ 0x80000000, (key ^ 0xFFFFFFFF) >> LOW << LOW)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def weights(x, inside, best, scale, MASS: tl.constexpr):
-    """What is summed: probabilities, the best token's being 1, or just how many. scale = log₂(e) / temperature."""
+def summands(x, inside, best, scale, MASS: tl.constexpr):
+    """Probabilities relative to the best token, or ones to count. scale = log₂(e) / temperature."""
     if MASS:
         each = tl.exp2((x - best) * scale)
     else:
@@ -68,10 +68,10 @@ def weights(x, inside, best, scale, MASS: tl.constexpr):
 
 
 @triton.jit
-def search(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """The least score with less than `target` above it."""
+def search_threshold(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """The smallest score with less than `target` above it."""
     BITS: tl.constexpr = 32 - LOW
-    found = tl.full((), 0, tl.uint32)  # its key, less the low bits, as far as it is known
+    found = tl.full((), 0, tl.uint32)  # the bits of its key that are known
     step = tl.full((), 1 << (BITS - 2), tl.uint32)
     for _ in range(BITS // 2):
         first, second, third = found + (step - 1), found + (2 * step - 1), found + (3 * step - 1)
@@ -82,8 +82,8 @@ def search(row, valid, target, best, scale, MASS: tl.constexpr, TILE: tl.constex
             ids = start + tl.arange(0, TILE)
             inside = ids < valid
             x = tl.load(row + ids, mask=inside, other=0.0).to(tl.float32)
-            each = weights(x, inside, best, scale, MASS)
-            key = ordered(x) >> LOW
+            each = summands(x, inside, best, scale, MASS)
+            key = sortable_bits(x) >> LOW
             above_1 += tl.where(key > first, each, 0.0)
             above_2 += tl.where(key > second, each, 0.0)
             above_3 += tl.where(key > third, each, 0.0)
@@ -130,15 +130,15 @@ def truncation_kernel(
         best = tl.max(highest, axis=0)
         scale = LOG2_E / temperature
         if (top_k > 0) & (top_k < valid):
-            threshold = search(row, valid, top_k, best, scale, False, TILE, LOW)
+            threshold = search_threshold(row, valid, top_k, best, scale, False, TILE, LOW)
         if top_p < 1:
             masses = tl.zeros((TILE,), tl.float32)
             for start in range(0, valid, TILE):
                 ids = start + tl.arange(0, TILE)
                 x = tl.load(row + ids, mask=ids < valid, other=0.0).to(tl.float32)
-                masses += weights(x, (ids < valid) & (x >= threshold), best, scale, True)
+                masses += summands(x, (ids < valid) & (x >= threshold), best, scale, True)
             target = top_p * tl.sum(masses, axis=0)
-            threshold = tl.maximum(threshold, search(row, valid, target, best, scale, True, TILE, LOW))
+            threshold = tl.maximum(threshold, search_threshold(row, valid, target, best, scale, True, TILE, LOW))
         if min_p > 0:
             threshold = tl.maximum(threshold, best + tl.log(min_p) * temperature)
     tl.store(thresholds + at, threshold)

@@ -1,8 +1,8 @@
-"""Sources to a library in the cache, once for everybody who shares it.
+"""Builds C++ and CUDA sources into a library in the cache, once for all processes that share it.
 
-A library is kept under a key of all that it was made from and for: sources, flags, PyTorch, compilers, processor. While
-one process builds, others wait; the system gives the lock back even after kill -9, which the lock of cpp_extension does
-not outlive: it is a file, and whoever finds it waits for ever. A build that was interrupted is done again.
+A library is cached under a key of all that determines it: sources, flags, PyTorch, compilers, processor. While one
+process builds, others wait for a file lock, which the system releases even after kill -9 (the lock of cpp_extension is
+a file that would remain). An interrupted build is repeated.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ...spec.files import cache_root, write_whole
 
 CPP_FLAGS = ("-O3", "-march=native", "-fopenmp-simd")
 CUDA_FLAGS = ("-O3",)
-DONE = "done"  # beside a library that is whole
+DONE = "done"  # marks a complete library
 
 
 @dataclass(frozen=True)
 class Build:
-    """What is built: the CUDA part of the sources only where there is a GPU and a compiler for it."""
+    """What is built: the CUDA sources only if there are a GPU and nvcc."""
 
     name: str
     sources: tuple[Path, ...]
-    compilers: tuple[str, ...]  # commands that compile them, as a shell reads them
+    compilers: tuple[str, ...]  # commands, in shell syntax
 
     @property
     def cuda(self) -> bool:
@@ -60,8 +60,8 @@ class Build:
         return self.folder / f"{self.name}.so"
 
 
-def planned(name: str, sources: Sequence[Path]) -> Build:
-    """What can be built here of these sources; an error that says what is missing where nothing can."""
+def plan_build(name: str, sources: Sequence[Path]) -> Build:
+    """What can be built of these sources here; raises if a compiler or ninja is missing."""
     program, *rest = cxx_command()
     path = shutil.which(program)
     if path is None:
@@ -70,7 +70,7 @@ def planned(name: str, sources: Sequence[Path]) -> Build:
             "here: install one (Debian: apt install g++) or name it in CXX; the other implementations need none"
         )
     compiler = shlex.join([path, *rest])
-    if rest and (asked := ask_version(compiler)).returncode:
+    if rest and (asked := run_version(compiler)).returncode:
         said = (asked.stderr or asked.stdout).strip().partition("\n")[0] or f"exit code {asked.returncode}"
         raise LMWorksError(
             f"{name} is built from C++ on first use, and '{shlex.join([program, *rest])}', which CXX names, does not "
@@ -88,7 +88,7 @@ def planned(name: str, sources: Sequence[Path]) -> Build:
 
 
 def cxx_command() -> list[str]:
-    """Of one word, or of several: CXX may hold a wrapper and options, as in "ccache g++ -m64"."""
+    """One word or several: CXX may hold a wrapper and options, as in "ccache g++ -m64"."""
     from torch.utils import cpp_extension
 
     given = cpp_extension.get_cxx_compiler()
@@ -101,7 +101,7 @@ def cxx_command() -> list[str]:
 
 
 def cuda_compiler() -> str | None:
-    """nvcc, where this PyTorch sees a GPU to compile for."""
+    """nvcc, if this PyTorch sees a GPU."""
     from torch.utils import cpp_extension
 
     if not torch.cuda.is_available() or cpp_extension.CUDA_HOME is None:
@@ -110,7 +110,7 @@ def cuda_compiler() -> str | None:
 
 
 def load_library(build: Build) -> None:
-    """Into this process; built before that, if nobody has."""
+    """Load the library, after building it if necessary."""
     try:
         build.folder.mkdir(parents=True, exist_ok=True)
         (build.folder / ".lock").touch()
@@ -119,7 +119,7 @@ def load_library(build: Build) -> None:
             f"{build.name} is built from C++ on first use, and {build.folder} cannot be written "
             f"({error.strerror}); name another folder in LMWORKS_CACHE"
         ) from None
-    with open(build.folder / ".lock", "a") as lock:  # to write: a network's file system locks no other
+    with open(build.folder / ".lock", "a") as lock:  # opened to write, as network file systems require for locks
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not ((build.folder / DONE).exists() and build.library.exists()):
             compile_sources(build)
@@ -135,8 +135,8 @@ def load_library(build: Build) -> None:
 def compile_sources(build: Build) -> None:
     from torch.utils import cpp_extension
 
-    (build.folder / "lock").unlink(missing_ok=True)  # cpp_extension's, of a build that was killed: we hold our own
-    # It would not build a second time in one process what failed the first time, and number what has changed since.
+    (build.folder / "lock").unlink(missing_ok=True)  # cpp_extension's lock, left by a killed build: we hold our own
+    # cpp_extension would not repeat a failed build in one process, and would number changed sources.
     cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(build.name, None)
     try:
         with cxx_as_one_program(build.folder):
@@ -158,7 +158,7 @@ def compile_sources(build: Build) -> None:
 
 @contextmanager
 def cxx_as_one_program(folder: Path) -> Iterator[None]:
-    """PyTorch takes CXX for the name of a program: a command of several words becomes one, a script in the folder."""
+    """PyTorch expects CXX to be one program: a command of several words is wrapped in a script."""
     words = cxx_command()
     if len(words) == 1:
         yield
@@ -174,16 +174,16 @@ def cxx_as_one_program(folder: Path) -> Iterator[None]:
 
 
 def version_of(compiler: str) -> str:
-    """The command and what it says of itself."""
-    return f"{compiler}\n{ask_version(compiler).stdout}"
+    """The command and the output of --version."""
+    return f"{compiler}\n{run_version(compiler).stdout}"
 
 
-def ask_version(compiler: str) -> subprocess.CompletedProcess[str]:
+def run_version(compiler: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, text=True, check=False)
 
 
 def processor() -> str:
-    """What -march=native compiles for: a cache may be shared by machines that differ in it."""
+    """What -march=native compiles for: machines that share a cache may differ in it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     kept = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
@@ -191,6 +191,6 @@ def processor() -> str:
 
 
 def devices() -> tuple[tuple[int, int], ...]:
-    """Capabilities of the GPUs that a CUDA part is compiled for."""
+    """Compute capabilities of the GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(sorted({torch.cuda.get_device_capability(index) for index in range(count)}))

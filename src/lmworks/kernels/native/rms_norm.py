@@ -1,8 +1,8 @@
-"""RMSNorm as `torch.ops.lmworks.rms_norm_native`: what PyTorch has to know of an operator beside its kernels.
+"""RMSNorm as `torch.ops.lmworks.rms_norm_native`: what PyTorch needs of an operator beside its kernels.
 
-The schema and the kernels come with the library (rms_norm.cpp, rms_norm.cu). Tracing needs the shapes of what it
-returns (`register_fake`), autograd which operator is its gradient (`register_autograd`). With both it stands in
-compiled graphs, under fake tensors, in recompute, as PyTorch's own operators do.
+The schema and the kernels come with the library (rms_norm.cpp, rms_norm.cu). Tracing needs output shapes
+(`register_fake`), autograd the gradient operator (`register_autograd`). With both it works in compiled graphs, under
+fake tensors and with activation checkpointing, like PyTorch's own operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SOURCES = tuple(Path(__file__).with_name(f"rms_norm.{kind}") for kind in ("cpp",
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm.reference`. Inside torch.compile the library must have been loaded before."""
+    """As `kernels.rms_norm.reference`. The library must be loaded before torch.compile traces it."""
     if not torch.compiler.is_compiling():
         cuda = load().cuda
         if x.device.type == "cuda" and not cuda:
@@ -33,24 +33,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def load() -> build.Build:
-    """The operator in this process, built if need be (up to a minute, once)."""
-    made = build.planned(NAME, SOURCES)
+    """Load the operator; the first time it is built (up to a minute)."""
+    made = build.plan_build(NAME, SOURCES)
     build.load_library(made)
-    torch.library.register_fake(f"lmworks::{NAME}", shapes)
-    torch.library.register_fake(f"lmworks::{NAME}_backward", shapes_backward)
-    torch.library.register_autograd(f"lmworks::{NAME}", backward, setup_context=keep)
+    torch.library.register_fake(f"lmworks::{NAME}", forward_fake)
+    torch.library.register_fake(f"lmworks::{NAME}_backward", backward_fake)
+    torch.library.register_autograd(f"lmworks::{NAME}", backward, setup_context=setup_context)
     return made
 
 
-def shapes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def forward_fake(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def shapes_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+def backward_fake(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _ = inputs
     _, r = output
     ctx.mark_non_differentiable(r)
