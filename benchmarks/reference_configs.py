@@ -7,12 +7,13 @@ Every figure on the page is a prediction; `lmworks plan validate` says how good 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lmworks.plan.cluster_request import ClusterRequest, run_on_cluster
-from lmworks.plan.search.candidates import SearchProblem, problem_of
+from lmworks.plan.search.candidates import OFFLOAD_GIB, SearchProblem, problem_of
 from lmworks.plan.search.search import Found, search
 from lmworks.spec import ModelSpec, ParallelSpec, RunSpec, SpecError
 from lmworks.spec.load import dump_toml
@@ -63,7 +64,8 @@ HEAD = """# Reference configurations
 What the search finds for well-known sizes, made by `python benchmarks/reference_configs.py`. Every figure is a
 prediction ([validation](validation.md) says how good they are); times are for our own trainer with compiled blocks in
 bf16, fp32 weights and AdamW. Each line but the TPU's is a spec: `configs/reference/NAME-GPUS-GPU.toml`. TPUs are by
-formula: our trainer does not run there.
+formula: our trainer does not run there. Host memory is used (`offload`) only where nothing fits without it;
+`lmworks plan search` tries it everywhere, and may find a faster layout on machines that have the memory.
 
 ```sh
 lmworks plan configs/reference/70b-256-h100.toml
@@ -86,14 +88,15 @@ def ask(reference: Reference, gpu: str) -> tuple[RunSpec, SearchProblem]:
 
 
 def find(reference: Reference, gpu: str) -> tuple[RunSpec, Found] | str:
+    """The fastest layout that needs no host memory; where none fits, with optimizer states in it; then activations."""
     try:
         base, question = ask(reference, gpu)
-        result = search([question])
+        for pinned in ({"offload": "none", OFFLOAD_GIB: 0.0}, {OFFLOAD_GIB: 0.0}, {}):
+            if front := search([replace(question, pinned=pinned)]).front:
+                return base, front[0]
     except SpecError as error:
         return str(error)
-    if not result.front:
-        return "nothing fits"
-    return base, result.front[0]
+    return "nothing fits"
 
 
 def write_specs(found: dict[tuple[str, str], Any]) -> None:
@@ -191,7 +194,10 @@ def scaling_text(curve: list[tuple[int, Found]]) -> str:
 
 
 def main() -> None:
-    found = {(one.name, gpu): find(one, gpu) for one in REFERENCES for gpu in GPUS}
+    asked = [(one, gpu) for one in REFERENCES for gpu in GPUS]
+    with ProcessPoolExecutor() as pool:
+        answers = pool.map(find, *zip(*asked, strict=True))
+    found = {(one.name, gpu): answer for (one, gpu), answer in zip(asked, answers, strict=True)}
     write_specs(found)
     (ROOT / "docs" / "reference.md").write_text(page(found, scaling()))
 
