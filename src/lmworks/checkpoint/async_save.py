@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.store_mailbox import StoreMailbox, StoreUnavailable
-from ..parallel.world import is_rank_zero, run_on_all_ranks, run_on_rank_zero
+from ..parallel.world import all_gather_object, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import CheckpointError
 from .format import writer_client
@@ -202,7 +202,7 @@ class AsyncSaver:
             answer = self.writer.answer(POLL_S)
             self.warn_if_stalled(pending)
         self.restart_if_dead()
-        messages = all_gather_messages(to_message(answer, self.rank))
+        messages = all_gather_object(to_message(answer, self.rank))
         if not self.is_rank_zero:
             self.pending = None
             return None
@@ -288,15 +288,6 @@ def to_message(answer: Answer, rank: int) -> str:
     """The files that a rank's writer wrote, or its error."""
     where = f" on rank {rank}" if rank else ""
     return json.dumps([{}, f"{answer.reason}{where}"] if isinstance(answer, JobFailed) else [answer.files, ""])
-
-
-def all_gather_messages(message: str) -> list[str]:
-    """The messages of all ranks, on every rank."""
-    if not dist.is_initialized():
-        return [message]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, message)
-    return found
 
 
 def parse_messages(messages: list[str]) -> tuple[Files, list[str]]:

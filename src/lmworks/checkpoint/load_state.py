@@ -3,8 +3,6 @@
 DCP's planner says which slices of which saved pieces a rank needs. Files are read chunk by chunk, directly into the
 memory of the tensors if possible, and every chunk is compared with its digest in the manifest. Chunks that no rank
 needs are read too, divided among the ranks: a checkpoint is valid as a whole, or refused.
-
-Exchange of failures between ranks before any of them raises, so that none hangs in a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ..model.tensor_files import TORCH_DTYPES
-from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks
+from ..parallel.world import all_gather_object, collective_error, is_rank_zero, run_on_all_ranks
 from ..spec import CheckpointError
 from .format.digest import MAX_PENDING, digest_of, hash_pool, new_hash, read_all
 from .format.index import Index, SavedTensor
@@ -38,16 +36,12 @@ from .save_plan import as_bytes
 
 
 def first_failure(work: Callable[[], str | None]) -> tuple[str, int] | None:
-    """Run `work` on all ranks, which returns why it failed or None; returns the first reason, and its rank."""
-    reason = run_on_all_ranks(work)  # an exception is raised by all
-    if not dist.is_initialized():
-        return None if reason is None else (reason, 0)
-    reasons: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
+    """Run `work` on all ranks, which returns why it failed or None; returns the first reason, and its rank.
+
+    All ranks know of a failure before any raises, so that none hangs in a collective.
+    """
+    reasons = all_gather_object(run_on_all_ranks(work))  # an exception is raised by all
     return next(((found, rank) for rank, found in enumerate(reasons) if found is not None), None)
-
-
-# --- load state ------------------------------------------------------------------------------------------
 
 
 Chunks = set[tuple[str, int]]  # (file, number of the chunk in it)
@@ -152,16 +146,12 @@ def needed_chunks(wants: list[ReadRange], size: int) -> Chunks:
 
 def unclaimed_share(mine: Chunks, manifest: Manifest) -> Chunks:
     """This rank's part of the chunks that no rank needs, so that every chunk is verified."""
-    everyone: list[Any] = [mine]
-    rank, world = 0, 1
-    if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-        everyone = [None] * world
-        dist.all_gather_object(everyone, mine)
+    claimed = all_gather_object(mine)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     files = {name: len(entry["digests"]) for name, entry in manifest.files.items() if name != INDEX}  # that was read
     every = [(name, number) for name, count in files.items() for number in range(count)]
-    taken = set().union(*everyone)
-    return set([chunk for chunk in every if chunk not in taken][rank::world])
+    taken = set().union(*claimed)
+    return set([chunk for chunk in every if chunk not in taken][rank :: len(claimed)])
 
 
 # --- reading ------------------------------------------------------------------------------------------
@@ -259,11 +249,7 @@ class StrictPlanner(DefaultLoadPlanner):
 
 def all_names(state: Iterable[str]) -> set[str]:
     """Of all ranks: a pipeline rank has only the weights of its stages."""
-    if not dist.is_initialized():
-        return set(state)
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, list(state))
-    return {name for rank_names in names for name in rank_names}
+    return {name for names in all_gather_object(list(state)) for name in names}
 
 
 def shape(value: Any) -> str:

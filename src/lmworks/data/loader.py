@@ -3,8 +3,8 @@
 A batch is a pure function of (seed, cursor), whatever the number of ranks and workers that read it, so the state
 of the loader is one integer. Documents lie end to end in stored order; window w of a source is its tokens
 [w·seq, w·seq + seq], one more than a sequence so that every token has a successor to predict. Sample number
-cursor · global_batch + row belongs to one source of the mixture (mixture.py) and is the k-th sample of it: position
-k mod windows of that source's order in epoch k div windows (permute.py). Every window comes once an epoch; a batch
+cursor · global_batch + row belongs to one source of the mixture and is the k-th sample of it: position k mod windows
+of that source's order in epoch k div windows (order.py). Every window comes once an epoch; a batch
 may reach over the end of one. The last tokens of a source, fewer than a sequence, fill no window.
 """
 
@@ -156,7 +156,7 @@ class Batches:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
         targets[begins[:, 1:] == 1] = IGNORED
         documents = np.cumsum(begins[:, :-1], axis=1)
-        counted = int((targets != IGNORED).sum())  # here, where nobody waits for a device to count
+        counted = int((targets != IGNORED).sum())  # here, on the CPU: no synchronization
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), counted)
 
     def epoch_of(self, cursor: int) -> int:
@@ -196,8 +196,8 @@ class Batches:
 
 
 class Cursors(torch.utils.data.Dataset[list[Batch] | DataError]):
-    """The map-style view of the stream that DataLoader wants. What a worker raises comes back with its traceback in
-    the text, so errors that users can mend are returned."""
+    """The map-style dataset that DataLoader needs. A DataError is returned, not raised: DataLoader would put the
+    worker's traceback into its text."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -210,7 +210,7 @@ class Cursors(torch.utils.data.Dataset[list[Batch] | DataError]):
 
 
 def end_workers(iterator: Any) -> None:
-    """The loader asks its workers to end, and leaves behind one that cannot hear it (SIGSTOP)."""
+    """The loader asks its workers to end; one that is stopped (SIGSTOP) must be killed."""
     if hasattr(iterator, "_workers"):
         iterator._shutdown_workers()
         for worker in iterator._workers:
@@ -229,7 +229,7 @@ def check_token_ids(source: TokenData, start: int, tokens: NDArray[np.int64]) ->
 def ignore_signals_in_worker(worker: int) -> None:
     """Ctrl-C, or a batch system's SIGTERM, reaches workers too, but the training process ends its step with them.
 
-    A second SIGTERM is meant: it comes from whoever lost patience, or from the training process cleaning up.
+    A second SIGTERM takes effect.
     """
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a plain line a stage elsewhere."""
+"""Progress of long jobs on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def plain_lines() -> Progress:
     """A line when a stage begins and at each further quarter of it: enough for a log, not a flood."""
     reached: dict[str, int] = {}
 
-    def say(stage: str, done: int, total: int) -> None:
+    def show(stage: str, done: int, total: int) -> None:
         quarter = 4 * done // total if total else 0
         if reached.get(stage, -1) < quarter:
             reached[stage] = quarter
             print(f"{stage}: {done} of {total}" if total else stage, file=sys.stderr, flush=True)
 
-    return say
+    return show
 
 
-# --- what takes how long nobody knows -----------------------------------------------------------------------
+# --- jobs of unknown length ---------------------------------------------------------------------------------
 
 DRAWN_S = 0.2  # between two updates of a live line
 TICK_S = 1.0  # and where nothing changes but the clock
@@ -62,8 +62,8 @@ FIRST_S, AGAIN_S = 10.0, 60.0  # where there is no terminal: when a line is writ
 
 @contextmanager
 def activity() -> Iterator[Progress]:
-    """Say on standard error what is going on: a live line with its seconds on a terminal, elsewhere a line where it
-    takes long. Of several ranks the first one speaks.
+    """Show the current stage on standard error: a live line with its seconds on a terminal, elsewhere a line where it
+    takes long. Only rank 0 prints.
     """
     if os.environ.get("RANK", "0") != "0":
         yield silent
@@ -78,14 +78,14 @@ def activity() -> Iterator[Progress]:
 
 
 class Activity:
-    """Called as a `Progress`; a thread of its own keeps the clock, for stages that say nothing meanwhile."""
+    """Called as a `Progress`; a thread updates the clock during stages that report nothing."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
         self.live = stream.isatty() and os.environ.get("TERM") != "dumb"
         self.stage, self.done, self.total = "", 0, 0
         self.began = self.drawn = time.monotonic()
-        self.spoken = 0  # lines about this stage, where there is no terminal
+        self.printed = 0  # lines about this stage, where there is no terminal
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.clock = threading.Thread(target=self.tick, name="lmworks-activity", daemon=True)
         self.clock.start()
@@ -95,7 +95,7 @@ class Activity:
             new = stage != self.stage
             if new:
                 self.finish()
-                self.stage, self.began, self.spoken = stage, time.monotonic(), 0
+                self.stage, self.began, self.printed = stage, time.monotonic(), 0
             self.done, self.total = done, total
             if self.live and (new or time.monotonic() - self.drawn > DRAWN_S):
                 self.draw()
@@ -103,7 +103,7 @@ class Activity:
     def tick(self) -> None:
         while not self.ended.wait(TICK_S if self.live else 0.1):
             with self.lock:
-                due = FIRST_S + AGAIN_S * self.spoken
+                due = FIRST_S + AGAIN_S * self.printed
                 if self.stage and (self.live or time.monotonic() - self.began >= due):
                     self.draw()
 
@@ -114,12 +114,12 @@ class Activity:
             width = shutil.get_terminal_size().columns - 1
             self.write(f"\r\x1b[2K{f'{self.stage}{counted} … {int(seconds)} s'[:width]}")
         else:
-            self.spoken += 1
+            self.printed += 1
             self.write(f"{self.stage}{counted} … {int(seconds)} s so far\n")
 
     def finish(self) -> None:
         """The line stays, with what it took."""
-        if self.stage and (self.live or self.spoken):
+        if self.stage and (self.live or self.printed):
             begin = "\r\x1b[2K" if self.live else ""
             self.write(f"{begin}{self.stage}: {time.monotonic() - self.began:.1f} s\n")
 

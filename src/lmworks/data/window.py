@@ -1,6 +1,6 @@
-"""What lies at a cursor: the sequences of a global batch, where each comes from, and how ordinary its tokens are.
+"""The sequences of the global batch at a cursor: where each comes from, and statistics that show outliers.
 
-A batch follows from (seed, cursor), so one process can say what all ranks saw, long after they saw it.
+A batch follows from (seed, cursor), so one process can describe what all ranks have read, at any later time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .loader import Batches
 
 GRAM = 8  # tokens of a passage that counts as repeated
-MAX_OUTLIERS = 3  # sequences that an event tells of
+MAX_OUTLIERS = 3  # sequences that an event lists
 NEAR, EACH = 8, 8  # what is usual: batches before this one, sequences of each
 MIN_SPREAD_BITS = 0.1  # a spread of entropies that is taken as the smallest there is
 
@@ -81,9 +81,9 @@ def repeated_share(tokens: NDArray[np.int64]) -> float:
 
 
 def describe(batches: Batches, cursor: int) -> dict[str, Any]:
-    """For an event: the whole batch in a few figures, and its least ordinary sequences.
+    """For an event: statistics of the batch, and its outlier sequences.
 
-    Odd is what has far fewer bits a token than usual (one line for ever) or far more (noise, another language).
+    An outlier has far fewer bits per token than usual (one line repeated) or far more (noise, another language).
     """
     rows = rows_at(batches, cursor)
     sources = {row.source: sum(other.source == row.source for other in rows) for row in rows}

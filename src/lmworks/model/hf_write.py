@@ -31,8 +31,8 @@ SHARD_BYTES = 5 * 10**9  # of one file, unless told
 WEIGHTS = re.compile(
     r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?(\.part)?"
 )  # of any export, also of one that was killed
-Told = Callable[[int, int], None]
-"""Called for each tensor with the bytes that are written once it is, and those that there are."""
+ProgressCallback = Callable[[int, int], None]
+"""Called after each tensor with the bytes written so far, and the total."""
 
 
 def save_hf(model: GPT, folder: Path, eos: int | list[int] | None = None, shard_bytes: int = SHARD_BYTES) -> None:
@@ -50,7 +50,7 @@ def write_hf(
     *,
     eos: int | list[int] | None = None,
     shard_bytes: int = SHARD_BYTES,
-    told: Told = lambda done, total: None,
+    progress: ProgressCallback = lambda done, total: None,
 ) -> list[Path]:
     """The files of weights. `parameters` tell shapes and precision and may lie on `meta`; `read` gives their values."""
     config = config_of_spec(spec, eos)
@@ -60,7 +60,7 @@ def write_hf(
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     total = sum(nbytes(stored, parameters) for stored in tensors)
-    values = telling(gathered(tensors, read), told, total)
+    values = with_progress(gathered(tensors, read), progress, total)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, shard in zip(names, shards, strict=True):
@@ -112,11 +112,11 @@ def gathered(tensors: Iterable[Stored], read: Callable[[str], Tensor]) -> Iterat
         held = {name: value for name, value in held.items() if last[name] > index}
 
 
-def telling(values: Iterator[Tensor], told: Told, total: int) -> Iterator[Tensor]:
+def with_progress(values: Iterator[Tensor], progress: ProgressCallback, total: int) -> Iterator[Tensor]:
     done = 0
     for value in values:
         done += value.nbytes
-        told(done, total)
+        progress(done, total)
         yield value
         del value  # the next one is read while this name would hold it
 

@@ -36,6 +36,7 @@ from ..spec import RunSpec, SpecError, TrainingError
 from ..spec.layout import SPLIT_BACKWARD
 from .mesh import Mesh
 from .precision import DTYPES
+from .world import all_gather_object
 
 SINGLE_STAGE: dict[str, type[ScheduleGPipe | Schedule1F1B]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTI_STAGE: dict[str, Any] = {
@@ -296,8 +297,6 @@ class SpanRecorder:
 
     def gather(self, group: ProcessGroup) -> list[Span]:
         """Every rank's spans of the step, on every rank; time counts from the first of them."""
-        lists: list[list[Span]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(lists, self.spans, group=group)
-        spans = [span for spans in lists for span in spans]
+        spans = [span for spans in all_gather_object(self.spans, group) for span in spans]
         start = min(span.begin for span in spans)
         return [span._replace(begin=span.begin - start, end=span.end - start) for span in spans]

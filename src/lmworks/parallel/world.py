@@ -118,9 +118,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = as_oom(error)
-    failures: list[RankError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, as_rank_error(failure, dist.get_rank()) if failure is not None else None)
-    for posted in failures:
+    for posted in all_gather_object(None if failure is None else as_rank_error(failure, dist.get_rank())):
         if posted is not None:
             if failure is not None and posted.rank == dist.get_rank():
                 raise collective_error(failure)
@@ -146,6 +144,15 @@ def run_on_rank_zero(work: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise remote_error(outcome[1])
     return outcome[0]
+
+
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of every rank (of `group`), in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class RankMonitor(Protocol):

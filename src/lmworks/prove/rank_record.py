@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..model.moe import MoE
 from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.data_parallel import Shard
 from ..parallel.parallel_model import ParallelModel
+from ..parallel.world import all_gather_object
 from ..plan.memory.rank_weights import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
@@ -172,8 +172,7 @@ def shard_indices(shard: Shard, parallel_model: ParallelModel) -> Tensor:
         return index.flatten()
     index = parallel_model.sharding.local_part(shard.name, index, parallel_model.mesh)
     if shard.rows == "flat":
-        lengths: list[Any] = [None] * parallel_model.mesh.size("shard")
-        dist.all_gather_object(lengths, shard.leaf.numel(), group=parallel_model.mesh.group("shard"))
+        lengths = all_gather_object(shard.leaf.numel(), parallel_model.mesh.group("shard"))
         before = sum(lengths[: parallel_model.mesh.rank("shard")])
         return index.flatten()[before : before + shard.leaf.numel()]
     if shard.rows is not None:

@@ -31,7 +31,7 @@ class Finding:
 
 
 def findings(events: Sequence[dict[str, Any]]) -> list[Finding]:
-    """In order of time."""
+    """In chronological order."""
     again = {event["step"]: event for event in events if event["kind"] == "rerun"}
     found = []
     for event in events:
@@ -102,8 +102,7 @@ def shown(value: float | None, event: dict[str, Any], key: str) -> str:
     return event.get("nonfinite", {}).get(key, "unknown") if value is None else f"{value:.4g}"
 
 
-# --- event text ------------------------------------------------------------------------------------------
-
+# --- events as text --------------------------------------------------------------------------------------
 
 Event = Mapping[str, Any]
 HIDDEN = ("time", "kind", "step", "nonfinite")  # shown beside the text, or explain a null in it

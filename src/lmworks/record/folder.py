@@ -22,12 +22,7 @@ Kinds of events, so that writers and readers agree:
     corrupt           copies of the same weights differ (rank, ranks, copies, parameters, action)
     hang              ranks waited for one another too long (ranks: the cause, cause: its kind, reports: a folder)
     straggler         a rank is busy while others wait for it, or keeps up again (rank, host, ratio, recovered)
-    …                 anything else worth telling
-
-The attempts of a run: the last step of each, and why it ended.
-
-After an automatic restart the run needs two facts: how many steps were lost, and whether the last two attempts failed
-in the same step. Both are read from events.jsonl and metrics.jsonl, so they are known after any crash, under any agent.
+    …                 other events
 """
 
 from __future__ import annotations
@@ -239,6 +234,8 @@ def now() -> str:
 
 # --- attempts --------------------------------------------------------------------------------------------
 
+# After an automatic restart the run needs two facts: how many steps were lost, and whether the last two attempts failed
+# in the same step. Both are read from events.jsonl and metrics.jsonl, so they are known after any crash.
 
 BEGIN = ("start", "restart", "resume")
 DONE = ("finish", "interrupt")  # intended ends

@@ -76,7 +76,7 @@ def export(
         out,
         eos=tokenizer.eot,
         shard_bytes=shard_bytes,
-        told=lambda done, total: progress("export", done, total),
+        progress=lambda done, total: progress("export", done, total),
     )
     finish(out, about, spec, tokenizer)
     return Export(

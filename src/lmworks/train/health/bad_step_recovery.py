@@ -60,7 +60,7 @@ class BadStepRecovery:
         """The result to update the weights with; raises StepRejected, or the error that ends the run."""
         nonfinite = issues[0].kind == "nonfinite"
         if nonfinite:
-            parameter, rank, where = first_nonfinite(self.parallel_model.shards, self.parallel_model.mesh)
+            parameter, rank, where = first_nonfinite(self.parallel_model.shards)
             facts = {**issues[0].facts, "parameter": parameter, "rank": rank}
             issues = [replace(issues[0], where=where, facts=facts)]
         if rerun is not None and (nonfinite or self.health.spec.rerun):
@@ -95,7 +95,7 @@ class BadStepRecovery:
                 return second, []
         if first is None:
             return second, left
-        module, rank = first.name(mesh)
+        module, rank = first.name()
         return result, [with_module(issues[0], module, rank if mesh else None, transient)]
 
     def record_issue(self, at: Position, issue: HealthIssue) -> None:

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...model import GPT
 from ...parallel.data_parallel import Shard, unwrapped
 from ...parallel.mesh import Mesh
-from ...parallel.world import collective_error
+from ...parallel.world import all_gather_object, collective_error
 from ...spec import TrainingError
 from ..train_state import EventRecorder, Position
 from .bad_step import Health, HealthIssue, StepRejected
@@ -25,7 +24,7 @@ from .bad_step import Health, HealthIssue, StepRejected
 FROM_WEIGHT = ", from the weight"
 
 
-def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None, int | None, str]:
+def first_nonfinite(shards: list[Shard]) -> tuple[str | None, int | None, str]:
     """The weight that is not finite, or the gradient in which it began; its rank; and both as text.
 
     The rank is None if there is only one, or if all have it: a reduced gradient is bad on every rank.
@@ -33,7 +32,7 @@ def first_nonfinite(shards: list[Shard], mesh: Mesh | None) -> tuple[str | None,
     weight = next((shard.name for shard in shards if not shard.leaf.isfinite().all()), None)
     # Backward runs from the last parameter to the first, so it began in the last bad gradient.
     broken = (s.name for s in reversed(shards) if s.leaf.grad is not None and not s.leaf.grad.isfinite().all())
-    names = all_gather_object((weight, next(broken, None)), mesh)
+    names = all_gather_object((weight, next(broken, None)))
     weights = [(name, rank) for rank, (name, _) in enumerate(names) if name]
     gradients = [(name, rank) for rank, (_, name) in enumerate(names) if name][::-1]
     for found, prefix in ((weights, FROM_WEIGHT), (gradients, ", first in the gradient of")):
@@ -82,9 +81,9 @@ class FirstNonfiniteModule:
         for module, compiled in self.compiled:
             module._compiled_call_impl = compiled
 
-    def name(self, mesh: Mesh | None) -> tuple[str | None, int | None]:
+    def name(self) -> tuple[str | None, int | None]:
         """The earliest module of all ranks, and its rank: earlier pipeline stages feed later ones."""
-        found = [(*one, rank) for rank, one in enumerate(all_gather_object(self.found, mesh)) if one is not None]
+        found = [(*one, rank) for rank, one in enumerate(all_gather_object(self.found)) if one is not None]
         if not found:
             return None, None
         _, _, name, rank = min(found, key=lambda one: (one[0], one[1], one[3]))
@@ -103,15 +102,6 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
-def all_gather_object(value: Any, mesh: Mesh | None) -> list[Any]:
-    """The value of every rank, in rank order."""
-    if mesh is None:
-        return [value]
-    values: list[Any] = [None] * mesh.size("world")
-    dist.all_gather_object(values, value)
-    return values
-
-
 # --- saved state -----------------------------------------------------------------------------------------
 
 
@@ -120,7 +110,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 def check_state(state: Named, mesh: Mesh | None, health: Health, at: Position, recorder: EventRecorder) -> None:
     """On every rank, between a step and its save. The run rewinds if health.nonfinite says so, or ends."""
-    per_rank = all_gather_object(first_nonfinite_tensor(state), mesh)
+    per_rank = all_gather_object(first_nonfinite_tensor(state))
     found = [(rank, bad) for rank, bad in enumerate(per_rank) if bad]
     if not found:
         return

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from ...parallel.data_parallel import Shard
 from ...parallel.parallel_model import ParallelModel
-from ...parallel.world import collective_error
+from ...parallel.world import all_gather_object, collective_error
 from ...spec import TrainingError
 from ..train_state import EventRecorder, Position
 from .bad_step import Health, HealthIssue, StepRejected
-from .nonfinite import all_gather_object
 
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed number
 CHUNK = {False: 1 << 14, True: 1 << 16}  # numbers that share a factor, on a CPU and on a GPU
@@ -67,7 +66,7 @@ def compare_replicas(
     for name, part, value in local_digests(parallel_model, optimizer):
         mine.setdefault(part, {})[name] = value
     whole = {part: combine_digests(digests) for part, digests in mine.items()}
-    ranks = dict(enumerate(all_gather_object(whole, parallel_model.mesh)))
+    ranks = dict(enumerate(all_gather_object(whole)))
     groups: dict[str, list[int]] = {}
     for rank, parts in ranks.items():
         for part in parts:
@@ -75,7 +74,7 @@ def compare_replicas(
     broken = [part for part, group in groups.items() if len({ranks[rank][part] for rank in group}) > 1]
     if not broken:
         return [], ranks
-    details = all_gather_object({part: mine[part] for part in broken if part in mine}, parallel_model.mesh)
+    details = all_gather_object({part: mine[part] for part in broken if part in mine})
     found = []
     for part in broken:
         group = groups[part]
