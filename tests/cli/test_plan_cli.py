@@ -77,7 +77,7 @@ def test_plan_measures_this_machine(
         (["plan", "tiny", "cluster.gpu=H1000"], "did you mean"),
         (["plan", "tinny"], "did you mean 'tiny'"),
         (["hardware", "H1000"], "did you mean"),
-        (["hardware", "T4", "--probe"], "--probe measures the machine at hand"),
+        (["hardware", "T4", "--probe"], "--probe measures this machine"),
     ],
 )
 def test_bad_usage(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
