@@ -177,7 +177,7 @@ NOTHING = RunMetrics(**dict.fromkeys(RunMetrics.__dataclass_fields__))
             {"gap": 0.0, "flushed": 0.02},
             [1, 2, 9],
             "as fp32 within the noise (gap +0.0000); 2.0% of the gradient's elements became 0; "
-            "3 steps left out by overflow, the last at 9",
+            "3 steps skipped by overflow, the last at 9",
         ),
     ],
 )

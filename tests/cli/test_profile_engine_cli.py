@@ -29,7 +29,7 @@ def test_a_table_json_and_a_page(
     assert {"prefill", "cache", "host", "steps", "workload"} <= facts.keys()
     assert "efficiency" in out and "cache reads" in out and "between tokens" in out
     text = page.read_text()
-    assert "Batching against waiting" in text and f"{facts['batching'][3]['ms']:.3f}" in text
+    assert "Throughput and latency by batch" in text and f"{facts['batching'][3]['ms']:.3f}" in text
 
 
 def test_a_page_that_cannot_be_written_costs_no_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def calibrate(
     progress: Progress = silent,
 ) -> Profile:
     """`ranks`: of the collectives, by default one per GPU, or one per core up to 8; 1: no collectives."""
-    ranks = default_ranks(device) if ranks is None else ranks
+    if ranks is None:
+        ranks = torch.cuda.device_count() if device.type == "cuda" else min(cores(), MAX_CPU_RANKS)
     check_ranks(device, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS[device.type])
     sizes = (QUICK if quick else FULL)[device.type]
@@ -55,10 +56,6 @@ def calibrate(
     machine = measure(device, seconds, sizes, progress)
     made["seconds"] = round(time.monotonic() - began, 1)
     return Profile(machine, links, made)
-
-
-def default_ranks(device: torch.device) -> int:
-    return torch.cuda.device_count() if device.type == "cuda" else min(cores(), MAX_CPU_RANKS)
 
 
 def check_ranks(device: torch.device, ranks: int) -> None:

@@ -1,6 +1,5 @@
-"""Comparison of data-parallel strategies: speed, memory, collectives, start-up, checkpoints, loss of a rank.
-
-A real `lmworks train` job: start-up time, checkpoint size, and its behaviour when a rank is killed.
+"""Comparison of data-parallel strategies: speed, memory, collectives, and a real `lmworks train` job of each: start-up
+time, checkpoint size, and what happens when a rank is killed.
 """
 
 from __future__ import annotations
@@ -144,8 +143,8 @@ def check_memory(specs: dict[str, RunSpec], ranks: int) -> None:
     """Interleaved steps need the memory of all strategies at once."""
 
     def others(changed: RunSpec, rank: int) -> list[Row]:
-        laid_out = [with_strategy(changed, ranks, strategy_keys(name)) for name in specs if name != BASE]
-        return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in laid_out]
+        other_specs = [with_strategy(changed, ranks, strategy_keys(name)) for name in specs if name != BASE]
+        return [Row("other strategies", memory(one, rank=rank).total, "in the same processes") for one in other_specs]
 
     check_fits_memory(specs[BASE], torch.device("cpu"), beside=others, own_layout=False)
 
@@ -161,8 +160,8 @@ def select_strategies(names: list[str]) -> tuple[list[str], dict[str, str]]:
     for name in names:
         if slug(name) not in everything:
             raise SpecError(f"{name!r} is not a strategy of this study; it has {', '.join(everything)}")
-    asked = {slug(name) for name in names}
-    wanted = [name for key, name in everything.items() if not asked or key in asked or name == BASE]
+    requested = {slug(name) for name in names}
+    wanted = [name for key, name in everything.items() if not requested or key in requested or name == BASE]
     if importlib.util.find_spec("deepspeed"):
         return wanted, {}
     return [name for name in wanted if name not in DEEPSPEED], {
@@ -178,9 +177,9 @@ def with_strategy(spec: RunSpec, ranks: int, layout: dict[str, Any]) -> RunSpec:
         named = ", ".join(f"parallel.{axis} = {size}" for axis, size in others.items()) or "offload and compile"
         raise SpecError(f"this study compares data parallelism alone, without {named}")
     if ranks < 2:
-        raise SpecError(f"--ranks {ranks} has nothing to share: use at least 2")
-    laid_out = given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout)
-    return spec.replace(parallel=laid_out, cluster=Cluster(device="cpu"))  # over gloo
+        raise SpecError(f"--ranks {ranks}: data parallelism needs at least 2")
+    parallel = given.replace(dp=ranks, dp_replicate=1, dp_shard=1, **layout)
+    return spec.replace(parallel=parallel, cluster=Cluster(device="cpu"))  # over gloo
 
 
 def make_outcome(

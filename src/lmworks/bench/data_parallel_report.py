@@ -72,11 +72,11 @@ def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
 
 def resident_bytes(study: Study) -> Section:
     text = (
-        "Bytes of live tensors on each rank just before the update, each storage counted once, and what the arithmetic "
-        "says; the two must be equal to the byte. ZeRO and FSDP2 deal the rows of every weight as torch.chunk does, "
+        "Bytes of live tensors on each rank just before the update, each storage counted once, and by formula; the two "
+        "must be equal to the byte. ZeRO and FSDP2 shard every weight by rows as torch.chunk does, "
         f"⌈rows/{study.ranks}⌉ to a rank{uneven(study)}; FSDP2 allocates that much on every rank, and rows that do not "
-        "exist are padding. FSDP1 cuts one flat parameter a block, in which weights begin at multiples of 16 bytes and "
-        "whose end is filled up to a multiple of the ranks. Adam's states are two fp32 moments, and 4 bytes a weight "
+        "exist are padding. FSDP1 shards one flat parameter a block, in which weights begin at multiples of 16 bytes, "
+        "and which is padded to a multiple of the ranks. Adam's states are two fp32 moments, and 4 bytes a weight "
         "that count its steps. The fp32 parameters are the master weights: only DeepSpeed holds a second copy."
     )
     columns = ["strategy", "rank", "equal"]
@@ -150,10 +150,10 @@ def peak_memory(study: Study) -> Section:
     rows = []
     for one in study.outcomes:
         for rank, size in enumerate(one.peak):
-            said = one.peak_worked_out[rank] if one.peak_worked_out else None
-            off = f"{size / said.tensors - 1:+.1%}" if said else "–"
-            rows.append([one.name, f"{rank}", said.moment if said else "no formula"])
-            rows[-1] += [f"{size:,}", f"{said.tensors:,}" if said else "–", off]
+            expected = one.peak_worked_out[rank] if one.peak_worked_out else None
+            off = f"{size / expected.tensors - 1:+.1%}" if expected else "–"
+            rows.append([one.name, f"{rank}", expected.moment if expected else "no formula"])
+            rows[-1] += [f"{size:,}", f"{expected.tensors:,}" if expected else "–", off]
     bars = Bars(
         "Peak of rank 0",
         [one.name for one in study.outcomes],
@@ -161,7 +161,7 @@ def peak_memory(study: Study) -> Section:
         [[one.peak[0]] for one in study.outcomes],
         binary_bytes,
         [one.peak_worked_out[0].tensors if one.peak_worked_out else None for one in study.outcomes],
-        "what the formula says",
+        "by formula",
     )
     columns = ["strategy", "rank", "highest moment by formula", "measured", "formula", "measured against it"]
     return Section("Peak memory", text, columns, rows, bars, 3)
@@ -200,8 +200,9 @@ def rank_failures(study: Study) -> Section:
     text = (
         "A real `lmworks train` job of each strategy was started, and its last rank sent SIGKILL after a checkpoint. "
         f"The command ended after {half:.1f} s (median; at most {slowest:.1f} s). Resumed: as many ranks took up the "
-        "newest checkpoint and made the next step. No strategy outlives a rank: a part of the only copy is gone, or a "
-        "replica is missing from every reduction; what saves the run is its checkpoint, with the same tensors in all."
+        "newest checkpoint and made the next step. No strategy survives the loss of a rank: a shard of the only copy is "
+        "gone, or a replica is missing from every reduction. The run continues from its checkpoint, which has the same "
+        "tensors in all strategies."
     )
     columns = ["strategy", "last line of the command", "resumed", "checkpoint", "files", "start", "step reached"]
     columns += ["committed", "exit code", "ended after"]
@@ -214,7 +215,7 @@ def rank_failures(study: Study) -> Section:
     return Section("Rank failure", text, columns, rows, None, 7)
 
 
-# --- two ways to write it -------------------------------------------------------------------------------
+# --- markdown and HTML -------------------------------------------------------------------------------
 
 
 def as_markdown(study: Study) -> str:

@@ -185,12 +185,12 @@ class EngineBench:
         """Requests of random ids with (prompt, answer) tokens. Every call has another seed: no prefix cache hits."""
         self.seed += 1
         rng = torch.Generator().manual_seed(self.seed)
-        made = []
+        requests = []
         for prompt, answer in lengths:
             ids = torch.randint(0, self.runner.valid_vocab, (prompt,), generator=rng).tolist()
             params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=answer, seed=self.seed)
-            made.append(Request(ids, params))
-        return made
+            requests.append(Request(ids, params))
+        return requests
 
     def warm_up(self) -> float:
         """Every batch size once, so that compilation and graph capture are not timed; and long prompts over two steps,

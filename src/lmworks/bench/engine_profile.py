@@ -1,6 +1,5 @@
-"""Profile of an engine: time in prefill, decoding, KV cache reads and host work; throughput and latency by batch.
-
-The page of `lmworks bench profile engine`: one file that shows where the time of an engine goes.
+"""Profile of an engine: time in prefill, decoding, KV cache reads and host work; throughput and latency by batch; and
+the HTML page of `lmworks bench profile engine`.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ Facts = Mapping[str, Any]
 
 
 def engine_page(facts: Facts) -> str:
-    """All of it stands in `facts`, the command's JSON."""
+    """From `facts`, the command's JSON."""
     work = facts["workload"]
     lead = (
         f"{facts['device']} · {facts['dtype']} · {work['requests']} requests, {work['input_tokens']:,} tokens in, "
@@ -133,7 +132,7 @@ def engine_page(facts: Facts) -> str:
     body = [
         f'<header><h1>{escape(facts["model"])}</h1><p class="lead">{escape(lead)}</p></header>',
         tiles(facts),
-        "<h2>Batching against waiting</h2>",
+        "<h2>Throughput and latency by batch</h2>",
         charts(batching_charts(facts["batching"])),
         batching_table(facts["batching"]),
         note(
@@ -154,13 +153,13 @@ def tiles(facts: Facts) -> str:
     work, cache = facts["workload"], facts["cache"]
     whole = work["prefill_s"] + work["decode_s"]
     pace = "–" if cache["gbs"] is None else f"{short(1e9 * cache['gbs'])}B/s"
-    of = "lost in noise" if cache["of_bandwidth"] is None else f"{cache['of_bandwidth']:.0%} of what a copy reaches"
+    of = "below the noise" if cache["of_bandwidth"] is None else f"{cache['of_bandwidth']:.0%} of what a copy reaches"
     shown = [
         ("output", f"{short(work['output_tokens_per_s'])} tokens/s", f"{work['steps']:,} steps"),
         ("prefill", f"{work['prefill_s'] / whole:.0%}", f"{short(work['prompt_tokens_per_s'])} tokens/s of prompts"),
         ("decode", f"{work['decode_s'] / whole:.0%}", f"floor {work['floor_s'] / (work['decode_s'] or 1):.0%} of it"),
         ("cache reads", pace, of),
-        ("host", f"{facts['host']['share']:.0%}", "of the time nobody waited for the device"),
+        ("host", f"{facts['host']['share']:.0%}", "of the time not waiting for the device"),
         ("between tokens", f"{work['inter_token_ms']['p50']:.3g} ms", f"p99 {work['inter_token_ms']['p99']:.3g} ms"),
         ("first token", f"{work['first_token_ms']['p50']:.3g} ms", f"p99 {work['first_token_ms']['p99']:.3g} ms"),
         ("preemptions", str(work["preemptions"]), f"cache at most {work['kv_use']['peak']:.0%} full"),
@@ -218,8 +217,8 @@ def workload_charts(steps: Facts) -> dict[str, str]:
         "Milliseconds": line_chart([line("a step", "ms", "s0")], zero=True, y="ms"),
         "Tokens": stacked_chart(["of prompts", "of answers"], tokens, short, "tokens"),
         "Sequences that decode": line_chart([line("decoding", "decoding", "s0")], zero=True, y="sequences"),
-        "Part of the cache that is held": line_chart(
-            [line("held", "kv_use", "s3")], zero=True, show=lambda part: f"{part:.0%}", y="share"
+        "KV cache in use": line_chart(
+            [line("in use", "kv_use", "s3")], zero=True, show=lambda part: f"{part:.0%}", y="share"
         ),
     }
 
@@ -246,7 +245,7 @@ def parts_table(facts: Facts) -> str:
         ["host: the rest", f"{host['other_ms']:.3f} ms a step", "scheduling, accepting tokens"],
     ]
     rows += [
-        [f"between tokens, {float(part):.1%} are no slower", f"{ms:.3g} ms", ""]
+        [f"between tokens, p{100 * float(part):g}", f"{ms:.3g} ms", ""]
         for part, ms in facts["steps"]["inter_token_ms"].items()
     ]
     return table(["", "measured", ""], rows)
@@ -257,7 +256,7 @@ def host_note(host: Facts) -> str:
         return "On a CPU a launch computes the step, so launching is the device's time, and the rest is the host's."
     return (
         "The host works while the device does: launching and the rest cost nothing as long as there is some waiting. "
-        "Where the waiting goes to 0, the device waits for the host."
+        "Where the waiting is near 0, the device waits for the host."
     )
 
 

@@ -120,8 +120,10 @@ class Reply:
 def has_tokens(choice: dict[str, Any]) -> bool:
     """An incomplete character counts although it has no text; events with only "role" or "finish_reason" do not."""
     delta = choice.get("delta")
-    said = choice.get("text") if delta is None else [value for key, value in delta.items() if key != "role" and value]
-    return bool(said) or not (choice.get("finish_reason") or (delta is not None and delta.get("role")))
+    content = (
+        choice.get("text") if delta is None else [value for key, value in delta.items() if key != "role" and value]
+    )
+    return bool(text) or not (choice.get("finish_reason") or (delta is not None and delta.get("role")))
 
 
 def error_text(document: Any) -> str:
@@ -284,5 +286,5 @@ async def first_model(target: Target) -> str:
         with suppress(LookupError, TypeError):
             return str(reply.document()["data"][0]["id"])
         raise LMWorksError(f"{where} names no model: give one with --model")
-    said = reply.error or f"status {reply.status}: {error_text(reply.document())}"
-    raise LMWorksError(f"{where}: {said}")
+    message = reply.error or f"status {reply.status}: {error_text(reply.document())}"
+    raise LMWorksError(f"{where}: {message}")

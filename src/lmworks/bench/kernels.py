@@ -266,7 +266,6 @@ def check_record(device: torch.device) -> None:
 
 def record(facts: Mapping[str, Any]) -> Path:
     """Write the winners for this device to the table of `kernels.dispatch`; other devices, ops and shapes stay."""
-
     kept = dict(dispatch.table())
     versions = ", ".join(f"{name} {facts['made'][name]}" for name in ("torch", "triton") if name in facts["made"])
     before, winners = kept.get(facts["device"], {}), facts["winners"]

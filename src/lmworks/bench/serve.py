@@ -2,8 +2,6 @@
 
 Latency counts from the scheduled time of a request, so delays of any kind, of this client too, are included: a server
 that stalls cannot hide the requests that should have been sent meanwhile (no coordinated omission).
-
-A plot of `lmworks bench serve`: distributions of latencies, and latency over time.
 """
 
 from __future__ import annotations

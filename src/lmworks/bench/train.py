@@ -209,20 +209,20 @@ def utilisation(peak: float | None, flops: StepFlops, step_s: float, world: int)
 def compare_prediction(spec: RunSpec, device: torch.device, step_s: float, measured: dict[str, Any]) -> dict[str, Any]:
     """The planner's prediction and its relative error: +0.1 is 10 % too much."""
     try:
-        said = predict_here(spec, device)
+        prediction = predict_here(spec, device)
     except SpecError as error:  # no prediction for this spec
         return {"note": str(error)}
-    seconds, total = said.time.total if said.time else None, said.memory.total
+    seconds, total = prediction.time.total if prediction.time else None, prediction.memory.total
     facts: dict[str, Any] = {"step_s": seconds, "step_error": seconds / step_s - 1 if seconds else None}
     added = measured["allocated"]  # 0 on a CPU if the process had freed as much before
     facts |= {"allocated_bytes": total, "allocated_error": total / added - 1 if added else None}
     if measured["reserved"]:
-        foreseen = float(reserved(total))
-        facts |= {"reserved_bytes": foreseen, "reserved_error": foreseen / measured["reserved"] - 1}
-    facts |= {"interval": list(said.time.interval) if said.time else None}
-    facts |= {"quiet": said.machine.quiet, "noise": said.machine.noise} if said.machine else {}
-    by = said.machine.tag if said.machine else None
-    return facts | {"by": by, "parts": said.time.parts if said.time else None}
+        predicted_reserved = float(reserved(total))
+        facts |= {"reserved_bytes": predicted_reserved, "reserved_error": predicted_reserved / measured["reserved"] - 1}
+    facts |= {"interval": list(prediction.time.interval) if prediction.time else None}
+    facts |= {"quiet": prediction.machine.quiet, "noise": prediction.machine.noise} if prediction.machine else {}
+    by = prediction.machine.tag if prediction.machine else None
+    return facts | {"by": by, "parts": prediction.time.parts if prediction.time else None}
 
 
 def predict_here(spec: RunSpec, device: torch.device) -> Prediction:

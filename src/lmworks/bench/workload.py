@@ -2,7 +2,7 @@
 their arrival times for a server.
 
     load = Load(requests=200, arrivals=Arrivals(rate=8.0), lengths=Lengths(input=(100, 1024), output=(16, 256)))
-    shots = load.draw("completions", "my-model")
+    requests = load.draw("completions", "my-model")
 """
 
 from __future__ import annotations

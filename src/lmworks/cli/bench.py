@@ -12,7 +12,7 @@ import typer
 
 from ..data.progress import activity, console_progress
 from ..record.formatting import binary_bytes, duration, short
-from ..spec import Cluster, SpecError, TrainingError, load_run
+from ..spec import Cluster, RunSpec, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
 from .bench_inference import app as profile
@@ -326,14 +326,11 @@ def ddp_fsdp(
     from ..bench.data_parallel_report import overview_table, write_reports
     from ..report.html_page import check_output_folder
 
-    changes = [*([spec] if "=" in spec else []), *(overrides or ())]
-    if not spec or "=" in spec:
-        spec, changes = SMALL[0], [*SMALL[1], *changes]
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    loaded = load_run(spec, changes)
+    names = split_names(only)
+    loaded = load_study_spec(spec, overrides, SMALL)
     select_strategies(names)  # unknown names are refused before a folder is created
     check_output_folder(out)
-    found = study(loaded, ranks, steps, names, jobs, lambda line: typer.echo(f"  {line}", err=True), force)
+    found = study(loaded, ranks, steps, names, jobs, print_progress, force)
     markdown, html = write_reports(found, out)
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})
@@ -344,6 +341,22 @@ def ddp_fsdp(
     wrong = [outcome.name for outcome in found.outcomes if outcome.exact is False]
     if wrong:
         raise TrainingError(f"bytes of {', '.join(wrong)} are not what the arithmetic says; see {markdown}")
+
+
+def load_study_spec(spec: str, overrides: list[str] | None, default: tuple[str, list[str]], *more: str) -> RunSpec:
+    """The spec that was given, or the small default; its place may hold an override."""
+    changes = [*(overrides or ()), *more]
+    if spec and "=" not in spec:
+        return load_run(spec, changes)
+    return load_run(default[0], [*default[1], *([spec] if spec else []), *changes])
+
+
+def split_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def print_progress(line: str) -> None:
+    typer.echo(f"  {line}", err=True)
 
 
 def precision(
@@ -375,12 +388,8 @@ def precision(
     from ..bench.precision.report import overview_table, write_reports
     from ..bench.precision.study import study
 
-    changes = [*([spec] if "=" in spec else []), *(overrides or ())]
-    if not spec or "=" in spec:
-        spec, changes = SMALLER[0], [*SMALLER[1], *changes]
-    names = [name.strip() for name in only.split(",") if name.strip()]
-    loaded = load_run(spec, [*changes, f"optim.steps={steps}", *on_device(device)])
-    found = study(loaded, out, names, lambda line: typer.echo(f"  {line}", err=True), force)
+    loaded = load_study_spec(spec, overrides, SMALLER, f"optim.steps={steps}", *on_device(device))
+    found = study(loaded, out, split_names(only), print_progress, force)
     markdown, html = write_reports(found)
     if json:
         print_json({**found.to_dict(), "report": str(html), "markdown": str(markdown)})

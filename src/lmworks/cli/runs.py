@@ -161,7 +161,7 @@ def show(
     layers = read_stats(folder.stats_path)[-1:]
     drawn = draw_goodput(folder, found) if plot else None
     if json:
-        attempts = [vars(attempt) | seconds_of(attempt.begin, attempt.end) for attempt in found.attempts]
+        attempts = [vars(one) | {"begin": one.begin / 1e6, "end": one.end / 1e6} for one in found.attempts]
         result: dict[str, Any] = {
             "run": summary.to_dict(),
             "time": found.to_dict(),
@@ -180,10 +180,6 @@ def show(
         print_stats(line, f"Layers at step {line['step']:,}")
     if drawn:
         typer.echo(f"time: {drawn}")
-
-
-def seconds_of(begin: int, end: int) -> dict[str, float]:
-    return {"begin": begin / 1e6, "end": end / 1e6}
 
 
 def print_run(summary: Summary) -> None:

@@ -88,7 +88,8 @@ def line_chart(
     readout = [{"name": line.name, "points": [(x, show(y)) for x, y in downsample(line.points)]} for line in lines]
     names = [(line.name, line.style, "") for line in lines if line.points]
     names += [(each.name, f"mark {each.style}", each.glyph) for each in marks]
-    return svg_document(body, axes, {"x": x, "lines": readout, "marks": marks_readout(marks)}, names)
+    marked = [{"name": each.name, "points": each.points} for each in marks]
+    return svg_document(body, axes, {"x": x, "lines": readout, "marks": marked}, names)
 
 
 def stacked_chart(
@@ -149,10 +150,6 @@ def draw_marks(axes: Axes, marks: EventMarks) -> str:
         glyph = f'<text class="mid" x="{x:.1f}" y="{y}">{marks.glyph}</text>'
         drawn.append(f"<g><title>{escape(text)}</title>{line}{glyph}</g>")
     return f'<g class="mark {marks.style}">{"".join(drawn)}</g>'
-
-
-def marks_readout(marks: Sequence[EventMarks]) -> list[dict[str, object]]:
-    return [{"name": each.name, "points": each.points} for each in marks]
 
 
 def draw_axes(axes: Axes, show: Callable[[float], str], x_title: str, y_title: str) -> str:

@@ -163,8 +163,9 @@ class EngineLoop:
             self.report(pieces)
 
     def run_pending(self) -> None:
+        timeout = METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S
         with self.changed:
-            while not self.changed.wait_for(lambda: self.pending or self.engine.busy, self.wait_seconds):
+            while not self.changed.wait_for(lambda: self.pending or self.engine.busy, timeout):
                 if why := self.engine.runner.failed_worker():  # idle: no step would notice it
                     raise LMWorksError(why)
                 if self.compiling:
@@ -172,10 +173,6 @@ class EngineLoop:
             pending, self.pending = self.pending, []
         for post in pending:
             post()
-
-    @property
-    def wait_seconds(self) -> float:
-        return METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S
 
     def add_request(self, message: Submit, grammar: Any = None) -> None:
         """An error here fails this request alone."""

@@ -1,7 +1,4 @@
-"""The report of `lmworks bench precision`: report.md, report.html and, with matplotlib, report.png.
-
-The curves of all variants in one PNG; needs matplotlib, an optional dependency.
-"""
+"""The report of `lmworks bench precision`: report.md, report.html and, with matplotlib, report.png (all curves)."""
 
 from __future__ import annotations
 
@@ -104,7 +101,7 @@ def held(outcome: Outcome) -> float | None:
 def overview(study: Study) -> Section:
     columns, rows = overview_table(study)
     (columns, *rows) = ([line[0], line[-1], *line[1:-1]] for line in (columns, *rows))
-    return Section("In short", THRESHOLDS, columns, rows, numeric=len(columns) - 2)
+    return Section("Overview", THRESHOLDS, columns, rows, numeric=len(columns) - 2)
 
 
 def overview_table(study: Study) -> tuple[list[str], list[list[str]]]:
@@ -152,7 +149,7 @@ def chart(lines: Mapping[str, Points], y: str = "nats a token") -> str:
 
 
 def evaluations(study: Study) -> Section:
-    text = "Loss on held-out data, the same batches every time. A dash: the run did not come so far."
+    text = "Loss on held-out data, the same batches every time. A dash: the run ended before."
     steps = sorted({step for one in study.outcomes for step, _ in one.training.curve("val_loss")})
     rows = []
     for one in study.outcomes:
@@ -166,8 +163,8 @@ def evaluations(study: Study) -> Section:
 def gradients(study: Study) -> Section:
     text = (
         f"After steps {listed(study)}, gradients of the next batch in the run's own precision against those of the "
-        "same weights in fp32. Flushed: zero, and not so in fp32. Not finite: infinite or NaN, under the loss scale of "
-        "that moment. Both are shares of all elements, at the worst of these steps, and in the worst part of the "
+        "same weights in fp32. Flushed: zero, but not in fp32. Not finite: infinite or NaN, under the current loss "
+        "scale. Both are shares of all elements, at the worst of these steps, and in the worst part of the "
         "model. Error: ‖g − g of fp32‖ ÷ ‖g of fp32‖, the median over these steps."
     )
     columns = ["precision", "worst part", "flushed", "flushed in it", "not finite", "error"]
@@ -193,7 +190,7 @@ def formats(study: Study) -> Section:
         "Tensors of the fp32 run that 8-bit products would round (inputs and weights of the blocks' linear layers, "
         f"gradients of their outputs), after steps {listed(study)}, in each format. Saturated: beyond its largest "
         "number. Tensorwise and rowwise: scaled so that the largest element of the tensor, or of each row, is the "
-        "format's largest number; nothing saturates. Delayed: scaled by the largest element of the batch before. "
+        "format's largest number; nothing saturates. Delayed: scaled by the largest element of the previous batch. "
         f"Loss scaled: by {LOSS_SCALE:,.0f}. Error: ‖rounded − x‖ ÷ ‖x‖. All over all steps and blocks; the worst "
         "block is the one with most flushed and saturated."
     )
@@ -208,7 +205,7 @@ def formats(study: Study) -> Section:
             row = [role, form.name, worst if flushed + saturated else "–"]
             rows.append([*row, share(flushed / count), share(saturated / count), f"{(error / square) ** 0.5:.2e}"])
     columns = ["tensors", "format", "worst block", "flushed", "saturated", "error"]
-    return Section("What each format loses of the same tensors", text, columns, rows, numeric=3)
+    return Section("Rounding errors by format", text, columns, rows, numeric=3)
 
 
 def blocks_of(study: Study, role: str, form: str) -> dict[str, list[float]]:
@@ -222,10 +219,10 @@ def blocks_of(study: Study, role: str, form: str) -> dict[str, list[float]]:
 
 def updates(study: Study) -> Section:
     text = (
-        "Of the update that AdamW worked out, how much the weights took up, as the optimizer keeps them (a master's 16 "
-        "bits count). Kept: the change that was made, projected on the one that was due; 100 % is all of it, on the "
-        "mean. Unmoved: the share of weights that should have changed and did not. Rounding by chance leaves most "
-        "weights where they are in one step, and loses nothing on the mean."
+        "How much of AdamW's exact update the weights took up, with all bits that the optimizer keeps (a master's 16 "
+        "bits count). Kept: the actual update, projected on the exact one; 100 % is all of it on average. Unmoved: the "
+        "share of weights that should have changed and did not. Stochastic rounding leaves most weights unchanged in "
+        "one step, and loses nothing on average."
     )
     steps = inspected_steps(study.spec.optim.steps)
     columns = ["precision", *(f"{what}, step {step}" for step in steps for what in ("kept", "unmoved"))]
@@ -239,17 +236,17 @@ def updates(study: Study) -> Section:
 
 def scales(study: Study) -> Section:
     text = (
-        "fp16 alone. A step whose gradient overflows is left out and halves the scale; a window of good steps doubles "
-        f"it. fp16-high begins at {OVERFLOWING_SCALE:,.0f} on purpose."
+        "Only fp16 has one. A step whose gradient overflows is skipped and halves the scale; a window of good steps "
+        f"doubles it. fp16-high starts at {OVERFLOWING_SCALE:,.0f} on purpose."
     )
     rows = []
     for one in study.outcomes:
         known = [scale for _, scale in one.training.curve("loss_scale")]
         if known:
-            left_out = one.training.overflows
-            which = ", ".join(map(str, left_out[:12])) + (" …" if len(left_out) > 12 else "")
-            rows.append([one.name, which or "none", f"{len(left_out)}", *(f"{s:,.0f}" for s in ends(known))])
-    columns = ["precision", "steps left out", "how many", "first scale", "lowest", "highest", "last"]
+            skipped = one.training.overflows
+            which = ", ".join(map(str, skipped[:12])) + (" …" if len(skipped) > 12 else "")
+            rows.append([one.name, which or "none", f"{len(skipped)}", *(f"{s:,.0f}" for s in ends(known))])
+    columns = ["precision", "skipped steps", "count", "first scale", "lowest", "highest", "last"]
     return Section("Loss scale", text, columns, rows, numeric=5)
 
 
@@ -270,9 +267,9 @@ def norms(study: Study) -> Section:
 
 def memory(study: Study) -> Section:
     text = (
-        "Speed: fp32 and this precision took steps in turns, and the ratio is the median over rounds; tokens/s is of "
-        f"the run itself, which whatever else runs on the machine moves. {SEED.name} shows how far 1.00 can be off. "
-        "Peak: the highest before the first close look, of a process that trains nothing else; on a CPU it is the "
+        "Speed: steps of fp32 and this precision were interleaved, and the ratio is the median over rounds; tokens/s "
+        f"is that of the run itself, which other load on the machine changes. {SEED.name} shows the noise of the ratio. "
+        "Peak: the highest before the first inspected step, of a process that trains nothing else; on a CPU it is the "
         "growth of the resident set. State: parameters, gradients, master and optimizer states just before an update, "
         "read from live tensors, beside the planner's."
     )
@@ -288,11 +285,10 @@ def memory(study: Study) -> Section:
 
 def variants(study: Study) -> Section:
     text = (
-        f"Each is a run of its own in `{study.folder.name}/NAME`, with its metrics, events and report: `lmworks runs` "
-        "lists them."
+        f"Each is a run in `{study.folder.name}/NAME`, with its metrics, events and report: `lmworks runs` lists them."
     )
     rows = [[one.name, one.training.variant.what, keys(one)] for one in study.outcomes]
-    return Section("The precisions", text, ["precision", "what it is", "keys of [precision]"], rows)
+    return Section("The precisions", text, ["precision", "description", "keys of [precision]"], rows)
 
 
 def keys(outcome: Outcome) -> str:

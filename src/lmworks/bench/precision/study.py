@@ -34,9 +34,8 @@ FLUSHED = 0.01  # share of gradient elements flushed to zero, from which it is r
 THRESHOLDS = (
     "The gap is the mean over the evaluations of the run's second half of the loss on held-out data less fp32's; the "
     "noise is the root mean square of the same difference between two seeds of fp32. A gap of at most the noise is "
-    "'as fp32 within the noise'. Lost updates are told from "
-    f"{LOST_UPDATES:.0%} of the update on, gradients flushed to zero from {FLUSHED:.0%} of their elements on, both at "
-    "the worst of the steps looked at; overflows are all told."
+    f"'as fp32 within the noise'. Lost updates are reported above {LOST_UPDATES:.0%} of the update, gradients flushed "
+    f"to zero above {FLUSHED:.0%} of their elements, both at the worst inspected step; all overflows are reported."
 )
 
 
@@ -128,14 +127,16 @@ def by_loss(gap: float | None, noise: float | None) -> str:
 
 def side_effects(found: RunMetrics, overflows: Sequence[int]) -> list[str]:
     """Lost updates, flushed gradients and overflows."""
-    said = []
+    effects = []
     if found.kept is not None and 1 - found.kept > LOST_UPDATES:
-        said.append(f"lost updates: {1 - found.kept:.0%} rounded away, {found.unmoved:.0%} of the weights did not move")
+        effects.append(
+            f"lost updates: {1 - found.kept:.0%} rounded away, {found.unmoved:.0%} of the weights did not change"
+        )
     if found.flushed is not None and found.flushed > FLUSHED:
-        said.append(f"{found.flushed:.1%} of the gradient's elements became 0")
+        effects.append(f"{found.flushed:.1%} of the gradient's elements became 0")
     if overflows:
-        said.append(f"{len(overflows)} steps left out by overflow, the last at {overflows[-1]}")
-    return said
+        effects.append(f"{len(overflows)} steps skipped by overflow, the last at {overflows[-1]}")
+    return effects
 
 
 # --- study -----------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ class Study:
     @property
     def device(self) -> str:
         found = [one.training.facts["device"] for one in self.outcomes if "device" in one.training.facts]
-        return found[0] if found else "a device that ran none of them"
+        return found[0] if found else "an unknown device"
 
     def to_dict(self) -> dict[str, Any]:
         facts = {"device": self.device, "folder": str(self.folder), "noise": self.noise, "spec": self.spec.to_dict()}
@@ -319,7 +320,7 @@ class Stopped(TrainingError):
         self.exit_code = code
 
 
-# --- what they left -------------------------------------------------------------------------------------
+# --- results of the runs -------------------------------------------------------------------------------------
 
 
 def read(folder: Path, variant: Variant, spec: RunSpec) -> Training:
@@ -342,6 +343,6 @@ def evaluate(spec: RunSpec, folder: Path, trainings: list[Training]) -> Study:
     outcomes = []
     for training in trainings:
         numbers = run_metrics(training.steps, training.looked, base.steps, training.error)
-        said = verdict(training.variant, numbers, noise, training.error, training.overflows)
-        outcomes.append(Outcome(training, numbers, said))
+        text = verdict(training.variant, numbers, noise, training.error, training.overflows)
+        outcomes.append(Outcome(training, numbers, text))
     return Study(spec, folder, noise, outcomes)

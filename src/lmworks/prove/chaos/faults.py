@@ -68,9 +68,6 @@ class Fault:
     external: bool = False  # comes from outside the rank, so it may also hit the middle of a phase
     excluded: tuple[tuple[str, str], ...] = ()  # (layout, phase) pairs in which the cause cannot be detected
 
-    def verdict_for(self, saves: str) -> str:
-        return self.verdict_async or self.verdict if saves == "async" else self.verdict
-
     def layouts_for(self, phase: str) -> tuple[str, ...]:
         """A pipeline has no phase "backward": its stages interleave forward and backward passes."""
         never = (("pp2", "backward"), *self.excluded)
@@ -155,7 +152,7 @@ class Trial:
     @property
     def verdict(self) -> str:
         """The expected verdict."""
-        return self.kind.verdict_for(self.saves)
+        return (self.saves == "async" and self.kind.verdict_async) or self.kind.verdict
 
     @property
     def injections(self) -> list[Injection]:

@@ -147,7 +147,7 @@ class Harness:
             arguments = (
                 train_arguments(folder, spec)
                 if not (folder / "run" / "spec.toml").exists()
-                else resume_arguments(folder)
+                else ["resume", str(folder / "run")]
             )
             if trial.job == "command":
                 ended.append(run_command(folder, [*arguments, "--max-restarts", str(MAX_RESTARTS)], log))
@@ -226,10 +226,6 @@ def train_arguments(folder: Path, spec: RunSpec) -> list[str]:
     file = folder / "spec.toml"
     file.write_text(dump_toml(spec.to_dict()), encoding="utf-8")
     return ["train", str(file), "--run-dir", str(folder / "run")]
-
-
-def resume_arguments(folder: Path) -> list[str]:
-    return ["resume", str(folder / "run")]
 
 
 class SmallDisk:
