@@ -170,7 +170,7 @@ NOTHING = RunMetrics(**dict.fromkeys(RunMetrics.__dataclass_fields__))
         (
             {"gap": 0.0, "kept": 0.4, "unmoved": 0.7},
             [],
-            "as fp32 within the noise (gap +0.0000); lost updates: 60% rounded away, 70% of the weights did not move",
+            "as fp32 within the noise (gap +0.0000); lost updates: 60% rounded away, 70% of the weights did not change",
         ),
         ({"gap": 0.0, "kept": 0.96, "unmoved": 0.7, "flushed": 0.005}, [], "as fp32 within the noise (gap +0.0000)"),
         (

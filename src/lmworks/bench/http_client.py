@@ -120,9 +120,7 @@ class Reply:
 def has_tokens(choice: dict[str, Any]) -> bool:
     """An incomplete character counts although it has no text; events with only "role" or "finish_reason" do not."""
     delta = choice.get("delta")
-    content = (
-        choice.get("text") if delta is None else [value for key, value in delta.items() if key != "role" and value]
-    )
+    text = choice.get("text") if delta is None else [value for key, value in delta.items() if key != "role" and value]
     return bool(text) or not (choice.get("finish_reason") or (delta is not None and delta.get("role")))
 
 

@@ -268,7 +268,7 @@ def norms(study: Study) -> Section:
 def memory(study: Study) -> Section:
     text = (
         "Speed: steps of fp32 and this precision were interleaved, and the ratio is the median over rounds; tokens/s "
-        f"is that of the run itself, which other load on the machine changes. {SEED.name} shows the noise of the ratio. "
+        f"is that of the run itself, which other load on the machine changes. {SEED.name} shows its noise. "
         "Peak: the highest before the first inspected step, of a process that trains nothing else; on a CPU it is the "
         "growth of the resident set. State: parameters, gradients, master and optimizer states just before an update, "
         "read from live tensors, beside the planner's."
