@@ -201,7 +201,7 @@ def rank_failures(study: Study) -> Section:
         "A real `lmworks train` job of each strategy was started, and its last rank sent SIGKILL after a checkpoint. "
         f"The command ended after {half:.1f} s (median; at most {slowest:.1f} s). Resumed: as many ranks took up the "
         "newest checkpoint and made the next step. No strategy survives the loss of a rank: a shard of the only copy "
-        "is gone, or a replica is missing from every reduction. The run continues from its checkpoint, which has the same "
+        "is gone, or a replica is missing from every reduction. The run continues from its checkpoint, with the same "
         "tensors in all strategies."
     )
     columns = ["strategy", "last line of the command", "resumed", "checkpoint", "files", "start", "step reached"]
