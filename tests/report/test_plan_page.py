@@ -184,7 +184,7 @@ def test_empty_and_single_fronts(front):
 
 def test_layout_explanation():
     text = Page(search_page(search_facts(explained=verdict_facts()))).text
-    assert "Asked about: tp=8 zero=1|" in text and "needs 99 GiB|" in text and "zero=3 & more|" in text
+    assert "Explained: tp=8 zero=1|" in text and "needs 99 GiB|" in text and "zero=3 & more|" in text
 
 
 def test_names_are_escaped():

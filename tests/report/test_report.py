@@ -10,7 +10,7 @@ import pytest
 
 from lmworks.record import MetricsWriter
 from lmworks.report import run_report
-from lmworks.report.html_page import SCRIPT, StyledCell, table
+from lmworks.report.html_page import StyledCell, resource_text, table
 from lmworks.report.run_report import smooth, write_report
 from lmworks.report.svg import EventMarks, Line, average, downsample, line_chart, ticks
 
@@ -241,7 +241,7 @@ def test_constant_series():
 
 
 def test_no_string_of_the_script_is_broken_by_a_newline():
-    assert all(line.count('"') % 2 == 0 and line.count("`") % 2 == 0 for line in SCRIPT.splitlines())
+    assert all(line.count('"') % 2 == 0 and line.count("`") % 2 == 0 for line in resource_text("page.js").splitlines())
 
 
 def test_numeric_and_nowrap_columns():

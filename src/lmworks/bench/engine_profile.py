@@ -5,13 +5,12 @@ the HTML page of `lmworks bench profile engine`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from ..engine.core.engine import Engine
 from ..plan.flops import forward_flops_per_token
 from ..record.formatting import binary_bytes, duration, short
-from ..report.html_page import page, table
+from ..report.html_page import chart_cards, header, note, page, table, tiles
 from ..report.svg import Line, line_chart, stacked_chart
 from ..spec import recognise
 from .engine import EngineBench, Trace, fit_to_context, quantile
@@ -130,10 +129,10 @@ def engine_page(facts: Facts) -> str:
         f"{work['output_tokens']:,} out"
     )
     body = [
-        f'<header><h1>{escape(facts["model"])}</h1><p class="lead">{escape(lead)}</p></header>',
-        tiles(facts),
+        header(facts["model"], lead),
+        profile_tiles(facts),
         "<h2>Throughput and latency by batch</h2>",
-        charts(batching_charts(facts["batching"])),
+        chart_cards(batching_charts(facts["batching"])),
         batching_table(facts["batching"]),
         note(
             "Every weight is read once a step, whatever the batch: tokens a second grow with it until the cache or the "
@@ -141,7 +140,7 @@ def engine_page(facts: Facts) -> str:
             f"step must read over {facts['bandwidth_gbs']:,.0f} GB/s, as measured by a copy."
         ),
         "<h2>The workload, step by step</h2>",
-        charts(workload_charts(facts["steps"])),
+        chart_cards(workload_charts(facts["steps"])),
         "<h2>Where the time goes</h2>",
         parts_table(facts),
         note(host_note(facts["host"])),
@@ -149,7 +148,7 @@ def engine_page(facts: Facts) -> str:
     return page(f"{facts['model']} · engine", "\n".join(body), ".charts + .card { margin-top: 14px; }")
 
 
-def tiles(facts: Facts) -> str:
+def profile_tiles(facts: Facts) -> str:
     work, cache = facts["workload"], facts["cache"]
     whole = work["prefill_s"] + work["decode_s"]
     pace = "–" if cache["gbs"] is None else f"{short(1e9 * cache['gbs'])}B/s"
@@ -164,11 +163,7 @@ def tiles(facts: Facts) -> str:
         ("first token", f"{work['first_token_ms']['p50']:.3g} ms", f"p99 {work['first_token_ms']['p99']:.3g} ms"),
         ("preemptions", str(work["preemptions"]), f"cache at most {work['kv_use']['peak']:.0%} full"),
     ]
-    cells = (
-        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(figure)}<small>{escape(more)}</small></dd></div>'
-        for name, figure, more in shown
-    )
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
+    return tiles(shown)
 
 
 def batching_charts(rows: Sequence[Facts]) -> dict[str, str]:
@@ -258,12 +253,3 @@ def host_note(host: Facts) -> str:
         "The host works while the device does: launching and the rest cost nothing as long as there is some waiting. "
         "Where the waiting is near 0, the device waits for the host."
     )
-
-
-def charts(named: Mapping[str, str]) -> str:
-    cards = (f'<div class="card"><h3>{escape(name)}</h3>{chart}</div>' for name, chart in named.items())
-    return f'<div class="charts">{"".join(cards)}</div>'
-
-
-def note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'

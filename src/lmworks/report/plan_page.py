@@ -11,11 +11,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from ..record.formatting import binary_bytes, duration, short
-from .html_page import page, table
+from .html_page import card, header, note, page, resource_text, table, tiles
 
 Facts = Mapping[str, Any]
 
@@ -48,22 +47,23 @@ def dollars_text(dollars: float | None, sign: str = "") -> str:
 def memory_page(facts: Facts) -> str:
     """Memory of every pipeline rank against the GPU's capacity."""
     verdict = "fits" if facts["fits"] else "does not fit"
-    tiles = [
-        ("reserved", binary_bytes(facts["reserved"]), "what the allocator takes on the fullest rank"),
-        ("allocated", binary_bytes(facts["allocated"]), "tensors, at the highest moment"),
+    figures = [
+        ("reserved", binary_bytes(facts["reserved"]), "by the allocator, on the fullest rank"),
+        ("allocated", binary_bytes(facts["allocated"]), "tensors, at the peak"),
         ("usable", binary_bytes(facts["usable"]), f"of {binary_bytes(facts['capacity'])}"),
-        ("out of memory", f"{facts['oom_probability']:.0%}", "how probable it is"),
+        ("out of memory", f"{facts['oom_probability']:.0%}", "probability"),
     ]
     if facts["host"]:
-        tiles.append(("host", binary_bytes(facts["host"]), "offloaded, for each rank"))
+        figures.append(("host", binary_bytes(facts["host"]), "offloaded, for each rank"))
     body = [
-        heading(facts["name"], f"{facts['gpus']} × {facts['gpu']} · {facts['layout']}", verdict),
-        '<dl class="tiles">' + "".join(tile(*figures) for figures in tiles) + "</dl>",
+        header(facts["name"], f"{facts['gpus']} × {facts['gpu']} · {facts['layout']}", verdict),
+        tiles(figures),
         "<h2>Memory by pipeline rank</h2>",
         card("", '<div id="memory"></div>'),
         '<h2>In figures, GiB</h2><div class="card scroll" id="memory-table"></div>',
-        '<p class="note">Reserved is what PyTorch\'s allocator asks of the GPU; absent are gradients that are not made'
-        " yet at the highest moment.</p>",
+        note(
+            "Reserved: taken from the GPU by PyTorch's allocator. Absent: gradients that do not exist yet at the peak."
+        ),
     ]
     return document(facts["name"], body, facts)
 
@@ -75,7 +75,7 @@ def search_page(facts: Facts) -> str:
     gpus = " or ".join(dict.fromkeys(map(cluster_of, front)))
     found = f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit, {len(front)} on the front"
     lead = f"sequences of {facts['seq']:,} tokens, {facts['global_batch']:,} a step · {found}"
-    body = [heading(facts["model"], f"{gpus} · {lead}" if gpus else lead), explained(facts.get("explained"))]
+    body = [header(facts["model"], f"{gpus} · {lead}" if gpus else lead), explained(facts.get("explained"))]
     if front:
         body += [best_layouts(front), clusters(facts["fastest"]), layout_choice(front), details()]
     else:
@@ -93,47 +93,30 @@ def document(title: str, body: Sequence[str], facts: Facts) -> str:
     return page(f"{title} · LMWorks plan", "\n".join(whole), resource_text("plan_page.css"), script)
 
 
-def resource_text(name: str) -> str:
-    return (files(__package__) / name).read_text(encoding="utf-8")
-
-
 # --- pieces ---------------------------------------------------------------------------------------------
-
-
-def heading(title: str, lead: str, verdict: str = "") -> str:
-    pill = f'<span class="pill {verdict.replace(" ", "-")}">{verdict}</span>' if verdict else ""
-    return f'<header><h1>{escape(title)}</h1>{pill}<p class="lead">{escape(lead)}</p></header>'
-
-
-def tile(name: str, figure: str, note: str) -> str:
-    return f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(figure)}<small>{escape(note)}</small></dd></div>'
-
-
-def card(title: str, inside: str) -> str:
-    return f'<div class="card">{f"<h3>{title}</h3>" if title else ""}{inside}</div>'
 
 
 def explained(verdict: Facts | None) -> str:
     """The answer to `--explain` for one layout."""
     if verdict is None:
         return ""
-    asked = " ".join(f"{key}={value}" for key, value in verdict["layout"].items())
+    layout = " ".join(f"{key}={value}" for key, value in verdict["layout"].items())
     changes = "".join(f"<li>{escape(str(change))}</li>" for change in verdict["changes"])
     wayout = f"<p>The smallest changes that make it fit:</p><ul>{changes}</ul>" if changes else ""
-    return f"<h2>Asked about: {escape(asked)}</h2>" + card("", f"<p>{escape(verdict['text'])}</p>{wayout}")
+    return f"<h2>Explained: {escape(layout)}</h2>" + card("", f"<p>{escape(verdict['text'])}</p>{wayout}")
 
 
 def best_layouts(front: Sequence[Facts]) -> str:
     """Fastest and cheapest layout as sentences, and the tiles of the selected layout."""
     fastest = front[0]
-    said = [f"Fastest: {layout_offer(fastest)}"]
+    sentences = [f"Fastest: {layout_offer(fastest)}"]
     priced = [one for one in front if one["bill"]["dollars"] is not None]
     cheapest = min(priced, key=lambda one: one["bill"]["dollars"], default=fastest)
     if cheapest["bill"]["dollars"] != fastest["bill"]["dollars"]:
-        said.append(f"Cheapest: {layout_offer(cheapest)}")
-    sentences = "".join(f"<p>{escape(sentence)}.</p>" for sentence in said)
+        sentences.append(f"Cheapest: {layout_offer(cheapest)}")
+    paragraphs = "".join(f"<p>{escape(sentence)}.</p>" for sentence in sentences)
     return (
-        f'<div class="card answer">{sentences}</div>'
+        f'<div class="card answer">{paragraphs}</div>'
         '<h2><span id="which">Fastest layout</span>: <span id="chosen" aria-live="polite"></span></h2>'
         '<dl class="tiles" id="tiles"></dl>'
     )
@@ -226,7 +209,7 @@ def alternatives(front: Sequence[Facts], choices: Sequence[str]) -> str:
 def shared_settings(front: Sequence[Facts]) -> str:
     same = [(key, values_of(front, key)) for key in LAYOUT_KEYS]
     shared = ", ".join(f"{LAYOUT_KEYS[key]} {values[0]}" for key, values in same if len(values) == 1)
-    return f'<p class="note">The same in all of them: {escape(shared)}.</p>' if shared else ""
+    return note(f"The same in all of them: {shared}.") if shared else ""
 
 
 def details() -> str:

@@ -14,7 +14,7 @@ from ..record.run_summary import Steps, Summary, summarize
 from ..spec import LMWorksError
 from ..spec.files import write_whole
 from . import predicted_vs_measured
-from .html_page import StyledCell, page, table
+from .html_page import StyledCell, chart_cards, header, note, page, table, tiles
 from .plots import draw_plots
 from .svg import EventMarks, Line, Points, line_chart, stacked_chart
 
@@ -38,7 +38,7 @@ def write_report(folder: RunFolder) -> Path:
     pngs = draw_plots(folder, steps)
     sections = [
         heading(summary),
-        tiles(summary),
+        summary_tiles(summary),
         predicted(folder, steps),
         charts(steps, folder.events(), pngs),
         events(folder),
@@ -55,32 +55,26 @@ def heading(summary: Summary) -> str:
     attempts = "" if summary.attempts < 2 else f", {summary.attempts} attempts"
     lead = f"{summary.params:,} parameters · {summary.steps:,} of {summary.total_steps:,} steps{attempts} · "
     lead += f"started {summary.started[:16].replace('T', ' ')} UTC"
-    return (
-        f'<header><h1>{escape(summary.name)}</h1><span class="pill {summary.status}">{summary.status}</span>'
-        f'<p class="lead">{escape(lead)}</p></header>'
-    )
+    return header(summary.name, lead, summary.status)
 
 
-def tiles(summary: Summary) -> str:
+def summary_tiles(summary: Summary) -> str:
     best = (
         "" if summary.best_val_step is None else f"best {summary.best_val_loss:.4f} at step {summary.best_val_step:,}"
     )
     wall = summary.wall_s if summary.wall_s is not None else summary.train_s
-    contents = [
+    mfu = ("MFU", "–", "peak not known") if not summary.mfu else ("MFU", f"{summary.mfu:.1%}", "median")
+    memory = "–" if summary.memory_bytes is None else binary_bytes(summary.memory_bytes)
+    return tiles([
         ("final loss", number(summary.loss), "training, last step"),
         ("validation loss", number(summary.val_loss), best),
         ("tokens", short(summary.tokens), f"{summary.tokens:,}"),
         ("wall time", clock(wall), f"{clock(summary.train_s)} in steps"),
         ("tokens/s", "–" if summary.tokens_per_s is None else short(summary.tokens_per_s), "median"),
         ("step time", "–" if summary.step_s is None else duration(summary.step_s), "median"),
-        ("MFU", "–" if summary.mfu is None else f"{summary.mfu:.1%}", "median" if summary.mfu else "peak not known"),
-        ("peak memory", "–" if summary.memory_bytes is None else binary_bytes(summary.memory_bytes), "over all steps"),
-    ]
-    cards = "".join(
-        f'<div class="card"><dt>{name}</dt><dd>{value}<small>{note or "&nbsp;"}</small></dd></div>'
-        for name, value, note in contents
-    )
-    return f'<dl class="tiles">{cards}</dl>'
+        mfu,
+        ("peak memory", memory, "over all steps"),
+    ])  # fmt: skip
 
 
 def predicted(folder: RunFolder, steps: Steps) -> str:
@@ -90,12 +84,11 @@ def predicted(folder: RunFolder, steps: Steps) -> str:
     columns = ["figure", "predicted", "measured", "measured ÷ predicted", "expected"]
     rows: list[list[str]] = []
     for row in found:
-        said, measured, ratio, expected = row.cells
-        rows.append([row.label, said, measured, StyledCell(ratio, "outside") if row.outside else ratio, expected])
+        prediction, measured, ratio, expected = row.cells
+        rows.append([row.label, prediction, measured, StyledCell(ratio, "outside") if row.outside else ratio, expected])
     busy = predicted_vs_measured.busy_note(predicted_vs_measured.read_prediction(folder))
-    notes = [f'<p class="note outside">{escape(row.why)}</p>' for row in found if row.why]
-    notes += [f'<p class="note busy">{escape(busy)}</p>'] if busy else []
-    notes.append('<p class="note">Measured: the peak for memory, the median over steps for the rest.</p>')
+    notes = [note(row.why, "outside") for row in found if row.why] + ([note(busy, "busy")] if busy else [])
+    notes.append(note("Measured: the peak for memory, the median over steps for the rest."))
     return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
 
 
@@ -129,12 +122,11 @@ def charts(steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
         "Where a step's time goes": parts_chart(steps),
         "Peak memory": line_chart([Line(unit, memory, "s0")], zero=True, show="{:.4g}".format, y=unit),
     }
-    contents = "".join(f'<div class="card"><h3>{title}</h3>{chart}</div>' for title, chart in cards.items())
     if pngs:
-        note = "PNG files: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
+        files = "PNG files: " + ", ".join(f"<code>{png.parent.name}/{png.name}</code>" for png in pngs)
     else:
-        note = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
-    return f'<h2>Curves</h2><div class="charts">{contents}</div><p class="note">{note}</p>'
+        files = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
+    return f'<h2>Curves</h2>{chart_cards(cards)}<p class="note">{files}</p>'
 
 
 def single_line_chart(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:
@@ -168,8 +160,8 @@ def events(folder: RunFolder) -> str:
         for event in shown
     ]
     hidden = len(recorded) - len(shown)
-    note = f'<p class="note">{hidden:,} earlier ones are in <code>events.jsonl</code>.</p>' if hidden else ""
-    return f"<h2>Events</h2>{table(['time (UTC)', 'step', 'event', 'what recorded'], rows, whole=3)}{note}"
+    earlier = f'<p class="note">{hidden:,} earlier ones are in <code>events.jsonl</code>.</p>' if hidden else ""
+    return f"<h2>Events</h2>{table(['time (UTC)', 'step', 'event', 'what recorded'], rows, whole=3)}{earlier}"
 
 
 def specification(folder: RunFolder) -> str:
