@@ -81,7 +81,6 @@ def test_epoch_has_every_window_once(prepared: Path) -> None:
     """Through three epochs that end in the middle of a batch."""
     batches, expected = Batches(spec(prepared), seed=1), windows(prepared)
     assert batches.windows == len(expected)
-    assert batches.tokens_per_epoch == len(expected) * SEQ
     assert len(expected) % 8
     served = [row for cursor in range(3 * len(expected) // 8 + 1) for row in rows(batches.at(cursor))]
     epochs = [served[i * len(expected) : (i + 1) * len(expected)] for i in range(3)]
@@ -89,14 +88,6 @@ def test_epoch_has_every_window_once(prepared: Path) -> None:
         assert sorted(epoch) == sorted(expected)
     assert epochs[0] != epochs[1] != epochs[2]
     assert epochs[0] != expected
-
-
-def test_epochs_are_counted(prepared: Path) -> None:
-    batches = Batches(spec(prepared), seed=1)
-    last_of_first = (batches.windows - 1) // 8
-    assert batches.epoch_of(0) == batches.epoch_of(last_of_first) == 0
-    assert batches.epoch_of(last_of_first + 1) == 1
-    assert batches.epoch_of(5 * batches.windows) == 40
 
 
 def test_resume_at_any_cursor_equals_uninterrupted_stream(prepared: Path) -> None:
@@ -193,7 +184,6 @@ def test_mixture_proportions_and_epochs_per_source(two_sources: tuple[Path, Path
     for name, folder in (("lower", lower), ("upper", upper)):
         once = sorted(windows(folder))
         assert sorted(served[name][: len(once)]) == once
-    assert batches.epoch_of(60) == 60 * 2 // len(windows(upper))
 
 
 def test_mixture_does_not_depend_on_ranks(two_sources: tuple[Path, Path]) -> None:

@@ -7,11 +7,6 @@ older checkpoints are unchanged.
 
 When all ranks wait for a save (the last one of a run), they exchange results over the process group: that works without
 the store, which is lost when the agent is killed.
-
-Staging memory of asynchronous saves, allocated once: training waits only for the copy into it.
-
-It is an anonymous file shared by the rank and its writer process, so nothing is left behind however they end. On CUDA
-its pages are pinned, and copies run at bus speed.
 """
 
 from __future__ import annotations
@@ -41,6 +36,11 @@ from .save_plan import RankPlan, make_plan, tensor_lookup
 
 
 class Staging:
+    """Staging memory, allocated once: an anonymous file that a rank and its writer process share.
+
+    Nothing is left behind however they end. On CUDA its pages are pinned, and copies run at bus speed.
+    """
+
     def __init__(self, plan: RankPlan, device: torch.device) -> None:
         self.plan, self.device = plan, device
         size = max(1, plan.bytes)
@@ -83,8 +83,7 @@ def anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
-# --- async save ------------------------------------------------------------------------------------------
-
+# --- saves -----------------------------------------------------------------------------------------------
 
 RANK_TIMEOUT_S = 1800.0  # for the other ranks to write
 STALL_WARNING_S = 60.0  # without progress of a writer, before a warning

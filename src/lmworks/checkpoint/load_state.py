@@ -54,7 +54,8 @@ def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) 
             state[section] = empty_section(index, section)
     planner = StrictPlanner(folder)
     planner.set_up_planner(state, metadata_of(index), is_rank_zero())
-    here = all_names(planner.state_dict)
+    # Of all ranks: a pipeline rank has only the weights of its stages.
+    here = {name for names in all_gather_object(list(planner.state_dict)) for name in names}
     wants = read_ranges(plan_load(planner, here), planner, index)
     chunks = needed_chunks(wants, manifest.chunk)
     chunks |= unclaimed_share(chunks, manifest)
@@ -245,11 +246,6 @@ class StrictPlanner(DefaultLoadPlanner):
             if kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds):  # floats may be converted
                 raise MismatchError(f"{self.folder}: {name} is {kinds[0]} there, but {kinds[1]} in this run")
         return self.create_local_plan()
-
-
-def all_names(state: Iterable[str]) -> set[str]:
-    """Of all ranks: a pipeline rank has only the weights of its stages."""
-    return {name for names in all_gather_object(list(state)) for name in names}
 
 
 def shape(value: Any) -> str:

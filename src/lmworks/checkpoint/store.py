@@ -59,7 +59,7 @@ def save(
     final = root / f"step-{step:06d}"
     phase.enter("save.stage")
     plan = make_plan(state)
-    work = run_on_rank_zero(lambda: make_work_folder(root, final))
+    work = run_on_rank_zero(lambda: make_work_folder(final))
     try:
         phase.enter("save.write")
         entries = write_all(work, final, plan, state, hash)
@@ -79,7 +79,7 @@ def save(
     return final
 
 
-def make_work_folder(root: Path, final: Path) -> Path:
+def make_work_folder(final: Path) -> Path:
     work = work_folder(final, os.getpid(), 0)
     discard(work)  # of an earlier process with the same pid, as happens in containers
     as_checkpoint_error(final, lambda: work.mkdir(parents=True))

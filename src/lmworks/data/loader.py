@@ -159,21 +159,10 @@ class Batches:
         counted = int((targets != IGNORED).sum())  # here, on the CPU: no synchronization
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), counted)
 
-    def epoch_of(self, cursor: int) -> int:
-        """How often a source of the mixture has been read through before `cursor` (the one read most often)."""
-        length = len(self.mixture.source)
-        rounds, rest = divmod(cursor * self.global_batch, length)
-        taken = rounds * self.mixture.counts + np.bincount(self.mixture.source[:rest], minlength=len(self.sources))
-        return int((taken // self.source_windows).max())
-
     @property
     def windows(self) -> int:
         """Full windows of all sources."""
         return int(self.source_windows.sum())
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        return self.windows * self.seq
 
     @property
     def vocab_size(self) -> int:

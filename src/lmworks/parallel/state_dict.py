@@ -96,10 +96,6 @@ def copy_loaded(here: Tensor, loaded: Tensor, run: slice) -> None:
         here.copy_(local.flatten()[run].view_as(here))
 
 
-def model_state(shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None) -> dict[str, Tensor]:
-    return {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in shards}
-
-
 def optimizer_state(
     optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
 ) -> dict[str, Tensor]:
@@ -145,6 +141,6 @@ def training_state(
 ) -> dict[str, Any]:
     """The live tensors, to be saved or loaded into."""
     return {
-        "model": model_state(shards, sharding, mesh),
+        "model": {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in shards},
         "optim": optimizer_state(optimizer, shards, sharding, mesh),
     }

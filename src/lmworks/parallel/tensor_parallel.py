@@ -155,7 +155,7 @@ class TensorParallelizer:
         mixture = isinstance(block.mlp, MoE)
         for linear in components.linears(spec):
             if not (mixture and linear.name.startswith("mlp.")):  # experts leave their region as a whole
-                self.wrap(block, linear, spec)
+                self.wrap(block, linear)
         block.attention.register_forward_pre_hook(on_input(self.region.enter_in_autocast_dtype))
         if isinstance(block.mlp, MoE):
             self.shard_experts(block.mlp)
@@ -171,7 +171,7 @@ class TensorParallelizer:
         elif weight.has_partial_grad(tp, self.region.sequence):
             self.sharding.partial_grads[f"{prefix}{weight.name}"] = "tp"
 
-    def wrap(self, block: Block, linear: components.Linear, spec: ModelSpec) -> None:
+    def wrap(self, block: Block, linear: components.Linear) -> None:
         """Replace layers that compute more than their local product."""
         path, _, name = linear.name.rpartition(".")
         owner, tp = block.get_submodule(path), self.mesh.size("tp")

@@ -261,14 +261,11 @@ def error_text(error: BaseException) -> str:
 
 
 def remote_error(posted: RankError) -> RemoteRankError:
-    error = RemoteRankError(prefix_rank(posted.message, posted.rank))
+    prefix = f"rank {posted.rank}: "
+    unprefixed = posted.rank and not posted.message.startswith(prefix)
+    error = RemoteRankError(prefix + posted.message if unprefixed else posted.message)
     error.exit_code, error.facts, error.collective = posted.code, posted.facts, True
     return error
-
-
-def prefix_rank(message: str, rank: int) -> str:
-    """With "rank N: " before it, unless N is 0 or the message has the prefix already."""
-    return f"rank {rank}: {message}" if rank and not message.startswith(f"rank {rank}: ") else message
 
 
 def collective_error(error: Exception) -> Exception:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -59,14 +60,8 @@ def phase_text(phase: str, step: int) -> str:
 
 
 def read_heartbeats(run: Path, attempt: int | None = None) -> dict[int, Heartbeat]:
-    """Of a running or failed attempt; by default of the last one that left any. Torn files are ignored."""
-    found: dict[int, Heartbeat] = {}
-    for path in (run / "watch").glob("rank-*.life"):
-        try:
-            heartbeat = Heartbeat.read(path.read_bytes())
-        except (OSError, ValueError, TypeError):
-            continue
-        found[heartbeat.rank] = heartbeat
+    """Of a running or failed attempt; by default of the last one that left any."""
+    found = read_files(run, "rank-*.life")
     if attempt is None:
         attempt = max((heartbeat.attempt for heartbeat in found.values()), default=0)
     return {rank: heartbeat for rank, heartbeat in sorted(found.items()) if heartbeat.attempt == attempt}
@@ -103,13 +98,16 @@ def activity_counters(heartbeat: Heartbeat) -> tuple[int, ...]:
 
 def read_writer_heartbeats(run: Path) -> dict[int, Heartbeat]:
     """Of writer processes with a running save, by rank."""
+    return read_files(run, "writer-*.life")
+
+
+def read_files(run: Path, pattern: str) -> dict[int, Heartbeat]:
+    """By rank. Torn files are ignored."""
     found: dict[int, Heartbeat] = {}
-    for path in sorted((run / "watch").glob("writer-*.life")):
-        try:
+    for path in sorted((run / "watch").glob(pattern)):
+        with suppress(OSError, ValueError, TypeError):
             heartbeat = Heartbeat.read(path.read_bytes())
-        except (OSError, ValueError, TypeError):
-            continue
-        found[heartbeat.rank] = heartbeat
+            found[heartbeat.rank] = heartbeat
     return found
 
 

@@ -1,6 +1,4 @@
-"""Find, list and compare runs; the summary of a run: the same numbers in the report, in the list and
-in a comparison.
-"""
+"""The summary of a run, with the same numbers in reports, lists and comparisons; runs found, listed and compared."""
 
 from __future__ import annotations
 

@@ -123,16 +123,13 @@ class Stepper:
     def prefetch_next(self) -> None:
         """Host work while the device computes; the trainer reads the next batch."""
 
-    def is_due(self, every: int) -> bool:
-        """Whether the current step is a multiple of `every`."""
-        return every > 0 and (self.step + 1) % every == 0
-
     def launch_passes(self, batches: Sequence[Batch]) -> LaunchedPasses:
         # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
         # count, not by its own: uneven micro-batches are weighted by their tokens.
         tokens = self.count_tokens(batches)
         rng_before = rng_state() if self.spec.health.rerun else None
-        stats = BlockStats(self.parallel_model) if self.is_due(self.spec.health.stats_every) else None
+        every = self.spec.health.stats_every
+        stats = BlockStats(self.parallel_model) if every and (self.step + 1) % every == 0 else None
         with stats or nullcontext():
             return LaunchedPasses(batches, tokens, self.forward_backward(batches, tokens), rng_before, stats)
 

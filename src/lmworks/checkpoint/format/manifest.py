@@ -8,11 +8,6 @@
 
 Every byte is covered by a digest, the digests by the marker, and the marker is written last. Files that are not in the
 manifest are ignored.
-
-Validation of the JSON of a checkpoint.
-
-A digest shows that bytes are those that were hashed, not that they are valid: who can write a checkpoint can hash it,
-too. So type and range of every field are checked before it is used as a size, an address or a name.
 """
 
 from __future__ import annotations
@@ -34,6 +29,12 @@ from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
 
 class DamagedError(CheckpointError):
     """A checkpoint that cannot be used; an older one may be."""
+
+
+# --- validation of JSON ----------------------------------------------------------------------------------
+
+# A digest shows that bytes are those that were hashed, not that they are valid: who can write a checkpoint can hash it,
+# too. So type and range of every field are checked before it is used as a size, an address or a name.
 
 
 def json_object(text: bytes, path: Path | str) -> dict[str, Any]:
@@ -77,8 +78,7 @@ def short_repr(value: object) -> str:
     return f"{value!r:.80}"
 
 
-# --- manifest --------------------------------------------------------------------------------------------
-
+# --- manifest and marker ---------------------------------------------------------------------------------
 
 FORMAT = 2
 INDEX = "index.json"

@@ -2,10 +2,6 @@
 
 The manifest and the marker are uploaded last, so that a copy is complete or does not count. A download is verified like
 any other checkpoint.
-
-Background copies of committed checkpoints to remote storage: one at a time, the newest first.
-
-Storage that is slower than the saves gets fewer checkpoints, not a queue of them.
 """
 
 from __future__ import annotations
@@ -148,8 +144,7 @@ def download(url: str, final: Path) -> None:
         discard(work)
 
 
-# --- remote copies ---------------------------------------------------------------------------------------
-
+# --- copies in the background ----------------------------------------------------------------------------
 
 POLL_S = 0.02
 
@@ -162,7 +157,10 @@ class CopyResult:
 
 
 class RemoteCopier:
-    """Of one run, on rank 0."""
+    """Of one run, on rank 0: copies one checkpoint at a time, the newest first.
+
+    Storage that is slower than the saves gets fewer checkpoints, not a queue of them.
+    """
 
     def __init__(self, remote: str, keep: RetentionPolicy) -> None:
         self.remote, self.keep = remote, keep

@@ -1,8 +1,6 @@
-"""Lists the checkpoints of a run, complete or not, and verifies their files.
+"""Lists the checkpoints of a run, complete or not, verifies their files, and shows their contents.
 
 Read-only, and without torch: it starts quickly.
-
-The contents of a checkpoint from its manifest and index, without reading tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from ...record.folder import RunFolder
 from ...spec import CheckpointError, SpecError
 from ...spec.errors import NoSuchCheckpoint
 from .folders import LEFTOVER, folders, is_other_process
-from .index import SavedTensor, read_index
+from .index import read_index
 from .manifest import (
     FOLDER,
     INDEX,
@@ -289,7 +287,10 @@ class Contents:
 def contents(folder: Path) -> Contents:
     """Of a committed checkpoint with all its files; the index is verified, the tensors are not."""
     manifest = read_manifest(folder)
-    tensors = [shape_of(name, entry) for name, entry in read_index(folder, manifest).items()]
+    tensors = [
+        Shape(name, saved.dtype, list(saved.shape), saved.bytes, len(saved.pieces))
+        for name, saved in read_index(folder, manifest).items()
+    ]
     tensors.sort(key=by_name)
     sections: dict[str, dict[str, int]] = {}
     for tensor in tensors:
@@ -304,7 +305,3 @@ def contents(folder: Path) -> Contents:
 def by_name(tensor: Shape) -> list[str]:
     """Sort key: block 10 after block 9."""
     return [part.zfill(9) if part.isdigit() else part for part in tensor.name.split(".")]
-
-
-def shape_of(name: str, saved: SavedTensor) -> Shape:
-    return Shape(name, saved.dtype, list(saved.shape), saved.bytes, len(saved.pieces))

@@ -1,7 +1,4 @@
-"""The client of a writer process: start it, send it jobs, receive their results.
-
-Messages between a rank and its writer process.
-"""
+"""The client of a writer process: start it, send it jobs, receive their results."""
 
 from __future__ import annotations
 
@@ -99,8 +96,7 @@ class JobFailed:
 Answer = JobDone | JobFailed
 
 
-# --- writer client ---------------------------------------------------------------------------------------
-
+# --- client ----------------------------------------------------------------------------------------------
 
 # Called in every new writer before its first job. They must be picklable: functions of modules that it can import.
 startup: list[Callable[[], None]] = []
