@@ -175,6 +175,8 @@ RETIRED = {
     "normed_and_rotated": "norm_and_rope",
     "evens_and_odds": "deinterleave",
     "quantised": "quantized",
+    "describing": "reading_description",
+    "whole_file": "reading_safetensors",
     # serve, cli, launch
     "stop_with_starter": "die_with_parent",
     "leave_word": "write_error_file",

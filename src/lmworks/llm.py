@@ -129,7 +129,7 @@ class LLM:
             if isinstance(self.tokenizer, FileTokenizer) and is_hf(self.folder):
                 return self.tokenizer.inner.encode(prompt, add_special_tokens=True).ids
             return self.tokenizer.encode(prompt)
-        except (UnicodeEncodeError, TypeError):  # the latter is how `tokenizers` says it
+        except (UnicodeEncodeError, TypeError):  # the latter is raised by `tokenizers`
             raise SpecError("the prompt is not a valid text: it holds half of a surrogate pair") from None
 
     def empty_prompt(self) -> list[int]:
@@ -161,7 +161,7 @@ class LLM:
         return self.offline.engine
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
-        """A LoRA adapter as PEFT writes it; requests ask for it with SamplingParams(adapter=name)."""
+        """Load a LoRA adapter in PEFT's format; requests select it with SamplingParams(adapter=name)."""
         self.offline.add_adapter(name, Path(folder))
 
     def watch_drift(self) -> DriftMonitor:
@@ -200,7 +200,7 @@ class LLM:
 
 
 def as_prompts(prompts: Any) -> list[Any]:
-    """A lone text, or a lone list (or array) of ids, is one prompt."""
+    """A single text, or a single list (or array) of ids, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
@@ -210,7 +210,7 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 
 def is_id(value: Any) -> bool:
-    """An array of one id is a prompt, not an id, though it could be read as one."""
+    """An array of one id is a prompt, not an id, though it converts to an integer."""
     try:
         operator.index(value)
     except TypeError:
@@ -219,7 +219,7 @@ def is_id(value: Any) -> bool:
 
 
 def as_ids(prompt: Any) -> list[int]:
-    """Whole numbers of any kind, numpy's too; nothing is rounded. Bytes are no text, and yes and no are no numbers."""
+    """Integers of any type, numpy's too; no rounding, no booleans, no bytes."""
     try:
         ids = [None] if isinstance(prompt, bytes) else [index(token) for token in prompt]
     except TypeError:
@@ -241,7 +241,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 def hf_folder(source: str | Path, step: int | None) -> Path:
-    """What vLLM can read."""
+    """A folder that vLLM can read."""
     folder = Path(source)
     if step is not None or not is_hf(folder) or is_quantized(folder):
         raise SpecError(f"vLLM reads Hugging Face folders: write one with `lmworks checkpoint export {source} OUT`")

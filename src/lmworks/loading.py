@@ -43,11 +43,11 @@ class LoadedModel:
     model: GPT
     tokenizer: Tokenizer | None
     eos: tuple[int, ...] = ()
-    vocab: int = 0  # ids that may be picked (0: all of the model's)
+    vocab: int = 0  # ids that may be sampled (0: all of the model's)
 
 
 def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> LoadedModel:
-    """On the engine's device, in its precision."""
+    """On the engine's device, in its dtype."""
     device, folder = pick_device(spec), Path(source)
     dtype = pick_dtype(spec, device)
     check_step(source, step)
@@ -63,7 +63,7 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     from .train.load_run import load_trained  # imported here: the trainer takes seconds to load
 
     trained = load_trained(folder, step)
-    # It is on the device of training, which may not be that of serving.
+    # Loaded on the training device.
     return LoadedModel(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
 
 
@@ -104,7 +104,7 @@ def check_step(source: str | Path, step: int | None) -> None:
 
 
 def check_source(folder: Path) -> None:
-    """Neither a preset nor a folder with a model."""
+    """Raise if it is neither a preset nor a folder with a model."""
     if len(folder.parts) == 1 and not folder.exists():
         raise SpecError(f"{folder} is neither a folder nor a preset{did_you_mean(str(folder), PRESETS)}")
     if folder.is_dir() and not (folder / "spec.toml").exists():
@@ -116,7 +116,7 @@ def is_preset(source: str | Path) -> bool:
 
 
 def is_hf(folder: Path | None) -> bool:
-    """A folder that `lmworks quantize` wrote is alike: config, tokenizer, one set of weights."""
+    """Also true for a folder that `lmworks quantize` wrote."""
     return folder is not None and (folder / "config.json").is_file() and not (folder / "spec.toml").exists()
 
 
@@ -129,7 +129,7 @@ def pick_device(spec: EngineSpec) -> torch.device:
         raise SpecError(f"engine.device = {spec.device!r} is not a device; use cpu, cuda or auto") from None
     if device.type not in ("cpu", "cuda"):
         raise SpecError(f"engine.device = {spec.device!r}: the engine runs on cpu and cuda")
-    if device.index:  # kernels are launched on a thread's current device, and every thread begins with the first
+    if device.index:  # kernels are launched on a thread's current device, which is the first for new threads
         raise SpecError(f"engine.device = {spec.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES, and use 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SpecError(f"engine.device = {spec.device!r}, but there is no CUDA device; use 'cpu' or 'auto'")
@@ -161,7 +161,7 @@ def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed
 
 
 def hf_eos(folder: Path) -> tuple[int, ...]:
-    """Tokens at which `transformers` would stop."""
+    """End-of-text tokens as in `transformers`."""
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is None:
@@ -184,13 +184,13 @@ def hf_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def load_engine(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> tuple[LoadedModel, Engine]:
-    """A source and its engine; with engine.tp > 1, one process a rank."""
+    """Load a model and its engine; with engine.tp > 1, one process per rank."""
     check_host_memory(source, spec)
     if spec.tp == 1:
         with warm_up_kernels(meta_model_of(source), spec, pick_device(spec)):
             loaded = load(source, spec, step, seed)
         return loaded, make_engine(loaded, spec, seed)
-    from .engine.tensor_parallel.executor import Executor  # not above: PyTorch's distributed parts take seconds to load
+    from .engine.tensor_parallel.executor import Executor  # imported here: torch.distributed takes seconds to load
     from .engine.tensor_parallel.tp_shards import check_tp_divides
 
     if (meta_model := meta_model_of(source)) is not None:

@@ -11,14 +11,14 @@ from .plan.memory.host import available_bytes
 from .spec.files import unsafe_name
 
 THREADS = 4
-PIECE = 8 * 2**20  # bytes asked for at once
+PIECE = 8 * 2**20  # bytes per read
 
 
 def prefetch_weights(source: str | Path) -> list[Thread]:
-    """Starts threads that read the weights of a folder into the page cache.
+    """Start threads that read the weights of a folder into the page cache.
 
-    None where there are no weights, or where they take more than half of the free memory. Errors are ignored: loading
-    reports them.
+    No threads without weights, or if they take more than half of the free memory. Errors are ignored: loading reports
+    them.
     """
     try:
         files = weight_files(Path(source))
@@ -34,7 +34,7 @@ def prefetch_weights(source: str | Path) -> list[Thread]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that will be loaded: some folders hold their weights twice."""
+    """The files that will be loaded: some folders have their weights in two formats."""
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_pieces(pieces: list[tuple[Path, int]]) -> None:
-    """Reads the pieces into a buffer that is discarded."""
+    """Read pieces into a buffer that is discarded."""
     buffer = bytearray(PIECE)
     for file, start in pieces:
         try:

@@ -411,10 +411,10 @@ def test_damaged_and_foreign_folders_are_rejected(folder: tuple[GPT, Path], tmp_
     mixed = load_file(out / "model.safetensors")
     del mixed["norm.weight"]
     save_file(mixed, out / "model.safetensors")
-    from lmworks.engine.quantization.folder import fill
+    from lmworks.engine.quantization.folder import load_tensors
 
     with pytest.raises(CheckpointError, match=r"the first is 'norm\.weight'"):
-        fill(model, out / "model.safetensors")
+        load_tensors(model, out / "model.safetensors")
 
 
 def test_foreign_output_folder_is_not_overwritten(trained: GPT, text: Calibration, tmp_path: Path) -> None:

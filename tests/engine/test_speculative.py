@@ -347,7 +347,7 @@ def test_biased_acceptance_is_detected(planted: dict[str, Any]) -> None:
 
 def test_large_batch_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight at once are too many here; when few are left, guessing begins."""
-    monkeypatch.setattr(verification, "LARGEST", 8)
+    monkeypatch.setattr(verification, "MAX_ROWS", 8)
     engine = hf_engine("llama", "ngram", guesses=3)
     prompts = [3 * prompt for prompt in random_prompts([6] * 8, seed=1)]
     together = [SamplingParams(temperature=0, max_tokens=20)] * 8

@@ -13,9 +13,9 @@ from ..data import Tokenizer
 from ..data.tokenizer import END_OF_TEXT, FileTokenizer
 from ..spec import SpecError
 
-Message = Mapping[str, Any]  # role: system, user or assistant; content (and what else a template knows: tool_calls …)
-Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's words
-Variables = Mapping[str, Any]  # that a template may know besides: enable_thinking …
+Message = Mapping[str, Any]  # role: system, user or assistant; content; other keys of a template: tool_calls …
+Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's format
+Variables = Mapping[str, Any]  # other template variables: enable_thinking …
 Encode = Callable[[str], list[int]]
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -43,21 +43,21 @@ class Chat:
 
     @classmethod
     def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode, template: str | None = None) -> Chat:
-        """The template of a model's folder, if it has one, or the given one. `encode` makes a prompt of plain text."""
+        """The given template, or that of the model's folder. `encode`: for prompts without a template."""
         config = read_config(folder) if folder else {}
         source = template if template is not None or folder is None else find_template(folder, config)
         if source is None:
             return cls(plain, encode, (f"\n{NAMES['user']}:",))
-        known = config or {"eos_token": name_of(tokenizer, tokenizer.eot)}  # a run has no config beside its tokenizer
+        known = config or {"eos_token": name_of(tokenizer, tokenizer.eot)}  # a run folder has no tokenizer config
         return cls(compile_template(source, known), with_special_tokens(tokenizer))
 
     @property
     def templated(self) -> bool:
-        """Whether a template writes the prompt, special tokens by their names."""
+        """Whether a template writes the prompt, with special tokens by name."""
         return self.render is not plain
 
     def prompt(self, messages: Sequence[Message], room: int) -> tuple[list[int], list[Message]]:
-        """Ids of at most `room` tokens, and the messages in them: where all are too many, the oldest leave first.
+        """Ids of at most `room` tokens, and the messages in them: the oldest are dropped first.
 
         System messages and the last message stay; if they alone are too long, the engine rejects the prompt.
         """
@@ -67,7 +67,7 @@ class Chat:
             first = next((place for place, one in enumerate(kept[:-1]) if one["role"] != "system"), None)
             if first is None:
                 break
-            following = kept[first + 1]["role"]  # an answer leaves with its question
+            following = kept[first + 1]["role"]  # an answer is dropped with its question
             del kept[first : first + (2 if following == "assistant" else 1)]
             ids = self.encode(self.render(kept))
         return ids, kept
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """In a file of its own, or in the tokenizer's config, where several may have names."""
+    """From its own file, or from the tokenizer's config, which may have several by name."""
     path = folder / TEMPLATE
     if path.is_file():
         try:
@@ -116,7 +116,7 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def compile_template(source: str, config: Mapping[str, Any]) -> Render:
-    """With the variables that `transformers` gives a template, in a sandbox: it came with the weights."""
+    """With the variables of `transformers`, in a sandbox, as templates are untrusted."""
     try:
         from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -146,27 +146,27 @@ def compile_template(source: str, config: Mapping[str, Any]) -> Render:
         }
         try:
             return template.render({**tokens, "add_generation_prompt": True, **variables, **template_variables})
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template may fail in any way
             raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
 
     return render
 
 
 def token_text(token: Any) -> str:
-    """A token is given by its text, or as an object that holds it."""
+    """A token is given as text, or as an object with `content`."""
     return token["content"] if isinstance(token, dict) else str(token)
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
-    """Of a special token."""
+    """Name of a special token."""
     name = tokenizer.inner.id_to_token(token) if isinstance(tokenizer, FileTokenizer) else None
     return name or END_OF_TEXT
 
 
 def with_special_tokens(tokenizer: Tokenizer) -> EncodeSpecial:
-    """What a template wrote: "<|im_start|>" is the token of that name. A tokenizer apart: elsewhere texts are texts.
+    """An encoder for the output of templates, in which "<|im_start|>" is the token of that name, unlike elsewhere.
 
-    With `add_special_tokens` what the model wants at the beginning of a text is put there, too.
+    `add_special_tokens`: with the tokens that the model expects at the beginning of a text.
     """
     if not isinstance(tokenizer, FileTokenizer):
         return lambda text, add_special_tokens=False: around_ends(tokenizer, text)
@@ -181,6 +181,6 @@ def with_special_tokens(tokenizer: Tokenizer) -> EncodeSpecial:
 
 
 def around_ends(tokenizer: Tokenizer, text: str) -> list[int]:
-    """For a tokenizer whose only special token ends a text."""
+    """For a tokenizer whose only special token is end-of-text."""
     first, *rest = (tokenizer.encode(part) for part in text.split(END_OF_TEXT))
     return [*first, *(token for part in rest for token in (tokenizer.eot, *part))]

@@ -18,7 +18,7 @@ Prompt = str | list[int]
 
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FINISHED = {"stop": "stop", "length": "length", "abort": "cancelled"}
-LOOKUP = 4  # longest n-gram that is looked up
+LOOKUP = 4  # longest n-gram
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def engine_options(spec: EngineSpec) -> dict[str, Any]:
 def sampling_options(params: SamplingParams) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams, except structured output."""
     if params.best_of not in (None, params.n):
-        raise SpecError("best_of is not known to vLLM any more; ask for n answers with logprobs and choose")
+        raise SpecError("vLLM does not support best_of any more; request n answers with logprobs and choose")
     if params.adapter is not None:
         raise SpecError(f"adapter = {params.adapter!r}: adapters are not passed on to vLLM; use the native engine")
     return {
@@ -231,7 +231,7 @@ def to_answer(one: Any, params: SamplingParams) -> Answer:
 
 
 def to_logprobs(tokens: Sequence[int], places: Sequence[Any] | None, most: int | None) -> Any:
-    """Its tables (token → log-probability and rank) hold the token itself and the likeliest; None where nothing is."""
+    """vLLM's tables (token → log-probability and rank) hold the token itself and the likeliest ones."""
     if places is None or most is None:
         return None
     return [

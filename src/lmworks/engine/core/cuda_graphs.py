@@ -2,16 +2,13 @@
 
 A graph is captured for a bucket (smaller steps are padded), a width of the block tables, and what the sampler computes.
 The first step of a bucket runs eagerly, which also compiles its kernels, and is then captured; capture runs nothing, so
-it changes no state. Mixed steps fall into more buckets than decode steps (below): one is captured when its
-bucket is used for the second time.
+it changes no state. Mixed steps fall into more buckets than decode steps: one is captured when its bucket is used for
+the second time.
 
-Buckets: the sizes that steps are padded to, so that few CUDA graphs cover them all.
-
-Decode steps have a bucket for each of a few numbers of sequences. Mixed steps (prefill and decode) vary more, so their
-buckets are coarse. They exist only up to the number of tokens from which the device takes longer to compute a step than
-the host to launch it: beyond that, padding costs more than launches.
-
-Before the first request: profiling the memory of the largest step, and capturing CUDA graphs.
+Buckets are the sizes that steps are padded to, so that few CUDA graphs cover them all. Decode steps have a bucket for
+each of a few numbers of sequences. Mixed steps (prefill and decode) vary more, so their buckets are coarse. They exist
+only up to the number of tokens from which the device takes longer to compute a step than the host to launch it: beyond
+that, padding costs more than launches.
 """
 
 from __future__ import annotations
@@ -110,8 +107,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-# --- cuda graphs -----------------------------------------------------------------------------------------
-
+# --- graphs ---------------------------------------------------------------------------------------------
 
 MAX_MIXED_BUCKETS = 128  # that are captured, each for a few table widths and sampler variants
 
@@ -218,7 +214,7 @@ class CUDAGraphs(Generic[Result]):
         return fewer
 
 
-# --- warmup ----------------------------------------------------------------------------------------------
+# --- memory profile and capture, before the first request ------------------------------------------------
 
 
 def run_largest_step(runner: ModelRunner) -> None:

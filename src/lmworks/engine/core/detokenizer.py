@@ -1,12 +1,13 @@
-"""An answer's text, token by token: the same as that of all tokens at once, at a cost that does not grow.
+"""Incremental detokenization: the text of an answer token by token, equal to that of all tokens at once, at constant
+cost.
 
-Tokens are not characters. A character may be spread over several byte tokens, a leading space is dropped only at the
-very beginning, and a stop string may begin in one token and end in another. So some text waits: half a character,
-and whatever might still turn out to be the beginning of a stop string.
+Tokens are not characters. A character may span several byte tokens, a leading space is dropped only at the beginning,
+and a stop string may span tokens. So some text is held back: incomplete characters, and a suffix that may be the
+beginning of a stop string.
 
-It is what the tokenizer decodes, with one exception. If any of a run of byte tokens (<0xE2>) is not UTF-8, the library
-turns the whole run into U+FFFD, also the characters in it that were shown long ago. Here they stay: only a byte that
-belongs to no character becomes U+FFFD.
+The text is what the tokenizer decodes, with one exception. If any byte of a run of byte tokens (<0xE2>) is not UTF-8,
+the library replaces the whole run by U+FFFD, including characters that were emitted before. Here only bytes that belong
+to no character become U+FFFD.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ...data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 REPLACEMENT = "\ufffd"
-WINDOW = 8  # settled tokens (or characters of several) that are decoded again as the context of the next
+WINDOW = 8  # decoded tokens (or characters of several) that are decoded again as context of the next
 
 
 class Decoder(Protocol):
-    """Turns tokens into text as they come. What `push` returns is final; `flush` returns what was waiting."""
+    """Decodes tokens one by one. What `push` returns is final; `flush` returns what was held back."""
 
     def push(self, token: int) -> str: ...
 
@@ -35,7 +36,7 @@ class Decoder(Protocol):
 
 
 class ByteDecoder:
-    """Tokens that are bytes: only a character that is cut in two has to wait."""
+    """Tokens that are bytes: only incomplete characters are held back."""
 
     def __init__(self, pieces: Callable[[int], bytes]) -> None:
         self.pieces = pieces
@@ -49,14 +50,14 @@ class ByteDecoder:
 
 
 class WindowDecoder:
-    """Tokens that are pieces of text, for whatever decoder the tokenizer has.
+    """Tokens that are pieces of text, with any decoder of the tokenizer.
 
-    A token's text is what it adds to that of a few tokens before it.
+    A token's text is what it adds to the text of a few tokens before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary | None = None) -> None:
         self.decode, self.vocabulary = tokenizer.decode, vocabulary
-        self.window: list[list[int]] = []  # settled, each together, and decoded with what follows
+        self.window: list[list[int]] = []  # decoded groups, the context of the next token
 
     def push(self, token: int) -> str:
         return self.settle([token]) if self.vocabulary is None or self.vocabulary.is_text(token) else ""
@@ -67,22 +68,22 @@ class WindowDecoder:
     def settle(self, tokens: list[int]) -> str:
         before = [*chain.from_iterable(self.window)]
         text = self.decode(before + tokens)[len(self.decode(before)) :]
-        # A lone "▁" decodes to nothing: without what stood before it, it would be no context at all.
+        # A single "▁" decodes to nothing, and would be no context by itself.
         self.window = [tokens] if self.decode(tokens) else [*self.window[-WINDOW:], tokens]
         return text
 
 
 class ByteFallbackDecoder(WindowDecoder):
-    """Pieces of text, and bytes of characters that have no piece, as SentencePiece writes them.
+    """SentencePiece's byte fallback: pieces of text, and bytes of characters that have no piece.
 
-    Byte tokens wait until they are a whole character. One that cannot become any is read as if U+FFFD stood there.
+    Byte tokens are held back until a character is complete. A byte that belongs to none is decoded as U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
         super().__init__(tokenizer)
         self.is_text, self.byte_tokens = vocabulary.is_text, vocabulary.byte_tokens
         self.replacement = vocabulary.replacement
-        self.half: list[int] = []  # byte tokens that wait
+        self.half: list[int] = []  # byte tokens of an incomplete character
 
     def push(self, token: int) -> str:
         if not self.is_text(token):
@@ -107,20 +108,20 @@ class ByteFallbackDecoder(WindowDecoder):
         return "".join(self.flush_invalid() for _ in range(len(self.half)))
 
     def flush_invalid(self) -> str:
-        """The first byte that waits belongs to no character."""
+        """The first byte held back belongs to no character."""
         del self.half[0]
         return self.settle(self.replacement)
 
 
 class Vocabulary:
-    """What decoding one token needs to know of a tokenizer.json, looked up once for all answers."""
+    """Facts of a tokenizer.json for decoding single tokens, computed once."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         inner = tokenizer.inner
         self.kinds = decoder_kinds(inner.decoder)
         self.piece: Callable[[int], str | None] = inner.id_to_token
         self.special = frozenset(number for number, token in inner.get_added_tokens_decoder().items() if token.special)
-        self.byte_tokens: dict[int, int] = {}  # and the bytes that they stand for
+        self.byte_tokens: dict[int, int] = {}  # token → byte
         if "ByteFallback" in self.kinds:
             for piece, token in inner.get_vocab(with_added_tokens=True).items():
                 if BYTE_TOKEN.fullmatch(piece):
@@ -129,7 +130,7 @@ class Vocabulary:
         self.replacement = [tokens[byte] for byte in REPLACEMENT.encode() if byte in tokens]
 
     def is_text(self, token: int) -> bool:
-        """Special tokens, and ids that no token has, are nothing to the decoder: a run of bytes goes on past them."""
+        """Special tokens and unused ids have no text: a run of byte tokens continues after them."""
         return token >= 0 and token not in self.special and self.piece(token) is not None
 
 
@@ -139,7 +140,7 @@ VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 def decoder_of(tokenizer: Tokenizer) -> Decoder:
     if isinstance(tokenizer, ByteTokenizer):
         return ByteDecoder(lambda token: bytes([token]) if 0 <= token < 256 else b"")
-    if not isinstance(tokenizer, FileTokenizer):  # one that a caller brought along: nothing is known of its tokens
+    if not isinstance(tokenizer, FileTokenizer):  # a caller's own: nothing is known of its tokens
         return WindowDecoder(tokenizer)
     known = VOCABULARIES.get(tokenizer)
     if known is None:
@@ -150,7 +151,7 @@ def decoder_of(tokenizer: Tokenizer) -> Decoder:
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of all tokens at once, for those that nobody looked at before."""
+    """The text of all tokens at once."""
     text = tokenizer.decode(ids)
     if REPLACEMENT in text and isinstance(decoder := decoder_of(tokenizer), ByteFallbackDecoder):
         text = "".join(map(decoder.push, ids)) + decoder.flush()
@@ -158,7 +159,7 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def decoder_kinds(decoder: Any) -> list[str]:
-    """Types of the decoder and, for a sequence of them, of its parts; empty: there is none."""
+    """Types of a decoder, or of the parts of a sequence of them."""
     if decoder is None:
         return []
     described = json.loads(decoder.__getstate__())
@@ -166,7 +167,7 @@ def decoder_kinds(decoder: Any) -> list[str]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for the 256 bytes: printable ones stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's characters for the 256 bytes: printable ones map to themselves, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -176,7 +177,7 @@ LETTERS = byte_alphabet()
 
 
 def byte_level(vocabulary: Vocabulary, token: int) -> bytes:
-    """The bytes of a token that is written in that alphabet; an added token may be written plainly."""
+    """The bytes of a token in that alphabet; an added token may be plain text."""
     piece = (vocabulary.piece(token) or "") if vocabulary.is_text(token) else ""
     if all(letter in LETTERS for letter in piece):
         return bytes(LETTERS[letter] for letter in piece)
@@ -184,7 +185,7 @@ def byte_level(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 class IncrementalDetokenizer:
-    """The text of one answer. `push` returns what may be shown; after a stop string (`stopped`) that is nothing."""
+    """The text of one answer. `push` returns the text that may be emitted; nothing after a stop string (`stopped`)."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
@@ -193,12 +194,12 @@ class IncrementalDetokenizer:
         self.stop, self.include_stop, self.min_tokens = tuple(stop), include_stop, min_tokens
         self.stopped: str | None = None
         self.parts: list[str] = []
-        self.held = ""  # might be the beginning of a stop string
+        self.held = ""  # may be the beginning of a stop string
         self.tokens = 0
 
     @property
     def text(self) -> str:
-        """All that was shown so far."""
+        """All text emitted so far."""
         return "".join(self.parts)
 
     def push(self, token: int) -> str:
@@ -206,7 +207,7 @@ class IncrementalDetokenizer:
         return self.emit(self.decoder.push(token), final=False)
 
     def flush(self) -> str:
-        """No more tokens: what still waits, half characters as U+FFFD."""
+        """No more tokens: emit what was held back, incomplete characters as U+FFFD."""
         return self.emit(self.decoder.flush(), final=True)
 
     def emit(self, new: str, final: bool) -> str:
@@ -227,9 +228,9 @@ class IncrementalDetokenizer:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Where the stop string that is complete first begins, and which; of those that end together the longest.
+    """Start of the stop string that is complete first, and which; of those that end together the longest.
 
-    The first to be complete, not the first to begin: so it does not matter how the text was cut into tokens.
+    The first to be complete, not the first to begin, so that it does not depend on token boundaries.
     """
     found = [(text.find(each) + len(each), -len(each), each) for each in stop if each in text]
     if not found:
@@ -239,6 +240,6 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
 
 
 def possible_start(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest end of the text that is the beginning of a stop string."""
+    """Length of the longest suffix of the text that is a prefix of a stop string."""
     longest = min(len(text), max((len(each) - 1 for each in stop), default=0))
     return next((n for n in range(longest, 0, -1) if any(each.startswith(text[-n:]) for each in stop)), 0)

@@ -65,7 +65,7 @@ class RunnerProtocol(Protocol):
     def launch(self, step: Step) -> StepOutput: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
     def failed_worker(self) -> str:
-        """Why no step can be num_taken any more; empty where that is not known."""
+        """Which worker has failed, and why; empty if none has."""
         ...
 
     def close(self) -> None: ...
@@ -87,7 +87,7 @@ class InFlightStep:
 
     step: Step
     launched: StepOutput
-    discarded: set[Sequence] = field(default_factory=set)  # whose tokens of this step are not num_taken
+    discarded: set[Sequence] = field(default_factory=set)  # whose tokens of this step are ignored
 
 
 class Engine:
@@ -208,7 +208,7 @@ class Engine:
         return deltas
 
     def run(self) -> list[OutputDelta]:
-        """Steps until nothing is left to do; the last pieces of all requests, in the order they ended."""
+        """Step until all requests have finished; their last deltas, in order of completion."""
         last = []
         while self.busy:
             last += [delta for delta in self.step() if delta.result is not None]

@@ -1,9 +1,8 @@
-"""The memory of the KV cache: blocks of keys and values of all layers, their number, and copies between them.
+"""The memory of the KV cache in blocks, and the attention backend over it.
 
-The attention backend: keys and values are written to the paged KV cache, and queries attend to it.
-
-It replaces dense attention as `attend(q, k, v, layer)`. Attention with a merged QKV projection (`engine.core.fusion`)
-passes the projection itself, `attend.attend_qkv(…)`: one kernel normalises, rotates and writes it.
+The backend writes keys and values to the paged KV cache, and attends with queries. It replaces dense attention as
+`attend(q, k, v, layer)`. Attention with a merged QKV projection (`engine.core.fusion`) passes the projection itself,
+`attend.attend_qkv(…)`: one kernel normalises, rotates and writes it.
 """
 
 from __future__ import annotations

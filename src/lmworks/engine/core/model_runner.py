@@ -145,7 +145,7 @@ class ModelRunner:
         return "" if self.tp_rank is None else self.tp_rank.failed_worker()
 
     def close(self) -> None:
-        """Ends the other tp_rank."""
+        """Stop the workers of other ranks."""
         if self.tp_rank is not None:
             self.tp_rank.close()
 
@@ -314,11 +314,11 @@ class ModelRunner:
         if self.synchronous:
             return AsyncStepOutput(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens, None)
         arrived = torch.cuda.Event()
-        home = AsyncStepOutput(
+        output = AsyncStepOutput(
             sampling_chunks, to_host(sampled), prompt_queries, to_host(prompt), to_host(draft_tokens), arrived
         )
         arrived.record()
-        return home
+        return output
 
 
 def to_host(results: Any) -> Any:

@@ -25,10 +25,7 @@ from .sampling_params import SamplingParams
 # Columns of a row of floats; the seed lies in the first two.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS = range(2, 10)
 MIN_TOP_P = 1e-30  # representable in fp32; leaves only the likeliest token
-MIN_TEMPERATURE, MAX_TEMPERATURE = (
-    1e-30,
-    1e9,
-)  # beyond these fp32 sampling is greedy, or uniform
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e9  # beyond these fp32 sampling is greedy, or uniform
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class Sampler:
     def __init__(self, vocab: int, valid: int, max_seqs: int, device: torch.device | str) -> None:
         self.vocab, self.valid, self.slots = vocab, valid, max_seqs + 1
         self.device = torch.device(device)
-        self.metadata_by_slot: dict[int, SamplingMetadata] = {}  # by slot
+        self.metadata_by_slot: dict[int, SamplingMetadata] = {}
         self.rows = torch.zeros(self.slots, 5, dtype=torch.int64, device=self.device)  # seed, and eight floats
         self.seeds = self.rows[:, 0]
         self.floats = self.rows.view(torch.float32)  # (slots, 10)
@@ -216,9 +213,8 @@ class Sampler:
         top_ids, top_logprobs = (
             top_k_logprobs(logits, self.valid, sampling_metadata.top) if sampling_metadata.top else (None, None)
         )
-        if (
-            sampling_metadata.penalties and self.output_counts is not None
-        ):  # last: if memory runs out before, the step is repeated
+        # Last: if memory runs out before, the step is repeated.
+        if sampling_metadata.penalties and self.output_counts is not None:
             self.output_counts.index_put_((slots, drawn.tokens), torch.ones_like(drawn.tokens, dtype=torch.int32), True)
         return SamplerOutput(drawn.tokens, drawn.logprobs, top_ids, top_logprobs, drawn.bad)
 

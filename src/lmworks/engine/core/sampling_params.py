@@ -15,7 +15,7 @@ SEEDS = 2**63
 MAX_LOGPROBS = 32
 MAX_N = 128
 MAX_TOKENS = 2**31 - 1  # more than any context
-LARGEST = 3e38  # of numbers that fp32 holds
+FP32_MAX = 3e38
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class SamplingParams:
     # --- validation ---
 
     def as_tuple(self, name: str, kind: type, what: str) -> None:
-        """Several of a kind, as a tuple; a lone stop is one of them."""
+        """Normalise a list to a tuple; a single stop string becomes one element."""
         value = getattr(self, name)
         if value is None and name == "choice":
             return
         given = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
-        several = several and getattr(given, "ndim", 1) > 0  # an array without dimensions only looks like a list
+        several = several and getattr(given, "ndim", 1) > 0  # a 0-dimensional array is iterable by type only
         found = tuple(index(each) if kind is int else each for each in given) if several else ()
         if not several or not all(isinstance(each, kind) for each in found):
             raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")
         object.__setattr__(self, name, found)
 
     def check_int(self, name: str, low: int, high: float = math.inf) -> None:
-        """None stays where it is a field's usual value."""
+        """None is allowed where it is the default."""
         value = getattr(self, name)
         if value is None and getattr(type(self), name) is None:
             return
@@ -143,7 +143,7 @@ class SamplingParams:
 
 
 def index(value: Any) -> int | None:
-    """A whole number of any kind, numpy's too; None: it is none. Nothing is rounded."""
+    """An integer of any type, numpy's too; None for anything else. Nothing is rounded."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -158,7 +158,7 @@ def finite(value: Any) -> float | None:
         found = float(value)
     except OverflowError:
         return None
-    return found if abs(found) <= LARGEST else None
+    return found if abs(found) <= FP32_MAX else None
 
 
 def biases(given: Any) -> dict[int, float]:

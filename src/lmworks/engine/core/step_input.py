@@ -156,10 +156,7 @@ class Packer:
             *prefill,
             tables,
         ) = parts
-        chunk_rows, token_rows = (
-            np.arange(seqs),
-            np.arange(total),
-        )  # (S), (T): row of each chunk and of each token
+        chunk_rows, token_rows = np.arange(seqs), np.arange(total)  # (S), (T): row of each chunk and of each token
         owner = chunk_rows.repeat(count)  # (T): the chunk of each token
         end = start + count
         left = count.cumsum()[owner] - token_rows  # (T): tokens of the chunk from this one on
@@ -219,7 +216,7 @@ def decode_bucket(seqs: int, tokens_per_seq: int = 1) -> Layout:
 
 
 def mixed_bucket(num_decodes: int, prompts: int, tokens: int, max_query_len: int) -> Layout:
-    """For steps with `decoding` sequences, and `prompts` prefills of `tokens` in all, each up to `max_query_len`."""
+    """For steps with `num_decodes` sequences, and `prompts` prefills of `tokens` in all, each up to `max_query_len`."""
     return Layout(num_decodes + tokens, num_decodes + prompts, num_decodes + prompts, 0, num_decodes, max_query_len)
 
 

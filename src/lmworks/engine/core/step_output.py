@@ -125,7 +125,7 @@ class AsyncStepOutput:
         token_output, row = [], 0
         for chunk in self.chunks:
             end = row + 1
-            # A row speaks of the position after a guess: it counts only where the row before agreed with that guess.
+            # A row follows a draft token: it is valid only if the row before sampled that token.
             while end < row + chunk.num_logits and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
                 end += 1
             params = chunk.sequence.params

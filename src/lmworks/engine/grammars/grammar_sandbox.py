@@ -1,9 +1,9 @@
 """Grammar sandbox: untrusted grammars are compiled in a separate process first, within limits of time and memory.
 
-llguidance bounds the work of its parser, but not that of making a lexer: `{"multipleOf": 9999991}` takes minutes, and
-regexes of a few thousand characters gigabytes. Nobody can interrupt it, and without memory it ends the process. So what
-a stranger sends is compiled here first, within a `Budget`. Which tokens there are hardly matters to it: the trial has
-one for each byte. The process forks for every grammar, so that one that is too complex costs no new start.
+llguidance bounds the work of its parser, but not that of building a lexer: `{"multipleOf": 9999991}` takes minutes, and
+regexes of a few thousand characters gigabytes. It cannot be interrupted, and out of memory it aborts the process. So
+every grammar is compiled here first, within a `Budget`. The vocabulary hardly matters for that: the sandbox has one
+token for each byte. The process forks for every grammar, so that one that is too complex costs no restart.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any
 from ...spec import LMWorksError, SpecError
 
 READY, FAILED = "ready", "failed"
-NICENESS = 5  # whoever serves tokens on the same cores comes first
-WALL = 30.0  # seconds of the clock for one of processor time: what waits for something else does not wait for ever
+NICENESS = 5  # below the engine on the same cores
+WALL = 30.0  # wall-clock limit per second of processor time
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What compiling a grammar may take."""
+    """Limits of compiling a grammar."""
 
     seconds: float  # of processor time
     bytes: int  # of memory
 
 
 FULL = Budget(2.0, 2**30)
-FIRST = Budget(0.1, 2**28)  # enough for nearly all that is honest
+FIRST = Budget(0.1, 2**28)  # enough for nearly all benign grammars
 
 
 class TooComplex(SpecError):
@@ -53,7 +53,7 @@ class GrammarSandbox:
         self.process: subprocess.Popen[str] | None = None
 
     def check(self, grammar: str, budget: Budget = FULL) -> int:
-        """Bytes of memory that it took; raises TooComplex where it takes more than the budget."""
+        """Bytes of memory that compiling took; raises TooComplex beyond the budget."""
         with self.lock:
             said = answer(self.running(), json.dumps([grammar, *astuple(budget)]))
         if said == FAILED:
@@ -69,7 +69,7 @@ class GrammarSandbox:
         if self.process is None or self.process.poll() is not None:
             command = [sys.executable, "-m", __name__, json.dumps(dict(self.limits))]
             pipe = subprocess.PIPE
-            # In a session of its own: Ctrl-C is for others. What it says as it dies is for nobody.
+            # In a session of its own, without Ctrl-C; its stderr is discarded.
             self.process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, start_new_session=True
             )
@@ -80,7 +80,7 @@ class GrammarSandbox:
 
 
 def answer(process: subprocess.Popen[str], line: str | None = None) -> str:
-    """What it answers, to a line if there is one; empty: it has ended."""
+    """Send a line, if given, and return the reply; empty: the process has exited."""
     assert process.stdin is not None
     assert process.stdout is not None
     found = ""
@@ -91,13 +91,13 @@ def answer(process: subprocess.Popen[str], line: str | None = None) -> str:
                 process.stdin.flush()
             found = process.stdout.readline()
     finally:
-        if not found:  # an answer that nobody waited for would be taken for the next
+        if not found:  # a late reply would be taken for the next one
             end(process)
     return found.rstrip("\n")
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """With what it has forked."""
+    """Kill the process and its children."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def limit(seconds: float, size: int) -> None:
-    """Of the process from now on; a signal of either clock ends it."""
+    """Limit this process from now on; the signal of either timer kills it."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         pages = int(statm.read_text().split()[0])
@@ -146,7 +146,7 @@ def limit(seconds: float, size: int) -> None:
 
 
 def peak() -> int:
-    """Bytes of memory, at most so far."""
+    """Peak memory so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

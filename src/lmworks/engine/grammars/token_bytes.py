@@ -1,4 +1,4 @@
-"""A tokenizer as llguidance wants it: which bytes each token stands for, and which are special."""
+"""A tokenizer in the form that llguidance needs: the bytes of each token, and which are special."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def import_llguidance() -> Any:
 
 
 class ByteVocabulary:
-    """`ByteTokenizer` as llguidance wants it."""
+    """`ByteTokenizer` for llguidance."""
 
     eos_token_id = ByteTokenizer.eot
     bos_token_id = None
@@ -37,8 +37,8 @@ class ByteVocabulary:
 
 
 class FileVocabulary:
-    """`FileTokenizer` likewise. The library can read one by itself, but where an answer has to spell the name of a
-    special token, it would take that token. So names are given to it in two parts.
+    """`FileTokenizer` for llguidance, which can read one by itself, but would use a special token where an answer has
+    to spell its name. So such names are tokenized in two parts.
     """
 
     bos_token_id = None
@@ -47,7 +47,7 @@ class FileVocabulary:
         self.eos_token_id, self.read = tokenizer.eot, read
         ids = range(read.vocab_size)
         added = tokenizer.inner.get_added_tokens_decoder()
-        # The library takes every added token for special. One that is not, as <think> often is, is text.
+        # The library treats every added token as special; one that is not (often <think>) is text.
         self.special_token_ids = [
             each for each in ids if read.is_special_token(each) and (each not in added or added[each].special)
         ]
@@ -62,7 +62,7 @@ class FileVocabulary:
 
 
 def to_llguidance(tokenizer: Tokenizer, vocab: int, ends: list[int]) -> llguidance.LLTokenizer:
-    """Which bytes each token stands for. Takes one to two seconds for a large vocabulary."""
+    """Takes one to two seconds for a large vocabulary."""
     library = import_llguidance()
     try:
         if isinstance(tokenizer, FileTokenizer):

@@ -1,7 +1,7 @@
 """LoRA adapters beside the weights: several at once in one batch.
 
-All adapters of a layer are stacked into one pair of matrices, as wide as the sum of their ranks. A row of the batch
-goes through all of them, and the columns of other adapters are masked:
+All adapters of a layer are stacked into one pair of matrices, as wide as the sum of their ranks. Every row of the batch
+is multiplied by all of them, and the columns of other adapters are masked:
 
     y = W·x + B·mask(A·x)        A (Σ rank, in), B (out, Σ rank)
 
@@ -31,9 +31,7 @@ from ..tensor_parallel.tp_shards import RowParallelLinear
 from .peft_files import Adapter, read_adapter
 
 if TYPE_CHECKING:
-    from ..tensor_parallel.tp_shards import (
-        LinearShard,  # which loads PyTorch's distributed parts: seconds, and one rank does without them
-    )
+    from ..tensor_parallel.tp_shards import LinearShard
 
 
 @dataclass

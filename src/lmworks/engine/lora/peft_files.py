@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-An adapter changes a weight by a product of low rank, W + scale·B·A, with A (rank, in), B (out, rank) and
-scale = alpha / rank, or alpha / √rank where it was trained so (Hu et al. 2022; Kalajdzievski 2023). Names are those of
-the Hugging Face model that it was trained on; `model.hf_layout` says which weights of ours they are.
+An adapter changes a weight by a low-rank product, W + scale·B·A, with A (rank, in), B (out, rank) and scale = alpha /
+rank, or alpha / √rank with rsLoRA (Hu et al. 2022; Kalajdzievski 2023). Names are those of the Hugging Face model;
+`model.hf_layout` maps them to ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...spec import CheckpointError, ModelSpec, SpecError, components
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# What changes the arithmetic and is not computed here: the key, and the values that mean it is not used.
+# Options that are not supported: the key, and the values that mean it is not used.
 UNUSED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -34,14 +34,14 @@ UNUSED: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "lora_bias": (None, False),
     "layer_replication": (None, []),
-    # Others (pissa, olora, corda, loftq) change the model's own weights too, before the training begins.
+    # Others (pissa, olora, corda, loftq) also change the base weights before training.
     "init_lora_weights": (None, False, "gaussian", "eva", "orthogonal", True),
 }
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to one weight: up · down, the scale inside `up`."""
+    """The update of one weight: up · down, with the scale in `up`."""
 
     down: Tensor  # A: (rank, in)
     up: Tensor  # scale · B: (out, rank)
@@ -54,12 +54,12 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its ranks."""
+        """The largest rank of its layers."""
         return max(delta.down.shape[0] for delta in self.deltas.values())
 
 
 def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -> Adapter:
-    """In fp32, to be used in `dtype`; everything in the files is used, or the adapter is refused."""
+    """In fp32, for use in `dtype`; an adapter with anything unsupported is rejected."""
     config = read_json(folder / CONFIG)
     for key, harmless in UNUSED.items():
         if config.get(key) not in harmless:
@@ -86,7 +86,7 @@ def read_adapter(name: str, folder: Path, spec: ModelSpec, dtype: torch.dtype) -
 
 
 def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tensor:
-    """In fp32. What is not finite in `dtype` is refused: times a zero it is NaN, for every row of a batch."""
+    """In fp32. Values that are not finite in `dtype` are rejected: times zero they are NaN in every row."""
     plain = matrix.float()
     whole = plain * scale
     if bool(whole.to(dtype).isfinite().all()):
@@ -104,12 +104,12 @@ def scaled(matrix: Tensor, scale: float, dtype: torch.dtype, which: str) -> Tens
 
 
 def in_block(stored: Stored, linears: set[str]) -> bool:
-    """Whether it is one of these layers of a block."""
+    """Whether it is one of these linear layers of a block."""
     return all(part.split(".", 2)[-1] in linears for part in stored.parts)
 
 
 def read_pairs(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of every changed layer, by its name in the Hugging Face model."""
+    """A and B of every adapted layer, by its name in the Hugging Face model."""
     found: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,17 +1,17 @@
-"""Calibrated rounding (GPTQ): int4 weights that minimise the error of a layer's output.
+"""Calibrated rounding (GPTQ): int4 weights that minimise the output error of a layer.
 
-Plain rounding treats every weight alike. But a layer is used on inputs x whose features differ in size and move
-together; what matters is ‖(W − Ŵ)·x‖² = Σ over rows δ·H·δᵀ with H = Σ x·xᵀ from calibration text. GPTQ (Frantar et al.
-2022, arXiv 2210.17323) goes through the columns of W in order: it rounds one, and takes what rounding lost out of the
-columns that are still to come, in the proportions that H says undo it best. With the Cholesky factor U of H⁻¹ = Uᵀ·U:
+Plain rounding treats every weight alike. But the inputs x of a layer differ in scale and are correlated; what matters
+is ‖(W − Ŵ)·x‖² = Σ over rows δ·H·δᵀ with H = Σ x·xᵀ from calibration text. GPTQ (Frantar et al. 2022, arXiv 2210.17323)
+rounds the columns of W in order, and compensates each rounding error in the columns that follow, weighted by H. With
+the Cholesky factor U of H⁻¹ = Uᵀ·U:
 
     e = (w_j − q_j·s) / U_jj          w_k ← w_k − e · U_jk   for k > j
 
-A group's scale is chosen when its turn comes, of the weights as they are by then: the one of a few fractions of the
-largest weight with the least error, each column weighed by H_jj.
+The scale of a group is chosen when its first column is reached, for the weights as compensated so far: the one of a few
+fractions of the largest weight with the smallest error, columns weighted by H_jj.
 
-Blocks are taken in order, each seeing what the quantized ones before it give, with one block's H in memory; then the
-head, which is never int4.
+Blocks are processed in order, each with inputs from the quantized blocks before it, with H of one block in memory; then
+the head, which is never int4.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ...model.attention import dense
 from ...model.gpt import GPT, Block, Linear, default_positions
 from .quantized_model import HEAD, QuantLinear, Scheme, group_size, layer_scheme, replace_layer, round_to_nearest
 
-DAMPING = 0.01  # added to H's diagonal, as a part of its mean: columns that were never seen together
-COLUMNS = 128  # rounded before their errors reach the columns far behind, in one product
-FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)  # of the largest weight that still reaches level 7
-SAMPLE_ROWS = 1024  # inputs of a layer that are kept to measure its error on
+DAMPING = 0.01  # added to H's diagonal, relative to its mean
+COLUMNS = 128  # of a block: errors reach later columns in one product
+FRACTIONS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)  # of the largest weight
+SAMPLE_ROWS = 1024  # inputs of a layer for its output error
 
 
 @dataclass
@@ -67,7 +67,7 @@ class InputStats:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How far a layer's output is off, ‖ŷ − y‖ / ‖y‖, on inputs that it was not fitted to."""
+    """Relative output error of a layer, ‖ŷ − y‖ / ‖y‖, on inputs that it was not fitted to."""
 
     name: str
     error: float
@@ -111,7 +111,7 @@ def quantize_layers(
 
 
 def num_fit_batches(states: list[Tensor]) -> int:
-    """Batches to fit to; the last quarter is what is measured on."""
+    """Batches for rounding; the last quarter is for output errors."""
     return len(states) - max(1, len(states) // 4)
 
 
@@ -130,8 +130,8 @@ class BlockRunner:
 
     def run(self, x: Tensor) -> Tensor:
         spec = self.model.spec
-        turn = self.model.rotary_tables(spec, default_positions(x, None)) if spec.positions == "rope" else None
-        result: Tensor = self.block(x, turn, dense(spec, x.device))
+        rotary = self.model.rotary_tables(spec, default_positions(x, None)) if spec.positions == "rope" else None
+        result: Tensor = self.block(x, rotary, dense(spec, x.device))
         return result
 
     def collect_stats(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, InputStats]:
@@ -160,14 +160,14 @@ def report(name: str, scheme: Scheme, layer: Linear, new: QuantLinear, seen: Inp
 
 
 def output_error(layer: Linear, new: QuantLinear, x: Tensor) -> float:
-    """On inputs x (rows, in), in the precision of the layer."""
+    """On inputs x (rows, in), in the dtype of the layer."""
     x = x.to(layer.weight.dtype)
     wanted = layer(x).float()
     return float((new(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
 def calibrated(scheme: Scheme, layer: Linear, seen: InputStats, group: int) -> QuantLinear:
-    """int4: as above. int8 and fp8 have levels enough for plain rounding."""
+    """GPTQ for int4; plain rounding is enough for int8 and fp8."""
     if scheme.name != "int4" or seen.second_moment is None:
         return round_to_nearest(scheme, layer, group)
     found = group_size(layer.weight.shape[1], group)
@@ -197,7 +197,7 @@ def gptq(weight: Tensor, second_moment: Tensor, group: int) -> tuple[Tensor, Ten
 
 
 def factor(second_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper factor of H⁻¹ with H damped, and H's diagonal. An input that is always 0 gets a diagonal of its own."""
+    """The upper Cholesky factor of H⁻¹ with H damped, and the relative diagonal of H."""
     moment = second_moment.double()
     diagonal = moment.diagonal()
     mean = diagonal.mean().clamp(min=1e-30)
@@ -207,7 +207,7 @@ def factor(second_moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_scale(weight: Tensor, importance: Tensor) -> Tensor:
-    """Of a group (out, group): the scale (out) in bf16 with the least error, columns weighed by importance (group)."""
+    """Scale (out) in bf16 of a group (out, group) with the smallest error, columns weighted by importance (group)."""
     whole = (weight.abs().amax(dim=1) / 7).clamp(min=quantized.TINY)
     best, least = whole.bfloat16(), torch.full_like(whole, torch.inf)
     for fraction in FRACTIONS:

@@ -1,9 +1,8 @@
 """Drift monitor: compares the inputs of quantized layers with those of the calibration data.
 
-A monitor keeps, for every quantized layer, the largest input and the inputs' mean square, and compares them with those
-of the calibration text. It is off until `attach` is called (before an engine captures its graphs: the bookkeeping is a
-few small operations on the device that a graph holds like any other). Nothing waits for the device until `report`.
-Padding rows of a CUDA graph are counted too.
+It tracks the largest input and the mean square of every quantized layer. It is off until `attach` is called (before an
+engine captures its graphs: the hooks are a few small operations on the device, which a graph captures). Nothing
+synchronises with the device until `report`. Padding rows of a CUDA graph are counted too.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from ...spec import SpecError
 from .folder import read_about
 from .quantized_model import quantized_layers
 
-WIDER = 2.0  # a largest input this many times the recorded one, or a mean that moved by this factor, is drift
+WIDER = 2.0  # drift: the largest input grew by more than this factor, or the RMS changed by it
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of one layer."""
+    """Statistics of the inputs of a layer."""
 
     amax: float
     rms: float
@@ -57,19 +56,19 @@ class DriftMonitor:
     """`with DriftMonitor(model, recorded) as monitor: …; monitor.report()`, or attach and detach by hand."""
 
     def __init__(self, model: nn.Module, recorded: Mapping[str, Inputs]) -> None:
-        """Layers are known by the name that they had when they were quantized; merged ones by their first part's."""
+        """`recorded`: by the layer's name at quantization; merged layers have that of their first part."""
         self.recorded = recorded
         self.layers = [layer for layer in quantized_layers(model) if layer.label in recorded]
         if not self.layers:
             raise SpecError("no quantized layer of this model has a record; quantize it with `lmworks quantize`")
         device = self.layers[0].weight.device
-        # (layers, 3): largest, sum of squares, count. In fp64: a count of a day of tokens does not fit in fp32.
+        # (layers, 3): largest, sum of squares, count. In fp64, for counts beyond 2²⁴.
         self.seen = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=device)
         self.hooks: list[RemovableHandle] = []
 
     @classmethod
     def of_folder(cls, model: nn.Module, folder: str | Path) -> Self:
-        """With what `lmworks quantize` recorded."""
+        """With the statistics that `lmworks quantize` recorded."""
         layers = read_about(Path(folder))["report"]["layers"]
         return cls(model, {layer["name"]: Inputs(layer["amax"], layer["rms"]) for layer in layers})
 
@@ -94,7 +93,7 @@ class DriftMonitor:
         return look
 
     def report(self) -> DriftReport:
-        """What was seen since the last reset."""
+        """Since the last reset."""
         rows = self.seen.tolist()
         found = []
         for layer, (amax, squares, count) in zip(self.layers, rows, strict=True):

@@ -1,11 +1,11 @@
-"""A quantized network on the disk, and back bit for bit.
+"""Quantized networks on disk, read back bit for bit.
 
-    config.json         the network's shape (ours, in "model") and the tokens that end a text
-    model.safetensors   its tensors by our names: quantized ones as they are, the rest in bf16 where that is exact
-    quantization.json   scheme, what quantizing did, and a digest of the two files above
-    tokenizer.json …    beside them, where the model had them
+    config.json         the network's shape (ours, in "model") and the end-of-text tokens
+    model.safetensors   tensors by our names: quantized ones as they are, the rest in bf16 where that is exact
+    quantization.json   scheme, report, and digests of the two files above
+    tokenizer.json …    if the model had them
 
-`config.json` says quantization_config, so that nothing takes the folder for an ordinary Hugging Face one.
+`config.json` has a quantization_config, so that the folder is not mistaken for an ordinary Hugging Face one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .quantized_model import SCHEMES, MetaModel, QuantLinear, get_scheme, layer_
 
 CONFIG, WEIGHTS, ABOUT = "config.json", "model.safetensors", "quantization.json"
 VERSION = 2
-PIECE = 1 << 26  # bytes that one thread hashes at a time
+PIECE = 1 << 26  # bytes that a thread hashes at a time
 
 
 def is_quantized(folder: str | Path) -> bool:
@@ -44,7 +44,7 @@ def is_quantized(folder: str | Path) -> bool:
 
 
 def check_output_folder(out: Path) -> None:
-    """Before any work: a folder with other things in it is nobody's to overwrite, and one must be possible there."""
+    """Before any work: it must be writable, and empty or a quantized model."""
     if out.exists() and not out.is_dir():
         raise SpecError(f"{out} is a file; name a folder for the quantized model")
     if out.is_dir() and any(out.iterdir()) and not is_quantized(out):
@@ -62,27 +62,27 @@ def save_quantized(
     files: Iterable[Path] = (),
     vocab: int = 0,
 ) -> None:
-    """`tokenizer`: "bytes" where there is no file for it; `files`: those of the tokenizer, copied as they are.
-    `vocab`: ids that may be picked (0: all of the model's).
+    """`tokenizer`: "bytes" if it has no file; `files`: tokenizer files to copy; `vocab`: ids that may be sampled (0:
+    all of the model's).
 
-    Everything is written beside and renamed at the end: a killed job leaves the old folder or none.
+    Written to a temporary folder and renamed at the end: a killed job leaves the old folder or none.
     """
     check_output_folder(out)
     place = out.resolve()  # of "." and of a link: what they stand for
-    draft = place.with_name(f".{place.name}.part")
+    staging = place.with_name(f".{place.name}.part")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        save_tensors({name: narrow(tensor) for name, tensor in model.state_dict().items()}, draft / WEIGHTS)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        save_tensors({name: to_bf16_if_exact(tensor) for name, tensor in model.state_dict().items()}, staging / WEIGHTS)
         config = {
             "model_type": "lmworks",
             "model": model.spec.to_dict(),
             "eos_token_id": list(eos),
             "quantization_config": {"quant_method": "lmworks", "scheme": report.scheme},
         }
-        write_whole(draft / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_whole(staging / CONFIG, json.dumps(config, indent=2) + "\n")
         for file in files:
-            shutil.copyfile(file, draft / file.name)
+            shutil.copyfile(file, staging / file.name)
         groups = {layer.name: layer.group for layer in report.layers if layer.group}
         about = {
             "version": VERSION,
@@ -90,20 +90,20 @@ def save_quantized(
             "groups": groups,
             "tokenizer": tokenizer,
             "vocab": vocab,
-            "digests": {name: digest(draft / name) for name in (CONFIG, WEIGHTS)},
+            "digests": {name: digest(staging / name) for name in (CONFIG, WEIGHTS)},
             "report": report.to_dict(),
         }
-        write_whole(draft / ABOUT, json.dumps(about, indent=2, allow_nan=False) + "\n")
+        write_whole(staging / ABOUT, json.dumps(about, indent=2, allow_nan=False) + "\n")
         if place.is_dir():
             shutil.rmtree(place)
-        draft.replace(place)
+        staging.replace(place)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"{out}: cannot be written ({one_line(error)})") from None
 
 
-def narrow(tensor: Tensor) -> Tensor:
-    """In bf16 where no bit is lost, as with weights that were published in it."""
+def to_bf16_if_exact(tensor: Tensor) -> Tensor:
+    """In bf16 if that is exact, as for weights that were published in bf16."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.float32 and torch.equal(tensor.bfloat16().float(), tensor):
         return tensor.bfloat16()
@@ -111,7 +111,7 @@ def narrow(tensor: Tensor) -> Tensor:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 over those of the file's pieces, which threads hash side by side."""
+    """SHA-256 over the hashes of the file's pieces, computed in threads."""
 
     def piece(start: int) -> bytes:
         with path.open("rb") as file:
@@ -129,35 +129,35 @@ def digest(path: Path) -> str:
 def load_quantized(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> GPT:
-    """The network, on `device`; what is not quantized in `dtype`."""
+    """The network on `device`; weights that are not quantized in `dtype`."""
     folder = Path(folder)
     check_digests(folder)
-    with describing(folder):
+    with reading_description(folder):
         model = quantized_meta_model(folder).blank(torch.device(device), dtype)
-    fill(model, folder / WEIGHTS)
+    load_tensors(model, folder / WEIGHTS)
     return model.eval().requires_grad_(False)
 
 
 class QuantizedWeights:
-    """The tensors of a folder, one at a time: what each of several ranks takes its share of."""
+    """The tensors of a folder, read one at a time, for tensor-parallel ranks."""
 
     def __init__(self, folder: Path) -> None:
-        """Digests are not looked at: one rank does that for all (`check_digests`)."""
+        """Digests are not checked: one rank does that for all (`check_digests`)."""
         self.path, self.meta_model = folder / WEIGHTS, quantized_meta_model(folder)
-        with describing(folder):
+        with reading_description(folder):
             whole = self.meta_model.shape()
-        with whole_file(self.path):
-            self.file = safe_open(self.path, framework="pt")  # open for as long as the weights are read
+        with reading_safetensors(self.path):
+            self.file = safe_open(self.path, framework="pt")  # stays open while weights are read
             self.names = set(self.file.keys())
             check_tensors(self.path, self.names, spans(self.path), whole.state_dict())
 
     def tensor(self, name: str, _shape: torch.Size | None = None) -> Tensor:
-        with whole_file(self.path):
+        with reading_safetensors(self.path):
             found: Tensor = self.file.get_tensor(name)
         return found
 
     def layer(self, name: str) -> QuantLinear:
-        """A quantized one, by its name in the network."""
+        """A quantized layer, by its name in the network."""
         scheme = layer_scheme(get_scheme(self.meta_model.scheme), name)
         scale = self.tensor(f"{name}.scale").to(scheme.scales)  # may be stored in bf16, where that is exact
         bias = self.tensor(f"{name}.bias") if f"{name}.bias" in self.names else None
@@ -165,7 +165,7 @@ class QuantizedWeights:
 
 
 @contextmanager
-def describing(folder: Path) -> Iterator[None]:
+def reading_description(folder: Path) -> Iterator[None]:
     try:
         yield
     except SpecError as error:
@@ -173,7 +173,7 @@ def describing(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[None]:
+def reading_safetensors(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -210,7 +210,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def check_digests(folder: Path) -> None:
-    """Files that were changed, cut off, or come from another folder."""
+    """Detects files that were changed, truncated, or come from another folder."""
     digests: dict[str, str] = read_about(folder)["digests"]
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -221,9 +221,9 @@ def check_digests(folder: Path) -> None:
             )
 
 
-def fill(model: GPT, path: Path) -> None:
+def load_tensors(model: GPT, path: Path) -> None:
     state: dict[str, Tensor] = model.state_dict()
-    with whole_file(path):
+    with reading_safetensors(path):
         with safe_open(path, framework="pt") as file:
             table: dict[str, Span] = spans(path)
             check_tensors(path, set(file.keys()), table, state)
@@ -240,7 +240,7 @@ def fill(model: GPT, path: Path) -> None:
 
 
 def check_tensors(path: Path, names: set[str], table: dict[str, Span], state: dict[str, Tensor]) -> None:
-    """Those in the file are those of the network."""
+    """The tensors of the file must be those of the network."""
     if names != state.keys():
         odd = sorted(names ^ state.keys())
         raise CheckpointError(f"{path}: {len(odd)} tensors are missing or too many, the first is '{odd[0]}'")
@@ -255,11 +255,11 @@ def check_tensors(path: Path, names: set[str], table: dict[str, Span], state: di
 
 
 def uses_byte_tokenizer(folder: Path) -> bool:
-    """Whether tokens are bytes, for which there is no file."""
+    """Whether tokens are bytes, without a tokenizer file."""
     return read_about(folder).get("tokenizer") == "bytes"
 
 
 def quantized_vocab(folder: Path) -> int:
-    """Ids that may be picked; 0: all of the model's."""
+    """Ids that may be sampled; 0: all of the model's."""
     vocab: int = read_about(folder).get("vocab", 0)
     return vocab

@@ -1,10 +1,7 @@
-"""From a network to a smaller one that is known to be as good: calibrate, round, measure, refuse what lost too much.
+"""Quantization with a quality gate: calibrate, round, evaluate, reject a network that lost too much.
 
-Half of the calibration text is what the rounding is fitted to; the other half is what the loss is measured on, before
-and after. A network whose perplexity rises by more than `limit` is refused: nothing is written, and the error names
-the layers whose output is furthest off.
-
-What `lmworks quantize` holds at its peak, and the refusal of what does not fit.
+Half of the calibration text is for rounding, the other half for evaluation. A network whose perplexity rises by more
+than `limit` is rejected: nothing is written, and the error names the layers with the largest output errors.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from ...spec import DataError, LMWorksError, ModelSpec, SpecError, components
 from .calibrated_rounding import LayerReport, Make, loss_on, quantize_layers
 from .quantized_model import check_quantizable, get_scheme, served_bytes
 
-LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # how much perplexity may rise, as a part of what it was
-ROWS_TOKENS = 4096  # tokens of one batch
+LIMITS = {"int8": 0.02, "int4": 0.05, "fp8": 0.02}  # allowed relative increase of perplexity
+ROWS_TOKENS = 4096  # of a batch
 
 
 class QuantizationRefused(LMWorksError):
@@ -46,12 +43,12 @@ class Calibration:
 
     fit: list[Tensor]
     measure: list[Tensor]
-    source: str  # where it comes from, in words
+    source: str  # where it comes from
     fingerprint: str  # of all its tokens, in order
 
     @classmethod
     def of(cls, ids: Sequence[int] | Tensor, seq: int, vocab: int, source: str) -> Self:
-        """Windows of seq + 1 tokens, every second one for measuring."""
+        """Windows of seq + 1 tokens, every second one for evaluation."""
         tokens = torch.as_tensor(ids, dtype=torch.int64)
         count = len(tokens) // (seq + 1)
         if count < 4:
@@ -65,7 +62,7 @@ class Calibration:
             )
         windows = tokens[: count * (seq + 1)].view(count, seq + 1)
         digest = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
-        # At least two batches to fit to: the last quarter of them is where layers are compared.
+        # At least two batches for rounding: the last quarter of them is for layer errors.
         rows = max(1, min(ROWS_TOKENS // seq, count // 4))
         return cls(list(windows[0::2].split(rows)), list(windows[1::2].split(rows)), source, digest)
 
@@ -76,22 +73,22 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Report:
-    """What quantizing did."""
+    """Result of quantization."""
 
     scheme: str
     layers: tuple[LayerReport, ...]
-    loss_before: float  # nats a token, on the measuring half
+    loss_before: float  # nats per token, on the evaluation half
     loss_after: float
-    bytes_before: int  # of weights as they are served: what is not quantized counts in half precision
+    bytes_before: int  # of weights on a GPU: those not quantized in half precision
     bytes_after: int
     limit: float
-    calibration: str  # where the text came from
+    calibration: str  # source of the text
     calibration_fingerprint: str
     calibration_tokens: int
 
     @property
     def increase(self) -> float:
-        """Of perplexity: 0.01 is one per cent."""
+        """Relative increase of perplexity."""
         return math.expm1(min(700.0, self.loss_after - self.loss_before))
 
     @property
@@ -99,13 +96,11 @@ class Report:
         return math.isfinite(self.loss_after) and self.increase <= self.limit
 
     def worst(self, count: int = 3) -> list[LayerReport]:
-        """Layers whose output is furthest off; one that is not finite comes first."""
-        return sorted(self.layers, key=lambda layer: layer.error if layer.error == layer.error else math.inf)[-count:][
-            ::-1
-        ]
+        """Layers with the largest output errors; non-finite ones first."""
+        return sorted(self.layers, key=lambda one: -math.inf if math.isnan(one.error) else -one.error)[:count]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinities: what is not finite is null."""
+        """For JSON: non-finite numbers are null."""
         derived = {
             "perplexity_before": math.exp(min(700.0, self.loss_before)),
             "perplexity_after": math.exp(min(700.0, self.loss_after)),
@@ -130,10 +125,10 @@ def quantize(
     *,
     group: int = GROUPS[0],
     limit: float | None = None,
-    progress: Callable[[LayerReport], None] | None = None,  # called for each layer when it is done
+    progress: Callable[[LayerReport], None] | None = None,  # called after each layer
     make: Make | None = None,
 ) -> Report:
-    """Quantize a network in place. One that lost too much raises QuantizationRefused, and is then not fit for use."""
+    """Quantize a network in place. Raises QuantizationRefused if it lost too much; the network is then unusable."""
     chosen = get_scheme(scheme)
     check_quantizable(model)
     model.eval().requires_grad_(False)
@@ -194,7 +189,7 @@ def peak_rows(model: ModelSpec, scheme: str, tokens: int, width: int) -> list[Ro
 
 
 def check_memory(name: str, model: ModelSpec, scheme: str, tokens: int, width: int, device: torch.device) -> None:
-    """Before anything is loaded; with the most tokens that would fit, or how much the rest takes without any."""
+    """Before anything is loaded; the error has the most tokens that would fit, or the memory of the weights alone."""
     limits = memory_limits(device)
 
     def fits(fewer: int) -> bool:

@@ -1,27 +1,27 @@
-"""Speculative decoding: draft tokens are proposed, one step of the model verifies them all, the distribution stays.
+"""Speculative decoding: draft tokens are proposed, one step of the model verifies them all, the distribution is
+unchanged.
 
-A step computes the last token and k draft tokens side by side, which costs little more than one token while reading the
-weights takes most of the time. Row j of its logits says what may follow draft token j − 1; as long as it agrees with
-draft token j that one is accepted, and the first row that does not agree gives a token of its own, so a step brings one
-to k + 1 tokens (Leviathan et al. 2023; Chen et al. 2023).
+A step computes the last token and k draft tokens together, which costs little more than one token while reading the
+weights takes most of the time. Row j of its logits is the distribution after draft token j − 1: as long as it agrees
+with draft token j, that one is accepted, and the first row that does not agree gives a token of its own. So a step
+yields one to k + 1 tokens (Leviathan et al. 2023; Chen et al. 2023).
 
-**Acceptance.** With p the distribution that the sequence asked for (temperature, top-k, top-p, min-p, bias, all of it)
-and q the one that draft token x was drawn from, x is accepted with probability min(1, p(x)/q(x)), else a token is drawn
-from max(0, p − q), scaled to 1: the result is distributed as p, whatever q is. A draft token from the text itself has
-q(x) = 1: then it is the same to draw from p, and to accept x where x is what was drawn. So n-gram drafts need nothing
-but the sampler, and give token for token what the same seed gives without them. Greedy decoding is p = 1 at the
-likeliest token: its tokens never change.
+**Acceptance.** With p the distribution of the request (temperature, top-k, top-p, min-p, bias) and q the one that draft
+token x was sampled from, x is accepted with probability min(1, p(x)/q(x)), else a token is sampled from max(0, p − q),
+normalised: the result is distributed as p, whatever q is. An n-gram draft has q(x) = 1: then rejection sampling is the
+same as sampling from p and accepting x if it was sampled. So n-gram drafts need only the sampler, and give token for
+token what the same seed gives without them. Greedy decoding is p = 1 at the likeliest token: its tokens never change.
 
-How many draft tokens a step has depends on its batch, and so does which random numbers decide about a draft model's:
-there the same seed gives another draw from the same distribution. Where results may not depend on the batch
-(engine.batch_invariant), a draft model draws with the very numbers that the sampler will draw with, and is right where
-both come to the same token: somewhat less often than Σ min(p, q), but the tokens are those of the seed.
+How many draft tokens a step has depends on its batch, and so do the random numbers that accept those of a draft model:
+the same seed then gives another sample of the same distribution. With engine.batch_invariant a draft model samples with
+the sampler's own random numbers, and a draft token is accepted if both sample the same: somewhat less often than
+Σ min(p, q), but the tokens are those of the seed.
 
-**When.** Draft tokens cost compute where a batch is large enough to keep the device busy: a step speculates only while
-its rows, running sequences · (1 + engine.guesses), are at most LARGEST. Sequences with repetition penalties or with a
-grammar do not speculate, for what they allow at a row depends on the draft tokens before it; others of the batch do.
-A draft token follows the latest token, so the host has to wait for that, and the device for the host. It does so only
-where one can be expected: where the source has one for the text without the token that is in flight.
+**When.** Draft tokens cost compute once a batch keeps the device busy: a step speculates only while its rows, running
+sequences · (1 + engine.guesses), are at most MAX_ROWS. Sequences with repetition penalties or a grammar do not
+speculate, as their logits depend on the draft tokens before; others of the batch do. A draft token follows the latest
+token, so the host must wait for it, and the device for the host. It does so only if a draft can be expected: if the
+proposer has one for the text without the token in flight.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ...spec import EngineSpec
 from ..core.request import Sequence, SequenceStatus
 from ..core.sampler import has_penalties
 
-# Rows of a step: products of an 8B model take 3.7 ms with one in bf16, and 6.2 with so many (quant_gpu.json).
-LARGEST = 256
+# Products of an 8B model take 3.7 ms with one row in bf16, and 6.2 with so many (quant_gpu.json).
+MAX_ROWS = 256
 # RNG streams apart from that of the sampler: drawing a draft token, and accepting it.
 DRAFT_STREAM, ACCEPT_STREAM = 0x3C6EF372FE94F82A, 0x5851F42D4C957F2D
 
@@ -46,7 +46,7 @@ class Proposer(Protocol):
     """Where draft tokens come from: n-grams of the text, or a draft model."""
 
     def propose(self, sequence: Sequence, count: int) -> list[int]:
-        """Up to so many tokens to follow those that are known; none where nothing is expected."""
+        """Up to `count` draft tokens after the known ones; none if nothing is expected."""
         ...
 
 
@@ -67,7 +67,7 @@ class Speculator:
 
     def small(self, running: list[Sequence]) -> bool:
         """Whether the batch is small enough to speculate."""
-        return len(running) * (1 + self.draft_tokens) <= LARGEST
+        return len(running) * (1 + self.draft_tokens) <= MAX_ROWS
 
     def drafts_for(self, sequence: Sequence) -> list[int]:
         count = min(self.draft_tokens, sequence.limit - len(sequence.tokens) - 1)
@@ -99,8 +99,8 @@ def sample_draft_token(q: Tensor, seeds: Tensor, output_positions: Tensor) -> Te
 def rejection_sample(p: Tensor, q: Tensor, draft_tokens: Tensor, seeds: Tensor, output_positions: Tensor) -> Tensor:
     """Rejection sampling: the draft token of each row if accepted, else another. p, q (rows, vocab); others (rows).
 
-    The guess was drawn from q by `sample_draft_token`. A token that stands in for a refused one is never the same:
-    there p < q, and nothing is left of it.
+    The draft token was sampled from q by `sample_draft_token`. The replacement of a rejected token is never the same:
+    there p < q, and the residual is 0.
     """
     draft_column = draft_tokens.unsqueeze(1)
     zero = torch.zeros(1, dtype=torch.int64, device=p.device)

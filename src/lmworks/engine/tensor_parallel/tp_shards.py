@@ -40,14 +40,11 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-# --- tp shards -------------------------------------------------------------------------------------------
-
-
 OUTPUTS, INPUTS = 0, 1
-PACKED = 2 * quantized.GROUPS[-1]  # inputs of an int4 layer come in pairs of groups: at least so many together
+PACKED = 2 * quantized.GROUPS[-1]  # int4 packs inputs in pairs of groups: the smallest
 
 
-# --- validation  -------------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------------
 
 
 def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
@@ -57,8 +54,8 @@ def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
     heads = meta_model.spec.kv_heads
     if heads % tp and tp % heads:
         raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {heads}: one must divide the other")
-    if (torn := indivisible_int4_layer(meta_model, tp)) is not None:
-        layer, inputs = torn
+    if (found := indivisible_int4_layer(meta_model, tp)) is not None:
+        layer, inputs = found
         raise SpecError(
             f"engine.tp = {tp}: layer '{layer}' has {inputs} inputs in int4 groups of {meta_model.groups[layer]}, and "
             f"a rank's share of {inputs // tp} is not a multiple of {PACKED}, the packing unit; "
@@ -155,10 +152,7 @@ def linear_shards(model: GPT, sharding_plan: ShardingPlan, rank: int) -> dict[st
 
 
 def make_plain(model: GPT, all_reduce: Callable[[Tensor], Tensor]) -> None:
-    """Layers that only training needs as they are become plain ones, which an engine merges and streams.
-
-    `all_reduce`: sums over ranks.
-    """
+    """Replace the layers of training by plain ones, which the engine can fuse. `all_reduce`: sums over ranks."""
     for name, layer in list(linears(model)):
         if isinstance(layer, ReplicatedKVLinear):
             bias = None if layer.bias is None else layer.bias[layer.rows].clone()
@@ -176,7 +170,7 @@ def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def detach_linears(model: GPT) -> dict[str, Linear]:
-    """The layers that are quantized ones' indices: they are given no memory."""
+    """Remove the layers that quantized ones will replace, so that no memory is allocated for them."""
     taken = dict(linears(model))
     for name in taken:
         set_layer(model, name, None)
@@ -191,7 +185,7 @@ def attach_quantized_shards(
     all_reduce: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """This rank's parts in their indices; one whole layer is in the host's memory at a time."""
+    """Attach this rank's shards; one whole layer is in host memory at a time."""
     for name, was in taken.items():
         layer = whole(name)
         part = (shards[name].quantized(layer) if name in shards else layer).to(device)  # some are replicated
