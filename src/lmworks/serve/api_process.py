@@ -17,8 +17,8 @@ from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
-from .channel import encode_frame, read_frame
-from .engine_host import ENDED, STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
+from .channel import ENDED, encode_frame, read_frame
+from .engine_host import STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
 from .limits import Admission, APIError, KeyLimits, Limits, RequestMeter, Size
 from .serving import LocalModel, Serving
 from .telemetry import log_as_json

@@ -10,6 +10,8 @@ import asyncio
 import pickle
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # the API does without torch
     from ..engine.core.engine import Engine
 
 LENGTH = struct.Struct("!I")
+ENDED = (asyncio.IncompleteReadError, ConnectionError)  # of `read_frame`: the other side is gone
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,25 @@ async def read_frame(reader: asyncio.StreamReader) -> Any:
     """The next message; raises IncompleteReadError or ConnectionError at the end."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
+
+
+async def spawn(
+    module: str, *words: str, inherit: tuple[int, ...] = ()
+) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
+    """Starts `python -m module …words FD …inherit` and connects to it: FD is its end of a socket pair.
+
+    In its own session: Ctrl-C reaches the API, which then closes the socket.
+    """
+    own_end, child_end = socket.socketpair()
+    descriptors = [child_end.fileno(), *inherit]
+    command = [sys.executable, "-m", module, *words, *map(str, descriptors)]
+
+    def start() -> subprocess.Popen[bytes]:
+        with child_end:  # here, so that a cancelled caller does not close it before the process has it
+            return subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    process = await asyncio.to_thread(start)
+    return process, *await asyncio.open_connection(sock=own_end)
 
 
 class SocketChannel:

@@ -27,7 +27,7 @@ from prometheus_client import Metric
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
 from .backend import BackendError, EngineRequest, ModelCard, State
-from .channel import encode_frame, read_frame
+from .channel import ENDED, encode_frame, read_frame, spawn
 from .errors import to_api_error
 from .limits import Admission, KeyLimits, Limits, RequestMeter, Size
 from .serving import Serving
@@ -38,7 +38,6 @@ log = logging.getLogger("lmworks.serve")
 STATE_INTERVAL_S = 0.25  # between two reports of the engines' states
 RESTART_DELAY_S = 1.0  # before a process is started again
 CLOSE_GRACE_S = 10.0  # beyond the time of a drain
-ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class APIProcessHandle:
             api_error = to_api_error(error)
             if api_error.code == "internal_error":
                 log.error("a call of an API process failed", exc_info=error)
-            refused = (api_error.status, api_error.code, str(api_error), api_error.param, api_error.retry_after)
+            refused = api_error.fields
         if call.number is not None:
             self.send(Reply(call.number, found, refused))
 
@@ -263,14 +262,7 @@ class EngineHost:
                     await asyncio.wait_for(self.stopping.wait(), RESTART_DELAY_S)
 
     async def run_process(self, setup: bytes) -> int:
-        own_end, child_end = socket.socketpair()
-        handed = [child_end.fileno(), self.listening.fileno()]
-        command = [sys.executable, "-m", "lmworks.serve.api_process", *map(str, handed)]
-        with child_end:
-            process = await asyncio.to_thread(
-                subprocess.Popen, command, pass_fds=handed, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        reader, writer = await asyncio.open_connection(sock=own_end)
+        process, reader, writer = await spawn("lmworks.serve.api_process", inherit=(self.listening.fileno(),))
         api_process = APIProcessHandle(self.serving, process, writer)
         self.api_processes.add(api_process)
         writer.write(setup)

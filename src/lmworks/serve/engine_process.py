@@ -17,7 +17,6 @@ import logging
 import math
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 from ..spec import LMWorksError, SpecError
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
 from .channel import (
+    ENDED,
     Cancel,
     EngineFailed,
     EngineReady,
@@ -38,6 +38,7 @@ from .channel import (
     Submit,
     encode_frame,
     read_frame,
+    spawn,
     unpack_tokenizer,
 )
 
@@ -49,7 +50,6 @@ STEADY_S = 60.0  # a process that lasted so long resets the backoff
 SHUTTING_DOWN = "the server is shutting down"
 MAX_COMPILING = 64  # requests of one key that may wait for their grammars
 MAX_UNSENT_BYTES = 64 * 2**20  # bytes in the socket's write buffer: a hung process must not fill memory
-ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StallTimeouts:
     """Seconds of work without a step."""
 
     stuck: float = 30.0  # after which the backend is not healthy
-    kill: float = 120.0  # after which its process is started anew (0: never)
+    kill: float = 120.0  # after which its process is restarted (0: never)
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class EngineProcess:
             raise BackendError("dead", SHUTTING_DOWN, self.retry_after)
         handle = self.ready_process()
         if handle is None:
-            raise BackendError("dead", "the engine is being started again", self.retry_after)
+            raise BackendError("dead", "the engine is being restarted", self.retry_after)
         if handle.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
         if request.params.structured and self.pending_grammars(request) > MAX_COMPILING:
@@ -257,9 +257,10 @@ class EngineProcess:
     async def run_process(self) -> LMWorksError:
         """Runs one process to its end and returns why it ended; its open requests fail."""
         try:
-            handle = self.handle = await self.spawn()
+            handle = self.handle = ProcessHandle(*await spawn("lmworks.serve", "engine"))
         except OSError as error:
             return LMWorksError(f"no process could be started: {error}")
+        handle.writer.write(encode_frame(LoadEngine(sys.path, self.factory)))
         watchdog = asyncio.create_task(self.watchdog(handle))
         try:
             await self.read_messages(handle)
@@ -278,18 +279,6 @@ class EngineProcess:
         self.fail_all("the engine stopped while it worked on this request", self.retry_after)
         exit_reason = await reap(handle)
         return SpecError(exit_reason) if handle.spec_error else LMWorksError(exit_reason)
-
-    async def spawn(self) -> ProcessHandle:
-        """In a session of its own: Ctrl-C reaches the API, which then closes it."""
-        own_end, child_end = socket.socketpair()
-        with child_end:
-            command = [sys.executable, "-m", "lmworks.serve", "engine", str(child_end.fileno())]
-            process = subprocess.Popen(
-                command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        reader, writer = await asyncio.open_connection(sock=own_end)
-        writer.write(encode_frame(LoadEngine(sys.path, self.factory)))
-        return ProcessHandle(process, reader, writer)
 
     async def read_messages(self, handle: ProcessHandle) -> None:
         """Until the socket is closed."""

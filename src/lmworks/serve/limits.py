@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ..engine.core.request import MAX_PRIORITY
 from ..engine.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
@@ -44,6 +44,11 @@ class APIError(LMWorksError):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.retry_after = retry_after  # seconds
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """Arguments of an equal error, for another process."""
+        return self.status, self.code, str(self), self.param, self.retry_after
 
 
 @dataclass(frozen=True)

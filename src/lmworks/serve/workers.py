@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections import Counter, deque
@@ -23,12 +22,11 @@ from typing import Any, TypeVar
 
 from ..engine.chat_template import Chat
 from .backend import PromptTokenizer
-from .channel import SocketChannel, encode_frame, pack_tokenizer, read_frame, unpack_tokenizer
+from .channel import ENDED, SocketChannel, encode_frame, pack_tokenizer, read_frame, spawn, unpack_tokenizer
 from .limits import RETRY_S, APIError, rate_limit_error
 
 WORK_SECONDS = 30.0  # after which the request fails, and its process is killed
 MAX_WAITING = 1024  # tasks
-ENDED = (asyncio.IncompleteReadError, ConnectionError)
 
 Found = TypeVar("Found")
 
@@ -129,19 +127,8 @@ class WorkerPool:
         self.idle.append(await self.spawn())
 
     async def spawn(self) -> Worker:
-        own_end, child_end = socket.socketpair()
-        command = [sys.executable, "-m", "lmworks.serve", "worker", str(child_end.fileno())]
-
-        def start() -> subprocess.Popen[bytes]:
-            with child_end:
-                return subprocess.Popen(
-                    command, pass_fds=[child_end.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-                )
-
-        process = await asyncio.to_thread(start)
-        reader, writer = await asyncio.open_connection(sock=own_end)
-        writer.write(encode_frame(sys.path))
-        worker = Worker(process, reader, writer)
+        worker = Worker(*await spawn("lmworks.serve", "worker"))
+        worker.writer.write(encode_frame(sys.path))
         self.all.add(worker)
         return worker
 
@@ -205,5 +192,5 @@ def serve(channel: SocketChannel) -> None:
             answer: tuple[Any, Any] = (work(models.get(name), *arguments), None)
         except BaseException as error:  # a panic of a library is no Exception
             api_error = to_api_error(error if isinstance(error, Exception) else RuntimeError())
-            answer = (None, (api_error.status, api_error.code, str(api_error), api_error.param, api_error.retry_after))
+            answer = (None, api_error.fields)
         channel.send(answer)
