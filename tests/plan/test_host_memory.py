@@ -224,7 +224,7 @@ def test_a_plan_for_this_machine_says_so(machine: Path, capsys: pytest.CaptureFi
 
     give(machine, MIB)
     code, out, _ = lmworks(capsys, *words)
-    assert code == 0 and f"it would be refused here: {refused(STATES, ASYNC)}\n" in out
+    assert code == 0 and f"it would be refused on this machine: {refused(STATES, ASYNC)}\n" in out
     assert json.loads(lmworks(capsys, *words, "--json")[1])["host_fits"] is False
 
     elsewhere = json.loads(lmworks(capsys, *words, "cluster.gpu=h100", "--json")[1])
