@@ -3,7 +3,7 @@
 A backend is called as `attend(q, k, v, layer, **per_head)` with q (batch, seq, heads, head_dim) and k, v
 (batch, seq, kv_heads, head_dim), and returns the mixture of values for each query head. `per_head`: learned parameters
 of the softmax with one entry for each query head (`gpt.Attention.per_head`). `Dense` covers training and the KV cache;
-the engine's `PagedAttention` attends over pages. All of them see a `Pattern`: who may look at whom.
+the engine's `PagedAttention` attends over pages. All of them take a `Pattern`: the keys that each query attends to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pattern:
         return not (self.window or self.slopes or self.offset or self.softcap) and self.documents is None
 
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """True where a query may look: (queries, keys), or (batch, 1, queries, keys) with documents."""
+        """True where a query may attend: (queries, keys), or (batch, 1, queries, keys) with documents."""
         q = torch.arange(queries, device=device).unsqueeze(1) + self.offset
         k = torch.arange(keys, device=device)
         allowed = k <= q
@@ -61,7 +61,7 @@ class Pattern:
         return allowed
 
     def bias(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """What is added to the scores: −∞ where looking is not allowed, ALiBi's penalty elsewhere."""
+        """What is added to the scores: −∞ where it may not attend, ALiBi's penalty elsewhere."""
         allowed = self.mask(queries, keys, device)
         bias = torch.zeros(allowed.shape, device=device).masked_fill(~allowed, -math.inf)
         if self.slopes:
@@ -157,7 +157,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any, sin
 
 @dataclass
 class Dense:
-    """Attention over keys that lie side by side. All layers share one mask."""
+    """Attention over contiguous keys. All layers share one mask."""
 
     backend: str
     pattern: Pattern
@@ -200,7 +200,7 @@ class Dense:
 def make_pattern(
     spec: ModelSpec, documents: Tensor | None = None, offset: int = 0, heads: slice = slice(None)
 ) -> Pattern:
-    """Who may look at whom in this model; `heads` are those that this rank holds."""
+    """The attention mask of this model; `heads` are those that this rank holds."""
     slopes = tuple(alibi_slopes(spec.heads)[heads]) if spec.positions == "alibi" else ()
     return Pattern(spec.sliding_window, slopes, documents, offset, spec.attention_softcap)
 

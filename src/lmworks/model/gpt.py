@@ -210,11 +210,11 @@ class GPT(nn.Module):
         self.chunked_loss = True  # False: the loss is computed from all logits, as a quantized head gives them
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
-        self.offload: Offload | None = None  # where what blocks keep waits in host memory
+        self.offload: Offload | None = None  # of saved activations to host memory
         embeds = first or (last and spec.tie_embeddings)
         self.embed: Embedding | None = Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
-        # Names that say which layer it is, so that a part of the network has the names of the whole.
+        # Named by the layer, so that a part of the network has the names of the whole.
         chosen = range(spec.layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in chosen})
         self.norm = make_norm(spec) if last else None
@@ -267,7 +267,7 @@ class GPT(nn.Module):
         return x
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of the positions whose states these are: an engine wants few of a batch."""
+        """Of the positions of these states: an engine needs few of a batch."""
         assert self.norm is not None, "only the last part of a network has a head"
         return soft_cap(self.project(self.norm(states), self.head_weight), self.spec.final_softcap)
 

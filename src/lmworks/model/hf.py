@@ -1,7 +1,7 @@
 """Hugging Face checkpoints, read: a folder with config.json and safetensors, as `transformers` writes them.
 
 One tensor is handled at a time, so reading needs the model once plus its largest tensor. `hf_config` translates the
-shape, `hf_layout` the names; `hf_write` is the way out.
+shape, `hf_layout` the names; `hf_write` writes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHANGEABLE = (
 
 
 class Checkpoint:
-    """The tensors of a folder by name, whichever file they lie in."""
+    """The tensors of a folder by name, over all its files."""
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Checkpoint:
             self.file_of |= dict.fromkeys(self.open[path].keys(), path)
 
     def check_layer_count(self, layers: int) -> None:
-        """Than there can be. Said before any is made: a config.json may ask for a billion of them."""
+        """Before any layer is made: a config.json may ask for a billion of them."""
         if layers > len(self.file_of):
             raise CheckpointError(
                 f"{self.folder}: config.json asks for {layers:,} layers, but its files hold only "
@@ -84,12 +84,12 @@ class Checkpoint:
         return self.open[self.file_of[name]].get_tensor(name)
 
     def open_files(self, files: ExitStack) -> None:
-        """For `where`: to be read by whoever knows better than to map them into memory."""
+        """For `where`: files that are read directly, not memory-mapped."""
         self.spans: dict[Path, dict[str, Span]] = {path: spans(path) for path in self.open}
         self.files = {path: files.enter_context(path.open("rb")).fileno() for path in self.open}
 
     def where(self, name: str, shape: tuple[int, ...]) -> tuple[int, Span]:
-        """An open file, and where the tensor lies in it."""
+        """An open file, and the location of the tensor in it."""
         self.check(name, shape)
         path = self.file_of[name]
         if name not in self.spans[path]:
@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> tuple[str, ModelSpec]:
-    """What config.json says that the weights are of."""
+    """Family and spec of config.json."""
     config = read_json(folder / CONFIG)
     try:
         family, spec = family_of_config(config), spec_of_config(config)
@@ -144,7 +144,7 @@ LARGEST = 2**24  # of any one dimension: products of two, in bytes, are numbers 
 
 
 def check_dimensions(spec: ModelSpec) -> None:
-    """A config that is damaged, or made to be: weights of such a shape cannot even be described."""
+    """Of a damaged or hostile config: tensors of such shapes cannot be made, even on `meta`."""
     for name in (
         "layers",
         "hidden",
@@ -239,7 +239,7 @@ class HFWeights:
 
 
 def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
-    """A tensor that nothing uses means that the config says less than the weights: the logits would be wrong."""
+    """A tensor that nothing uses: the config does not describe the whole network, and the logits would be wrong."""
     surplus = sorted(name for name in checkpoint.file_of.keys() - set(plan) if not BUFFERS.search(name))
     if surplus := [name for name in surplus if name != "lm_head.weight"]:  # a copy of the tied embedding
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """A model's shape as Hugging Face writes it: config.json ↔ ModelSpec, for the families that share our network.
 
-Every family is a row of `FAMILIES`: what its config may ask for, and which specs it can express. Dropout is no part
+Every family is a row of `FAMILIES`: which configs are supported, and which specs it can express. Dropout is no part
 of our network: its keys are ignored, and written as 0.
 """
 

@@ -1,7 +1,7 @@
-"""Where each of our parameters lies in a Hugging Face checkpoint.
+"""The location of each parameter in a Hugging Face checkpoint.
 
 A stored tensor is one or several of our parameters side by side (GPT-2's fused q, k, v), possibly transposed (GPT-2's
-Conv1D keeps (in, out)), possibly one expert of a parameter that holds them all.
+Conv1D is (in, out)), possibly one expert of a parameter that holds them all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..spec import ModelSpec, components
 @dataclass(frozen=True)
 class Stored:
     name: str  # in the checkpoint
-    parts: tuple[str, ...]  # our parameters, laid side by side along their output dimension
+    parts: tuple[str, ...]  # our parameters, concatenated along their output dimension
     expert: int | None = None  # only this row of them
     transposed: bool = False
 
@@ -106,6 +106,6 @@ def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[s
     else:
         place, matrices = f"{theirs}.mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     yield from linear(f"{place}.gate", f"{ours}.router", bias=False)
-    for name, matrix in matrices.items():  # all experts of one of our weights in a row: it is read once and let go
+    for name, matrix in matrices.items():  # all experts of one of our weights in a row: it is read once and freed
         for expert in range(spec.experts):
             yield Stored(f"{place}.experts.{expert}.{matrix}.weight", (f"{ours}.{name}",), expert=expert)

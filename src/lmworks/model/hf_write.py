@@ -1,6 +1,6 @@
 """Hugging Face folders, written a tensor at a time: what is in memory is one stored tensor and the weights in it.
 
-Weights need not be held anywhere: `write_hf` asks for each of them once, just before its first use, and lets it go
+Weights need not be in memory: `write_hf` reads each of them once, just before its first use, and frees it
 after its last. Everything is written beside its place and renamed at the end, `config.json` last, without which nothing
 loads the folder: an export that fails leaves an earlier one as it was.
 """
@@ -27,7 +27,7 @@ from .tensor_files import write_tensors
 if TYPE_CHECKING:
     from .gpt import GPT
 
-SHARD_BYTES = 5 * 10**9  # of one file, unless told
+SHARD_BYTES = 5 * 10**9  # of one file, by default
 WEIGHTS = re.compile(
     r"model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?(\.part)?"
 )  # of any export, also of one that was killed
@@ -52,7 +52,7 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     progress: ProgressCallback = lambda done, total: None,
 ) -> list[Path]:
-    """The files of weights. `parameters` tell shapes and precision and may lie on `meta`; `read` gives their values."""
+    """The files of weights. `parameters` have shapes and precision, also on `meta`; `read` returns their values."""
     config = config_of_spec(spec, eos)
     config["torch_dtype"] = str(parameters["embed.weight"].dtype).removeprefix("torch.")
     tensors = list(layout(spec, family_of_spec(spec)))
@@ -102,7 +102,7 @@ def like(stored: Stored, parameters: dict[str, Tensor]) -> Tensor:
 
 
 def gathered(tensors: Iterable[Stored], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-    """Each tensor as it is stored. A weight is read before its first use and let go after its last."""
+    """Each tensor as it is stored. A weight is read before its first use and freed after its last."""
     tensors = list(tensors)
     last = {name: index for index, stored in enumerate(tensors) for name in stored.parts}
     held: dict[str, Tensor] = {}
@@ -145,5 +145,5 @@ def put_in_place(folder: Path, names: list[str]) -> None:
 
 
 def drop(path: Path) -> None:
-    with suppress(OSError):  # where nothing can be removed nothing was written; the first error is the one to tell
+    with suppress(OSError):  # where nothing can be removed nothing was written; the first error is raised
         path.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
-    """Of tensors (name, type, shape) that lie one after the other."""
+    """Of contiguous tensors (name, type, shape)."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -42,7 +42,7 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
 
 
 def write_tensors(path: Path, shapes: Mapping[str, Tensor], values: Iterator[Tensor]) -> None:
-    """The next of `values` for each of `shapes`, which tell its type and shape beforehand and may lie on `meta`."""
+    """The next of `values` for each of `shapes`, which have its type and shape and may be on `meta`."""
     with path.open("wb") as file:
         file.write(header((name, shape.dtype, shape.shape) for name, shape in shapes.items()))
         for _ in shapes:
@@ -56,13 +56,13 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Its bytes, where they lie."""
+    """Its bytes, without a copy on a CPU."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where a tensor lies in a file."""
+    """The location of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class DoubleBuffer:
             self.turn = 1 - self.turn
             buffer = self.buffers[self.turn][:size]
             if self.cuda:
-                self.free[self.turn].synchronize()  # what it held last has left it
+                self.free[self.turn].synchronize()  # its last copy is done
             read_into(file, buffer.numpy().data, span.start + begin)
             target[begin : begin + size].copy_(buffer, non_blocking=True)
             if self.cuda:

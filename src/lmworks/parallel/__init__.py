@@ -1,1 +1,1 @@
-"""Floor 2: a model laid over ranks. One file a parallelism; `parallelize.py` is the recipe."""
+"""A model sharded over ranks: one file a parallelism; `parallelize.py` is the recipe."""

@@ -100,7 +100,7 @@ class Ulysses:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         device_type, cp = q.device.type, self.group.size()
-        if torch.is_autocast_enabled(device_type):  # attention would take them in this dtype: so they travel in it
+        if torch.is_autocast_enabled(device_type):  # attention takes them in this dtype, so they are sent in it
             dtype = torch.get_autocast_dtype(device_type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if k.shape[2] < cp:

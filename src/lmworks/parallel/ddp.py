@@ -24,8 +24,8 @@ from .single_rank import SingleRank
 
 
 class DDP(SingleRank):
-    """Not for expert parallelism, whose gradients meet in another group, nor for a pipeline, whose split backward pass
-    goes round DDP's hooks: ZeRO stage 0 does the same there.
+    """Not for expert parallelism, whose gradients are reduced in another group, nor for pipelines, whose split backward
+    pass does not call DDP's hooks: ZeRO stage 0 does the same there.
     """
 
     def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str]) -> None:
@@ -46,15 +46,15 @@ class DDP(SingleRank):
             self.ddp.register_comm_hook(None, lambda _, bucket: all_reduce_mean(reduce, bucket.buffer(), group))
         rebuild_buckets(self.ddp)
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
-        # that have met already are equal on all ranks, and their mean in the next reduction leaves them as they are.
+        # that are reduced already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        meet, self.learning = last or self.learning, False
-        return nullcontext() if meet else self.ddp.no_sync()
+        reduce, self.learning = last or self.learning, False
+        return nullcontext() if reduce else self.ddp.no_sync()
 
 
 class OrderedDDP(DistributedDataParallel):

@@ -1,7 +1,7 @@
 """DeepSpeed as an engine behind the same spec: `parallel.engine = "deepspeed"`, ZeRO stages 1 to 3, offload.
 
 DeepSpeed owns the backward pass, the reduction and the step, so this is not a `DataParallel` strategy whose leaves our
-optimizer updates. The seam is one step of the loop:
+optimizer updates. The interface is one step of the loop:
 
     for i, batch in enumerate(batches):
         with engine.micro_batch(last=i == len(batches) - 1):
@@ -132,7 +132,7 @@ class DeepSpeedEngine:
         return list(getattr(self.zero, pieces))
 
     def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of weights and moments, where it lies."""
+        """This rank's weights and moments, on their device."""
         for index, flat in enumerate(self.fp32_partitions()):
             yield f"the weights of parameter group {index}", flat.detach()
             for key in self.moments:
@@ -169,7 +169,7 @@ class DeepSpeedEngine:
         return float(self.zero.optimizer.state[self.fp32_partitions()[0]]["step"])
 
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Take up what `state` gave: whole tensors, of which each rank keeps its part.
+        """Load what `state` returned: whole tensors, of which each rank takes its part.
 
         The weights of another run to start from come without "optim": the moments stay as they are.
         """

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of an "ep" group holds some of the experts, and tokens travel to them and back.
+"""Expert parallelism: each rank of an "ep" group holds some of the experts, and tokens are sent to them and back.
 
     rows by expert → how many go where → all-to-all → rows by expert again → experts → all-to-all back
 
@@ -21,11 +21,11 @@ from . import collectives
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
 
-WEIGHTS = ("gate", "up", "down")  # (experts, …): what is cut
+WEIGHTS = ("gate", "up", "down")  # (experts, …): what is sharded
 
 
 def apply_expert_parallel(part: GPT, mesh: Mesh, sharding: ShardingPlan) -> None:
-    """Cut the experts of every MoE layer over the axis "ep", and let its tokens travel."""
+    """Shard the experts of every MoE layer over the axis "ep", and dispatch its tokens to them."""
     for name, layer in part.named_modules():
         if isinstance(layer, MoE):
             for weight in WEIGHTS:
@@ -34,7 +34,7 @@ def apply_expert_parallel(part: GPT, mesh: Mesh, sharding: ShardingPlan) -> None
 
 
 def expert_names(part: GPT) -> set[str]:
-    """Parameters of which ranks of one "ep" group hold different experts: their gradients meet over "edp" only."""
+    """Parameters of which ranks of an "ep" group hold different experts: gradients are summed over "edp" only."""
     return {
         f"{name}.{weight}"
         for name, layer in part.named_modules()
@@ -46,7 +46,7 @@ def expert_names(part: GPT) -> set[str]:
 def sum_balance_loss_over_cp(part: GPT, group: ProcessGroup) -> None:
     """Under context parallelism a rank has a part of each sequence, and the balance loss is that of whole sequences.
 
-    The backward pass of `total` is the identity: each rank computes the whole loss, and the gradient of its own tokens,
+    The backward pass of the sum is the identity: each rank computes the whole loss, and the gradient of its own tokens,
     which data parallelism adds up.
     """
     for layer in moe_layers(part):
@@ -56,7 +56,7 @@ def sum_balance_loss_over_cp(part: GPT, group: ProcessGroup) -> None:
 def dispatch_tokens(moe: MoE, rows: Tensor, counts: Tensor, group: ProcessGroup) -> Tensor:
     """Rows (pairs, hidden), grouped by expert, through experts on other ranks: `moe.dispatch` under expert parallelism.
 
-    Every rank takes part in every exchange, with no rows if it has none; so do experts that nobody chose.
+    Every rank takes part in every exchange, with no rows if it has none; so do experts that no token chose.
     """
     ranks, local = group.size(), moe.experts // group.size()
     given = counts.view(ranks, local)

@@ -1,4 +1,4 @@
-"""FSDP1 (`FullyShardedDataParallel`): the wrapper that FSDP2 replaces, kept for those who migrate from it.
+"""FSDP1 (`FullyShardedDataParallel`): the wrapper that FSDP2 replaces, for those who migrate from it.
 
     dp_shard > 1, reshard = true         FULL_SHARD       weights, gradients and states sharded
     dp_shard > 1, reshard = false        SHARD_GRAD_OP    weights stay whole from forward to backward
@@ -41,12 +41,10 @@ class FSDP1:
         kind, group = strategy_of(spec.parallel, mesh)
         cuda = mesh.device_type == "cuda"
         reduce = reduce_dtype(spec.precision)
-        kept: dict[str, Any] = {
-            "cast_forward_inputs": False,
-            "cast_root_forward_inputs": False,
-        }  # the residual stream stays fp32
-        low = MixedPrecision(param_dtype=compute_dtype(spec.precision), reduce_dtype=reduce, **kept)
-        wide = MixedPrecision(reduce_dtype=reduce, **kept)  # embedding, last norm and head: see fsdp2.py
+        # The residual stream stays fp32.
+        uncast: dict[str, Any] = {"cast_forward_inputs": False, "cast_root_forward_inputs": False}
+        low = MixedPrecision(param_dtype=compute_dtype(spec.precision), reduce_dtype=reduce, **uncast)
+        wide = MixedPrecision(reduce_dtype=reduce, **uncast)  # embedding, last norm and head: see fsdp2.py
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # that FSDP2 replaces it
             self.fsdp = FullyShardedDataParallel(

@@ -47,7 +47,7 @@ class FSDP2:
         reduce = reduce_dtype(spec.precision)
         # Inputs are not cast: the residual stream stays as it starts, as it does under autocast on one rank.
         low = MixedPrecisionPolicy(compute_dtype(spec.precision), reduce, cast_forward_inputs=False)
-        # Embedding, last norm and head stay as they are kept. The stream starts as an embedding, and the loss sums the
+        # Embedding, last norm and head are not cast. The stream starts as an embedding, and the loss sums the
         # head's gradient chunk by chunk: where they are fp32, both would lose more to bf16 than a matrix product does.
         wide = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(mesh.device_type == "cuda") if layout.offload == "full" else OffloadPolicy()
@@ -59,7 +59,7 @@ class FSDP2:
                     fully_shard(child, mesh=dense, mp_policy=low, **options)
                 fully_shard(module, mesh=sparse, mp_policy=low, **options)
             fully_shard(block, mesh=dense, mp_policy=low, **options)
-        # The root's weights are used last in the forward pass and first in the backward pass: no reason to let go.
+        # The root's weights are used last in the forward pass and first in the backward pass: no reason to reshard.
         fully_shard(part, mesh=dense, mp_policy=wide, offload_policy=offload, reshard_after_forward=False)
         self.root = cast(FSDPModule, part)
         self.units = [module for module in part.modules() if isinstance(module, FSDPModule)]

@@ -45,20 +45,20 @@ def materialise(
     mesh: Mesh | None,
     device: torch.device,
     weights: Source,
-    home: torch.device,
+    weight_device: torch.device,
     master: bool = False,
 ) -> None:
-    """Give a part memory (weights in their `home`, buffers on the device), and each weight its share of the whole.
+    """Give a part memory (weights on `weight_device`, buffers on `device`), and each weight its share of the whole.
 
     With `master` what bf16 cuts off each weight is kept for its optimizer.
     """
-    part.to_empty(device=home)
+    part.to_empty(device=weight_device)
     for name, parameter in part.named_parameters():
         whole = weights(name, sharding.shape(name, parameter.shape))
         share = sharding.local_part(name, whole, mesh) if mesh is not None else whole
         own = fsdp_shard(parameter, share)
         if master:
-            own, low = split(own.float().to(home))
+            own, low = split(own.float().to(weight_device))
             parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
         local_rows(parameter).copy_(own)
     for module in part.modules():

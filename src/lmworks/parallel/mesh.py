@@ -1,4 +1,4 @@
-"""The grid of ranks with its process groups: `spec.Grid` says who talks to whom, this makes them able to."""
+"""The process groups of the grid of ranks (`spec.Grid`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mesh:
     def __init__(self, grid: Grid, device_type: str) -> None:
         self.grid, self.device_type = grid, device_type
         self.place = grid.coordinates(dist.get_rank())
-        # One mesh for each way to cut the same ranks: axes that act together are one axis of theirs.
+        # One device mesh for each factorization of the ranks: axes that act together are one axis of it.
         device_meshes = [AXES, ("pp", "dp", "cp", "tp"), ("pp", "dp_cp", "tp"), ("pp", "dp_replicate", "shard", "tp")]
         self.device_meshes = {axes: self.make_device_mesh(axes) for axes in device_meshes}
         if grid.ep > 1:  # copies of the model are part of edp where nothing is sharded

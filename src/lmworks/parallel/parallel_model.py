@@ -1,8 +1,8 @@
-"""A model laid over the ranks: what the training loop holds on each of them, whatever the layout.
+"""A parallelized model: what the training loop holds on each rank, whatever the layout.
 
-`forward_backward` runs the micro-batches of a step, `finish` makes every gradient whole, the optimizer updates the
-leaves of `shards`, `after_step` spreads what changed. Losses are sums over tokens; the caller divides by the tokens of
-the global batch, so gradients are sums too, and no layout has a mean of its own.
+`forward_backward` runs the micro-batches of a step, `finish` reduces every gradient, the optimizer updates the
+leaves of `shards`, `after_step` brings the update to the model. Losses are sums over tokens; the caller divides by the
+tokens of the global batch, so gradients are sums too, under every layout.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ParallelModel:
         for part in self.parts.values():
             set_balance_scale(part, factor)
         if self.pipeline is not None:
-            phase.enter("forward")  # and backward: stages do both in turns
+            phase.enter("forward")  # and backward: stages alternate
             return self.pipeline.train([self.inputs(batch) for batch in batches], factor) / self.size("tp")
         loss_sum = torch.zeros((), device=self.device)
         strategy = self.strategies[0]
@@ -146,7 +146,7 @@ class ParallelModel:
             for layer in moe_layers(part):
                 layer.expert_counts = None
 
-    # --- what goes in -----------------------------------------------------------------------------------
+    # --- inputs -----------------------------------------------------------------------------------------
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """The keywords of GPT.forward for this rank's share of a micro-batch."""

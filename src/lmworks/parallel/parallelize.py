@@ -122,8 +122,8 @@ def apply_data_parallel(
         from .fsdp2 import FSDP2
 
         strategy = FSDP2(part, spec, mesh, experts)  # before the part has memory
-        home = torch.device("cpu") if layout.offload == "full" else device
-        materialise(part, sharding, mesh, device, weights, home, master)
+        weight_device = torch.device("cpu") if layout.offload == "full" else device
+        materialise(part, sharding, mesh, device, weights, weight_device, master)
     else:
         materialise(part, sharding, mesh, device, weights, device, master)
         strategy = wrap_data_parallel(part, spec, mesh, experts)

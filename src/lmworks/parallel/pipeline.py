@@ -4,8 +4,8 @@
     traffic per step     2 · m · v messages of (micro_batch, seq, hidden) between neighbours, m micro-batches, v stages
     idle share           (p − 1)/(v·m + p − 1), less where the backward pass is split: see plan/pipelines/bubble.py
 
-`torch.distributed.pipelining` runs the schedule. Its chunking knows tensors only, so micro-batches do not go through
-it: a stage looks its own inputs up by the index of the micro-batch that the schedule tells it to run.
+`torch.distributed.pipelining` runs the schedule. Its chunking handles tensors only, so micro-batches do not go through
+it: a stage looks its inputs up by the index of the micro-batch that the schedule runs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def cast_weights(precision: PrecisionSpec, model: nn.Module) -> None:
-    """Weights in the format that the run keeps them in; on the meta device, before anything cuts or shards them.
+    """Weights in the format of `precision.weights`; on the meta device, before anything shards them.
 
     All of them, norms and biases too: FSDP2 gathers tensors of one format, and with a master nothing is lost. Buffers
     stay fp32.
@@ -36,7 +36,7 @@ def cast_weights(precision: PrecisionSpec, model: nn.Module) -> None:
 
 
 def autocast_forward(precision: PrecisionSpec, model: nn.Module, device: torch.device) -> None:
-    """Matrix products of the forward pass in `dtype`, sums and norms in fp32; what weights are kept in stays.
+    """Matrix products of the forward pass in `dtype`, sums and norms in fp32; the format of weights stays.
 
     Autocast is put around the model's own forward function, so that it holds wherever that is called from: a loop, a
     pipeline's schedule, an evaluation.
@@ -125,7 +125,7 @@ def apply_float8(part: GPT, spec: RunSpec, device: torch.device) -> None:
         float8.convert_to_float8_training(
             block, module_filter_fn=lambda module, _: fits(module), config=replace(config, emulate=emulate)
         )
-        if device.type == "cpu":  # torchao asks for CUDA's autocast alone
+        if device.type == "cpu":  # torchao supports CUDA's autocast only
             for module in block.modules():
                 if isinstance(module, float8.float8_linear.Float8Linear):
                     module.register_forward_pre_hook(cast_input)

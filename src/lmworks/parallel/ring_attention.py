@@ -1,4 +1,4 @@
-"""Ring attention: every rank keeps its queries, and keys and values travel around (Liu et al. 2023).
+"""Ring attention: every rank keeps its queries, and keys and values are passed around (Liu et al. 2023).
 
 The sequence is cut into 2·cp chunks of c positions; rank r holds chunks r and 2·cp−1−r, an early and a late one, so
 that under the causal mask every rank has the same work: 2c² scores with each block from elsewhere, c² + c(c+1) with its
@@ -6,14 +6,14 @@ own.
 
     step i:  send the block at hand on, receive the next  ‖  attend to the block of rank r−i, merge by log-sum-exp
 
-Backward goes around once more. The gradients of keys and values travel with their block, in fp32, and come home with
+Backward goes around once more. The gradients of keys and values are sent with their block, in fp32, and are back after
 the last hop. Each rank sends, for one layer and a sequence of S positions, batch B, with b bytes a number
 
     forward   2·(cp−1)/cp · S·B·kv_heads·head_dim · b
     backward  2·(cp−1)/cp · S·B·kv_heads·head_dim · (b + 4)
 
-With a window, documents or ALiBi, chunks are cut further into tiles of at most `TILE` positions; those that nobody can
-see are skipped, and those with a seam inside get a bias made from global positions.
+With a window, documents or ALiBi, chunks are cut further into tiles of at most `TILE` positions; those that no
+query can see are skipped, and partly masked ones get a bias made from global positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..kernels.training import attention_tile
 from ..model.activation_checkpointing import saved_outputs
 from ..model.attention import Pattern
 
-TILE = 1024  # scores of a tile with a bias may lie in memory: batch · heads · TILE² numbers
+TILE = 1024  # scores of a tile with a bias may be in memory: batch · heads · TILE² numbers
 
 
 def chunk_starts(rank: int, cp: int, chunk: int) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Ring:
             dtype = torch.get_autocast_dtype(device_type)
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            v_dim = v.shape[-1]  # values may be narrower than keys: they travel together, as wide
+            v_dim = v.shape[-1]  # values may be narrower than keys: they are sent together, padded
             out = RingAttention.apply(q, k, F.pad(v, (0, k.shape[-1] - v_dim)), sinks, self)
             return out[..., :v_dim]
 
@@ -251,8 +251,8 @@ def ring_backward(
             dkv[0][:, :, keys] += more[1]
             dkv[1][:, :, keys] += more[2]
         wait(returning)
-        if step > 0:  # what others found for this block has come meanwhile; a rank's own part waits at home
-            leaving = travelling + dkv  # has a name until it has left
+        if step > 0:  # gradients of other ranks for this block have arrived; this rank's own part is added at the end
+            leaving = travelling + dkv  # referenced until it is sent
             travelling, returning = ring.send_recv(leaving, GRADIENTS)
         if step + 1 < ring.cp:
             wait(works)

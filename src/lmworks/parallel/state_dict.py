@@ -1,9 +1,9 @@
 """Model and optimizer as one dictionary keyed by parameter name, whatever the layout.
 
-A weight that is cut over ranks appears as a DTensor of its whole shape, so Torch Distributed Checkpoint writes each
+A weight that is sharded over ranks appears as a DTensor of its whole shape, so Torch Distributed Checkpoint writes each
 part once and can load it into any other layout. Optimizer states are named after their weight: optimizers number their
 parameters in an order that another layout changes, names do not. What a parameter group is *set* to (betas, decay,
-rate …) follows from the spec and the step, and is not kept.
+rate …) follows from the spec and the step, and is not saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .data_parallel import Shard
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
 
-ORDER = ("shard", "edp", "ep", "tp")  # as axes lie in the grid: data-parallel sharding outermost
+ORDER = ("shard", "edp", "ep", "tp")  # of axes in the grid: data-parallel sharding outermost
 
 
 def as_dtensor(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None) -> Tensor:
@@ -40,7 +40,7 @@ def as_dtensor(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh |
     shape = sharding.shape(shard.name, shard.shape)
     placements: list[Any] = []
     for index, axis in enumerate(names):
-        # Rows are cut last but lie outermost: each rank has a strip of every tensor-parallel part's rows.
+        # Rows are sharded last but are the outermost axis: each rank has a strip of every tensor-parallel part's rows.
         inner = 1
         for later in names[index + 1 :]:
             inner *= mesh.size(later) if cuts[later] == cuts[axis] else 1

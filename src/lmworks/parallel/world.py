@@ -212,7 +212,7 @@ def post_error(store: Any, error: RankError) -> None:
 
 
 def wait_for_error(store: Any, monitor: RankMonitor | None, timeout_s: float = 2.0) -> RankError | None:
-    """The error was posted before the connection broke, but travels another way and may arrive later."""
+    """The error was posted before the connection broke, but through the store, and may arrive later."""
     deadline = time.monotonic() + timeout_s
     while True:
         last = time.monotonic() >= deadline  # one more look after the last sleep, which a busy machine may prolong

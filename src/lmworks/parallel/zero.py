@@ -31,7 +31,7 @@ from ..spec import RunSpec
 from .data_parallel import Shard, take_low_bits
 from .mesh import Mesh
 
-IN_FLIGHT = 2  # buckets: one is filled or emptied while the other travels
+IN_FLIGHT = 2  # buckets: one is filled or emptied while the other is in flight
 
 
 class Zero:

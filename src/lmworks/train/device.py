@@ -79,7 +79,7 @@ def warn_slow_bf16(spec: RunSpec, device: torch.device, quiet: bool) -> None:
 
 
 def has_bf16() -> bool:
-    """Whether the CPU multiplies in bf16; True where PyTorch does not tell."""
+    """Whether the CPU multiplies in bf16; True where PyTorch does not know."""
     is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return is_supported is None or bool(is_supported())
 

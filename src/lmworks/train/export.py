@@ -157,7 +157,7 @@ def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
     return whole
 
 
-# --- what goes with the weights -----------------------------------------------------------------------
+# --- tokenizer and marker --------------------------------------------------------------------------------
 
 
 def begin(out: Path, about: str) -> None:

@@ -27,7 +27,7 @@ class TrainedModel:
 
 
 class RefusalLog:
-    """Says which checkpoints were refused, and what is used instead. No event: a reader writes nothing into a run."""
+    """Prints which checkpoints were refused, and what is used instead. No event: a reader does not write to a run."""
 
     def __init__(self) -> None:
         self.any = False

@@ -124,8 +124,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def slot(self, leaf: Tensor) -> ParamState:
         state = self.state[leaf]
         assert leaf.grad is not None
-        kept = state["step"], self.seeds[leaf], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("low")
-        return ParamState(leaf, leaf.grad.contiguous(), *kept)
+        fields = state["step"], self.seeds[leaf], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("low")
+        return ParamState(leaf, leaf.grad.contiguous(), *fields)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As it was saved: the base class would cast every state to the format of its weight."""

@@ -58,6 +58,6 @@ class Profiler:
 
 def recorder(device: torch.device, **options: Any) -> profile:
     """PyTorch's profiler of host and device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell on standard error that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints to standard error when it starts and stops
     cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
     return profile(activities=[ProfilerActivity.CPU, *cuda], **options)

@@ -87,7 +87,7 @@ def tensors_of(trainer: Trainer) -> dict[str, list[Tensor]]:
 
 
 def read_resident(trainer: Trainer) -> Resident:
-    """Bytes now, wherever they lie."""
+    """Bytes now, on the device and on the host."""
     held = sizes(**tensors_of(trainer))
     return replace(held, master=storage_bytes(masters(trainer)))
 
@@ -105,10 +105,10 @@ def sizes(parameters: list[Tensor], gradients: list[Tensor], optimizer: list[Ten
 
 
 class ResidencyReader:
-    """What a rank holds on its device and on its host just before its next update, told apart as its layout does.
+    """What a rank holds on its device and on its host just before its next update, separated as its layout does.
 
-    On a CPU both are one memory, so it is the layout that says what is whose. With offload = 'optimizer' gradients are
-    gone from the device before the update: they are read when the strategy below lets go of them.
+    On a CPU both are one memory, so the layout decides what belongs to which. With offload = 'optimizer' gradients are
+    gone from the device before the update: they are read when the inner strategy frees them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -150,7 +150,7 @@ def with_gradients(holders: Iterable[Tensor]) -> list[Tensor]:
 
 
 def parameters(trainer: Trainer) -> list[Tensor]:
-    """DeepSpeed's stage 3 empties a weight and keeps this rank's part of it beside."""
+    """DeepSpeed's stage 3 empties a weight; this rank's part is beside it."""
     found = [p for part in trainer.parallel_model.parts.values() for p in part.parameters()]
     return [getattr(p, "ds_tensor", p) for p in found]
 
@@ -175,7 +175,7 @@ def states(trainer: Trainer) -> list[Tensor]:
 
 
 def optimizer_tensors(trainer: Trainer, wanted: Callable[[str], bool]) -> list[Tensor]:
-    """What the optimizer keeps under such names."""
+    """Tensors of the optimizer state with such names."""
     every = [pair for state in trainer.optimizer.state.values() for pair in state.items()]
     return [value for name, value in every if isinstance(value, Tensor) and wanted(name)]
 

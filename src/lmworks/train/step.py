@@ -142,8 +142,8 @@ class Stepper:
 
     def gate(self, sums: Tensor, tokens: int) -> UpdateGate:
         """Compare with health's limits on the device, and start to copy the scalars to the host."""
-        clip, home = self.spec.optim.clip, self.parallel_model.shards[0].leaf.device
-        gate, scalars = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), home)
+        clip, weight_device = self.spec.optim.clip, self.parallel_model.shards[0].leaf.device
+        gate, scalars = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), weight_device)
         self.reader.start(torch.cat([scalars, sums[2:]]))
         return gate
 

@@ -32,9 +32,9 @@ class UpdateGate:
 
 
 def make_gate(
-    sums: Tensor, tokens: int, scale: float, clip: float, limits: tuple[float, float], home: torch.device
+    sums: Tensor, tokens: int, scale: float, clip: float, limits: tuple[float, float], weight_device: torch.device
 ) -> tuple[UpdateGate, Tensor]:
-    """The gate on the device of the weights (`home`), and (loss, norm, skip) for the host. `sums`: loss, squared norm.
+    """The gate on `weight_device`, and (loss, norm, skip) for the host. `sums`: loss, squared norm.
 
     In fp64, as the host computes it: both compare the same numbers.
     """
@@ -44,8 +44,8 @@ def make_gate(
     grad_divisor = None
     if clip or scale != 1.0:
         clip_divisor = ((norm + CLIP_EPS) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-        grad_divisor = (scale * clip_divisor).to(home, torch.float32)
-    return UpdateGate(grad_divisor, skip.to(home, torch.float32)), torch.stack([loss, norm, skip])
+        grad_divisor = (scale * clip_divisor).to(weight_device, torch.float32)
+    return UpdateGate(grad_divisor, skip.to(weight_device, torch.float32)), torch.stack([loss, norm, skip])
 
 
 class ScalarReader:

@@ -162,7 +162,7 @@ def rewind(
     corrupt = issue.kind == "corruption"  # every checkpoint was compared before it was saved, and the data are good
     now = health.state
     failed = at.step if issue.taken else at.step + 1
-    # The last rewind target is sound: a new issue soon after lies in the data that followed, not further back.
+    # The last rewind target is sound: a new issue soon after comes from the data that followed, not from further back.
     at_most = failed - 1 if corrupt else max(failed - health.spec.rewind_steps, now.rewound_to)
     checkpoints.wait_for_pending()
     target = run_on_rank_zero(lambda: newest_intact(checkpoints.root, at_most, checkpoints.record_refused))

@@ -109,7 +109,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 def check_state(state: Named, mesh: Mesh | None, health: Health, at: Position, recorder: EventRecorder) -> None:
-    """On every rank, between a step and its save. The run rewinds if health.nonfinite says so, or ends."""
+    """On every rank, between a step and its save. The run rewinds if health.nonfinite = 'rewind', or ends."""
     per_rank = all_gather_object(first_nonfinite_tensor(state))
     found = [(rank, bad) for rank, bad in enumerate(per_rank) if bad]
     if not found:

@@ -6,7 +6,7 @@ run folder:
     watch/rank-2.life             where each of them is, at every phase; removed when the run ends in order
     hangs/attempt-0/alarm.json    the first rank that has waited too long calls all others
     hangs/attempt-0/rank-2.json   each of them reports
-    hangs/attempt-0/verdict.json  the lowest rank that has reported judges; whoever reads this ends
+    hangs/attempt-0/verdict.json  the lowest rank that has reported finds the cause; a rank that reads this exits
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Status(NamedTuple):
     """Numbers of a group's last collectives."""
 
     entered: int
-    started: int  # on the GPU, where NCCL was told to time its work; else it stays below `done`
+    started: int  # on the GPU, if NCCL times its work; otherwise it stays below `done`
     done: int
 
     @property
@@ -42,7 +42,7 @@ class FlightRecorder:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        # A newer PyTorch may move them; a hang is then told by the stacks alone.
+        # A newer PyTorch may move them; a hang is then diagnosed from the stacks alone.
         names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
         self.dumps: list[Dump] = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
 

@@ -121,7 +121,7 @@ class Watchdog:
     def busy(self) -> float:
         """The share of the last seconds in which this rank did not wait for others."""
         samples = list(self.samples)
-        return sum(samples) / WINDOW if len(samples) == WINDOW else 1.0  # too few to tell
+        return sum(samples) / WINDOW if len(samples) == WINDOW else 1.0  # too few samples
 
     def compare(self, busy: Sequence[float], step: int) -> None:
         """With the busy share of every rank: rank 0 reports stragglers."""
