@@ -198,6 +198,11 @@ RETIRED = {
     "hang_up": "close_gracefully",
     "hear": "handle_message",
     "carry_out": "run_pending",
+    "openai_answers": "response_bodies",
+    "of_engine": "engine_health",
+    "text_endpoint": "app.handle_request",
+    "no_room": "no_layout_message",
+    "show_list": "print_faults",
     # plan, spec
     "RankShare": "RankWeights",
     "StageActivations": "Activations",
