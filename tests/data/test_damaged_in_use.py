@@ -14,7 +14,7 @@ from lmworks.checkpoint.format.folders import MARKER, discard
 from lmworks.data import Batches
 from lmworks.data.pipeline import prepare
 from lmworks.data.tokenizer import convert_panics
-from lmworks.model.hf import described
+from lmworks.model.hf import read_config
 from lmworks.spec import CheckpointError, DataError, SpecError
 from lmworks.spec.run import DataSpec
 
@@ -82,10 +82,10 @@ def test_oversized_or_deeply_nested_config_is_rejected(tmp_path: Path) -> None:
     text = f'{{"model_type":"llama","architectures":["LlamaForCausalLM"],"hidden_size":1e12,{sizes}}}'
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(SpecError, match=r"model.hidden would be 1,000,000,000,000, more than any model has"):
-        described(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(CheckpointError, match="nested too deeply"):
-        described(tmp_path)
+        read_config(tmp_path)
 
 
 def test_edited_tokenizer_is_detected(tmp_path: Path) -> None:

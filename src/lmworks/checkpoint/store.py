@@ -22,18 +22,17 @@ from ..parallel.world import collective_error, is_rank_zero, run_on_rank_zero
 from ..record import phase
 from ..spec import CheckpointError
 from ..spec.errors import NoSuchCheckpoint
-from .format.digest import write_file
 from .format.folders import RetentionPolicy, committed, discard, folders, prune, rename_and_commit, work_folder
 from .format.index import Index, read_index, verify
 from .format.manifest import (
-    INDEX,
     MARKER,
     DamagedError,
     Files,
     Manifest,
+    os_error_text,
     read_manifest,
-    shard_name,
     step_of,
+    write_files,
     write_manifest,
 )
 from .format.remote import download, remote_steps
@@ -110,10 +109,7 @@ def write_all(work: Path, final: Path, plan: RankPlan, state: dict[str, Any], ha
 def write(work: Path, plan: RankPlan, state: dict[str, Any], hash: str) -> Files:
     """This rank's file; on rank 0 also the index of all."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    files = {shard_name(rank): {**write_file(work / shard_name(rank), file_contents(plan, state), hash), "rank": rank}}
-    if is_rank_zero():
-        files[INDEX] = {**write_file(work / INDEX, [memoryview(plan.index)], hash), "rank": rank}
-    return files
+    return write_files(work, rank, file_contents(plan, state), plan.index if is_rank_zero() else b"", hash)
 
 
 def as_checkpoint_error(final: Path, act: Callable[[], T]) -> T:
@@ -122,11 +118,6 @@ def as_checkpoint_error(final: Path, act: Callable[[], T]) -> T:
         return act()
     except OSError as error:
         raise CheckpointError(f"cannot save {final}: {os_error_text(error)}") from error
-
-
-def os_error_text(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{where}"
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Floor 1: text → tokens → batches.
+"""Text → tokens → batches.
 
 `prepare` turns text into memory-mapped token shards, `Batches` turns shards into the batch of a cursor.
 Names are loaded when they are used: only `Batches` needs torch, and preparing data must not wait for it.

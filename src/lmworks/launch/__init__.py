@@ -1,4 +1,4 @@
-"""Floor 1: what a cluster needs to start a run: an sbatch script, Kubernetes manifests, a Ray Train driver.
+"""What a cluster needs to start a run: an sbatch script, Kubernetes manifests, a Ray Train driver.
 
 Everything here is text made from a spec. Nothing is submitted, and neither torch nor a cluster's client is needed.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: the network, once, for training and inference alike."""
+"""The network, once, for training and inference alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: what a run leaves behind, written and read. Imports no torch."""
+"""What a run leaves behind, written and read. Imports no torch."""
 
 from . import phase
 from .folder import RunFolder

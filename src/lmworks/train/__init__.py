@@ -1,4 +1,4 @@
-"""Floor 3: the loop, optimizer, schedules, checkpoints and health of a run."""
+"""The loop, optimizer, schedules, checkpoints and health of a run."""
 
 from .trainer import Trainer
 

@@ -91,9 +91,8 @@ class Trainer(Stepper):
         run_on_rank_zero(lambda: check_writable(Path(run_dir), "--run-dir"))
         run_on_rank_zero(lambda: check_empty(spec.checkpoint.remote))
         self.preflight(force)
-        run_on_rank_zero(
-            lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine)
-        )  # as written, however many started
+        # The spec as it was written, whatever world size was started.
+        run_on_rank_zero(lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine))
         self.folder = RunFolder(Path(run_dir))
 
     @classmethod
@@ -177,7 +176,6 @@ class Trainer(Stepper):
 
     def run(self) -> Evaluation:
         """Train to the last step and return the final loss on held-out data."""
-        optim = self.spec.optim
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
             attempt, self.skipped_batches = run_on_rank_zero(lambda: self.lock_folder(stack))
@@ -197,7 +195,7 @@ class Trainer(Stepper):
                     raise cause from error
                 raise
             self.start_step = self.step
-            if self.step == optim.steps:
+            if self.step == self.spec.optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
                 return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
@@ -208,13 +206,7 @@ class Trainer(Stepper):
             with ExitStack() as writers:
                 self.sinks: list[Sink] = []
                 if self.is_rank_zero:
-                    progress = Progress(optim.steps, self.step, self.spec.log.every, self.quiet)
-                    self.progress = writers.enter_context(progress)
-                    for line in banner(self.spec, self.folder, self.device, self.step):
-                        self.progress.head(line)
-                    metrics = MetricsWriter(self.folder.metrics_path, attempt, has_rewound(self.folder))
-                    self.metrics = writers.enter_context(metrics)
-                    self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
+                    self.open_outputs(writers)
                 try:
                     return self.train()
                 except Exception as error:
@@ -225,6 +217,16 @@ class Trainer(Stepper):
                     self.profiler.close()
                     for sink in self.sinks:
                         sink.close()
+
+    def open_outputs(self, stack: ExitStack) -> None:
+        """Terminal, metrics.jsonl and sinks, on rank 0."""
+        progress = Progress(self.spec.optim.steps, self.step, self.spec.log.every, self.quiet)
+        self.progress = stack.enter_context(progress)
+        for line in banner(self.spec, self.folder, self.device, self.step):
+            self.progress.head(line)
+        metrics = MetricsWriter(self.folder.metrics_path, self.attempt, has_rewound(self.folder))
+        self.metrics = stack.enter_context(metrics)
+        self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
 
     def lock_folder(self, stack: ExitStack) -> tuple[int, SkippedBatches]:
         """Lock the run folder; returns the number of this attempt, and the batches to skip."""

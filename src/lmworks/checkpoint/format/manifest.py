@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, Never
 
 from ...spec import CheckpointError
 from ...spec.files import unsafe_name, write_whole
-from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, wrong_chunk
+from .digest import CHUNK, HEX_DIGITS, digest_of, new_hash, write_file, wrong_chunk
 
 
 class DamagedError(CheckpointError):
@@ -116,6 +117,17 @@ def step_of(folder: Path) -> int:
     if not match:
         raise CheckpointError(f"{folder} is not a checkpoint: its name is not like step-000100")
     return int(match[1])
+
+
+def write_files(work: Path, rank: int, contents: Iterable[memoryview], index: bytes, algorithm: str) -> Files:
+    """A rank's file; with `index` (rank 0) also the index of all."""
+    files = {shard_name(rank): contents} | ({INDEX: [memoryview(index)]} if index else {})
+    return {name: {**write_file(work / name, parts, algorithm), "rank": rank} for name, parts in files.items()}
+
+
+def os_error_text(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"
 
 
 def write_manifest(

@@ -16,9 +16,8 @@ from multiprocessing.connection import Connection
 
 from ...record import phase
 from ...spec.errors import LMWorksError
-from .digest import write_file
 from .folders import discard, prune, rename_and_commit
-from .manifest import INDEX, Files, shard_name, write_manifest
+from .manifest import Files, os_error_text, write_files, write_manifest
 from .writer_client import (
     AbandonJob,
     Answer,
@@ -67,8 +66,7 @@ def run_job(job: Job, setup: WriterSetup, staged: mmap.mmap | None) -> Answer:
     try:
         files = execute(job, setup, staged)
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return JobFailed(f"{error.strerror or error}{where}")
+        return JobFailed(os_error_text(error))
     except LMWorksError as error:
         return JobFailed(str(error))
     except Exception as error:  # reported to the rank
@@ -95,11 +93,8 @@ def write(job: WriteJob, setup: WriterSetup, staged: mmap.mmap | None) -> Files:
     if staged is None:
         raise RuntimeError("there is no staging buffer to write from")
     job.work.mkdir(parents=True, exist_ok=True)  # by the first rank
-    name, data = shard_name(setup.rank), memoryview(staged)[: setup.size]
-    files = {name: {**write_file(job.work / name, [memoryview(setup.header), data], setup.hash), "rank": setup.rank}}
-    if setup.index:
-        files[INDEX] = {**write_file(job.work / INDEX, [memoryview(setup.index)], setup.hash), "rank": setup.rank}
-    return files
+    contents = [memoryview(setup.header), memoryview(staged)[: setup.size]]
+    return write_files(job.work, setup.rank, contents, setup.index, setup.hash)
 
 
 def commit(job: SealJob) -> None:
