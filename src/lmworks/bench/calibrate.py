@@ -7,7 +7,6 @@ fewer sizes of the same kernels, and the result is cached. A profile that the sp
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..data.encode import available_cores
 from ..data.progress import Progress, silent
 from ..plan.devices.links import wire_share
 from ..plan.devices.machine import FORMAT, Machine
@@ -43,7 +43,7 @@ def calibrate(
 ) -> Profile:
     """`ranks`: of the collectives, by default one per GPU, or one per core up to 8; 1: no collectives."""
     if ranks is None:
-        ranks = torch.cuda.device_count() if device.type == "cuda" else min(cores(), MAX_CPU_RANKS)
+        ranks = torch.cuda.device_count() if device.type == "cuda" else min(available_cores(), MAX_CPU_RANKS)
     check_ranks(device, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS[device.type])
     sizes = (QUICK if quick else FULL)[device.type]
@@ -62,14 +62,9 @@ def check_ranks(device: torch.device, ranks: int) -> None:
     if device.type == "cuda":
         most, what = torch.cuda.device_count(), "one for each GPU"
     else:
-        most, what = max(cores(), MAX_CPU_RANKS), "one for each core, or 8"
+        most, what = max(available_cores(), MAX_CPU_RANKS), "one for each core, or 8"
     if not 1 <= ranks <= most:
         raise SpecError(f"--ranks {ranks}: this machine takes 1 to {most}: {what}")
-
-
-def cores() -> int:
-    """Cores available to this process: a container may have fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def environment_info() -> dict[str, Any]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..record.run_summary import Summary
 
 
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")]
+
+
 class FoldersOrCommand(DefaultCommandGroup):
     """`lmworks runs DIR…` is `lmworks runs ls DIR…`."""
 
@@ -134,7 +137,7 @@ SHOWN = 20  # newest other events
 
 @app.command()
 def show(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    run: Run,
     mtbf: Annotated[
         float | None, typer.Option(metavar="HOURS", help="Mean time between stops (otherwise: as observed).")
     ] = None,
@@ -345,7 +348,7 @@ def counted(number: int, word: str) -> str:
 
 @app.command()
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    run: Run,
     attempt: Annotated[int | None, typer.Option(help="Which attempt's hang (by default the last).")] = None,
     stacks: Annotated[bool, typer.Option("--stacks", help="Print the stacks of every rank's threads.")] = False,
     json: Json = False,
@@ -404,7 +407,7 @@ def print_diagnosis(found: Diagnosis, stacks: bool) -> None:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")],
+    run: Run,
     json: Json = False,
 ) -> None:
     """Write a run's report.html again, and print its path.

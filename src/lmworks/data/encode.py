@@ -181,4 +181,5 @@ def die_with_parent() -> None:
 
 
 def available_cores() -> int:
+    """Of this process: a container may have fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
