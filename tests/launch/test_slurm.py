@@ -102,8 +102,8 @@ def test_modules_and_variables_reach_the_ranks_as_they_were_given(tmp_path: Path
         (["--qos", "a b"], "--qos 'a b' must be one word"),
         (["--sbatch-line", "constraint=ib"], "--sbatch-line 'constraint=ib' is not an option of sbatch"),
         (["--sbatch-line=--mem=0\nrm -r x"], "is not an option of sbatch on one line"),
-        (["--sbatch-line=--nodes=4"], "the script rests on its own --nodes"),
-        (["--sbatch-line=-N 4"], "the script rests on its own --N"),
+        (["--sbatch-line=--nodes=4"], "the script sets its own --nodes"),
+        (["--sbatch-line=-N 4"], "the script sets its own --N"),
     ],
 )
 def test_what_a_site_cannot_ask_for(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def test_a_save_recorded_before_its_commit_is_detected(jobs: Harness, monkeypatc
 
     monkeypatch.setattr(Trainer, "save", record_then_save)
     (outcome,) = inject(jobs, [chosen(("kill-rank", "save.commit", "one", "sync"), step=6, delay_ms=0.0)])
-    assert (outcome.verdict, outcome.problem) == ("lost", "step 6 was saved, but a resume went on from step 4")
+    assert (outcome.verdict, outcome.problem) == ("lost", "step 6 was saved, but a resume continued from step 4")
 
 
 # --- the command ---------------------------------------------------------------------------------------

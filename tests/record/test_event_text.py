@@ -21,7 +21,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"kind": "start", "attempt": 0}, "training began"),
     (
         {"kind": "resume", "step": 1200, "attempt": 1, **RAN, "ranks": 1, "layout": {}, "accumulation": 1},
-        "attempt 2 went on after step 1,200 on 1 rank, 1 micro-batch a step",
+        "attempt 2 resumed after step 1,200 on 1 rank, 1 micro-batch a step",
     ),
     (
         {"kind": "restart", "attempt": 1, "restarts": 1, "cause": "rank 1 was killed (SIGKILL)", "lost": 15},
@@ -44,7 +44,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"kind": "refused", "path": "step-2", "reason": "a bit"}, "checkpoint step-2 was refused: a bit"),
     (
         {"kind": "set_aside", "step": 20, "attempt": 2, "steps": [40, 60], "path": "set-aside-2"},
-        "checkpoints of steps 40, 60 were moved to set-aside-2: the run goes on from step 20",
+        "checkpoints of steps 40, 60 were moved to set-aside-2: the run continues from step 20",
     ),
     (
         {"kind": "overflow", "loss_scale": 65536.0, "next_scale": 32768.0},
@@ -62,7 +62,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ({"kind": "rerun", **HIGH, "transient": False}, "the step was computed again (spike_loss), with the same result"),
     (
         {"kind": "corrupt", **COPIES, "rank": 2, "action": "stop"},
-        "copies on ranks 0, 1, 2 differ in a.weight and 1 more; rank 2 is the odd one; the run was stopped",
+        "copies on ranks 0, 1, 2 differ in a.weight and 1 more; rank 2 is the outlier; the run was stopped",
     ),
     ({"kind": "skip", "from_cursor": 12, "to_cursor": 15, "reason": "x"}, "skipped windows 12 to 14 (x)"),
     ({"kind": "rewind", "from_step": 9, "to_step": 5, "reason": "x"}, "went back from step 9 to step 5 (x)"),

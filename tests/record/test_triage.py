@@ -42,7 +42,7 @@ CORRUPT = {"kind": "corrupt", "step": 6, "rank": 2, "copies": [0, 1, 2], "parame
         ([{**RERUN, "transient": True}], "machine", "computed again: loss 3, gradient norm 1"),
         ([step("fault", transient=False)], "numbers", "the same when computed again"),
         ([step("fault", transient=True, data=data(-8.0))], "machine", "it was finite"),
-        ([CORRUPT], "machine", "rank 2 is the odd one"),
+        ([CORRUPT], "machine", "rank 2 is the outlier"),
         ([{**CORRUPT, "rank": None}], "machine", "no side has the majority"),
     ],
 )

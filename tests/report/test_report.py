@@ -72,7 +72,7 @@ def test_events_and_spec_are_included(make_run):
     folder.event("finish", 4)
     page = Page(write_report(folder).read_text())
     assert "interrupted" not in page.text.split("|")[:5]
-    assert "|2|resume|attempt 2 went on after step 2|" in page.text
+    assert "|2|resume|attempt 2 resumed after step 2|" in page.text
     assert "2 attempts" in page.text
     assert folder.spec_path.read_text().strip() in page.text
 

@@ -81,7 +81,7 @@ def test_ctrl_c_saves_and_resume_is_bitwise_equal(dataset: Path, tmp_path: Path)
     code, said = stop(process, lambda: os.killpg(process.pid, signal.SIGINT))
     assert code == 130
     step = checkpoint.find(run / "checkpoints", refuse)[1].step  # type: ignore[index]
-    assert said == [f"lmworks: stopped by SIGINT after step {step}; go on with: lmworks resume {run}"]
+    assert said == [f"lmworks: stopped by SIGINT after step {step}; continue with: lmworks resume {run}"]
     rest = layout(dataset, *ENDLESS, *FSDP2, f"optim.steps={step + 2}")
     do([Job(tmp_path / "again", rest, run, step), Job(tmp_path / "straight", rest)])
     assert differences(saved(tmp_path / "again"), saved(tmp_path / "straight")) == []

@@ -295,7 +295,9 @@ def test_signal_saves_checkpoint_and_prints_resume_command(
     go.touch()
     _, err = process.communicate(timeout=120)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 75}[number]
-    assert err.splitlines() == [f"lmworks: stopped by {number.name} after step 4; go on with: lmworks resume {run_dir}"]
+    assert err.splitlines() == [
+        f"lmworks: stopped by {number.name} after step 4; continue with: lmworks resume {run_dir}"
+    ]
     assert curve(run_dir)[-1][0] == 4
     assert [step for step in range(1, 21) if shard(run_dir, step).exists()] == [4]
     assert [event["step"] for event in events(run_dir, "interrupt")] == [4]

@@ -56,13 +56,13 @@ def read(folder: Path, manifest: Manifest, index: Index, state: dict[str, Any]) 
     planner.set_up_planner(state, metadata_of(index), is_rank_zero())
     # Of all ranks: a pipeline rank has only the weights of its stages.
     here = {name for names in all_gather_object(list(planner.state_dict)) for name in names}
-    wants = read_ranges(plan_load(planner, here), planner, index)
-    chunks = needed_chunks(wants, manifest.chunk)
+    ranges = read_ranges(plan_load(planner, here), planner, index)
+    chunks = needed_chunks(ranges, manifest.chunk)
     chunks |= unclaimed_share(chunks, manifest)
 
     def try_to() -> str | None:
         try:
-            fill(folder, manifest, wants, chunks)
+            fill(folder, manifest, ranges, chunks)
         except DamagedError as error:
             return str(error)
         return None
@@ -110,8 +110,8 @@ def read_ranges(plan: LoadPlan, planner: DefaultLoadPlanner, tensors: Index) -> 
     by_piece: dict[MetadataIndex, list[ReadItem]] = defaultdict(list)
     for item in plan.items:
         by_piece[item.storage_index].append(item)
-    wants = [read_range(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
-    return sorted(wants, key=lambda want: (want.file, want.start))
+    ranges = [read_range(items, planner, tensors[index.fqn]) for index, items in by_piece.items()]
+    return sorted(ranges, key=lambda part: (part.file, part.start))
 
 
 def read_range(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: SavedTensor) -> ReadRange:
@@ -141,8 +141,8 @@ def read_range(items: list[ReadItem], planner: DefaultLoadPlanner, tensor: Saved
     return ReadRange(piece.file, start, stop, as_bytes(buffer), finish)
 
 
-def needed_chunks(wants: list[ReadRange], size: int) -> Chunks:
-    return {(want.file, number) for want in wants for number in range(want.start // size, -(-want.stop // size))}
+def needed_chunks(ranges: list[ReadRange], size: int) -> Chunks:
+    return {(part.file, number) for part in ranges for number in range(part.start // size, -(-part.stop // size))}
 
 
 def unclaimed_share(mine: Chunks, manifest: Manifest) -> Chunks:
@@ -158,14 +158,14 @@ def unclaimed_share(mine: Chunks, manifest: Manifest) -> Chunks:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def fill(folder: Path, manifest: Manifest, wants: list[ReadRange], chunks: Chunks) -> None:
+def fill(folder: Path, manifest: Manifest, ranges: list[ReadRange], chunks: Chunks) -> None:
     """Read `chunks`, and with them all ranges, in file order."""
     numbers: dict[str, list[int]] = defaultdict(list)
     wanted: dict[str, list[ReadRange]] = defaultdict(list)
     for name, number in sorted(chunks):
         numbers[name].append(number)
-    for want in wants:
-        wanted[want.file].append(want)
+    for part in ranges:
+        wanted[part.file].append(part)
     new = new_hash(manifest.hash)
     with hash_pool() as pool:
         checks: list[tuple[Path, int, Future[str]]] = []
@@ -184,28 +184,30 @@ def fill(folder: Path, manifest: Manifest, wants: list[ReadRange], chunks: Chunk
             check_digest(*check, manifest)
 
 
-def read_chunk(descriptor: int, number: int, manifest: Manifest, name: str, wants: list[ReadRange]) -> list[memoryview]:
+def read_chunk(
+    descriptor: int, number: int, manifest: Manifest, name: str, ranges: list[ReadRange]
+) -> list[memoryview]:
     """One chunk, into the memory of its ranges, and scratch memory for the rest; returns all parts in order."""
     begin = position = number * manifest.chunk
     end = min(begin + manifest.chunk, manifest.files[name]["bytes"])
     parts: list[memoryview] = []
     touched: list[tuple[ReadRange, int]] = []
-    while wants and wants[0].start < end:
-        want = wants[0]
-        start, stop = max(begin, want.start), min(end, want.stop)
-        parts += [memoryview(bytearray(start - position)), want.memory[start - want.start : stop - want.start]]
-        touched.append((want, stop - start))
+    while ranges and ranges[0].start < end:
+        part = ranges[0]
+        start, stop = max(begin, part.start), min(end, part.stop)
+        parts += [memoryview(bytearray(start - position)), part.memory[start - part.start : stop - part.start]]
+        touched.append((part, stop - start))
         position = stop
-        if want.stop > end:
+        if part.stop > end:
             break
-        wants.pop(0)
+        ranges.pop(0)
     parts.append(memoryview(bytearray(end - position)))
     read_all(descriptor, parts, begin)
-    for want, count in touched:
-        want.left -= count
-        if not want.left and want.finish is not None:
-            want.finish()
-            want.finish = None  # frees its buffer
+    for part, count in touched:
+        part.left -= count
+        if not part.left and part.finish is not None:
+            part.finish()
+            part.finish = None  # frees its buffer
     return parts
 
 

@@ -71,7 +71,7 @@ def as_digests(raw: list[bytes]) -> NDArray[np.uint64]:
 
 
 def encode_part(job: Job) -> int:
-    """Tokenize one part, unless that is done already; the number of the part, to tell which one came back."""
+    """Tokenize one part, unless that is done already; returns the number of the part."""
     if job.done.exists():
         return job.number
     tokenizer = open_tokenizer(job.tokenizer, job.eot)
@@ -173,7 +173,7 @@ def init_worker() -> None:
 
 
 def die_with_parent() -> None:
-    """A parent that is killed with -9 cannot shut its pool down; its workers would wait for ever."""
+    """A parent that is killed with -9 cannot shut its pool down; its workers would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

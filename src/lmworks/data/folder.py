@@ -1,4 +1,4 @@
-"""The output folder while it is being made: one writer at a time, and what an earlier run left in it."""
+"""The output folder of `prepare`: one writer at a time, and leftovers of an earlier run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exclusive(out: Path) -> Iterator[None]:
 
 
 def up_to_date(out: Path, fingerprint: str) -> Index | None:
-    """The index, if it answers this very request and every shard is as it says; else the folder is made anew."""
+    """The index, if it is of this request and every shard matches it; None: the folder must be made again."""
     try:
         index = read_index(out)
         if index.fingerprint != fingerprint:
@@ -64,7 +64,7 @@ def begin_result(work: Path) -> Path:
 def swap_in(result: Path, out: Path) -> None:
     """A complete result takes the place of what `out` held. Killed in between, `out` has no index: not finished.
 
-    Files are renamed and unlinked, never overwritten: a job that has an old one mapped goes on reading it.
+    Files are renamed and unlinked, never overwritten: a job that has an old one mapped can still read it.
     """
     (out / INDEX_FILE).unlink(missing_ok=True)
     sync_folder(out)

@@ -1,4 +1,4 @@
-"""The prepared folder: `index.json` says what lies beside it, and is written last.
+"""The prepared folder: `index.json` describes its files, and is written last.
 
     index.json         this file: tokenizer, number format, shards with sizes and checksums
     tokenizer.json     the tokenizer (absent for `bytes`)
@@ -58,7 +58,7 @@ class Index:
     dtype: str
     splits: dict[str, tuple[Shard, ...]]
     sources: tuple[str, ...]
-    dropped: dict[str, int]  # documents that were read and not kept: duplicate, empty, unreadable
+    dropped: dict[str, int]  # documents that were read and dropped: duplicate, empty, unreadable
     fingerprint: str  # of everything that was asked for; see pipeline.py
     version: int = VERSION
 

@@ -1,7 +1,7 @@
 """The batch of a cursor.
 
 A batch is a pure function of (seed, cursor), whatever the number of ranks and workers that read it, so the state
-of the loader is one integer. Documents lie end to end in stored order; window w of a source is its tokens
+of the loader is one integer. Documents are concatenated in stored order; window w of a source is its tokens
 [w·seq, w·seq + seq], one more than a sequence so that every token has a successor to predict. Sample number
 cursor · global_batch + row belongs to one source of the mixture and is the k-th sample of it: position k mod windows
 of that source's order in epoch k div windows (order.py). Every window comes once an epoch; a batch
@@ -113,7 +113,7 @@ class Batches:
             batch_size=None,
             sampler=range(start, stop),
             num_workers=workers,
-            # Workers touch no device, so forking is safe, and importing torch anew in each takes seconds.
+            # Workers touch no device, so forking is safe, and importing torch again in each takes seconds.
             multiprocessing_context="fork" if sys.platform == "linux" else "spawn",
             worker_init_fn=ignore_signals_in_worker,
             pin_memory=torch.cuda.is_available(),
@@ -180,7 +180,7 @@ class Batches:
 
     @property
     def digest(self) -> str:
-        """Of the tokens themselves: a resumed run can tell that its data are still the same."""
+        """Of the tokens themselves: a resumed run checks that its data are still the same."""
         return "+".join(source.index.digest for source in self.sources)
 
 
@@ -226,7 +226,7 @@ def ignore_signals_in_worker(worker: int) -> None:
 
 
 def die_with_parent() -> None:
-    """By the kernel (Linux), since a worker that is stopped cannot look whether its parent lives."""
+    """By the kernel (Linux), since a stopped worker cannot check whether its parent lives."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

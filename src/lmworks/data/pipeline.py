@@ -5,7 +5,7 @@
                      └─ encode ─┘
 
 Everything that was asked for is hashed into a fingerprint. A folder whose index carries it is up to date; parts
-that an interrupted run left under `.work/FINGERPRINT` are kept; anything else is made anew. The result is
+that an interrupted run left under `.work/FINGERPRINT` are kept; anything else is made again. The result is
 completed there too: a dataset that the folder held before stays readable until its successor takes its place.
 """
 

@@ -129,11 +129,11 @@ class Activity:
             if not failed:
                 self.finish()
             elif self.live and self.stage:
-                self.write("\n")  # what went wrong is said on a line of its own
+                self.write("\n")  # the error is printed on a line of its own
             self.stage = ""
         self.clock.join()
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # nobody is left to read it
+        with suppress(OSError, ValueError):  # the stream is closed
             self.stream.write(text)
             self.stream.flush()

@@ -135,7 +135,7 @@ def stdlib_files() -> list[str]:
 
 
 Where = Callable[[], str]
-"""Names the place of a record; called only when there is something to say about it (a line number costs a scan)."""
+"""Names the place of a record; called only for an error (a line number costs a scan)."""
 
 EXTRA = "pip install 'lmworks[data]'"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..spec.errors import DataError
 from .index import OFFSET_DTYPE, TOKENIZER_FILE, Index, Shard, read_index
 
-PREPARE_AGAIN = "prepare the folder again (the same `lmworks data prepare` mends it) or copy it anew"
+PREPARE_AGAIN = "prepare the folder again (the same `lmworks data prepare` repairs it) or copy it anew"
 
 
 class TokenData:
@@ -69,7 +69,7 @@ class TokenData:
                     raise DataError(f"{self.folder / name} is damaged: its SHA-256 is not the index's; {PREPARE_AGAIN}")
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop), over shard boundaries; a view of the file where they lie in one shard."""
+        """Tokens [start, stop), over shard boundaries; a view of the file if they are in one shard."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         pieces = []
         while start < stop:
@@ -113,7 +113,7 @@ class TokenData:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def document_at(self, position: int) -> int:
-        """The document that a position lies in, counted from 0 over all shards."""
+        """The document of a position, counted from 0 over all shards."""
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         before = sum(shard.documents for shard in self.shards[:number])
         offsets = self._offsets[number]

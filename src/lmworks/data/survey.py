@@ -97,7 +97,7 @@ def survey_split(
         tokens=len(data),
         file_bytes=sum(shard.bytes for shard in data.shards),
         text_bytes=text_bytes,
-        # end-of-text stands for no text
+        # end-of-text has no text
         bytes_per_token=text_bytes / max(1, len(data) - data.documents),
         document_tokens={f"p{q}": int(np.percentile(lengths, q, method="nearest")) for q in QUANTILES},
         entropy_bits=float(-(shares * np.log2(shares)).sum()),
@@ -141,7 +141,7 @@ def share_found(wanted: NDArray[np.uint64], known: NDArray[np.uint64]) -> float:
 
 
 def sample_texts(data: TokenData, tokenizer: Tokenizer, count: int) -> Iterable[str]:
-    """The heads of documents that lie evenly over the split."""
+    """The heads of documents, evenly spaced over the split."""
     ends = np.cumsum(data.document_lengths())
     count = min(count, len(ends))
     for number in range(count):

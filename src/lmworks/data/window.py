@@ -26,7 +26,7 @@ class Row:
     sample: int  # counted over the whole run
     source: str  # the prepared folder
     window: int  # of that source: its tokens [window · seq, window · seq + seq]
-    documents: tuple[int, int]  # first and last of that split that lie in it, counted from 0
+    documents: tuple[int, int]  # first and last of that split in it, counted from 0
     entropy_bits: float  # of its tokens' frequencies
     top_token: int
     top_share: float  # of the most frequent token
@@ -72,7 +72,7 @@ def tokens_of(batches: Batches, number: int, window: int) -> NDArray[np.int64]:
 
 
 def repeated_share(tokens: NDArray[np.int64]) -> float:
-    """0 for a row in which no passage of GRAM tokens comes twice, near 1 for one that repeats a line for ever."""
+    """0 for a row in which no passage of GRAM tokens comes twice, near 1 for one that repeats a line."""
     count = len(tokens) - GRAM + 1
     if count < 2:
         return 0.0

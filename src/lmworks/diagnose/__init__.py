@@ -1,1 +1,1 @@
-"""What the records of a run say about it: goodput, checkpoint interval, hangs. Imports no torch."""
+"""Diagnosis of a run from its records: goodput, checkpoint interval, hangs. Imports no torch."""

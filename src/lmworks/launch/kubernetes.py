@@ -29,7 +29,7 @@ class Pods:
     claim: str  # a PersistentVolumeClaim that all nodes can write (ReadWriteMany): data and runs
     mount: str = "/work"
     grace: int = 300  # seconds between SIGTERM and SIGKILL: time for a checkpoint
-    retries: int = 3  # how often pods that failed are started again; the run goes on from its last checkpoint
+    retries: int = 3  # how often pods that failed are started again; the run resumes from its last checkpoint
 
 
 def manifests(job: Job, pods: Pods, kind: str) -> list[Manifest]:

@@ -34,7 +34,7 @@ def work(config: dict) -> None:
 if __name__ == "__main__":
     trainer = TorchTrainer(
         work,
-        # Decided once, here: a rank that looked for itself might find what another has just made.
+        # Decided once, here: a rank that checked itself might find what another has just made.
         train_loop_config={{"resume": (Path(RUN) / "spec.toml").exists()}},
         torch_config=TorchConfig(backend={backend!r}),
         scaling_config=ScalingConfig(
@@ -45,12 +45,12 @@ if __name__ == "__main__":
         run_config=RunConfig(name={label!r}, storage_path={storage!r}),
     )
     trainer.fit()
-    print(f"done; what came of it: lmworks report {{RUN}}")
+    print(f"done; its report: lmworks report {{RUN}}")
 '''
 
 
 def ray_driver(job: Job, storage: str) -> str:
-    """`storage` is where Ray keeps its own records; the run folder is ours and lies in `job.run_dir`."""
+    """`storage` is where Ray keeps its own records; the run folder is `job.run_dir`."""
     if not job.run_dir.startswith("/"):
         raise SpecError(f"--run-dir {job.run_dir!r} must be absolute: Ray's workers start in folders of their own")
     spec = dump_toml(job.spec.to_dict()).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')

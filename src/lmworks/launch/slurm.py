@@ -10,7 +10,7 @@ from ..spec import SpecError
 from ..spec.errors import PREEMPTED
 from .job import Job, check_no_spaces, trap_signal, wait_for_child
 
-FIXED = ("nodes", "N", "ntasks", "n", "ntasks-per-node", "gpus-per-node", "signal")  # what the script rests on
+FIXED = ("nodes", "N", "ntasks", "n", "ntasks-per-node", "gpus-per-node", "signal")  # options that the script sets
 TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}")  # minutes, or [days-]hours:minutes:seconds
 
 
@@ -71,7 +71,7 @@ def sbatch_option(line: str) -> str:
     if not name or not option.isprintable():
         raise SpecError(f"--sbatch-line {line!r} is not an option of sbatch on one line, e.g. --constraint=ib")
     if name[1] in FIXED:
-        raise SpecError(f"--sbatch-line {line!r}: the script rests on its own --{name[1]}; see lmworks launch slurm -h")
+        raise SpecError(f"--sbatch-line {line!r}: the script sets its own --{name[1]}; see lmworks launch slurm -h")
     return option
 
 

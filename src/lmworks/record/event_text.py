@@ -80,7 +80,7 @@ def replica_finding(event: dict[str, Any]) -> Finding:
     what = f"copies on ranks {', '.join(map(str, event['copies']))} differ in {names[0]}"
     what += f" and {len(names) - 1} more" if len(names) > 1 else ""
     one = event["rank"]
-    why = f"rank {one} is the odd one" if one is not None else "no side has the majority"
+    why = f"rank {one} is the outlier" if one is not None else "no side has the majority"
     return Finding(event["step"], None, "corrupt", what, "machine", why, event["action"])
 
 
@@ -89,7 +89,7 @@ def rerun_finding(event: dict[str, Any]) -> Finding:
         ranks = ", ".join(map(str, event["ranks"]))
         return Finding(
             event["step"], None, "rerun", "copies agree after a replay", "machine",
-            f"not what ranks {ranks} had before", "went on",
+            f"not what ranks {ranks} had before", "continued",
         )  # fmt: skip
     loss, norm = event.get("loss"), event.get("grad_norm")
     what = f"{event['reason']}: loss {shown(loss, event, 'loss')}, gradient norm {shown(norm, event, 'grad_norm')}"
@@ -143,7 +143,7 @@ def plain(value: Any) -> str:
 
 def begin(event: Event) -> str:
     resumed = event["kind"] == "resume"
-    what = f"attempt {event['attempt'] + 1} went on after step {event['step']:,}" if resumed else "training began"
+    what = f"attempt {event['attempt'] + 1} resumed after step {event['step']:,}" if resumed else "training began"
     if "ranks" not in event:
         return what
     layout = f" ({joined(event['layout'])})" if event["layout"] else ""
@@ -226,7 +226,7 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
     "refused": lambda event: f"checkpoint {event['path']} was refused: {event['reason']}",
     "set_aside": lambda event: (
         f"checkpoints of steps {', '.join(map(str, event['steps']))} were moved to {event['path']}: "
-        f"the run goes on from step {event['step']}"
+        f"the run continues from step {event['step']}"
     ),
     "overflow": lambda event: (
         f"fp16 overflow: the step was left out; loss scale {event['loss_scale']:g} → {event['next_scale']:g}"

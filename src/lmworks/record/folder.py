@@ -11,7 +11,7 @@ Kinds of events, so that writers and readers agree:
     save_failed       one could not be written; those before it are as they were (error)
     copy, copy_failed a checkpoint was copied to checkpoint.remote, or could not be (remote, seconds; error)
     refused           one was found damaged, and is not loaded (path, reason)
-    set_aside         checkpoints after the step that a resume was told to begin at (attempt, steps, path)
+    set_aside         checkpoints after the step that a resume was started from (attempt, steps, path)
     eval              held-out loss was measured
     fault, spike      a step with a NaN or Inf, or far above those before it (reason, action, cursor, data; module)
     rerun             a bad step, or a stretch of them, was computed again (reason, transient)

@@ -129,7 +129,7 @@ Finding = tuple[str, list[int], str]
 def find_silent(
     world: int, reports: Mapping[int, Report], heartbeats: Mapping[int, Heartbeat], states: Mapping[int, str]
 ) -> Finding | None:
-    """Ranks without a report; the state of their processes tells why."""
+    """Ranks without a report; the state of their processes shows why."""
     missing = [rank for rank in range(world) if rank not in reports]
     if not missing:
         return None
@@ -181,14 +181,17 @@ def find_difference(calls: Mapping[int, Call]) -> tuple[list[int], str] | None:
         if len(set(values.values())) < 2:
             continue
         ((usual, count), *_) = Counter(values.values()).most_common()
-        odd = [rank for rank, value in values.items() if value != usual]
-        verb = "" if not name else f"{calls[odd[0]].op} with "
+        outliers = [rank for rank, value in values.items() if value != usual]
+        verb = "" if not name else f"{calls[outliers[0]].op} with "
         unit = " elements" if name == "elements" else ""
         if 2 * count <= len(values):
             text = " and ".join(f"rank {rank} entered {verb}{value}{unit}" for rank, value in sorted(values.items()))
             return sorted(values), text
         have = "have" if name else "entered"
-        return odd, f"{rank_list(odd)} entered {verb}{values[odd[0]]}{unit} where the others {have} {usual}{unit}"
+        return (
+            outliers,
+            f"{rank_list(outliers)} entered {verb}{values[outliers[0]]}{unit} where the others {have} {usual}{unit}",
+        )
     return None
 
 
@@ -213,7 +216,7 @@ def find_late(reports: Mapping[int, Report]) -> Finding:
     stuck = sorted(rank for rank, report in reports.items() if report.pending())
     if stuck:
         return "stuck", stuck, "every rank of the group entered it and none left: look at the network between them"
-    return "stuck", [], "no rank is in a collective on record; the stacks tell where each of them is"
+    return "stuck", [], "no rank is in a collective on record; the stacks show where each of them is"
 
 
 def awaited_ranks(report: Report, reports: Mapping[int, Report]) -> set[int]:

@@ -50,9 +50,11 @@ class LineWriter:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """One line of strict JSON. A number that is not finite becomes null, and `nonfinite` says what it was."""
-    odd = {key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-    if odd:
-        record = {**record, **dict.fromkeys(odd), "nonfinite": odd}
+    nonfinite = {
+        key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    if nonfinite:
+        record = {**record, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
     return json.dumps(without_nan(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one line a step. A step that is replayed after a resume is written again with a higher `attempt`.
 
-`stats.jsonl`: what the blocks of the model look like inside, at the steps that `health.stats_every` asks for.
+`stats.jsonl`: statistics of the blocks of the model, at multiples of `health.stats_every`.
 
     {"step": 100, "attempt": 0, "parts": {"embed": {...}, "0": {...}, …, "head": {...}}}
 """
@@ -38,7 +38,7 @@ class StepMetrics(TypedDict, total=False):
     val_loss: float  # on the steps that evaluate
     loss_scale: float  # fp16
     step_skew: float  # busy time of the busiest rank over that of the median one; with several ranks
-    rewound: bool  # of the first step after an older checkpoint was chosen to go on from
+    rewound: bool  # of the first step after a resume from an older checkpoint
     nonfinite: dict[str, str]  # added by the writer: the keys that are null because they were nan, inf or -inf
 
 
@@ -62,7 +62,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps in order, each once: the line of its highest attempt.
 
     An attempt that goes back to an earlier step has rewound: what was written of that step and later ones is void. So
-    it is where a resume was told to begin at an older step than the newest.
+    it is after a resume from a chosen older step.
     """
     steps: dict[int, dict[str, Any]] = {}
     last, at = -1, 0  # attempt and step of the line before
@@ -82,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class PartStats(TypedDict, total=False):
-    """Of one block (named by its number), or of what lies around the blocks. Activations are those of blocks alone."""
+    """Of one block (named by its number), or of the modules around the blocks. Activations are those of blocks."""
 
     act_mean_abs: float  # of the block's output, over all tokens of the step
     act_rms: float

@@ -35,7 +35,7 @@ from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import check_writable, write_whole
 from .load_run import RefusalLog
 
-MARKER = "lmworks_export.json"  # where the folder comes from; what bears it may be written anew
+MARKER = "lmworks_export.json"  # the source of an export; a folder that has it may be overwritten
 
 
 @dataclass(frozen=True)

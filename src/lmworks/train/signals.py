@@ -33,7 +33,7 @@ class Interrupted(LMWorksError):
         name = signal.Signals(number).name
         # The kernel signals the ranks when their agent is killed.
         why = f"{AGENT_KILLED}: stopped" if agent_died() else f"stopped by {name}"
-        super().__init__(f"{why} after step {step}; go on with: lmworks resume {folder}")
+        super().__init__(f"{why} after step {step}; continue with: lmworks resume {folder}")
         self.exit_code = PREEMPTED if number == signal.SIGTERM else 128 + number
 
 

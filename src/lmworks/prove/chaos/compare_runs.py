@@ -139,7 +139,7 @@ def skipped_saves(events: list[dict[str, Any]]) -> list[str]:
             case "refused":
                 excused = True
             case "resume" if event["step"] < last and not excused:
-                return [f"step {last} was saved, but a resume went on from step {event['step']}"]
+                return [f"step {last} was saved, but a resume continued from step {event['step']}"]
     return []
 
 

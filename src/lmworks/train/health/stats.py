@@ -38,12 +38,12 @@ class BlockStats:
     def __enter__(self) -> Self:
         for part in self.parallel_model.parts.values():
             for name, block in part.blocks.items():
-                look = partial(self.activation, self.rows.index(name))
+                record = partial(self.activation, self.rows.index(name))
                 if block._compiled_call_impl is not None:  # compiled code ignores hooks that are added later
                     self.compiled.append((block, block._compiled_call_impl))
-                    block._compiled_call_impl = with_hook(block._compiled_call_impl, look)
+                    block._compiled_call_impl = with_hook(block._compiled_call_impl, record)
                 else:
-                    self.handles.append(block.register_forward_hook(lambda _m, _i, out, look=look: look(out)))
+                    self.handles.append(block.register_forward_hook(lambda _m, _i, out, record=record: record(out)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,10 +102,10 @@ def row_of(name: str) -> str:
     return second if first == "blocks" else first
 
 
-def with_hook(call: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+def with_hook(call: Callable[..., Any], record: Callable[[Any], None]) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
-        look(result)
+        record(result)
         return result
 
     return both
