@@ -205,7 +205,7 @@ def stall_figures(root: Path, state: dict[str, Any], rounds: int) -> dict[str, A
         copied = time.perf_counter()
         saves.save(step, state, {})
         times.append((copied - began, time.perf_counter() - copied))
-        saves.settle()
+        saves.wait()
         dist.barrier()
     saves.close()
     size = sum(part.nbytes for part in parts) / 2**30

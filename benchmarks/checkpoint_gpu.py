@@ -60,7 +60,7 @@ def measure(folder: Path, gib: float, rounds: int) -> dict[str, Any]:
         waited = time.perf_counter()
         saves.save(step, state, {})
         times.append((waited - began, time.perf_counter() - waited))
-        ended = saves.settle()
+        ended = saves.wait()
         if ended is None or ended.error:
             raise SystemExit(f"the save failed: {ended}")
     saves.close()

@@ -114,5 +114,5 @@ if __name__ == "__main__":
         overhead = measure(model, SEQS, prompt=32, tokens=256, rounds=24, overrides=[])
     draw(found)
     show_overhead(overhead)
-    print(write_result("serve_cpu", {"max_seqs": SEQS, "slo": SLO.promised, "loads": found}))
+    print(write_result("serve_cpu", {"max_seqs": SEQS, "slo": SLO.limits, "loads": found}))
     print(write_result("serve_overhead_cpu", overhead))

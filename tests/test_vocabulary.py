@@ -130,7 +130,7 @@ RETIRED = {
     "sent_home": "to_host",
     "unpickable": "no_token_error",
     "unfollowable": "grammar_error",
-    "last_words": "send_final_error",
+    "last_words": "reply",
     "draw_guess": "sample_draft_token",
     "least_scores": "score_thresholds",
     "after_interrupts": "defer_interrupts",

@@ -16,7 +16,7 @@ from .data import Tokenizer
 from .data.tokenizer import FileTokenizer
 from .engine.chat_template import Chat
 from .engine.core.engine import Engine
-from .engine.core.request import Answer, OutputDelta, Result, ResultCallback, ignore_result
+from .engine.core.request import OutputDelta, Result, ResultCallback, ignore_result
 from .engine.core.sampling_params import SamplingParams, index
 from .engine.offline import CLOSED, OfflineEngine
 from .engine.quantization.drift import DriftMonitor
@@ -140,7 +140,7 @@ class LLM:
         try:
             return self.encode(prompt)
         except SpecError as error:
-            return Result([], [Answer([], "", "error", error=str(error)) for _ in range(n)])
+            return Result.failed([], str(error), n)
 
     @property
     def context(self) -> int:

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half a pair": ({"json_schema": {"const": "\ud800"}}, "json_schema"),
     "no JSON": ({"json_schema": {"const": object()}}, "cannot be written as JSON"),
     "long regex": ({"regex": "a" * 100_000}, "characters"),
-    "half an escape": ({"regex": "a\\\\\\"}, "ends in a lone backslash"),
+    "half an escape": ({"regex": "a\\\\\\"}, "ends in a single backslash"),
     "broken regex": ({"regex": "(a"}, "unclosed group"),
     "lookahead": ({"regex": "(?=a)b"}, "look-around"),
     "impossible regex": ({"regex": "[^\\s\\S]"}, "nothing matches|(the grammar is invalid|too complex)"),
@@ -434,7 +434,7 @@ def test_small_budget_rejection_is_temporary() -> None:
 
 def test_rejected_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(ByteTokenizer(), 257)
-    monkeypatch.setattr(grammars.refused, "most", 3)
+    monkeypatch.setattr(grammars.rejected, "most", 3)
     check_in_sandbox: list[str] = []
     check = GrammarSandbox.check
     monkeypatch.setattr(
@@ -445,11 +445,11 @@ def test_rejected_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             grammars.matcher(SamplingParams(regex="(a"))
         with pytest.raises(SpecError, match="banana"):
             grammars.matcher(SamplingParams(json_schema={"type": "banana"}))
-    assert len(check_in_sandbox) == 2 and len(grammars.refused) == 2
+    assert len(check_in_sandbox) == 2 and len(grammars.rejected) == 2
     for i in range(5):
         with pytest.raises(SpecError):
             grammars.matcher(SamplingParams(regex=f"({i}"))
-    assert len(grammars.refused) == 3 and len(grammars.compiled) == 0
+    assert len(grammars.rejected) == 3 and len(grammars.compiled) == 0
 
 
 def test_the_lru_cache_is_bounded_by_entries_and_bytes() -> None:

@@ -11,7 +11,7 @@ import traceback
 
 from ..loading import load_shard, make_runner
 from ..spec import EngineSpec, LMWorksError
-from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, send_final_error
+from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, reply
 from .tensor_parallel.tp_worker import run_worker
 
 
@@ -40,7 +40,7 @@ def main() -> int:
             return 1  # rank 0 is gone: nobody to report to
         if not isinstance(error, LMWorksError):
             traceback.print_exc()
-        send_final_error(replies, describe_error(error))
+        reply(replies, describe_error(error), last=True)
         return 1
     return 0
 

@@ -56,7 +56,9 @@ class VLLM:
             raise LMWorksError("vLLM cannot generate while a stream is open: read it to its end, or close it")
         given = enumerate(zip(prompts, params, strict=True))
         results = {
-            place: refused(prompt, why, one.n) for place, (prompt, one) in given if (why := self.prompt_error(prompt))
+            place: Result.failed(ids(prompt), error, one.n)
+            for place, (prompt, one) in given
+            if (error := self.prompt_error(prompt))
         }
         good = [place for place in range(len(prompts)) if place not in results]
         outputs = self.inner.generate(
@@ -71,9 +73,9 @@ class VLLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[OutputDelta, None, None]:
         """Deltas as they come; closing the generator cancels the request."""
-        request = Request([] if isinstance(prompt, str) else prompt, params, stream=True)
-        if why := self.prompt_error(prompt):
-            yield OutputDelta(request, 0, [], finish_reason="error", result=refused(prompt, why, params.n))
+        request = Request(ids(prompt), params, stream=True)
+        if error := self.prompt_error(prompt):
+            yield OutputDelta(request, 0, [], finish_reason="error", result=Result.failed(ids(prompt), error, params.n))
             return
         engine, name, stream = self.inner.llm_engine, f"lmworks-{self.requests}", Stream(request)
         self.requests += 1
@@ -205,6 +207,10 @@ def inputs(prompt: Prompt) -> Any:
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
 
 
+def ids(prompt: Prompt) -> list[int]:
+    return [] if isinstance(prompt, str) else list(prompt)
+
+
 # --- results -----------------------------------------------------------------------------------------------
 
 
@@ -242,8 +248,3 @@ def to_logprobs(tokens: Sequence[int], places: Sequence[Any] | None, most: int |
 def to_logprob(token: int, table: Mapping[int, Any], most: int) -> Logprob:
     ordered = sorted(table.items(), key=lambda item: -item[1].logprob)
     return Logprob(token, table[token].logprob, tuple((other, one.logprob) for other, one in ordered[:most]))
-
-
-def refused(prompt: Prompt, why: str, n: int) -> Result:
-    ids = [] if isinstance(prompt, str) else list(prompt)
-    return Result(ids, [Answer([], "", "error", error=why) for _ in range(n)])

@@ -19,6 +19,7 @@ from ...kernels.inference.kv_cache_write import write_kv_cache
 from ...kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention, paged_decode
 from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from ...spec.components import token_cache
+from .step_input import Batch
 
 CPU_BYTES = 2**30  # default on a CPU; pages that are never written take no memory
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -130,6 +131,11 @@ class PagedAttention:
     num_decodes: int  # tokens of decoding sequences, where there are both
     options: Mapping[str, Any]  # of the kernels: `model.attention.paged_options`
     invariant: bool = False
+
+    @classmethod
+    def of(cls, cache: KVCache, batch: Batch, options: Mapping[str, Any], invariant: bool) -> PagedAttention:
+        metadata = batch.attention_metadata
+        return cls(cache.layers, batch.slot_mapping, metadata, batch.num_decodes, options, invariant)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         """q (…, tokens, heads, head_dim), k and v (…, tokens, kv_heads, head_dim), normalised and rotated."""

@@ -188,9 +188,11 @@ class ModelRunner:
         prompt = (
             prompt_logprobs(self.model, self.valid_vocab, states, prompt_queries, invariant) if prompt_queries else None
         )
-        sampled = (
-            self.compute_logits_and_sample(states, batch, sampling_metadata, mask, drafted) if sampling_chunks else None
-        )
+        sampled = None
+        if sampling_chunks:
+            logits = self.logits(states, batch)
+            sampled = self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, mask)
+            sampled = self.verify(sampled, logits, batch, drafted, sampling_metadata)
         return self.async_output(
             sampling_chunks, sampled, prompt_queries, prompt, draft_tokens_of(batch, sampling_chunks)
         )
@@ -244,27 +246,8 @@ class ModelRunner:
 
     def states(self, batch: Batch) -> Tensor:
         """Hidden states of the last block: (tokens, hidden)."""
-        attend = PagedAttention(
-            self.cache.layers,
-            batch.slot_mapping,
-            batch.attention_metadata,
-            batch.num_decodes,
-            self.attention_options,
-            self.spec.batch_invariant,
-        )
+        attend = PagedAttention.of(self.cache, batch, self.attention_options, self.spec.batch_invariant)
         return self.model.states(self.token_lookup[batch.tokens], batch.positions, attend)
-
-    def compute_logits_and_sample(
-        self,
-        states: Tensor,
-        batch: Batch,
-        sampling_metadata: SamplingMetadata,
-        mask: Tensor | None,
-        drafted: DraftedTokens | None,
-    ) -> SamplerOutput:
-        logits = self.logits(states, batch)
-        sampled = self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, mask)
-        return self.verify(sampled, logits, batch, drafted, sampling_metadata)
 
     def verify(
         self,

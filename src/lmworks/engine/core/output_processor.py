@@ -123,5 +123,5 @@ def result(request: Request) -> Result:
 
 def refusal(request: Request, error: str) -> OutputDelta:
     """The delta of a rejected request."""
-    answers = [Answer([], "", "error", error=error) for _ in range(request.params.n)]
-    return OutputDelta(request, 0, [], finish_reason="error", result=Result(list(request.prompt), answers))
+    result = Result.failed(list(request.prompt), error, request.params.n)
+    return OutputDelta(request, 0, [], finish_reason="error", result=result)

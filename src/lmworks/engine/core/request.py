@@ -69,6 +69,11 @@ class Result:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     times: dict[str, float] = field(default_factory=dict)  # seconds: queue, first_token, total
 
+    @classmethod
+    def failed(cls, prompt: list[int], error: str, n: int) -> Result:
+        """The result of a rejected request: n answers with this error."""
+        return cls(prompt, [Answer([], "", "error", error=error) for _ in range(n)])
+
     @property
     def token_ids(self) -> list[int]:
         return self.answers[0].token_ids

@@ -88,9 +88,9 @@ def prompt_logprobs(
     return (own, ids, others) if top else (own, None, None)
 
 
-def to_device_async(numbers: list[int], device: torch.device) -> Tensor:
-    """Copy to the device without synchronising."""
-    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def to_device_async(numbers: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    """Copy integers to the device without synchronising."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def split_by_logits_memory(rows: Tensor, model: GPT) -> tuple[Tensor, ...]:

@@ -120,7 +120,7 @@ class Grammars:
         self.ends = sorted({tokenizer.eot, *ends})
         self.lock, self.reading = threading.Lock(), threading.Lock()
         self.compiled: LRUCache[llguidance.LLMatcher] = LRUCache(CACHE_SIZE, CACHE_BYTES)  # by the grammar's text
-        self.refused: LRUCache[str] = LRUCache(REJECTED_CACHE_SIZE)  # why, by the digest of the text
+        self.rejected: LRUCache[str] = LRUCache(REJECTED_CACHE_SIZE)  # why, by the digest of the text
         self.sandboxes: LifoQueue[GrammarSandbox] = LifoQueue()
         for _ in range(MAX_SANDBOXES):
             self.sandboxes.put(GrammarSandbox(LIMITS))
@@ -146,10 +146,10 @@ class Grammars:
             found = compiled(self.tokens(), text)
         except TooComplex as error:
             if budget == FULL:
-                self.refuse(text, error)
+                self.reject(text, error)
             raise
         except SpecError as error:
-            self.refuse(text, error)
+            self.reject(text, error)
             raise
         with self.lock:
             self.compiled.put(text, found, size)
@@ -158,13 +158,13 @@ class Grammars:
     def known(self, text: str) -> llguidance.LLMatcher | None:
         """The cached matcher, or None; raises the cached error of a rejected grammar."""
         with self.lock:
-            if (why := self.refused.get(digest(text))) is not None:
+            if (why := self.rejected.get(digest(text))) is not None:
                 raise SpecError(why)
             return self.compiled.get(text)
 
-    def refuse(self, text: str, error: SpecError) -> None:
+    def reject(self, text: str, error: SpecError) -> None:
         with self.lock:
-            self.refused.put(digest(text), str(error))
+            self.rejected.put(digest(text), str(error))
 
     def check_in_sandbox(self, text: str, budget: Budget) -> int:
         sandbox = self.sandboxes.get()
@@ -228,7 +228,7 @@ def grammar(params: SamplingParams) -> str:
     if params.regex is not None:
         check_text("regex", params.regex)
         if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would drop it silently
-            raise SpecError("regex ends in a lone backslash: write two for one in the answer")
+            raise SpecError("regex ends in a single backslash: write two for one in the answer")
         return str(library.grammar_from_regex(params.regex))
     choices = list(params.choice or ())
     if not choices or not all(isinstance(each, str) and each for each in choices):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from ..core.request import PLACEHOLDER_TOKEN, Sequence
 from ..core.sampler import SamplerOutput, SamplingMetadata
 from ..core.scheduler import Chunk, Step
 from ..core.step_input import Batch, decode_bucket, unpack
+from ..core.step_output import to_device_async
 from .verification import pick, rejection_sample, sample_draft_token
 
 if TYPE_CHECKING:
@@ -83,14 +83,7 @@ class DraftModel:
 
     def states(self, batch: Batch) -> Tensor:
         runner = self.runner
-        attend = PagedAttention(
-            self.cache.layers,
-            batch.slot_mapping,
-            batch.attention_metadata,
-            batch.num_decodes,
-            self.attention_options,
-            runner.spec.batch_invariant,
-        )
+        attend = PagedAttention.of(self.cache, batch, self.attention_options, runner.spec.batch_invariant)
         return self.model.states(runner.token_lookup[batch.tokens], batch.positions, attend)
 
     def work(self, batch: Batch, _wants: SamplingMetadata | None) -> Tensor:
@@ -113,7 +106,7 @@ class DraftModel:
             return None
         tokens, q = self.generate_drafts(drafting, sampling_metadata)
         assert batch.logits_indices is not None, "a step with draft tokens has more tokens than sequences"
-        rows, source = self.to_device(verification_rows(step.chunks))
+        rows, source = to_device_async(verification_rows(step.chunks), self.runner.device)
         found = tokens.flatten()[source]
         batch.tokens[batch.logits_indices[rows] + 1] = found
         return DraftedTokens(rows, found, None if q is None else q.flatten(0, 1)[source])
@@ -132,7 +125,7 @@ class DraftModel:
         else:
             buffer = buffer.to(runner.device, non_blocking=True)
         batch = unpack(buffer, layout)
-        (room,) = self.to_device([[chunk.num_logits - 1 for chunk in chunks]])
+        room = to_device_async([chunk.num_logits - 1 for chunk in chunks], runner.device)
         most = max(chunk.num_logits for chunk in chunks) - 1
         rows, output_positions = batch.rows[:count], batch.output_positions[:count]
         rejecting = sampling_metadata.noise and not runner.spec.batch_invariant
@@ -188,12 +181,6 @@ class DraftModel:
             wide = logits.float()
             logprob = wide.gather(1, tokens.unsqueeze(1)).squeeze(1) - wide.logsumexp(dim=1)
         return sampled._replace(tokens=tokens, logprob=logprob)
-
-    def to_device(self, numbers: list[list[int]]) -> Tensor:
-        """Copy to the device without synchronising."""
-        host = torch.from_numpy(np.array(numbers, np.int64))
-        on_gpu = self.runner.device.type == "cuda"
-        return (host.pin_memory() if on_gpu else host).to(self.runner.device, non_blocking=True)
 
 
 def verification_rows(chunks: list[Chunk]) -> list[list[int]]:

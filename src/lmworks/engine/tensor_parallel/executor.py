@@ -341,16 +341,8 @@ def join_group(config: WorkerConfig, replies: IO[str]) -> TensorParallelRank:
     return TensorParallelRank(config.rank, spec, rank_device(torch.device(spec.device), config.rank), store)
 
 
-def reply(replies: IO[str], error: str | None) -> None:
-    """Reply to rank 0: done, or the error. The worker continues."""
-    send_reply(replies, error, last=False)
-
-
-def send_final_error(replies: IO[str], error: str) -> None:
-    send_reply(replies, error, last=True)
-
-
-def send_reply(replies: IO[str], error: str | None, last: bool) -> None:
+def reply(replies: IO[str], error: str | None, last: bool = False) -> None:
+    """Reply to rank 0: done, or the error. `last`: the worker exits."""
     replies.write(json.dumps({"error": error, "last": last}) + "\n")
     replies.flush()
 

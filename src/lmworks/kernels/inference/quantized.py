@@ -60,18 +60,18 @@ def int4_scale(weight: Tensor, group: int) -> Tensor:
 def int4_round(weight: Tensor, scale: Tensor) -> Tensor:
     """The nearest q in −8…7: (out, in) int8."""
     group = weight.shape[1] // scale.shape[1]
-    return (weight.float() / widen(scale, group)).round().clamp(-8, 7).to(torch.int8)
+    return (weight.float() / expand_scale(scale, group)).round().clamp(-8, 7).to(torch.int8)
 
 
-def widen(scale: Tensor, group: int) -> Tensor:
+def expand_scale(scale: Tensor, group: int) -> Tensor:
     """One fp32 scale for every weight: (out, in / group) → (out, in)."""
     return scale.float().repeat_interleave(group, dim=1)
 
 
 def int4_pack(q: Tensor, group: int) -> Tensor:
     """q (out, in) in −8…7 → words (out, in / 8) int32."""
-    stretches = (q + 8).to(torch.int32).unflatten(1, (-1, 8, group // 4)).unbind(dim=2)
-    return functools.reduce(torch.bitwise_or, (n << 4 * t for t, n in enumerate(stretches))).flatten(1)
+    eighths = (q + 8).to(torch.int32).unflatten(1, (-1, 8, group // 4)).unbind(dim=2)
+    return functools.reduce(torch.bitwise_or, (n << 4 * t for t, n in enumerate(eighths))).flatten(1)
 
 
 def int4_unpack(words: Tensor, group: int) -> Tensor:
@@ -95,7 +95,7 @@ def int8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
 
 def int4_dequantize(words: Tensor, scale: Tensor) -> Tensor:
     group = int4_group_of(words, scale)
-    return int4_unpack(words, group).float() * widen(scale, group)
+    return int4_unpack(words, group).float() * expand_scale(scale, group)
 
 
 def fp8_dequantize(q: Tensor, scale: Tensor) -> Tensor:
