@@ -395,7 +395,7 @@ def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
 
 
 def check_yarn(rope: Config, factor: float) -> None:
-    """Only the paper's factor on cos and sin is ours; a config may also spell that one out."""
+    """Only the paper's factor on cos and sin is supported; a config may also state it explicitly."""
     asked = rope.get("attention_factor")
     if asked is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         asked = yarn_temperature(factor, rope["mscale"]) / yarn_temperature(factor, rope["mscale_all_dim"])

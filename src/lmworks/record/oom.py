@@ -8,7 +8,6 @@ import re
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ..spec import TrainingError
@@ -75,9 +74,7 @@ class ChildPeaks:
         self.thread.start()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
         self.thread.join()
 

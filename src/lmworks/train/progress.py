@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, Any, Self
 
 import torch
@@ -95,7 +94,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

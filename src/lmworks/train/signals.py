@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 from ..parallel.rendezvous import AGENT_KILLED, agent_died
@@ -93,7 +93,7 @@ class StopSignals:
                 if number in (signal.SIGINT, signal.SIGTERM):
                     first = first or time.monotonic()
 
-    def restore(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
         if self.before:
@@ -103,9 +103,6 @@ class StopSignals:
             os.close(self.waker)
             os.close(self.woken)
             self.before = {}
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.restore()
 
 
 def end(reason: str) -> NoReturn:
