@@ -100,6 +100,7 @@ def test_nothing_is_saved_and_no_memory_wanted_for_it(
     dataset: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "available_bytes", lambda: 0)
+    monkeypatch.setattr(preflight, "memory_limits", lambda _: preflight.Limits())  # staging copies alone are checked
     assert bench_train(make_spec(dataset, "checkpoint.asynchronous=true"), 1) is not None
 
 

@@ -67,12 +67,12 @@ def error_location(error: BaseException) -> LogFields:
     return {"error": type(error).__name__, "at": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]}
 
 
-def log_as_json(level: int = logging.INFO) -> None:
+def log_as_json() -> None:
     """For the whole process, uvicorn included."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    log.setLevel(level)
+    log.setLevel(logging.INFO)
 
 
 def log_fields_of(scope: MutableMapping[str, Any]) -> LogFields:
