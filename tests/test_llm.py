@@ -65,7 +65,7 @@ def ids_of(results: list[Result]) -> list[list[int]]:
 # --- sources ----------------------------------------------------------------------------------------------
 
 
-def test_texts_are_continued_as_transformers_does(llm: LLM, folder: Path) -> None:
+def test_text_generation_equals_transformers(llm: LLM, folder: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     prompts = ["def f(x):", "naïve", "<|finish|>?"]
@@ -80,19 +80,19 @@ def test_texts_are_continued_as_transformers_does(llm: LLM, folder: Path) -> Non
         assert result.text == tokenizer.decode(result.token_ids[: -1 if ended else None], skip_special_tokens=True)
 
 
-def test_the_end_of_text_of_the_config_ends_an_answer(llm: LLM) -> None:
+def test_eos_of_config_ends_answer(llm: LLM) -> None:
     forced = SamplingParams(temperature=0, max_tokens=5, logit_bias={EOS: 100.0})
     (result,) = llm.generate(["x"], forced)
     assert (result.finish_reason, result.token_ids, result.text) == ("stop", [EOS], "")
 
 
-def test_a_preset_has_the_weights_that_training_begins_with(preset: LLM) -> None:
+def test_preset_has_initial_weights_of_training(preset: LLM) -> None:
     prompt = [5, 6, 7]
     expected = generate(GPT(ModelSpec.from_preset("tiny"), seed=3), torch.tensor([prompt]), 12)[0, 3:].tolist()
     assert ids_of(preset.generate([prompt], GREEDY)) == [expected]
 
 
-def test_a_run_is_served_as_it_was_trained(dataset: Path, tmp_path: Path) -> None:
+def test_run_is_served(dataset: Path, tmp_path: Path) -> None:
     trainer = train(make_spec(dataset), tmp_path / "run")
     with LLM(tmp_path / "run") as llm:
         prompt = list(b"def x")
@@ -101,7 +101,7 @@ def test_a_run_is_served_as_it_was_trained(dataset: Path, tmp_path: Path) -> Non
         assert result.prompt_token_ids == prompt and result.token_ids == logits.argmax(dim=-1).tolist()
 
 
-def test_a_run_is_served_where_the_engine_says(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_served_on_engine_device(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where it was trained; the meta device stands for any other."""
     train(make_spec(dataset), tmp_path / "run")
     with pytest.raises(SpecError, match=r"'cuda:1': choose a GPU with CUDA_VISIBLE_DEVICES"):
@@ -110,7 +110,7 @@ def test_a_run_is_served_where_the_engine_says(dataset: Path, tmp_path: Path, mo
     assert loading.load(tmp_path / "run", EngineSpec(), None, 0).model.device.type == "meta"
 
 
-def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
+def test_quantized_folder_is_served(dataset: Path, tmp_path: Path) -> None:
     """int8 rounds to nearest, so the served tokens are those of the network with its weights rounded by hand."""
     from lmworks.cli.quantize import quantize
     from lmworks.engine.quantization.quantized_model import apply_quantization
@@ -128,7 +128,7 @@ def test_a_quantised_folder_is_served(dataset: Path, tmp_path: Path) -> None:
         LLM(tmp_path / "small", engine="vllm")
 
 
-def test_a_quantised_folder_ends_and_reads_texts_as_its_source_does(folder: Path, tmp_path: Path) -> None:
+def test_quantized_folder_keeps_eos_and_tokenizer(folder: Path, tmp_path: Path) -> None:
     """The token that ends a text has no common name here: only the config tells."""
     from lmworks.cli.quantize import quantize
 
@@ -142,7 +142,7 @@ def test_a_quantised_folder_ends_and_reads_texts_as_its_source_does(folder: Path
 
 
 @pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"speculate": "draft", "draft": "tiny"}])
-def test_guesses_are_made_and_change_nothing(preset: LLM, options: dict[str, Any]) -> None:
+def test_speculation_keeps_tokens(preset: LLM, options: dict[str, Any]) -> None:
     prompts = [[1, 2, 3], [4, 5]]
     params = SamplingParams(temperature=0, max_tokens=30)
     with LLM("tiny", seed=3, **options) as guessing:
@@ -150,7 +150,7 @@ def test_guesses_are_made_and_change_nothing(preset: LLM, options: dict[str, Any
         assert guessing.native.metrics.accepted_guesses > 0
 
 
-def test_vllm_is_asked_in_the_same_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_backend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     class Theirs:
@@ -210,7 +210,7 @@ def test_exception_in_on_result_keeps_finished_results(preset: LLM) -> None:
     assert not preset.native.busy
 
 
-def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_cancels_all_requests(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = preset.backend
     assert isinstance(backend, OfflineEngine)
     step, leave, left = backend.engine.step, backend.remove, 0
@@ -235,7 +235,7 @@ def test_a_second_interrupt_leaves_no_request_behind(preset: LLM, monkeypatch: p
     assert not preset.native.scheduler.running
 
 
-def test_the_package_exports_both_names() -> None:
+def test_package_exports() -> None:
     assert {"LLM", "SamplingParams"} <= set(dir(lmworks))
     assert lmworks.SamplingParams is SamplingParams
 
@@ -255,14 +255,14 @@ def test_the_package_exports_both_names() -> None:
         ("tiny", {"speculate": "draft", "draft": "tini"}, "engine.draft: tini is neither a folder nor a preset"),
     ],
 )
-def test_what_cannot_be_opened_is_named(source: str | Path, options: dict[str, object], said: str) -> None:
+def test_unloadable_source_errors(source: str | Path, options: dict[str, object], said: str) -> None:
     with pytest.raises(LMWorksError, match=said):
         LLM(source, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("eos", ["two", 2.0, [1, None], True])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_an_end_of_text_that_is_no_token_is_named(eos: Any, file: str, folder: Path, tmp_path: Path) -> None:
+def test_invalid_eos_error(eos: Any, file: str, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "hf")
     described = json.loads((folder / "config.json").read_text()) if file == "config.json" else {}
     (tmp_path / "hf" / file).write_text(json.dumps({**described, "eos_token_id": eos}))
@@ -270,13 +270,13 @@ def test_an_end_of_text_that_is_no_token_is_named(eos: Any, file: str, folder: P
         LLM(tmp_path / "hf")
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LMWorksError, match="there is no CUDA device"):
         LLM("tiny", device="cuda")
 
 
-def test_only_a_run_has_steps(folder: Path) -> None:
+def test_step_of_non_run_error(folder: Path) -> None:
     for source in (folder, "tiny"):
         with pytest.raises(SpecError, match="no checkpoints by step"):
             LLM(source, step=3)
@@ -285,7 +285,7 @@ def test_only_a_run_has_steps(folder: Path) -> None:
 # --- prompts and results ----------------------------------------------------------------------------------
 
 
-def test_results_come_in_order_whatever_ends_first(preset: LLM) -> None:
+def test_results_are_in_order(preset: LLM) -> None:
     prompts = [[place, place + 1] for place in range(20)]
     params = [SamplingParams(temperature=0, max_tokens=1 + (7 * place) % 20) for place in range(20)]
     results = preset.generate(prompts, params)
@@ -293,7 +293,7 @@ def test_results_come_in_order_whatever_ends_first(preset: LLM) -> None:
     assert [len(result.token_ids) for result in results] == [one.max_tokens for one in params]
 
 
-def test_a_bad_prompt_is_refused_alone(preset: LLM) -> None:
+def test_bad_prompt_fails_alone(preset: LLM) -> None:
     alone = ids_of(preset.generate([[1, 2]], GREEDY))[0]
     bad = {"empty": [], "only 128|context = 128": [1] * 128, "token 320": [320], "token -1": [-1], "no tokenizer": "x"}
     results = preset.generate([[1, 2], *bad.values(), [1, 2]], GREEDY)
@@ -304,7 +304,7 @@ def test_a_bad_prompt_is_refused_alone(preset: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, [1.5], ["a", "b"], 7, "\ud800", b"abc", [True, False]])
-def test_what_is_no_prompt_is_said(llm: LLM, prompt: Any) -> None:
+def test_invalid_prompt_error(llm: LLM, prompt: Any) -> None:
     good, bad = llm.generate(["x", prompt], GREEDY)
     assert len(good.token_ids) == 12 and bad.finish_reason == "error"
     assert "a text or a list of token ids" in str(bad.error) or "not a valid text" in str(bad.error)
@@ -312,19 +312,19 @@ def test_what_is_no_prompt_is_said(llm: LLM, prompt: Any) -> None:
         llm.stream(prompt, GREEDY)
 
 
-def test_weights_that_do_not_fit_this_machine_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "available_bytes", lambda: 500_000)
     with pytest.raises(LMWorksError, match=r"weights of tiny take 0\.0 GiB.*bf16"):
         LLM("tiny", device="cpu", dtype="fp32")
     LLM("tiny", device="cpu", dtype="bf16").close()  # 2 bytes each of 139,584 weights
 
 
-def test_a_source_has_a_name() -> None:
+def test_source_type_error() -> None:
     with pytest.raises(SpecError, match="not by None"):
         LLM(None)  # type: ignore[arg-type]
 
 
-def test_ids_may_be_numpys(preset: LLM) -> None:
+def test_numpy_ids(preset: LLM) -> None:
     import numpy as np
 
     expected = ids_of(preset.generate([[7, 8]], GREEDY))
@@ -336,19 +336,19 @@ def test_ids_may_be_numpys(preset: LLM) -> None:
 
 
 @pytest.mark.parametrize("prompts", [None, 7, {"a": 1}, b"abc"])
-def test_what_are_no_prompts_is_said(preset: LLM, prompts: Any) -> None:
+def test_invalid_prompts_error(preset: LLM, prompts: Any) -> None:
     with pytest.raises(SpecError, match="prompts are texts and lists of token ids, not"):
         preset.generate(prompts, GREEDY)
 
 
-def test_a_lone_prompt_needs_no_list(llm: LLM, preset: LLM) -> None:
+def test_single_prompt(llm: LLM, preset: LLM) -> None:
     assert ids_of(preset.generate([7, 8], GREEDY)) == ids_of(preset.generate([[7, 8]], GREEDY))
     assert ids_of(llm.generate("abc", GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))
     assert preset.generate([], GREEDY) == []
     assert ids_of(llm.generate((text for text in ("abc",)), GREEDY)) == ids_of(llm.generate(["abc"], GREEDY))  # type: ignore[arg-type]
 
 
-def test_params_are_one_for_all_or_one_each(preset: LLM) -> None:
+def test_params_one_for_all_or_one_each(preset: LLM) -> None:
     with pytest.raises(SpecError, match="2 SamplingParams for 3 prompts"):
         preset.generate([[1], [2], [3]], [GREEDY, GREEDY])
     wrong: Any
@@ -359,7 +359,7 @@ def test_params_are_one_for_all_or_one_each(preset: LLM) -> None:
             preset.stream([1], wrong)
 
 
-def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> None:
+def test_stream_equals_result_with_concurrent_requests(llm: LLM) -> None:
     (whole,) = llm.generate(["stream"], GREEDY)
     stream = llm.stream("stream", GREEDY)
     pieces = [next(stream)]
@@ -370,7 +370,7 @@ def test_a_stream_adds_up_to_its_result_while_others_are_served(llm: LLM) -> Non
     assert pieces[-1].result is not None and pieces[-1].result.token_ids == whole.token_ids
 
 
-def test_threads_share_an_engine(preset: LLM) -> None:
+def test_threads_share_engine(preset: LLM) -> None:
     """Each has its own results, and their requests run in the same steps."""
     prompts = [[thread, place] for thread in range(4) for place in range(3)]
     expected = ids_of(preset.generate(prompts, GREEDY))
@@ -381,7 +381,7 @@ def test_threads_share_an_engine(preset: LLM) -> None:
     assert preset.native.metrics.steps - before < 4 * 12
 
 
-def test_a_closed_one_says_so() -> None:
+def test_closed_llm_error() -> None:
     with LLM("tiny") as llm:
         llm.generate([[1]], GREEDY)
     llm.close()
@@ -396,7 +396,7 @@ def test_a_closed_one_says_so() -> None:
             use()
 
 
-def test_a_stream_that_is_open_when_its_model_is_closed_ends() -> None:
+def test_close_ends_open_stream() -> None:
     with LLM("tiny") as llm:
         pieces, others = (llm.stream([1, 2], SamplingParams(max_tokens=50)) for _ in range(2))
         next(pieces), next(others)
@@ -405,12 +405,12 @@ def test_a_stream_that_is_open_when_its_model_is_closed_ends() -> None:
     others.close()
 
 
-def test_a_refusal_has_as_many_answers_as_were_asked_for(preset: LLM) -> None:
+def test_failed_result_has_n_answers(preset: LLM) -> None:
     results = preset.generate(["no tokenizer", []], SamplingParams(n=3))
     assert [len(result.answers) for result in results] == [3, 3]
 
 
-def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
+def test_closing_stream_frees_blocks(preset: LLM) -> None:
     for number, _ in enumerate(preset.stream([1, 2, 3], SamplingParams(max_tokens=100))):
         if number == 2:
             break
@@ -419,7 +419,7 @@ def test_leaving_a_stream_frees_what_it_held(preset: LLM) -> None:
     assert not preset.native.requests and preset.native.scheduler.block_manager.num_used_blocks == 0
 
 
-def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collected_stream_during_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage is looked for wherever something is allocated, on the thread that has the engine."""
     with LLM("tiny", device="cpu", block=2) as llm:
         held: list[Any] = [llm.stream([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))]
@@ -440,9 +440,7 @@ def test_a_stream_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(mo
         assert not llm.native.requests and pool.num_used_blocks == 0
 
 
-def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(
-    preset: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_cancels_requests(preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, steps = preset.native, 0
     take = engine.step
 
@@ -462,9 +460,7 @@ def test_an_interrupt_takes_requests_back_and_leaves_the_engine_sound(
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
-def test_an_interrupt_while_requests_are_taken_in_takes_them_back(
-    how: str, preset: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_admission_cancels_requests(how: str, preset: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape that is asked for may take a second to compile: time enough for Ctrl-C."""
     engine, added = preset.native, 0
     take_in = engine.add
@@ -487,7 +483,7 @@ def test_an_interrupt_while_requests_are_taken_in_takes_them_back(
     assert len(preset.generate([[1, 2]], GREEDY)[0].token_ids) == 12
 
 
-def test_no_progress_bar_where_nobody_looks(
+def test_no_progress_bar_without_terminal(
     preset: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preset.generate([[1]], GREEDY)
@@ -510,7 +506,7 @@ def test_seeds(preset: LLM) -> None:
 @pytest.mark.parametrize(
     ("source", "said"), [("tiny", "tp = 3 does not divide the model's"), ("nowhere", "neither a folder nor a preset")]
 )
-def test_ranks_are_not_started_for_what_cannot_be_cut(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indivisible_tp_starts_no_workers(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmworks.engine.tensor_parallel.executor.Executor", None)  # calling it would be a TypeError
     with pytest.raises(SpecError, match=said):
         LLM(source, tp=3)
