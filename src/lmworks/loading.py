@@ -87,7 +87,7 @@ def load_shard(
             part = tp_rank.load_shards(stored.meta_model, dtype, stored.tensor, stored.layer)
             return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
         model = read_config(folder)[1]
-        part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).whole)
+        part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).weight)
         return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())

@@ -229,7 +229,7 @@ class HFWeights:
             self.checkpoint.check(name, stored.shape(parameters))
 
     @torch.no_grad()
-    def whole(self, name: str, shape: torch.Size) -> Tensor:
+    def weight(self, name: str, shape: torch.Size) -> Tensor:
         """One weight in fp32. A tensor that holds several (GPT-2's q, k, v) is read for each of them."""
         names = {part for _, stored in self.stored[name] for part in stored.parts}
         buffers: dict[str, Tensor] = {part: torch.empty(self.shapes[part]) for part in names}

@@ -28,7 +28,7 @@ def source_of(spec: RunSpec) -> Source:
     """The seed's, unless checkpoint.init names a Hugging Face folder."""
     start = Path(spec.checkpoint.init) if spec.checkpoint.init else None
     if start is not None and is_hf(start):
-        return HFWeights(start, spec.model).whole
+        return HFWeights(start, spec.model).weight
     return lambda name, shape: initial_weight(spec.model, spec.seed, name, shape)
 
 

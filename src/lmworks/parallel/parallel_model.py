@@ -48,10 +48,10 @@ class ParallelModel:
         self.spec, self.mesh, self.device, self.sharding = spec, mesh, device, sharding
         self.parts, self.strategies, self.pipeline = parts, strategies, pipeline
         self.tied = tied_group(spec, mesh)
-        self.found: list[Shard] | None = None
+        self.shard_list: list[Shard] | None = None
 
     @classmethod
-    def whole(cls, model: GPT, spec: RunSpec) -> ParallelModel:
+    def from_model(cls, model: GPT, spec: RunSpec) -> ParallelModel:
         """A model that exists already, in one process."""
         autocast_forward(spec.precision, model, model.device)
         return cls(spec, None, model.device, ShardingPlan(), {0: model}, {0: SingleRank(model)})
@@ -92,9 +92,9 @@ class ParallelModel:
         partial = [shard for shard in self.shards if shard.name in self.sharding.partial_grads]
         for axis in sorted({self.sharding.partial_grads[shard.name] for shard in partial}):  # in one order on all ranks
             sum_gradients([s for s in partial if self.sharding.partial_grads[s.name] == axis], self.mesh.group(axis))
-        self.sum_tied()
+        self.sum_tied_gradients()
 
-    def sum_tied(self) -> None:
+    def sum_tied_gradients(self) -> None:
         """A tied embedding is held by the first stage and by the last; each has a part of its gradient."""
         copies = [shard for shard in self.shards if shard.name == "embed.weight"]
         if self.tied is not None and copies:
@@ -106,9 +106,9 @@ class ParallelModel:
     @property
     def shards(self) -> list[Shard]:
         """What this rank's optimizer updates."""
-        if self.found is None:
-            self.found = [shard for strategy in self.strategies.values() for shard in strategy.shards()]
-        return self.found
+        if self.shard_list is None:
+            self.shard_list = [shard for strategy in self.strategies.values() for shard in strategy.shards()]
+        return self.shard_list
 
     def replicas(self, shard: Shard) -> int:
         """Ranks (or stages) that hold the same numbers: a norm over the world counts each number once."""
@@ -182,7 +182,7 @@ class ParallelModel:
         depth = self.size("pp")  # micro-batches at once: enough to keep every stage of a pipeline busy
         for some in (rounds[i : i + depth] for i in range(0, len(rounds), depth)):
             inputs = [
-                self.inputs(batch_at(first + mine) if first + mine < count else nothing_counts(batch_at(first)))
+                self.inputs(batch_at(first + mine) if first + mine < count else with_ignored_targets(batch_at(first)))
                 for first in some
             ]
             if self.pipeline is not None:
@@ -198,7 +198,7 @@ class ParallelModel:
         return loss_sum, int(tokens)
 
 
-def nothing_counts(batch: Batch) -> Batch:
+def with_ignored_targets(batch: Batch) -> Batch:
     return Batch(batch.tokens, torch.full_like(batch.targets, IGNORE), batch.documents)
 
 

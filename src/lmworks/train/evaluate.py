@@ -25,7 +25,7 @@ def held_out(spec: RunSpec) -> Batches:
 
 def evaluate(model: GPT | ParallelModel, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
-    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.whole(model, spec)
+    parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)
     passes = -(-batches.windows // spec.data.micro_batch)
     count = min(limit, passes) if limit else passes
     loss, tokens = parallel_model.evaluate(count, lambda index: micro_batch(batches, index, spec.data.micro_batch))

@@ -179,7 +179,7 @@ def in_fp32(trainer: Trainer) -> ParallelModel:
     """The current model of the run, in fp32."""
     model = GPT(trainer.spec.model).to(trainer.device)
     model.load_state_dict(trainer.model.state_dict())  # copies into fp32
-    return ParallelModel.whole(model, trainer.spec.replace(precision=PrecisionSpec()))
+    return ParallelModel.from_model(model, trainer.spec.replace(precision=PrecisionSpec()))
 
 
 @torch.no_grad()
