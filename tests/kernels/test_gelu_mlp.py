@@ -152,7 +152,7 @@ def test_hooks_on_layers_disable_fusion(compiled: bool, monkeypatch: pytest.Monk
         model.layers()[1].mlp.down.weight[0, 0] = torch.inf
     with FirstNonfiniteModule({0: model}) as bad:
         model(tokens)
-    assert bad.name(None) == ("blocks.1.mlp.down", 0)
+    assert bad.name() == ("blocks.1.mlp.down", 0)
 
 
 @pytest.mark.parametrize(
