@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lmworks.plan.flops import forward_flops_per_token
-from lmworks.plan.pipelines.stages import Stage, embedding_cost, min_max_split, split_layers
+from lmworks.plan.pipelines.stages import Stage, min_max_split, split_layers
 from lmworks.spec import ModelSpec, SpecError
 
 SMALL = ModelSpec(layers=7, hidden=64, heads=4, vocab=512, context=64)
@@ -23,7 +23,7 @@ def test_every_layer_is_in_one_stage_and_costs_add_up(model: ModelSpec, count: i
     assert all(len(stage.layers) >= 1 for stage in stages)
     assert [s.first for s in stages] == [True] + [False] * (count - 1)
     assert [s.last for s in stages] == [False] * (count - 1) + [True]
-    whole = forward_flops_per_token(model, 64) + embedding_cost(model)
+    whole = forward_flops_per_token(model, 64) + model.hidden
     assert sum(s.cost(model, 64) for s in stages) == pytest.approx(whole)
     assert sum(s.params(model) for s in stages) == model.params
 
