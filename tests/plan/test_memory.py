@@ -304,6 +304,10 @@ def test_what_whole_runs_of_the_trainer_allocated(monkeypatch: pytest.MonkeyPatc
 
 MODEL = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "context": 512}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 512}
+MLA = {
+    "layers": 8, "kv_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 128, "head_dim": 128, "rope_head_dim": 64,
+    "v_head_dim": 128,
+}  # fmt: skip
 LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, micro-batches, model
     "ddp": ({"dp": 4}, 2, {}),
     "zero-2": ({"dp": 4, "strategy": "zero", "zero": 2}, 1, {}),
@@ -313,6 +317,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, 
     "tp, mlp": ({"tp": 4, "recompute": "mlp"}, 1, {}),
     "tp, sp": ({"tp": 4, "sp": True}, 1, {}),
     "ulysses": ({"cp": 2, "cp_method": "ulysses"}, 1, {}),
+    "ring, mla": ({"cp": 4}, 1, MLA),
+    "ulysses, mla": ({"cp": 2, "cp_method": "ulysses"}, 1, MLA),
     "gpipe": ({"pp": 2, "schedule": "gpipe"}, 2, {}),
     "ep": ({"dp": 4, "ep": 4, "strategy": "fsdp2"}, 1, EXPERTS),
     "zero-1, tp, sp, pp": ({"dp": 2, "strategy": "zero", "zero": 1, "tp": 2, "sp": True, "pp": 2}, 2, {}),

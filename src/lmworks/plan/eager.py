@@ -185,11 +185,12 @@ def attention(core: Attention, load: Workload) -> Op:
     """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
     heads, q, out = core.heads // load.tp, core.q_width // load.tp, core.out_width // load.tp
-    result = t * out * w
+    result, several = t * out * w, np.greater(load.cp, 1)
     inputs = [t * width * w for width in (q, *(load.local(kv, "kv_heads") for kv in (core.k_width, core.v_width)))]
-    sliced = []
-    if load.device == "cpu" and core.v_dim < core.qk_dim and load.attention == "fused":
-        sliced, result, inputs[2] = [result], inputs[0], inputs[1]  # values padded to the width of keys
+    kept = result  # as attention returns it
+    padded = core.v_dim < core.qk_dim and ((load.cp_method == "ring") & several | (load.device == "cpu"))
+    if np.any(padded):  # values to the width of keys: by the ring, and by SDPA on a CPU
+        inputs[2], kept = np.where(padded, inputs[1], inputs[2])[()], np.where(padded, inputs[0], result)[()]
     flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
     shape = (load.seq, core.qk_dim)
     forward, backward = [], []
@@ -207,14 +208,14 @@ def attention(core: Attention, load: Workload) -> Op:
         saved = [4 * t * heads * core.saved_scores(load.seq), *repeated, result]
         if load.is_16_bit and load.backend == "reference":
             saved.append(2 * scores)
-        dear = scores * inner, t * out * inner
-        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
+        selective = scores * inner, t * out * inner
+        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), selective)
     forward = [Kernel("attention", flops=flops, shape=shape)]
     # Five GEMMs against two: scores are recomputed.
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]
     # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * heads
-    saved = [*inputs, result, sums, result * np.greater(load.cp, 1), *sliced]
+    saved = [*inputs, kept, sums, kept * several, result * padded]
     mask = load.seq**2 * (load.batch if load.documents else 1)
     if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
         saved.append(heads * mask * w)
@@ -222,8 +223,7 @@ def attention(core: Attention, load: Workload) -> Op:
         # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
         saved.append(mask * w)
         forward.append(stream(1.25 * mask))
-    dear = result, sums
-    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), dear)
+    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), (kept, sums))
 
 
 def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:

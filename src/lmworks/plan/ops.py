@@ -96,6 +96,7 @@ class Workload:
     cp: Any = 1
     ep: Any = 1
     software: Software = EAGER
+    cp_method: str = "ring"  # or "ulysses"
     no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
 
     def __post_init__(self) -> None:
@@ -136,14 +137,15 @@ class Workload:
             layout.cp,
             layout.ep,
             software_of(spec),
+            layout.cp_method,
             layout.recompute in UNFUSED_RECOMPUTE or layout.schedule in SPLIT_BACKWARD,
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
-        work = cls(case.model, case.micro_batch, case.seq, case.dtype, "cuda", software=case.software)
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
-        return replace(work, tp=case.tp, sp=case.sp, cp=case.cp, ep=case.ep, no_epilogue_fusion=apart)
+        sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
+        return cls(*sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart)
 
     def local(self, width: int, shard: components.Shard) -> Any:
         """Of `width` outputs per token, those of one tensor-parallel rank.
