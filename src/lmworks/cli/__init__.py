@@ -1,1 +1,1 @@
-"""Floor 5: the commands, one file a group. Parse, call one function, print; torch is imported inside a command."""
+"""The commands, one file a group. Parse, call one function, print; torch is imported inside a command."""

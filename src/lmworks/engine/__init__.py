@@ -1,1 +1,1 @@
-"""Floor 2: inference. Requests, paged KV, scheduler, runner, sampler: one concept a file."""
+"""The inference engine. Requests, paged KV, scheduler, runner, sampler: one concept a file."""

@@ -1,1 +1,1 @@
-"""Floor 1: the arithmetic of memory and time. Reads a spec, predicts; imports only `spec`, never torch."""
+"""The planner: memory, step time and cost. Reads a spec, predicts; imports only `spec`, never torch."""

@@ -41,7 +41,7 @@ class Recovery:
     restart_s: Number = 0.0  # R
     detect_s: Number = 0.0  # D
 
-    def refuse_impossible(self) -> None:
+    def check_possible(self) -> None:
         for key in ("mtbf_s", "stall_s"):
             refuse(key, getattr(self, key), np.any(np.asarray(getattr(self, key)) <= 0), "more than 0")
         for key in ("write_s", "restart_s", "detect_s"):
@@ -68,7 +68,7 @@ def best_every(recovery: Recovery) -> Number:
 
     Newton's method from √(2δM), which lies above the root, where the curve is concave: it comes down and never passes.
     """
-    recovery.refuse_impossible()
+    recovery.check_possible()
     stall = recovery.stall_s / recovery.mtbf_s
     share = np.minimum(young(recovery.stall_s, recovery.mtbf_s) / recovery.mtbf_s, 1.0)
     for _ in range(50):
@@ -79,7 +79,7 @@ def best_every(recovery: Recovery) -> Number:
 
 def ettr(every_s: Number, recovery: Recovery) -> Number:
     """Share of the time that trains for good, with `every_s` seconds of training between two saves."""
-    recovery.refuse_impossible()
+    recovery.check_possible()
     refuse("every_s", every_s, np.any(np.asarray(every_s) <= 0), "more than 0")
     mean, apart = recovery.mtbf_s, np.maximum(every_s, recovery.write_s) + recovery.stall_s
     unhurt = np.exp(-(recovery.write_s + every_s + recovery.stall_s + recovery.restart_s) / mean)
@@ -124,7 +124,7 @@ def simulate(every_s: Number, recovery: Recovery, *, days: float = 54.0, trials:
     From one stop to the next nothing is random, so the clock jumps from stop to stop, of all runs at once. The stops
     do not depend on the interval: every interval meets the same ones.
     """
-    recovery.refuse_impossible()
+    recovery.check_possible()
     refuse("days", days, days <= 0, "more than 0")
     refuse("trials", trials, trials < 1, "1 or more")
     intervals, end, mean = np.atleast_1d(np.asarray(every_s, float)), days * 86_400, float(recovery.mtbf_s)

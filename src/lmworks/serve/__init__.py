@@ -1,1 +1,1 @@
-"""Floor 3: the API. Engines in processes of their own, keys and limits before them, OpenAI's routes in front."""
+"""The OpenAI-compatible API: engines in processes of their own, keys and limits before them, routes in front."""

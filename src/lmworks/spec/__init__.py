@@ -1,4 +1,4 @@
-"""Floor 0: what a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
+"""What a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec
