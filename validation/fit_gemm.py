@@ -113,7 +113,7 @@ def errors(rows: Table, gpu: Gpu, fits: Mapping[str, Any]) -> dict[str, float]:
 
 def write(fits: Mapping[str, Any], scores: Mapping[str, Mapping[str, Any]]) -> None:
     lines = [
-        "# Constants of matrix products; what they mean is in gemm.py. Written by validation/fit_gemm.py from bf16",
+        "# Constants of matrix products; what they mean is in rates.py. Written by validation/fit_gemm.py from bf16",
         f"# products that others measured ({SOURCE}).",
         "# Errors in percent: on rows kept out of the fit, and with the whole system left out.",
     ]

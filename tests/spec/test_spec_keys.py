@@ -44,6 +44,11 @@ model.bias                          false
 model.qkv_bias                      false
 model.qk_norm                       false
 model.sliding_window                0               [0, inf)
+model.kv_lora_rank                  0               [0, inf)
+model.q_lora_rank                   0               [0, inf)
+model.rope_head_dim                 0               [0, inf)
+model.v_head_dim                    0               [0, inf)
+model.rope_interleaved              false
 model.attention_softcap             0.0             [0, inf)
 model.final_softcap                 0.0             [0, inf)
 model.attention_sinks               false
