@@ -127,7 +127,8 @@ class Walk:
         return code.co_filename.removeprefix(str(SOURCE)), f"{code.co_qualname}:{code.co_firstlineno}"
 
     def figures(self) -> dict[str, int]:
-        named = [name for _, name in self.functions if not re.search(r"<(?!locals)", name)]  # no lambda, no comprehension
+        # Without lambdas and comprehensions.
+        named = [name for _, name in self.functions if not re.search(r"<(?!locals)", name)]
         found = {"files": len(self.files), "functions": len(self.functions), "named functions": len(named)}
         return found | {"hops": len(self.hops)}
 

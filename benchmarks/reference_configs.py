@@ -22,6 +22,7 @@ from lmworks.spec.schema import Section
 ROOT = Path(__file__).parent.parent
 GPUS = {"a100": "A100 80 GB", "h100": "H100", "b200": "B200", "tpu-v5p": "TPU v5p"}
 TOKENS = 1e12
+WORTH_OFFLOAD = 1.25  # how much longer a step without optimizer offload may take
 TRILLION = [  # a mixture of experts of about 10¹² weights, of which a token meets 3 %
     "model.layers=64",
     "model.hidden=7168",
@@ -64,8 +65,9 @@ HEAD = """# Reference configurations
 What the search finds for well-known sizes, made by `python benchmarks/reference_configs.py`. Every figure is a
 prediction ([validation](validation.md) says how good they are); times are for our own trainer with compiled blocks in
 bf16, fp32 weights and AdamW. Each line but the TPU's is a spec: `configs/reference/NAME-GPUS-GPU.toml`. TPUs are by
-formula: our trainer does not run there. Host memory is used (`offload`) only where nothing fits without it;
-`lmworks plan search` tries it everywhere, and may find a faster layout on machines that have the memory.
+formula: our trainer does not run there. Optimizer states go to host memory (`offload`) only where nothing fits without
+it or a step is a quarter longer; `lmworks plan search` tries that everywhere, and activations in host memory too, and
+may find a faster layout on machines that have the memory.
 
 ```sh
 lmworks plan configs/reference/70b-256-h100.toml
@@ -88,14 +90,18 @@ def ask(reference: Reference, gpu: str) -> tuple[RunSpec, SearchProblem]:
 
 
 def find(reference: Reference, gpu: str) -> tuple[RunSpec, Found] | str:
-    """The fastest layout that needs no host memory; where none fits, with optimizer states in it; then activations."""
+    """The fastest layout that needs no host memory, or only for optimizer states where that is worth it."""
     try:
         base, question = ask(reference, gpu)
-        for pinned in ({"offload": "none", OFFLOAD_GIB: 0.0}, {OFFLOAD_GIB: 0.0}, {}):
-            if front := search([replace(question, pinned=pinned)]).front:
-                return base, front[0]
+        fronts = [
+            search([replace(question, pinned=pinned)]).front
+            for pinned in ({"offload": "none", OFFLOAD_GIB: 0.0}, {OFFLOAD_GIB: 0.0})
+        ]
+        found = [front[0] for front in fronts if front] or search([question]).front[:1]
     except SpecError as error:
         return str(error)
+    if found:
+        return base, found[0] if found[0].step_s < WORTH_OFFLOAD * found[-1].step_s else found[-1]
     return "nothing fits"
 
 
