@@ -33,7 +33,7 @@ def elsewhere(text: str) -> str:
     [
         (parse_cluster, "8xh100", "write COUNTxGPU"),
         (parse_cluster, "2x8xh100", "write COUNTxGPU"),
-        (parse_bytes, "5GB", "is no size; say it like 5GB"),
+        (parse_bytes, "5GB", "is not a size; write it like 5GB"),
         (bpe_size, "bpe:4096", "write bpe:N"),
         (read_prefix, "512x4", "write TOKENS, e.g. 512"),
         (lambda text: read_range(text, "--input"), "100:1024", "write LOW:HIGH"),

@@ -92,7 +92,7 @@ def test_ctrl_c_prints_how_to_continue(lmworks: Run, corpus: Path, tmp_path: Pat
         preexec_fn=default_sigint,
     )
     assert run.returncode == 130, run.stderr
-    assert run.stderr.splitlines()[-1] == "lmworks: interrupted; run the same command again to go on where it was"
+    assert run.stderr.splitlines()[-1] == "lmworks: interrupted; run the same command again to continue"
     assert "Traceback" not in run.stderr
     assert lmworks(*arguments[1:])[0] == 0
 
