@@ -1,4 +1,4 @@
-"""Tries tiles for flash attention on a GPU, beside PyTorch's own kernels, and names the best for `flash_tiles`.
+"""Tries tiles for flash attention on a GPU, beside PyTorch's own kernels, and names the best.
 
     python benchmarks/flash_tune.py [--save] [--seconds 150] [--flex] [--head-dim 64 128] [--group 4]
 

@@ -78,17 +78,15 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
         on_result: ResultCallback = ignore_result,
-        **renamed: Any,
+        told: ResultCallback | None = None,
     ) -> list[Result]:
         """One result per prompt, in order; params are one for all or one each.
 
         A prompt that cannot be served has a result with finish_reason "error" and an error message; the others run.
         `on_result(index, result)` is called for every prompt as soon as its result is complete (with vLLM all at the
-        end), so that an interrupt loses only the rest.
+        end), so that an interrupt loses only the rest. `told` is its earlier name.
         """
-        on_result = renamed.pop("told", on_result)  # its earlier name
-        if renamed:
-            raise TypeError(f"generate() got an unexpected keyword argument {next(iter(renamed))!r}")
+        on_result = told or on_result
         many = as_prompts(prompts)
         request_params = as_params(params, len(many))
         self.check_open()

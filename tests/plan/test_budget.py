@@ -129,7 +129,7 @@ def test_states_of_a_pipeline_repeat(schedule: str, virtual: int, ranks: int, mo
     """A step of many micro-batches has the highest states of a shorter one."""
     orders = [(many * ranks, rank, whole) for many in (5, 9) for rank in range(ranks) for whole in (True, False)]
 
-    def states() -> list[dict[in_flight.Moment, set[Any]]]:
+    def states() -> list[dict[in_flight.PassKind, set[Any]]]:
         found = [in_flight.pass_states.__wrapped__(schedule, ranks, virtual, *order) for order in orders]
         return [{kind: {*map(tuple, table)} for kind, table in each.items()} for each in found]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.plan.pipelines.in_flight import Moment, pass_states
+from lmworks.plan.memory.rank_weights import distinct_rows
+from lmworks.plan.pipelines.in_flight import PassKind, pass_states
 from lmworks.plan.pipelines.schedule import order_of_rank, stages_of
 
 SHAPES = [
@@ -21,12 +22,12 @@ SHAPES = [
 ]
 
 
-def highest(schedule: str, ranks: int, virtual: int, count: int, rank: int, sizes: np.ndarray) -> dict[Moment, float]:
+def highest(schedule: str, ranks: int, virtual: int, count: int, rank: int, sizes: np.ndarray) -> dict[PassKind, float]:
     """The most bytes in each kind of pass: `sizes` of each stage in flight, pending, at work forward and backward."""
     kept, waiting, forward, backward = sizes
     slots = {stage: slot for slot, stage in enumerate(stages_of(schedule, ranks, virtual, rank))}
     in_flight, pending, begun = np.zeros(virtual), np.zeros(virtual), False
-    most: dict[Moment, float] = {}
+    most: dict[PassKind, float] = {}
     for stage, kind, _ in order_of_rank(schedule, rank, ranks, virtual, count):
         slot = slots[stage]
         if kind != "W":
@@ -57,3 +58,12 @@ def test_the_highest_state_of_each_pass_is_among_them(schedule: str, ranks: int,
                 for moment, table in states.items()
             }
             assert found == highest(schedule, ranks, virtual, count, rank, sizes)
+
+
+def test_distinct_rows_of_columns_with_large_numbers() -> None:
+    """As a search on thousands of nodes has them: (max + 1) of all columns multiplied is above 2⁶³."""
+    random = np.random.default_rng(1)
+    columns = [random.choice([1, 2, most], 500) for most in (8, 128, 32, 1, 8, 2**19, 2**20, 31)]
+    rows, where = distinct_rows(columns)
+    assert len(rows) == len(set(map(tuple, rows)))
+    assert [rows[number] for number in where] == np.stack(columns, axis=-1).tolist()

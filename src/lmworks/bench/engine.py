@@ -103,8 +103,8 @@ class TracedRunner:
         began = time.perf_counter()
         launched = self.inner.launch(step)
         record = StepRecord(step.chunks, began, time.perf_counter() - began)
-        pool = self.engine.scheduler.block_manager
-        record.kv_use = pool.num_used_blocks / len(pool.ref_counts)
+        blocks = self.engine.scheduler.block_manager
+        record.kv_use = blocks.num_used_blocks / len(blocks.ref_counts)
         self.trace.steps.append(record)
         return TracedStep(launched, record)
 

@@ -184,7 +184,7 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
     print_table(f"Time of one step on {machine.name}{span}", ["part", "time", "share", "rests on"], rows)
     flops = prediction.flops.model / time.total
     typer.echo(
-        f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}model FLOP/s"
+        f"step {duration(time.total)}, {short(time.tokens_per_s)} tokens/s, {short(flops)}FLOP/s (model)"
         + shares(prediction, job)
     )
     typer.echo(f"nine in ten such predictions lie within {duration(low)} to {duration(high)}")
@@ -192,7 +192,7 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
         typer.echo(f"note: {note}")
     print_busy(machine)
     if machine.tag != "measured":
-        typer.echo(f"{machine.name} is not this machine: see lmworks plan validate for the errors of such predictions")
+        typer.echo(f"{machine.name} was not measured: see lmworks plan validate for the errors of such predictions")
 
 
 def shares(prediction: Prediction, job: RunSpec) -> str:

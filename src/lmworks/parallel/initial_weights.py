@@ -59,7 +59,7 @@ def materialise(
         own = fsdp_shard(parameter, share)
         if master:
             own, low = split(own.float().to(weight_device))
-            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low
+            parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low_bits
         local_rows(parameter).copy_(own)
     for module in part.modules():
         for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts

@@ -32,5 +32,5 @@ class SingleRank:
         pass
 
     def zero_grad(self) -> None:
-        for shard in self.shard_list:  # as zero_grad does, without its search for parameters in every step
+        for shard in self.shard_list:  # as nn.Module.zero_grad does, without its search for parameters in every step
             shard.leaf.grad = None

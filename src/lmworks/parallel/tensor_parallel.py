@@ -239,7 +239,7 @@ class VocabParallelEmbedding(Embedding):
 
 
 class VocabParallelCrossEntropy:
-    """`chunk_loss` of kernels.cross_entropy where the logits are those of this rank's range of the vocabulary.
+    """`chunk_loss` of kernels.training.cross_entropy where the logits are those of this rank's range of the vocabulary.
 
     Logits are the largest tensor of a step, so they are never gathered. With z the logits of one token and r the ranks,
 

@@ -55,7 +55,7 @@ from ..parallel.tensor_parallel import VocabParallelCrossEntropy
 from ..plan import software
 from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
-from ..train import optim as adamw_module
+from ..train import optim
 from ..train import step as training_step
 from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health
@@ -148,7 +148,7 @@ def fake_world(spec: RunSpec, rank: int) -> Iterator[Mesh]:
             patched(ddp, "all_reduce_mean", all_reduce_done_in),
             patched(ddp, "rebuild_buckets", partial(in_warmup_mode, ddp.rebuild_buckets)),
             patched(training_step, "expert_load", lambda _part: 1.0),
-            patched(adamw_module, "adamw", lambda *_slots, **_options: None),  # in place, as the GPU's kernel
+            patched(optim, "adamw", lambda *_states, **_options: None),  # in place, as the GPU's kernel
             patched(_flat_param, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # FSDP1 compares them

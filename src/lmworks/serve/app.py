@@ -135,14 +135,14 @@ def openapi_schema(app: FastAPI) -> dict[str, Any]:
 
 
 def add_model_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/v1/models", responses=error_responses(401, 503))
+    @app.get("/v1/models", name="models", responses=error_responses(401, 503))
     async def list_models(request: Request) -> ModelList:
         """List the models that this key may use."""
         caller = serving.authenticate(request)
         visible = serving.visible(caller)
         return {"object": "list", "data": [model_object(name, *entry) for name, entry in visible.items()]}
 
-    @app.get("/v1/models/{model:path}", responses=error_responses(401, 404, 503))
+    @app.get("/v1/models/{model:path}", name="model", responses=error_responses(401, 404, 503))
     async def retrieve_model(request: Request, model: str) -> ModelObject:
         """Describe one model."""
         caller = serving.authenticate(request)
@@ -166,6 +166,7 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post(
         "/v1/completions",
+        name="completions",
         openapi_extra=request_body(CompletionRequest),
         response_model=Completion,
         responses={200: {"content": streamed}, **error_responses()},
@@ -176,6 +177,7 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post(
         "/v1/chat/completions",
+        name="chat_completions",
         openapi_extra=request_body(ChatRequest),
         response_model=ChatCompletion,
         responses={200: {"content": streamed}, **error_responses()},
@@ -218,6 +220,7 @@ async def handle_request(
 def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
     @app.post(
         "/tokenize",
+        name="encode",
         openapi_extra=request_body(TokenizeRequest),
         response_model=Tokenized,
         responses=error_responses(),
@@ -228,6 +231,7 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
 
     @app.post(
         "/detokenize",
+        name="decode",
         openapi_extra=request_body(DetokenizeRequest),
         response_model=Detokenized,
         responses=error_responses(),
@@ -236,14 +240,14 @@ def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:
         """The text of token ids."""
         return await prompts.detokenize(serving, request)
 
-    @app.get("/tokenizer_info", responses=error_responses(400, 401, 404))
+    @app.get("/tokenizer_info", name="info", responses=error_responses(400, 401, 404))
     async def tokenizer_info(request: Request, model: str | None = None) -> TokenizerInfo:
         """Vocabulary size, special tokens and chat template of a model."""
         return prompts.tokenizer_info(serving, request, model)
 
 
 def add_status_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health", responses={503: {"model": Health, "description": "an engine is down or hung"}})
+    @app.get("/health", name="healthy", responses={503: {"model": Health, "description": "an engine is down or hung"}})
     async def health(request: Request) -> Health:
         """Liveness: whether all engines run and advance."""
         state = health_of(serving, serving.has_valid_key(request))

@@ -113,15 +113,15 @@ class NarrowOptimizer(torch.optim.Optimizer):
                 torch._foreach_add_(steps, 1)
             else:
                 torch._foreach_add_(steps, [1 - found_inf] * len(steps))
-            rule = self.rule(group)
-            adamw([self.slot(leaf) for leaf in leaves], rule, grad_scale=scale, found_inf=found_inf)
+            config = self.config(group)
+            adamw([self.param_state(leaf) for leaf in leaves], config, grad_scale=scale, found_inf=found_inf)
 
-    def rule(self, group: dict[str, Any]) -> AdamWConfig:
+    def config(self, group: dict[str, Any]) -> AdamWConfig:
         optim = self.optim
         stochastic = self.precision.rounding == "stochastic"
         return AdamWConfig(group["lr"], group["weight_decay"], optim.beta1, optim.beta2, optim.eps, stochastic)
 
-    def slot(self, leaf: Tensor) -> ParamState:
+    def param_state(self, leaf: Tensor) -> ParamState:
         state = self.state[leaf]
         assert leaf.grad is not None
         fields = state["step"], self.seeds[leaf], state.get("exp_avg"), state.get("exp_avg_sq"), state.get("low")

@@ -53,7 +53,7 @@ class KVCacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Keys and values of all layers, and fp32 scales for each token and head if quantised."""
+        """Keys and values of all layers, and fp32 scales for each token and head if quantized."""
         a_head = self.head_dim * self.dtype.itemsize + (4 if self.quantized else 0)
         return self.vectors * self.layers * self.kv_heads * self.size * a_head
 

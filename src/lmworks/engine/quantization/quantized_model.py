@@ -4,6 +4,8 @@ Quantized are the linear layers of every block (q, k, v, out, gate, up, down) an
 that are almost alike: with int4 it is int8. Embeddings, norms and biases stay as they are, and so does a head that is
 tied to the embedding. Experts are no linear layers of the network (one tensor holds all experts of a layer): a mixture
 of experts is rejected.
+
+`MetaModel` is a network on the meta device, quantized or not: shapes without memory, for loading and warm-up.
 """
 
 from __future__ import annotations

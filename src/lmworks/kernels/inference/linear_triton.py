@@ -300,6 +300,6 @@ def launch_batch_invariant(x: Tensor, weight: Tensor, bias: Tensor | None, fp32_
 
 def batch_invariant_tile(channels: int, inputs: int, itemsize: int) -> Tile:
     """A function of the weight alone, at least eight steps in each split."""
-    tile = Tile(32, 64, 32, 1, stages=2, warps=4) if itemsize == 4 else Tile(64, 128, 64, 1, stages=4, warps=4)
+    tile = {2: Tile(64, 128, 64, 1, stages=4, warps=4), 4: Tile(32, 64, 32, 1, stages=2, warps=4)}[itemsize]
     tiles = triton.cdiv(channels, tile.channels)
     return replace(tile, split=num_splits(tiles, inputs // tile.inputs, BATCH_INVARIANT_PROGRAMS, min_steps=8))

@@ -162,7 +162,7 @@ def recomputed_layers(ctx: RankContext, stage: Stage, *policy: str) -> int:
 def forward_collectives(
     ctx: RankContext, stage: Stage, kind: str, what: str, group: str, calls: int, size: int, repeated: int
 ) -> Iterator[Collective]:
-    """`calls` in each layer's forward pass, and as many recomputed_layers in `repeated` layers."""
+    """`calls` in each layer's forward pass, and as many again in `repeated` layers, which are recomputed."""
     times = ctx.spec.accumulation
     yield ctx.collective(kind, what, group, times * len(stage.layers) * calls, size, FORWARD)
     yield ctx.collective(kind, f"{what}, again", group, times * repeated * calls, size, BACKWARD)

@@ -27,14 +27,14 @@ from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
-from ..pipelines.in_flight import Moment, pass_states
+from ..pipelines.in_flight import PassKind, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .rank_weights import Place, RankWeights, distinct, distinct_rows, rank_weights
 
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
 IN_BACKWARD = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
-MOMENTS: dict[Moment, str] = {
+MOMENTS: dict[PassKind, str] = {
     ("F", False): LOSS, ("B", False): TOP, ("F", True): IN_BACKWARD[LOSS], ("B", True): IN_BACKWARD[TOP],
 }  # fmt: skip
 
@@ -427,8 +427,8 @@ def highest_states(case: Case, place: Place, *sizes: NDArray[Any]) -> dict[str, 
     found: dict[str, NDArray[Any]] = {}
     candidates = np.split(np.argsort(where, kind="stable"), np.cumsum(np.bincount(where))[:-1])
     for pipeline, mine in zip(rows, candidates, strict=True):
-        stages = pipeline[1]
         for moment, states in pass_states(case.schedule, *pipeline, whole).items():
+            stages = states.shape[1] // 3
             work = forward if moment[0] == "F" else backward
             each = np.concatenate([size[:stages, mine] for size in (kept, waiting, work)])
             best = found.setdefault(MOMENTS[moment], np.zeros((3, slots, count)))

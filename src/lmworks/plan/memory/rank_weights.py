@@ -181,9 +181,10 @@ def distinct(function: Callable[..., Found], *columns: Number) -> Found:
 def distinct_rows(columns: Sequence[Number]) -> tuple[list[list[int]], NDArray[Any]]:
     """Distinct rows of columns of whole numbers, and which of them each row is."""
     table = np.stack([column.ravel() for column in np.broadcast_arrays(*columns)]).astype(np.int64)
-    codes = np.ravel_multi_index(tuple(table), tuple(table.max(axis=1) + 1))  # one number instead of a row
-    _, first, where = np.unique(codes, return_index=True, return_inverse=True)
-    return table[:, first].T.tolist(), where
+    codes = np.zeros(table.shape[1], dtype=np.int64)  # one number instead of a row: sorting rows is slow
+    for column in table:  # codes are numbered anew after each: the product of all columns may be above 2⁶³
+        _, first, codes = np.unique(codes * (column.max() + 1) + column, return_index=True, return_inverse=True)
+    return table[:, first].T.tolist(), codes
 
 
 def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights:

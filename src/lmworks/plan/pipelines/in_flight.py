@@ -17,13 +17,13 @@ from .schedule import order_of_rank, stages_of
 ALL_FORWARD_FIRST = ("gpipe", "looped-bfs")  # schedules that run a stage's backward passes after all its forward passes
 
 # A pass, "F" or "B", and whether the rank has run backward before it, and so has gradients.
-Moment = tuple[str, bool]
+PassKind = tuple[str, bool]
 
 
 @functools.lru_cache(maxsize=2**14)
 def pass_states(
     schedule: str, ranks: int, virtual: int, micro_batches: int, rank: int, whole: bool
-) -> dict[Moment, NDArray[Any]]:
+) -> dict[PassKind, NDArray[Any]]:
     """Distinct states of a pipeline rank in each kind of pass, those that can be the highest: (states, 3 × stages).
 
     Columns by stage: micro-batches in flight, whose activations are kept (without one that runs backward); pending,
@@ -35,7 +35,7 @@ def pass_states(
         return {("F", False): np.array([[1.0, 0.0, 1.0]]), ("B", False): np.array([[0.0, 0.0, 1.0]])}
     place = {stage: slot for slot, stage in enumerate(stages_of(schedule, ranks, virtual, rank))}
     in_flight, pending, before = [0] * virtual, [0] * virtual, ("", -1, False)
-    seen: dict[Moment, dict[tuple[int, ...], None]] = {}
+    seen: dict[PassKind, dict[tuple[int, ...], None]] = {}
     begun = False
     followed = repeating(schedule, ranks, micro_batches)
     for stage, kind, _ in order_of_rank(schedule, rank, ranks, virtual, followed):

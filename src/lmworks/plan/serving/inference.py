@@ -106,7 +106,7 @@ class Deployment:
 
     @functools.cached_property
     def compute(self) -> str:
-        """The number format of products with quantised weights on this hardware."""
+        """The number format of products with quantized weights on this hardware."""
         return compute_format(self.weights, self.gpu)
 
     @property

@@ -1,4 +1,4 @@
-"""A model as an engine serves it: its matrices, how ranks share them, and their bytes in a quantised format.
+"""A model as an engine serves it: its matrices, how ranks share them, and their bytes in a quantized format.
 
 Serving keeps weights and nothing else of training. What a step costs follows from a short list: the matrices that every
 token meets, the experts of which it meets a few, the head, and what attention reads. `ServedModel.of` makes that list
