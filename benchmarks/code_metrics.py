@@ -181,6 +181,21 @@ def walk_prediction() -> Walk:
     return walk
 
 
+def walk_step_time() -> Walk:
+    """The step time alone of the same run, its spec loaded before."""
+    from lmworks.plan.predict import time_of
+    from lmworks.plan.step.uncalibrated import sustained_machine
+    from lmworks.spec import load_run
+
+    specs = [load_run(f"configs/reference/{name}.toml") for name in ("7b-8-h100", "70b-64-h100")]
+    machines = [sustained_machine(spec.cluster.accelerator, "") for spec in specs if spec.cluster.accelerator]
+    assert time_of(specs[0], machines[0]) is not None  # tables are read once
+    walk = Walk()
+    with walk:
+        assert time_of(specs[1], machines[1]) is not None
+    return walk
+
+
 def walk_request() -> Walk:
     """Ten tokens after a prompt of four, from the offline API."""
     from lmworks import LLM, SamplingParams
@@ -197,6 +212,7 @@ def walk_request() -> Walk:
 WALKS: dict[str, Callable[[], Walk]] = {
     "one batch, trained": walk_batch,
     "one 70B step, predicted": walk_prediction,
+    "its step time alone": walk_step_time,
     "one request, answered": walk_request,
 }
 

@@ -141,15 +141,15 @@ def rank_weights(case: Case, place: Place) -> RankWeights:
 
     def one(*numbers: int) -> RankWeights:
         degrees = (*numbers, place.shard, place.edp)
-        if degrees not in known:  # which stages these are, and among how many ranks, many layouts have in common
+        if degrees not in known:  # many degrees give the same stages over as many ranks
             candidate = alike.replace(**dict(zip(DEGREES, numbers, strict=False)))
             stages, grid = rank_stages(candidate, numbers[-1]), candidate.grid
             ranks = grid.size("shard"), grid.size("edp"), candidate.dp_shard > 1, candidate.sharding
             held = ((len(stage.layers), stage.first, stage.last) for stage in stages)
-            alike_in = (candidate.tp, candidate.ep, *ranks, place.shard, place.edp, *held)
-            if alike_in not in known:
-                known[alike_in] = weights_of_one(candidate, stages, place)
-            known[degrees] = known[alike_in]
+            layout = (candidate.tp, candidate.ep, *ranks, place.shard, place.edp, *held)
+            if layout not in known:
+                known[layout] = weights_of_one(candidate, stages, place)
+            known[degrees] = known[layout]
         return known[degrees]
 
     return distinct(one, *(getattr(case, name) for name in DEGREES), place.pp)
