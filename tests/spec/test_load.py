@@ -130,7 +130,7 @@ def test_not_an_override(override: str) -> None:
         ("optimizer=sgd", "unknown key 'optimizer'; did you mean 'optim.optimizer'?"),
         ("every=3", "unknown key 'every'; did you mean 'checkpoint.every' or 'log.every'?"),
         ("batch_size=4", "unknown key 'batch_size'; did you mean 'data.micro_batch' or 'data.global_batch'?"),
-        ("foo=4", "unknown key 'foo'; known: checkpoint, cluster, data,"),
+        ("foo=4", "unknown key 'foo'; known: align, checkpoint, cluster, data,"),
         (".lr=1", "unknown key ''"),
         ("optim.lr.x=1", "optim.lr must be a number"),
         ("optim.lr=", "optim.lr must be a number, got ''"),

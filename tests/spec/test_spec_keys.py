@@ -71,6 +71,14 @@ data.shuffle                        true
 data.document_mask                  false
 data.workers                        0               [0, inf)
 data.verify                         true
+data.kind                           "auto"          auto tokens conversations preferences unpaired prompts
+data.tokenizer                      ""
+data.chat_template                  ""
+data.val_path                       ""
+data.val_fraction                   0.05            [0, 1)
+data.packing                        true
+data.bad_examples                   "refuse"        refuse skip
+data.overlong                       "refuse"        refuse skip truncate
 optim.optimizer                     "adamw"         adamw sgd
 optim.steps                         1000            [1, inf)
 optim.lr                            0.0003          (0, 10]
@@ -146,6 +154,21 @@ health.stats_every                  0               [0, inf)
 watch.timeout_s                     1800.0          (0, inf)
 watch.straggler                     1.5             (1, inf)
 watch.straggler_steps               20              [1, inf)
+align.method                        ""              sft reward dpo ipo kto orpo simpo
+align.reference                     ""
+align.beta                          -1.0            [-1, inf)
+align.label_smoothing               0.0             [0, 0.5)
+align.simpo_margin                  1.0             [0, inf)
+align.desirable_weight              1.0             [0, inf)
+align.undesirable_weight            1.0             [0, inf)
+align.sft_weight                    0.0             [0, inf)
+align.reward_center                 0.0             [0, inf)
+lora.rank                           0               [0, inf)
+lora.alpha                          0.0             [0, inf)
+lora.targets                        []
+lora.rslora                         false
+lora.dora                           false
+lora.base                           ""              int8 nf4
 log.every                           10              [1, inf)
 log.eval_every                      100             [0, inf)
 log.eval_batches                    16              [0, inf)

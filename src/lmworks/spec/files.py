@@ -83,9 +83,12 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     def absolute(path: str) -> str:
         return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
 
-    mix = {absolute(path): weight for path, weight in spec.data.mix.items()}
+    data = spec.data
+    mix = {absolute(path): weight for path, weight in data.mix.items()}
+    files = {name: absolute(getattr(data, name)) for name in ("path", "tokenizer", "chat_template", "val_path")}
     return spec.replace(
-        data=spec.data.replace(path=absolute(spec.data.path), mix=mix),
+        data=data.replace(mix=mix, **files),
+        align=spec.align.replace(reference=absolute(spec.align.reference)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
         cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .align import DATA_KINDS, AlignSpec, LoraSpec, check_align
 from .errors import SpecError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
 from .hardware import Cluster
@@ -40,6 +41,18 @@ class DataSpec(Section):
     document_mask: bool = opt(False, "attention stays inside a document; a target in the next document is not counted")
     workers: int = opt(0, "processes that read ahead (0: read in the training process)", ge=0)
     verify: bool = opt(True, "compare the shards with their checksums before training")
+    kind: str = opt(
+        "auto", "what data.path holds (auto: what align.method needs, else tokens)", choices=("auto", *DATA_KINDS)
+    )
+    tokenizer: str = opt("", "post-training: folder of the tokenizer (empty: that of checkpoint.init)")
+    chat_template: str = opt("", "post-training: a Jinja file (empty: the template of the tokenizer's folder)")
+    val_path: str = opt("", "post-training: held-out examples (empty: a share of data.path)")
+    val_fraction: float = opt(0.05, "post-training: share of the examples that is held out", ge=0, lt=1)
+    packing: bool = opt(True, "post-training: several examples in a row of data.seq tokens, each attending to itself")
+    bad_examples: str = opt("refuse", "what follows an example that cannot be used", choices=("refuse", "skip"))
+    overlong: str = opt(
+        "refuse", "what follows an example longer than data.seq", choices=("refuse", "skip", "truncate")
+    )
 
     def check(self) -> None:
         for name, weight in self.mix.items():
@@ -210,6 +223,8 @@ class RunSpec(Section):
     fault: FaultSpec = opt(FaultSpec, "what happens when a process ends")
     health: HealthSpec = opt(HealthSpec, "what is watched in the numbers")
     watch: WatchSpec = opt(WatchSpec, "hangs and slow ranks")
+    align: AlignSpec = opt(AlignSpec, "the post-training method")
+    lora: LoraSpec = opt(LoraSpec, "low-rank adapters")
     log: LogSpec = opt(LogSpec, "what is recorded")
     cluster: Cluster = opt(Cluster, "the machines")
 
@@ -232,6 +247,7 @@ class RunSpec(Section):
                 f"data.global_batch = {data.global_batch} is not divisible by data.micro_batch × data-parallel ranks = "
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
+        check_align(self)
         check_layout(self)
         check_precision(self)
         check_health(self)
