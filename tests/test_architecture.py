@@ -25,7 +25,6 @@ FLOORS = [
     {
         "bench",
         "prove",
-        "align",
         "tune",
         "scaling",
         "evals",
@@ -33,7 +32,7 @@ FLOORS = [
         "loading",
         "weight_prefetch",
     },  # the last two: files
-    {"llm"},
+    {"llm", "align"},
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
