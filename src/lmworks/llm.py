@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from .data import Tokenizer
+from .data.chat_template import Chat
 from .data.tokenizer import FileTokenizer
-from .engine.chat_template import Chat
 from .engine.core.engine import Engine
 from .engine.core.request import OutputDelta, Result, ResultCallback, ignore_result
 from .engine.core.sampling_params import SamplingParams, index

@@ -15,7 +15,7 @@ import pytest
 from lmworks import LLM, SamplingParams
 from lmworks.cli.chat import ChatSession
 from lmworks.cli.main import main
-from lmworks.engine.chat_template import plain
+from lmworks.data.chat_template import plain
 from lmworks.spec import SpecError
 from tiny import make_spec, train
 
@@ -105,7 +105,7 @@ def test_a_message_that_the_template_refuses_ends_no_talk(
             raise SpecError("the chat template of this model refuses these messages: no")
         return plain(messages)
 
-    monkeypatch.setattr("lmworks.engine.chat_template.plain", picky)
+    monkeypatch.setattr("lmworks.data.chat_template.plain", picky)
     talked, prompts = talk(llm, ["bad", "def"], monkeypatch)
     assert "refuses these messages: no" in capsys.readouterr().err
     assert prompts == ["User: def\nAssistant:"] and len(talked.messages) == 2

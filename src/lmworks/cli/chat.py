@@ -25,7 +25,7 @@ from .generate import (
 )
 
 if TYPE_CHECKING:
-    from ..engine.chat_template import Chat, Message
+    from ..data.chat_template import Chat, Message
     from ..engine.core.sampling_params import SamplingParams
     from ..llm import LLM
 

@@ -167,7 +167,7 @@ def parse_sources(given: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
 
 def read_templates(given: list[str], names: dict[str, str]) -> dict[str, str]:
     """Chat templates by model name, compiled once so that errors are reported at startup."""
-    from ..engine.chat_template import compile_template
+    from ..data.chat_template import compile_template
 
     found: dict[str, str] = {}
     for one in given:

@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from ..data.chat_template import Chat, EncodeSpecial, with_special_tokens
 from ..data.tokenizer import FileTokenizer, Tokenizer
-from ..engine.chat_template import Chat, EncodeSpecial, with_special_tokens
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError, SpecError

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..data.chat_template import Message as TemplateMessage
+from ..data.chat_template import find_template, read_config, token_text
 from ..data.tokenizer import ByteTokenizer
-from ..engine.chat_template import Message as TemplateMessage
-from ..engine.chat_template import find_template, read_config, token_text
 from . import sse
 from .body import read_body
 from .limits import APIError

@@ -14,7 +14,7 @@ import httpx
 from prometheus_client import Metric
 from starlette.requests import Request
 
-from ..engine.chat_template import Chat
+from ..data.chat_template import Chat
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import SpecError
 from ..spec.errors import did_you_mean

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from ..engine.chat_template import Chat
+from ..data.chat_template import Chat
 from .backend import PromptTokenizer
 from .channel import ENDED, SocketChannel, encode_frame, pack_tokenizer, read_frame, spawn, unpack_tokenizer
 from .limits import RETRY_S, APIError, rate_limit_error

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from lmworks.data import load_tokenizer
+from lmworks.data.chat_template import Chat, Message, plain
 from lmworks.data.tokenizer import ByteTokenizer
-from lmworks.engine.chat_template import Chat, Message, plain
 from lmworks.spec import SpecError
 
 transformers = pytest.importorskip("transformers")

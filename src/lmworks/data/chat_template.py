@@ -9,9 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..data import Tokenizer
-from ..data.tokenizer import END_OF_TEXT, FileTokenizer
 from ..spec import SpecError
+from .tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 Message = Mapping[str, Any]  # role: system, user or assistant; content; other keys of a template: tool_calls …
 Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's format
