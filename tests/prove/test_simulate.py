@@ -41,7 +41,7 @@ def make_run(parallel: dict[str, Any], **sections: dict[str, Any]) -> RunSpec:
 class Real(FakeTrainer):
     """The same step with numbers: what the trainer reads, it reads."""
 
-    count_tokens = Trainer.count_tokens
+    count = Trainer.count
     reduce_scalars = Trainer.reduce_scalars
     read = Trainer.read
     memory: Any = SimpleNamespace(read=lambda: 0)

@@ -24,6 +24,7 @@ from ..kernels.scores import soft_cap
 from ..kernels.swiglu import swiglu
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.gelu import gelu
+from ..kernels.training.token_logprobs import TokenLogprobs, linear_logprobs
 from ..spec import ModelSpec, components
 from . import rope
 from .activation_checkpointing import checkpointed
@@ -207,6 +208,7 @@ class GPT(nn.Module):
         self.spec, self.first, self.last = spec, first, last
         # (hidden, head weight, targets) → sum of the loss
         self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
+        self.token_logprobs: Callable[..., TokenLogprobs] = linear_logprobs  # (hidden, head weight, targets)
         self.chunked_loss = True  # False: the loss is computed from all logits, as a quantized head gives them
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
@@ -233,7 +235,10 @@ class GPT(nn.Module):
         reduction: Literal["mean", "sum"] = "mean",
         keep_logits: bool = True,  # False: the loss is computed in chunks and the logits are never held
         only_last: bool = False,  # logits of the last position alone, (batch, 1, vocab): all that generation needs
-    ) -> Tensor | tuple[Tensor | None, Tensor]:
+        logprobs: bool = False,  # of every target instead of the loss
+        temperature: float = 1.0,  # of these log-probabilities
+        with_entropy: bool = False,  # entropies beside them
+    ) -> Tensor | tuple[Tensor | None, Tensor] | TokenLogprobs:
         if positions is None:
             positions = default_positions(tokens, documents)
         if attend is None:
@@ -244,6 +249,10 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
+        if logprobs:
+            options = {"temperature": temperature, "softcap": self.spec.final_softcap, "with_entropy": with_entropy}
+            found = self.token_logprobs(x.flatten(0, 1), self.head_weight, targets.flatten(), **options)
+            return TokenLogprobs(*(rows.view_as(targets) for rows in found))
         if keep_logits or not self.chunked_loss:
             logits = soft_cap(self.project(x, self.head_weight), self.spec.final_softcap)
             flat = logits.flatten(0, 1).float()

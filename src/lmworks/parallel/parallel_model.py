@@ -8,6 +8,7 @@ tokens of the global batch, so gradients are sums too, under every layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,10 @@ from .tensor_parallel import local_heads
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline  # PyTorch's pipelining takes a second to import
+
+
+LossOf = Callable[[Callable[..., Any], Batch], Tensor]
+"""(forward, batch) → the loss of a micro-batch, a sum. `forward(batch, **options)` is `ParallelModel.forward`."""
 
 
 class ParallelModel:
@@ -61,14 +66,19 @@ class ParallelModel:
 
     # --- a step -----------------------------------------------------------------------------------------
 
-    def forward_backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
+    def forward_backward(
+        self, batches: Sequence[Batch], scale: float, loss_of: LossOf | None = None, balance_scale: float | None = None
+    ) -> Tensor:
         """Run a step's micro-batches; gradients of scale · loss. Returns this rank's own share of the loss sum.
 
         Shares add up over the world: only the last stage has a loss, and tensor-parallel ranks have it in common.
+        `loss_of` replaces next-token prediction; `balance_scale` is the factor of the balance loss of experts, which
+        is a sum over tokens, where it is not that of the loss.
         """
-        factor = scale * next(iter(self.strategies.values())).loss_factor
+        loss_factor = next(iter(self.strategies.values())).loss_factor
+        factor = scale * loss_factor
         for part in self.parts.values():
-            set_balance_scale(part, factor)
+            set_balance_scale(part, factor if balance_scale is None else balance_scale * loss_factor)
         if self.pipeline is not None:
             phase.enter("forward")  # and backward: stages alternate
             return self.pipeline.train([self.inputs(batch) for batch in batches], factor) / self.size("tp")
@@ -77,11 +87,15 @@ class ParallelModel:
         for index, batch in enumerate(batches):
             with strategy.micro_batch(last=index == len(batches) - 1):
                 phase.enter("forward")
-                _, loss = strategy(**self.inputs(batch))
+                loss = (loss_of or next_token_loss)(self.forward, batch)
                 phase.enter("backward")
                 (loss * factor).backward()
             loss_sum += loss.detach()
         return loss_sum / self.size("tp")
+
+    def forward(self, batch: Batch, **options: Any) -> Any:
+        """The forward pass over this rank's share of a micro-batch; `options` of GPT.forward."""
+        return self.strategies[0](**self.inputs(batch), **options)
 
     def finish(self) -> None:
         """After the last backward pass: every gradient is the sum over all that contributed to it."""
@@ -169,8 +183,14 @@ class ParallelModel:
     # --- evaluation -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, count: int, batch_at: Callable[[int], Batch]) -> tuple[float, int]:
-        """Loss sum and counted tokens of micro-batches 0 … count − 1, over all ranks.
+    def evaluate(
+        self,
+        count: int,
+        batch_at: Callable[[int], Batch],
+        loss_of: LossOf | None = None,
+        units_of: Callable[[Batch], int] = Batch.count,
+    ) -> tuple[float, int]:
+        """Loss sum and its units (counted tokens) of micro-batches 0 … count − 1, over all ranks.
 
         Each data-parallel rank takes every dp-th; one that is left without a batch takes part in the collectives
         with a batch of which nothing counts.
@@ -181,25 +201,32 @@ class ParallelModel:
         rounds = range(0, count, ranks)
         depth = self.size("pp")  # micro-batches at once: enough to keep every stage of a pipeline busy
         for some in (rounds[i : i + depth] for i in range(0, len(rounds), depth)):
-            inputs = [
-                self.inputs(batch_at(first + mine) if first + mine < count else with_ignored_targets(batch_at(first)))
+            batches = [
+                batch_at(first + mine) if first + mine < count else with_ignored_targets(batch_at(first))
                 for first in some
             ]
             if self.pipeline is not None:
-                loss = self.pipeline.evaluate(inputs)
+                loss = self.pipeline.evaluate([self.inputs(batch) for batch in batches])
             else:
-                _, loss = self.strategies[0](**inputs[0])
+                loss = (loss_of or next_token_loss)(self.forward, batches[0])
             total[0] += loss.double().sum() / self.size("tp")
-            if self.mesh is None or (self.mesh.rank("pp") == 0 and self.mesh.rank("tp") == 0):
-                total[1] += sum((one["targets"] != IGNORE).sum() for one in inputs)
+            if self.mesh is None or all(self.mesh.rank(axis) == 0 for axis in ("pp", "tp", "cp")):
+                total[1] += sum(units_of(batch) for batch in batches)
         if self.mesh is not None:
             dist.all_reduce(total)
         loss_sum, tokens = total.tolist()
         return loss_sum, int(tokens)
 
 
+def next_token_loss(forward: Callable[..., Any], batch: Batch) -> Tensor:
+    """The sum of −log p over the targets that count."""
+    loss: Tensor
+    _, loss = forward(batch)
+    return loss
+
+
 def with_ignored_targets(batch: Batch) -> Batch:
-    return Batch(batch.tokens, torch.full_like(batch.targets, IGNORE), batch.documents)
+    return replace(batch, targets=torch.full_like(batch.targets, IGNORE), counted=0)
 
 
 def sum_gradients(shards: list[Shard], group: dist.ProcessGroup) -> None:

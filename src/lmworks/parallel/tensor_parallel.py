@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.training.token_logprobs import VocabShard, linear_logprobs
 from ..model.gpt import GPT, Block, Embedding, Linear
 from ..model.moe import MoE
 from ..spec import ModelSpec, ParallelSpec, SpecError, components
@@ -207,6 +208,7 @@ class TensorParallelizer:
             part.norm.register_forward_hook(on_output(self.region.enter_in_autocast_dtype))
             part.register_forward_pre_hook(check_keep_logits, with_kwargs=True)
             part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
+            part.token_logprobs = partial(linear_logprobs, shard=vocab_shard(part.head_weight, self.mesh))
 
 
 def on_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -284,6 +286,12 @@ class VocabParallelCrossEntropy:
         everyones = collectives.all_gather(own.unsqueeze(0), 0, self.group)  # (tp, 2, rows)
         normaliser, wanted = everyones[:, 0].logsumexp(dim=0), everyones[:, 1].sum(dim=0)
         return ((normaliser - wanted) * counted).sum(), normaliser
+
+
+def vocab_shard(head: Tensor, mesh: Mesh) -> VocabShard:
+    """This rank's range of the vocabulary, for log-probabilities of tokens."""
+    group = mesh.group("tp")
+    return VocabShard(mesh.rank("tp") * head.shape[0], lambda own: collectives.all_gather(own.unsqueeze(0), 0, group))
 
 
 def vocab_rows(tokens: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:

@@ -57,9 +57,10 @@ from ..plan.pipelines.stages import Stage
 from ..spec import Grid, RunSpec, SpecError
 from ..train import optim
 from ..train import step as training_step
-from ..train.async_step import PassLauncher
+from ..train.async_step import Counts, PassLauncher
 from ..train.health.bad_step import Health
 from ..train.health.bad_step_recovery import PassResult
+from ..train.objective import Objective
 from ..train.optim import make_optimizer
 from ..train.step_scalars import ScalarReader, UpdateGate
 from ..train.trainer import Trainer
@@ -200,7 +201,7 @@ class FakeTrainer(Trainer):
         self.parallel_model = parallelize(spec, mesh, CPU, weights, stages)
         self.optimizer = make_optimizer(self.parallel_model.shards, spec.optim, spec.precision, spec.seed)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
-        self.health, self.reader = Health(spec.health), ScalarReader(CPU)
+        self.health, self.reader, self.objective = Health(spec.health), ScalarReader(CPU), Objective()
         self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
 
     def take_step(self) -> None:
@@ -210,11 +211,11 @@ class FakeTrainer(Trainer):
         documents = [zeros() if data.document_mask else None for _ in range(self.spec.accumulation)]
         self.train_step([Batch(zeros(), zeros(), document) for document in documents])
 
-    def count_tokens(self, batches: Sequence[Batch]) -> int:
+    def count(self, batches: Sequence[Batch]) -> Counts:
         if self.spec.data.document_mask:
             assert self.mesh is not None
-            dist.all_reduce(torch.zeros((), dtype=torch.int64), group=self.mesh.group("dp"))
-        return self.spec.tokens_per_step
+            dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=self.mesh.group("dp"))
+        return Counts(self.spec.tokens_per_step, self.spec.tokens_per_step)
 
     def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
         """The same message."""

@@ -28,11 +28,19 @@ from .rng import set_rng_state
 
 
 @dataclass(frozen=True)
+class Counts:
+    """Of a global batch."""
+
+    units: int  # of the loss: what its sum is divided by
+    tokens: int  # targets that count
+
+
+@dataclass(frozen=True)
 class LaunchedPasses:
     """Forward and backward passes of a step whose update is not launched yet."""
 
     batches: Sequence[Batch]
-    tokens: int  # of the global batch that count
+    counts: Counts
     sums: Tensor  # loss sum, squared gradient norm, and the scalars of every rank
     rng_before: dict[str, Tensor] | None  # with health.rerun
     stats: BlockStats | None  # of a step of health.stats_every

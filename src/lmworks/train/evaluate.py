@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..data import Batch, Batches
 from ..kernels.training.cross_entropy import IGNORE
 from ..model import GPT
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
+from .objective import Objective
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    loss: float  # nats per token
-    tokens: int
+    loss: float  # a mean over the objective's units: nats per token
+    tokens: int  # those units
+    metrics: dict[str, float] = field(default_factory=dict)  # of the objective, where it has any
 
 
 def held_out(spec: RunSpec) -> Batches:
@@ -23,13 +25,20 @@ def held_out(spec: RunSpec) -> Batches:
     return Batches(data, seed=spec.seed, split="val", shuffle=False)
 
 
-def evaluate(model: GPT | ParallelModel, batches: Batches, spec: RunSpec, limit: int = 0) -> Evaluation:
+def evaluate(
+    model: GPT | ParallelModel, batches: Batches, spec: RunSpec, limit: int = 0, objective: Objective | None = None
+) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)
     passes = -(-batches.windows // spec.data.micro_batch)
     count = min(limit, passes) if limit else passes
-    loss, tokens = parallel_model.evaluate(count, lambda index: micro_batch(batches, index, spec.data.micro_batch))
-    return Evaluation(loss / max(1, tokens), tokens)
+    objective = objective or Objective()
+    objective.reset_metrics()
+    loss, units = parallel_model.evaluate(
+        count, lambda index: micro_batch(batches, index, spec.data.micro_batch), objective.loss, objective.units
+    )
+    group = None if parallel_model.mesh is None else parallel_model.mesh.group("dp")
+    return Evaluation(loss / max(1, units), units, objective.metrics(group))
 
 
 def micro_batch(batches: Batches, index: int, rows: int) -> Batch:

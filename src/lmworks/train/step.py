@@ -26,11 +26,12 @@ from ..parallel.parallel_model import ParallelModel
 from ..parallel.precision import LossScale
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import RunSpec
-from .async_step import LaunchedPasses, PassLauncher, recompute_gradients
+from .async_step import Counts, LaunchedPasses, PassLauncher, recompute_gradients
 from .device import PeakMemory
 from .health.bad_step import Health
 from .health.bad_step_recovery import BadStepRecovery, PassResult
 from .health.stats import BlockStats
+from .objective import Objective
 from .optim import learning_rate
 from .rng import rng_state
 from .signals import StopSignals
@@ -56,6 +57,7 @@ class Stepper:
     launcher: PassLauncher
     recovery: BadStepRecovery
     recorder: EventRecorder
+    objective: Objective
     batches: Batches
     memory: PeakMemory
     stop: StopSignals
@@ -82,10 +84,10 @@ class Stepper:
         """One optimizer step over the micro-batches of a global batch; the passes of `next_batches` stay pending."""
         began = time.perf_counter()
         if self.engine is not None:
-            return self.engine_step(self.engine, batches, self.count_tokens(batches), began)
+            return self.engine_step(self.engine, batches, self.count(batches).tokens, began)
         launched = self.launcher.take(batches)
         passes_launched = time.perf_counter()
-        gate = self.gate(launched.sums, launched.tokens)
+        gate = self.gate(launched.sums, launched.counts)
         early = launched.stats is None  # statistics need the weights from before the update, of a step that is taken
         if early:
             self.optimize(gate.grad_divisor, gate.skip)
@@ -104,7 +106,8 @@ class Stepper:
         lr = self.learning_rate()  # a recovery may have lowered it
         self.settle(result, launched.stats, updated)
         launch_s, data_s = update_launched - passes_launched, data_read - update_launched
-        values = {"loss": result.loss, "lr": lr, "grad_norm": result.norm, "tokens": launched.tokens, "data_s": data_s}
+        tokens = launched.counts.tokens
+        values = {"loss": result.loss, "lr": lr, "grad_norm": result.norm, "tokens": tokens, "data_s": data_s}
         values |= {"memory_bytes": result.memory}
         values["forward_backward_s"] = computed - began - launch_s - data_s
         values["optimizer_s"] = time.perf_counter() - computed + launch_s
@@ -114,7 +117,7 @@ class Stepper:
             values["step_skew"] = self.watchdog.skew.largest
         if self.spec.model.experts:  # the busiest expert's tokens over the mean, of this rank's layers
             values["expert_load"] = max(expert_load(part) for part in self.parallel_model.parts.values())
-        return values
+        return values | self.objective.metrics(None if self.mesh is None else self.mesh.group("dp"))
 
     def next_batches(self) -> Sequence[Batch] | None:
         """The batches of the next step, if its passes may be launched before this step's scalars are read."""
@@ -124,26 +127,30 @@ class Stepper:
         """Host work while the device computes; the trainer reads the next batch."""
 
     def launch_passes(self, batches: Sequence[Batch]) -> LaunchedPasses:
-        # The loss is a mean over the tokens of the global batch, so every micro-batch on every rank is divided by that
-        # count, not by its own: uneven micro-batches are weighted by their tokens.
-        tokens = self.count_tokens(batches)
+        # The loss is a mean over the units (tokens) of the global batch, so every micro-batch on every rank is divided
+        # by that count, not by its own: uneven micro-batches are weighted by their units.
+        counts = self.count(batches)
         rng_before = rng_state() if self.spec.health.rerun else None
         every = self.spec.health.stats_every
         stats = BlockStats(self.parallel_model) if every and (self.step + 1) % every == 0 else None
         with stats or nullcontext():
-            return LaunchedPasses(batches, tokens, self.forward_backward(batches, tokens), rng_before, stats)
+            return LaunchedPasses(batches, counts, self.forward_backward(batches, counts), rng_before, stats)
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], counts: Counts) -> Tensor:
         """Forward and backward of all micro-batches; returns the scalars of the step, summed over ranks."""
-        loss_sum = self.parallel_model.forward_backward(batches, self.loss_scale.scale / max(1, tokens))
+        self.objective.reset_metrics()
+        scale = self.loss_scale.scale
+        loss_sum = self.parallel_model.forward_backward(
+            batches, scale / max(1, counts.units), self.objective.loss, scale / max(1, counts.tokens)
+        )
         phase.enter("reduce")
         self.parallel_model.finish()
         return self.reduce_scalars(loss_sum, squared_norm(self.parallel_model.shards, self.parallel_model.replicas))
 
-    def gate(self, sums: Tensor, tokens: int) -> UpdateGate:
+    def gate(self, sums: Tensor, counts: Counts) -> UpdateGate:
         """Compare with health's limits on the device, and start to copy the scalars to the host."""
         clip, weight_device = self.spec.optim.clip, self.parallel_model.shards[0].leaf.device
-        gate, scalars = make_gate(sums, tokens, self.loss_scale.scale, clip, self.health.limits(), weight_device)
+        gate, scalars = make_gate(sums, counts.units, self.loss_scale.scale, clip, self.health.limits(), weight_device)
         self.reader.start(torch.cat([scalars, sums[2:]]))
         return gate
 
@@ -157,7 +164,7 @@ class Stepper:
         """The device has skipped the update: the result to make it with after all, or StepRejected, or an error."""
 
         def rerun() -> PassResult:
-            return self.read(self.gate(self.forward_backward(launched.batches, launched.tokens), launched.tokens))
+            return self.read(self.gate(self.forward_backward(launched.batches, launched.counts), launched.counts))
 
         if self.launcher.pending is not None:
             self.launcher.discard()
@@ -234,16 +241,18 @@ class Stepper:
         values |= {"forward_backward_s": computed - began, "optimizer_s": time.perf_counter() - computed}
         return values | ({"loss_scale": scale} if self.loss_scale.enabled else {})
 
-    def count_tokens(self, batches: Sequence[Batch]) -> int:
-        """Targets of the global batch that count; only document masks exclude any."""
-        if not self.spec.data.document_mask:
-            return self.spec.tokens_per_step
-        counted = sum(batch.count() for batch in batches)
-        if self.mesh is None:
-            return counted
-        total = torch.tensor(counted)  # on the CPU, where it is known: no GPU synchronisation
-        dist.all_reduce(total, group=self.mesh.group("dp"))
-        return int(total)
+    def count(self, batches: Sequence[Batch]) -> Counts:
+        """Of the global batch: targets that count, which only masks reduce, and units of the loss."""
+        spec = self.spec
+        if spec.data.kind == "tokens" and not spec.data.document_mask:
+            return Counts(spec.tokens_per_step, spec.tokens_per_step)
+        counters = [Batch.count] if self.objective.unit == "token" else [Batch.count, self.objective.units]
+        counted = [sum(map(counter, batches)) for counter in counters]
+        if self.mesh is not None:
+            totals = torch.tensor(counted)  # on the CPU, where they are known: no GPU synchronisation
+            dist.all_reduce(totals, group=self.mesh.group("dp"))
+            counted = totals.tolist()
+        return Counts(tokens=counted[0], units=counted[-1])
 
     def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
         """All-reduce loss and squared norm together with the scalars of every rank; fp64.

@@ -47,6 +47,7 @@ from .health.bad_step import Health, StepRejected
 from .health.bad_step_recovery import BadStepRecovery, rewind
 from .health.nonfinite import check_state
 from .health.replicas import check_replicas
+from .objective import Objective
 from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
 from .prefetcher import Prefetcher
@@ -129,10 +130,8 @@ class Trainer(Stepper):
         run_on_all_ranks(lambda: check_requirements(spec, self.device, force))
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
         self.weights = run_on_all_ranks(lambda: source_of(spec))
-        run_on_rank_zero(self.open_data)  # the embedded corpus is created on first use, by one rank
-        rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
-        self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
-        self.held_out = run_on_all_ranks(lambda: held_out(spec))
+        self.open_data()
+        self.objective = self.make_objective()
         run_on_all_ranks(lambda: check_vocabulary(spec, self.batches.vocab_size))
         self.step = self.cursor = 0
         self.skipped_batches = SkippedBatches({})
@@ -140,8 +139,21 @@ class Trainer(Stepper):
         self.peak_flops = gpu.peak_flops(spec.precision.dtype) if gpu else None
 
     def open_data(self) -> None:
+        """`batches` of this rank, and `held_out`."""
+        spec = self.spec
+        run_on_rank_zero(self.prepare_data)
+        rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
+        self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
+        self.held_out = run_on_all_ranks(lambda: held_out(spec))
+
+    def prepare_data(self) -> None:
+        """The embedded corpus is created on first use, by one rank."""
         with nullcontext(silent) if self.quiet else console_progress() as progress:
             Batches(self.spec.data.replace(verify=False), seed=self.spec.seed, progress=progress)
+
+    def make_objective(self) -> Objective:
+        """What a step minimises: next-token prediction."""
+        return Objective()
 
     def build(self) -> None:
         """Model, optimizer and loss scale."""
@@ -198,7 +210,7 @@ class Trainer(Stepper):
             if self.step == self.spec.optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
-                return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
+                return self.measure_held_out()
             if attempt and not self.step and not self.quiet:
                 print("no checkpoint yet: starting at step 0", flush=True)
             self.event("resume" if attempt else "start", attempt=attempt, **layout_fields(self.spec))
@@ -283,6 +295,7 @@ class Trainer(Stepper):
             if last or (spec.log.eval_every and self.step % spec.log.eval_every == 0):
                 evaluation = self.evaluate()
                 values["val_loss"] = evaluation.loss
+                values |= {f"val_{name}": value for name, value in evaluation.metrics.items()}
             self.report(values)
             save_s = 0.0
             if save_due:
@@ -308,7 +321,7 @@ class Trainer(Stepper):
     @property
     def is_async(self) -> bool:
         """Whether passes are launched before the step before them is settled; no gain on a CPU."""
-        return self.device.type == "cuda" and supports_async_step(self.spec)
+        return self.device.type == "cuda" and self.objective.supports_async and supports_async_step(self.spec)
 
     def next_batches(self) -> Sequence[Batch] | None:
         if self.prefetcher is None or not self.is_async:
@@ -338,10 +351,13 @@ class Trainer(Stepper):
     def evaluate(self) -> Evaluation:
         phase.enter("evaluate")
         began = time.perf_counter()
-        result = evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches)
+        result = self.measure_held_out()
         seconds = round(time.perf_counter() - began, 4)
         self.event("eval", val_loss=result.loss, tokens=result.tokens, seconds=seconds)
         return result
+
+    def measure_held_out(self) -> Evaluation:
+        return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches, self.objective)
 
     def report(self, values: dict[str, Any]) -> None:
         """Write one line of metrics.jsonl, with throughput and MFU."""

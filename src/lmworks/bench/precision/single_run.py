@@ -147,7 +147,7 @@ def compare_gradients(trainer: Trainer) -> tuple[dict[str, list[float]], dict[st
     """Gradients of the next batch in the run's precision against fp32, by part of the model; for an fp32 run, the
     rounding errors of its tensors in other formats."""
     batches, before = trainer.batches.at(trainer.cursor), trainer.batches.at(trainer.cursor - 1)
-    tokens = max(1, trainer.count_tokens(batches))
+    tokens = max(1, trainer.count(batches).tokens)
     reference = in_fp32(trainer)
     if trainer.spec.precision == reference.spec.precision:
         census = RoundingStats()

@@ -51,16 +51,19 @@ def loss_in_place(logits: Tensor, targets: Tensor, with_grad: bool, vocab: int) 
     return losses.sum()
 
 
-def row_sums(logits: Tensor, targets: Tensor) -> Tensor:
-    """(2, rows): log Σ exp of each row, and the logit of its target, 0 where that is −1."""
+def row_sums(logits: Tensor, targets: Tensor, vocab: int | None = None) -> Tensor:
+    """(2, rows): log Σ exp of each row, and the logit of its target, 0 where that is −1.
+
+    Columns after the first `vocab` are padding.
+    """
     found = torch.empty(2, logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch(sums_kernel, logits, targets.contiguous(), found[0], found[1], vocab=logits.shape[1])
+    launch(sums_kernel, logits, targets.contiguous(), found[0], found[1], vocab=vocab or logits.shape[1])
     return found
 
 
-def gradient_in_place(logits: Tensor, targets: Tensor, log_sums: Tensor) -> None:
+def gradient_in_place(logits: Tensor, targets: Tensor, log_sums: Tensor, vocab: int | None = None) -> None:
     """exp(logits − log_sums) − [target]; a target of −1 is none, and a log_sum of ∞ makes a row zero."""
-    launch(gradient_kernel, logits, targets.contiguous(), log_sums.contiguous(), vocab=logits.shape[1])
+    launch(gradient_kernel, logits, targets.contiguous(), log_sums.contiguous(), vocab=vocab or logits.shape[1])
 
 
 def scale_into(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
