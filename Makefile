@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not browser and not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile, or put a server under load (installs the extra `lm-eval`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval]"
@@ -48,6 +48,23 @@ $(VENV)-deepspeed/.ready: pyproject.toml constraints.txt
 test-deepspeed: $(VENV)-deepspeed/.ready  ## ZeRO through DeepSpeed on two CPU ranks, in an environment of its own
 	DS_ACCELERATOR=cpu $(VENV)-deepspeed/bin/python -m pytest -m deepspeed tests/parallel/test_deepspeed.py tests/bench/test_data_parallel_study.py
 
+# TRL is the reference of the losses; its last release with PPO is an older one, so there are two environments.
+$(VENV)-trl/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV)-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest "trl==1.16.0" "peft==0.21.2" transformers -e .
+	@touch $@
+
+$(VENV)-trl-ppo/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-trl-ppo
+	$(VENV)-trl-ppo/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV)-trl-ppo/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest "trl==1.12.0" transformers -e .
+	@touch $@
+
+test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of post-training against TRL's trainers, in environments of their own
+	$(VENV)-trl/bin/python -m pytest -m trl tests/align --ignore tests/align/test_trl_ppo.py
+	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
+
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check --no-cache .  # a cached answer outlives the file that made it wrong
 	$(BIN)/ruff format --check .
@@ -60,4 +77,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-deepspeed .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo .pytest_cache .mypy_cache .ruff_cache

@@ -43,7 +43,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-MARKS = "not slow and not gpu and not browser and not deepspeed and not ray"
+MARKS = "not slow and not gpu and not browser and not deepspeed and not ray and not trl"
 COVERAGE_FILE, COVERED_ROOM = "MUTATION_COVERAGE_FILE", "MUTATION_COVERED_ROOM"
 COLLECTION = ""  # the test name of lines that run at import
 
