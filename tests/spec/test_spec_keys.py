@@ -53,6 +53,7 @@ model.attention_softcap             0.0             [0, inf)
 model.final_softcap                 0.0             [0, inf)
 model.attention_sinks               false
 model.tie_embeddings                false
+model.scalar_head                   false
 model.experts                       0               [0, inf)
 model.top_k                         2               [1, inf)
 model.shared_experts                0               [0, inf)

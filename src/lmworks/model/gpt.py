@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -189,7 +189,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`GPT(spec)(tokens)` gives logits; `GPT(spec)(tokens, targets)` gives (logits, loss).
+    """`GPT(spec)(tokens)` gives logits; `GPT(spec)(tokens, targets)` gives (logits, loss). With a scalar head: values.
 
     `targets[:, t]` is the token after `tokens[:, t]`: the data path shifts by one. A target of −100 is not counted.
     On the meta device the model is only a shape; call `init_weights(seed)` after materialising it.
@@ -220,7 +220,10 @@ class GPT(nn.Module):
         chosen = range(spec.layers) if layers is None else layers
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in chosen})
         self.norm = make_norm(spec) if last else None
-        self.head = Linear(spec.hidden, spec.vocab, bias=False) if last and not spec.tie_embeddings else None
+        self.score = Linear(spec.hidden, 1, bias=False) if last and spec.scalar_head else None
+        own_head = last and not spec.tie_embeddings and not spec.scalar_head
+        self.head = Linear(spec.hidden, spec.vocab, bias=False) if own_head else None
+        self.score_grad_share = 1.0  # 1/n where n ranks compute the same values and sum the gradients of their input
         if not next(self.parameters()).is_meta:
             self.init_weights(seed)
 
@@ -246,6 +249,8 @@ class GPT(nn.Module):
         x = self.states(tokens, positions, attend)
         if self.norm is None:
             return x
+        if self.score is not None:
+            return self.values(self.norm(x))
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
@@ -279,6 +284,13 @@ class GPT(nn.Module):
         """Of the positions of these states: an engine needs few of a batch."""
         assert self.norm is not None, "only the last part of a network has a head"
         return soft_cap(self.project(self.norm(states), self.head_weight), self.spec.final_softcap)
+
+    def values(self, states: Tensor) -> Tensor:
+        """One number per token, fp32: the scalar head of a reward model or a critic."""
+        assert self.score is not None
+        if self.score_grad_share != 1.0:
+            states = ScaleGradient.apply(states, self.score_grad_share)
+        return self.score(states).squeeze(-1).float()
 
     def layers(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks.values()))
@@ -324,12 +336,27 @@ class GPT(nn.Module):
         save_hf(self, Path(folder), eos)
 
 
+class ScaleGradient(torch.autograd.Function):
+    """Identity; the gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
 def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> Tensor:
     """A whole weight, drawn from a generator keyed by (seed, its name): equal under every layout and device."""
     init = components.find(spec, name).init
     if init in ("zeros", "ones"):
         return torch.full(shape, float(init == "ones"))
     std = spec.init_std / math.sqrt(2 * spec.layers) if init == "residual" else spec.init_std
+    if init == "score":
+        std = 1 / math.sqrt(spec.hidden + 1)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -48,8 +48,9 @@ EXPERTS_WRITES = {
 WRITTEN = frozenset({
     "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "rope_theta",
     "rope_scaling", "qkv_bias", "sliding_window", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss",
-    "attention", "init_std",
+    "attention", "init_std", "scalar_head",
 })  # fmt: skip
+CLASSIFIER = "ForSequenceClassification"
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
 
 # In the order in which a spec looks for a family to be saved as.
@@ -144,7 +145,18 @@ def spec_of_config(config: Config) -> ModelSpec:
             raise SpecError(f"{key} = {config.get(key)!r} is not supported for {name}; it must be {allowed[0]!r}")
     if config.get("quantization_config"):
         raise SpecError("quantization_config: quantized weights are not supported; export the model in bf16 or fp32")
-    return gpt2_spec(config) if name == "gpt2" else rope_spec(name, config)
+    spec = gpt2_spec(config) if name == "gpt2" else rope_spec(name, config)
+    return spec.replace(scalar_head=True) if has_scalar_head(config) else spec
+
+
+def has_scalar_head(config: Config) -> bool:
+    """A reward model, as `transformers` has it: a sequence classifier with one label."""
+    if not any(str(one).endswith(CLASSIFIER) for one in config.get("architectures") or ()):
+        return False
+    labels = len(config.get("id2label") or {}) or config.get("num_labels") or 2
+    if labels != 1:
+        raise SpecError(f"a classifier with {labels} labels is not supported: a reward model has one")
+    return True
 
 
 def gpt2_spec(config: Config) -> ModelSpec:
@@ -287,7 +299,7 @@ def config_of_spec(spec: ModelSpec, eos: int | list[int] | None = None) -> dict[
     name = family_of_spec(spec)
     common = {
         "model_type": name,
-        "architectures": [FAMILIES[name].architecture],
+        "architectures": [architecture_of(spec, FAMILIES[name])],
         "vocab_size": spec.vocab,
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tie_embeddings,
@@ -295,7 +307,15 @@ def config_of_spec(spec: ModelSpec, eos: int | list[int] | None = None) -> dict[
         "eos_token_id": eos,
         "use_cache": True,
     }
+    if spec.scalar_head:
+        common |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return common | (gpt2_config(spec) if name == "gpt2" else rope_config(name, spec))
+
+
+def architecture_of(spec: ModelSpec, family: Family) -> str:
+    if not spec.scalar_head:
+        return family.architecture
+    return family.architecture.removesuffix("LMHeadModel").removesuffix("ForCausalLM") + CLASSIFIER
 
 
 def gpt2_config(spec: ModelSpec) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def gpt2(spec: ModelSpec) -> Iterator[Stored]:
         yield from linear(f"{h}.mlp.c_fc", f"{block}.mlp.up", bias=True, transposed=True)
         yield from linear(f"{h}.mlp.c_proj", f"{block}.mlp.down", bias=True, transposed=True)
     yield from linear("transformer.ln_f", "norm", bias=True)
-    if not spec.tie_embeddings:
+    if spec.scalar_head:
+        yield Stored("score.weight", (components.SCORE,))
+    elif not spec.tie_embeddings:
         yield Stored("lm_head.weight", ("head.weight",))
 
 

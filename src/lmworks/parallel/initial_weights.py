@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..kernels.training.adamw import split
 from ..model.gpt import initial_weight
-from ..model.hf import HFWeights
+from ..model.hf import HFWeights, read_config
 from ..spec import RunSpec, SpecError
+from ..spec.components import SCORE
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
 
@@ -27,9 +28,19 @@ Source = Callable[[str, torch.Size], Tensor]
 def source_of(spec: RunSpec) -> Source:
     """The seed's, unless checkpoint.init names a Hugging Face folder."""
     start = Path(spec.checkpoint.init) if spec.checkpoint.init else None
-    if start is not None and is_hf(start):
+
+    def drawn(name: str, shape: torch.Size) -> Tensor:
+        return initial_weight(spec.model, spec.seed, name, shape)
+
+    if start is None or not is_hf(start):
+        return drawn
+    there = read_config(start)[1]
+    if not spec.model.scalar_head or there.scalar_head:
         return HFWeights(start, spec.model).weight
-    return lambda name, shape: initial_weight(spec.model, spec.seed, name, shape)
+    # A reward model or critic begins as a language model, with a new head.
+    language_model = spec.model.replace(scalar_head=False, tie_embeddings=there.tie_embeddings)
+    body = HFWeights(start, language_model).weight
+    return lambda name, shape: drawn(name, shape) if name == SCORE else body(name, shape)
 
 
 def is_hf(folder: Path) -> bool:

@@ -207,8 +207,11 @@ class TensorParallelizer:
         if part.norm is not None:
             part.norm.register_forward_hook(on_output(self.region.enter_in_autocast_dtype))
             part.register_forward_pre_hook(check_keep_logits, with_kwargs=True)
-            part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
-            part.token_logprobs = partial(linear_logprobs, shard=vocab_shard(part.head_weight, self.mesh))
+            if part.score is not None:
+                part.score_grad_share = 1 / self.mesh.size("tp")
+            else:
+                part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
+                part.token_logprobs = partial(linear_logprobs, shard=vocab_shard(part.head_weight, self.mesh))
 
 
 def on_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -219,9 +222,9 @@ def on_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda _module, _args, output: change(output)
 
 
-def check_keep_logits(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_keep_logits(part: GPT, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     targets = args[1] if len(args) > 1 else kwargs.get("targets")
-    if targets is not None and kwargs.get("keep_logits", True):
+    if targets is not None and kwargs.get("keep_logits", True) and not part.spec.scalar_head:
         raise SpecError("parallel.tp > 1 shards the logits over ranks: ask for the loss with keep_logits=False")
 
 

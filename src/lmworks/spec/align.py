@@ -99,7 +99,11 @@ def check_align(run: RunSpec) -> None:
         need = f"align.method = {method!r}" if method else "pretraining (align.method is empty)"
         raise SpecError(f"data.kind = {run.data.kind!r}: {need} needs {kind!r}; leave data.kind out")
     if not method:
+        if run.model.scalar_head:
+            raise SpecError("model.scalar_head = true is a reward model: train it with align.method = 'reward'")
         return
+    if method == "reward" and not run.model.scalar_head:
+        run.derive("model", run.model.replace(scalar_head=True))
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 # Over tensor-parallel ranks: outputs, inputs, KV heads (outputs; whole where ranks outnumber the heads), or not at all.
 Shard = Literal["column", "row", "kv_heads", "replicated"]
-Init = Literal["normal", "residual", "ones", "zeros"]  # residual: normal, scaled down with the number of layers
+# residual: normal, scaled down with the number of layers; score: normal with a variance of 1 / (width + 1)
+Init = Literal["normal", "residual", "ones", "zeros", "score"]
+SCORE = "score.weight"  # the scalar head
 
 ROOT = -1  # the layer of weights outside blocks: embedding, last norm, head
 
@@ -394,7 +396,9 @@ def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
 def head_weights(m: ModelSpec) -> Iterator[Weight]:
     """Last norm and head; a tied head is no weight of its own."""
     yield from stream_norm(m, "norm", "model.norm").weights()
-    if not m.tie_embeddings:
+    if m.scalar_head:
+        yield Weight(SCORE, (1, m.hidden), matmul_token_share=1.0, init="score", hf="score.weight")
+    elif not m.tie_embeddings:
         yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, hf="lm_head.weight")
 
 

@@ -71,6 +71,7 @@ class ModelSpec(Section):
     final_softcap: float = opt(0.0, "logits become cap·tanh(logit / cap) (Gemma 2; 0: off)", ge=0)
     attention_sinks: bool = opt(False, "a learned score for each query head joins the softmax's sum (gpt-oss)")
     tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
+    scalar_head: bool = opt(False, "one number per token instead of logits: a reward model, or a critic")
     experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
     top_k: int = opt(2, "experts that each token visits", ge=1)
     shared_experts: int = opt(0, "experts that every token visits", ge=0)
@@ -106,6 +107,7 @@ class ModelSpec(Section):
         if self.preset and self.given == {**ModelSpec().given, "preset": self.preset}:
             raise SpecError(f"a preset is a starting point: write ModelSpec.from_preset({self.preset!r}, …)")
         self.derive("kv_heads", self.kv_heads or self.heads)
+        self.derive("tie_embeddings", self.tie_embeddings and not self.scalar_head)
         if self.heads % self.kv_heads:
             fitting = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             raise SpecError(
@@ -255,4 +257,9 @@ class ModelSpec(Section):
     @property
     def matmul_params(self) -> int:
         """Weights that one token is multiplied with: the head counts, the input embedding does not."""
-        return self.layers * self.block_matmul_params + self.vocab * self.hidden
+        return self.layers * self.block_matmul_params + self.head_outputs * self.hidden
+
+    @property
+    def head_outputs(self) -> int:
+        """Numbers per token that the head gives."""
+        return 1 if self.scalar_head else self.vocab

@@ -31,7 +31,8 @@ class Stage:
             count += model.embedding_params
         if self.last:
             count += model.norm_params
-            count += 0 if self.first and model.tie_embeddings else model.vocab * model.hidden
+            tied = self.first and model.tie_embeddings
+            count += 0 if tied else model.head_outputs * model.hidden
         return count
 
     def cost(self, model: ModelSpec, seq: int) -> float:
@@ -52,7 +53,7 @@ def layer_cost(model: ModelSpec, seq: int) -> float:
 
 
 def head_cost(model: ModelSpec) -> float:
-    return 2 * model.vocab * model.hidden
+    return 2 * model.head_outputs * model.hidden
 
 
 @functools.cache
