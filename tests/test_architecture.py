@@ -22,17 +22,8 @@ FLOORS = [
     {"parallel", "report"},
     {"engine", "checkpoint"},
     {"train", "serve"},
-    {
-        "bench",
-        "prove",
-        "tune",
-        "scaling",
-        "evals",
-        "gateway",
-        "loading",
-        "weight_prefetch",
-    },  # the last two: files
-    {"llm", "align"},
+    {"align", "loading", "weight_prefetch"},  # the last two: files
+    {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway"},
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

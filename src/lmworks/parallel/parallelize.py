@@ -40,9 +40,19 @@ from .zero import Zero
 
 
 def parallelize(
-    spec: RunSpec, mesh: Mesh | None, device: torch.device, weights: Source, stages: list[Stage] | None = None
+    spec: RunSpec,
+    mesh: Mesh | None,
+    device: torch.device,
+    weights: Source,
+    stages: list[Stage] | None = None,
+    frozen: bool = False,
 ) -> ParallelModel:
-    """This rank's part of the model, ready for its first step; `stages` replace those of its pipeline rank."""
+    """This rank's part of the model, ready for its first step; `stages` replace those of its pipeline rank.
+
+    `frozen`: a model that is only evaluated (a reference, a reward model). Its weights are sharded like those of the
+    policy under tensor and expert parallelism and FSDP2, and whole on every rank under DDP and ZeRO 1 and 2; it has no
+    gradient buffers.
+    """
     sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
@@ -61,14 +71,16 @@ def parallelize(
                 sum_balance_loss_over_cp(part, mesh.group("cp"))
         if spec.precision.dtype == "fp8":
             apply_float8(part, spec, device)
-        apply_activation_checkpointing(part, spec, device)
+        if not frozen:
+            apply_activation_checkpointing(part, spec, device)
         fuse_gelu_epilogues(gelu_blocks(part, spec))
-        apply_activation_offload(part, spec)
+        if not frozen:
+            apply_activation_offload(part, spec)
         if spec.parallel.compile:
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":
             autocast_forward(spec.precision, part, device)
-        strategies[stage.index] = apply_data_parallel(part, spec, mesh, experts, sharding, device, weights)
+        strategies[stage.index] = apply_data_parallel(part, spec, mesh, experts, sharding, device, weights, frozen)
         parts[stage.index] = part
     pipeline = None
     if mesh is not None and mesh.size("pp") > 1:
@@ -112,11 +124,12 @@ def apply_data_parallel(
     sharding: ShardingPlan,
     device: torch.device,
     weights: Source,
+    frozen: bool,
 ) -> DataParallel:
     """Give a part its weights, and wrap it in its data-parallel strategy."""
     layout = spec.parallel
     fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
-    master = spec.precision.weights == "bf16" and spec.precision.master
+    master = spec.precision.weights == "bf16" and spec.precision.master and not frozen
     strategy: DataParallel
     if mesh is not None and fsdp2 and layout.engine == "native" and not has_no_replicas(spec, mesh):
         from .fsdp2 import FSDP2
@@ -126,8 +139,8 @@ def apply_data_parallel(
         materialise(part, sharding, mesh, device, weights, weight_device, master)
     else:
         materialise(part, sharding, mesh, device, weights, device, master)
-        strategy = wrap_data_parallel(part, spec, mesh, experts)
-    return HostOptimizer(strategy) if layout.offload == "optimizer" else strategy
+        strategy = SingleRank(part) if frozen else wrap_data_parallel(part, spec, mesh, experts)
+    return HostOptimizer(strategy) if layout.offload == "optimizer" and not frozen else strategy
 
 
 def wrap_data_parallel(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:

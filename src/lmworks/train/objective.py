@@ -7,7 +7,7 @@ micro-batches on any number of ranks then give the gradients of one large batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class Objective:
 
     def loss(self, forward: Forward, batch: Batch) -> Tensor:
         return next_token_loss(forward, batch)
+
+    def before_passes(self, forward: Forward, batches: Sequence[Batch], group: dist.ProcessGroup | None) -> None:
+        """What the loss of a micro-batch needs to know of the global batch; `group`: data-parallel ranks."""
 
     def reset_metrics(self) -> None:
         """Before the micro-batches of a step."""

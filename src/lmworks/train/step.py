@@ -77,6 +77,10 @@ class Stepper:
     def position(self) -> Position:
         return Position(self.step, self.cursor)
 
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return None if self.mesh is None else self.mesh.group("dp")
+
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         self.recorder.event(kind, self.step if step is None else step, **fields)
 
@@ -117,7 +121,7 @@ class Stepper:
             values["step_skew"] = self.watchdog.skew.largest
         if self.spec.model.experts:  # the busiest expert's tokens over the mean, of this rank's layers
             values["expert_load"] = max(expert_load(part) for part in self.parallel_model.parts.values())
-        return values | self.objective.metrics(None if self.mesh is None else self.mesh.group("dp"))
+        return values | self.objective.metrics(self.dp_group)
 
     def next_batches(self) -> Sequence[Batch] | None:
         """The batches of the next step, if its passes may be launched before this step's scalars are read."""
@@ -139,6 +143,7 @@ class Stepper:
     def forward_backward(self, batches: Sequence[Batch], counts: Counts) -> Tensor:
         """Forward and backward of all micro-batches; returns the scalars of the step, summed over ranks."""
         self.objective.reset_metrics()
+        self.objective.before_passes(self.parallel_model.forward, batches, self.dp_group)
         scale = self.loss_scale.scale
         loss_sum = self.parallel_model.forward_backward(
             batches, scale / max(1, counts.units), self.objective.loss, scale / max(1, counts.tokens)

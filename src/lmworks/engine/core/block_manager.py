@@ -96,6 +96,11 @@ class BlockManager:
         if digest is not None:
             del self.cached_blocks[digest]
 
+    def reset_prefix_cache(self) -> None:
+        """Remove every block from the prefix cache: its content is of other weights."""
+        self.block_hashes.clear()
+        self.cached_blocks.clear()
+
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, as their content is corrupted."""
         for digest in sequence.hashes:

@@ -136,6 +136,12 @@ class Engine:
         self.runner.add_adapter(name, folder)
         self.adapters.add(name)
 
+    def weights_changed(self) -> None:
+        """Forget keys and values of the weights before: the prefix cache. No request may be running."""
+        if self.requests or self.in_flight:
+            raise LMWorksError("the weights of an engine cannot change while requests are running")
+        self.scheduler.block_manager.reset_prefix_cache()
+
     def drive(self, driver: object) -> None:
         """Make `driver` the only caller that steps the engine, until it sets `driver` to None."""
         if self.driver is not None or self.requests:

@@ -23,6 +23,7 @@ from ..speculative.draft_model import DraftedTokens, DraftModel
 from .cuda_graphs import CUDAGraphs, capture_graphs, captured_metadata, prefill_buckets, profile_cache_memory
 from .fusion import fuse, supports_graphs
 from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, PagedAttention, blocks_that_fit
+from .live_weights import LiveWeights
 from .request import Sequence
 from .sampler import Sampler, SamplerOutput, SamplingMetadata
 from .scheduler import Chunk, Step
@@ -103,6 +104,12 @@ class ModelRunner:
         """Write the tables of a sequence that was given a slot, before its first step."""
         self.packer.admit(sequence)
         self.sampler.admit(sequence.slot, sequence)
+
+    def live_weights(self) -> LiveWeights:
+        """The network's weights, to be replaced while it runs."""
+        if self.tp_rank is not None or self.draft is not None:
+            raise SpecError("weights can be replaced with engine.tp = 1 and without a draft model")
+        return LiveWeights(self.model)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter on all ranks, or on none."""
