@@ -10,10 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .chat_tokenizer import copy_tokenizer as copy_tokenizer
+    from .chat_tokenizer import load_model_tokenizer as load_model_tokenizer
     from .index import Index as Index
     from .index import read_index as read_index
     from .loader import Batch as Batch
     from .loader import Batches as Batches
+    from .loader import BatchSource as BatchSource
+    from .open_batches import open_batches as open_batches
     from .pipeline import Prepared as Prepared
     from .pipeline import prepare as prepare
     from .pipeline import resolve as resolve
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 EXPORTS = {
     "Batch": "loader",
+    "BatchSource": "loader",
     "Batches": "loader",
     "Index": "index",
     "Prepared": "pipeline",
@@ -34,7 +39,10 @@ EXPORTS = {
     "Tokenizer": "tokenizer",
     "bigram_loss": "survey",
     "console_progress": "progress",
+    "copy_tokenizer": "chat_tokenizer",
+    "load_model_tokenizer": "chat_tokenizer",
     "load_tokenizer": "tokenizer",
+    "open_batches": "open_batches",
     "prepare": "pipeline",
     "read_index": "index",
     "resolve": "pipeline",

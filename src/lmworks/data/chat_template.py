@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..spec import SpecError
 from .tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 Message = Mapping[str, Any]  # role: system, user or assistant; content; other keys of a template: tool_calls …
 Tools = Sequence[Mapping[str, Any]]  # functions that the model may call, in OpenAI's format
@@ -19,9 +22,27 @@ Encode = Callable[[str], list[int]]
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+TOKENIZER_FOLDER = "tokenizer"  # of a run folder: the tokenizer and the template that it was post-trained with
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OURS = ("messages", "tools")  # template variables that callers may not set
 NONE: Variables = {}
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+# Around what a template renders inside {% generation %}, where that is asked for: noncharacters of Unicode, which no
+# text may interchange.
+GENERATED = ("\ufdd0", "\ufdd1")
+# For post-training of models without a template: `plain`, and end-of-text after each answer.
+DIALOGUE = """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- 'Assistant:' }}
+        {%- generation %}{{- ' ' + message.content + eos_token }}{%- endgeneration %}
+        {{- '\\n' }}
+    {%- elif message.role in ('system', 'user') %}
+        {{- message.role | capitalize + ': ' + message.content + '\\n' }}
+    {%- else %}
+        {{- raise_exception('without a chat template there is no role ' + message.role) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"""
 
 
 class EncodeSpecial(Protocol):
@@ -43,6 +64,8 @@ class Chat:
     @classmethod
     def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode, template: str | None = None) -> Chat:
         """The given template, or that of the model's folder. `encode`: for prompts without a template."""
+        if folder is not None and (folder / TOKENIZER_FOLDER / TEMPLATE).is_file():
+            folder = folder / TOKENIZER_FOLDER
         config = read_config(folder) if folder else {}
         source = template if template is not None or folder is None else find_template(folder, config)
         if source is None:
@@ -114,22 +137,41 @@ def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def compile_template(source: str, config: Mapping[str, Any]) -> Render:
-    """With the variables of `transformers`, in a sandbox, as templates are untrusted."""
+def compile_template(
+    source: str, config: Mapping[str, Any], *, marked: bool = False, now: Callable[[], datetime] = datetime.now
+) -> Render:
+    """With the variables of `transformers`, in a sandbox, as templates are untrusted.
+
+    `marked`: what is inside {% generation %} stands between the two characters of GENERATED.
+    """
     try:
+        from jinja2 import nodes
         from jinja2.exceptions import TemplateError
+        from jinja2.ext import Extension
+        from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise SpecError("this model has a chat template, which needs jinja2: pip install jinja2") from None
+
+    class Generation(Extension):
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            if marked:
+                first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in GENERATED)
+                body = [first, *body, last]
+            return [nodes.Scope(body).set_lineno(line)]
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: now().strftime(form)}
     tokens = {name: token_text(config[name]) for name in TOKENS if config.get(name)}
     try:
         template = environment.from_string(source)
@@ -140,15 +182,24 @@ def compile_template(source: str, config: Mapping[str, Any]) -> Render:
         if taken := [name for name in OURS if name in variables]:
             raise SpecError(f"chat_template_kwargs: {taken[0]} is a field of the request itself")
         template_variables = {
-            "messages": [dict(one) for one in messages],
+            "messages": [with_reasoning(one) for one in messages],
             "tools": [dict(one) for one in tools] or None,
         }
+        defaults = {**tokens, "documents": None, "add_generation_prompt": True}
         try:
-            return template.render({**tokens, "add_generation_prompt": True, **variables, **template_variables})
+            return template.render({**defaults, **variables, **template_variables})
         except Exception as error:  # a template may fail in any way
             raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
 
     return render
+
+
+def with_reasoning(message: Message) -> dict[str, Any]:
+    """Templates read a message's reasoning under one name or another."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def token_text(token: Any) -> str:
@@ -169,14 +220,20 @@ def with_special_tokens(tokenizer: Tokenizer) -> EncodeSpecial:
     """
     if not isinstance(tokenizer, FileTokenizer):
         return lambda text, add_special_tokens=False: around_ends(tokenizer, text)
-    inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
-    inner.encode_special_tokens = False
+    inner = parse_special(tokenizer)
 
     def encode(text: str, add_special_tokens: bool = False) -> list[int]:
         ids: list[int] = inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     return encode
+
+
+def parse_special(tokenizer: FileTokenizer) -> tokenizers.Tokenizer:
+    """A copy for which the name of a special token is that token."""
+    inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
+    inner.encode_special_tokens = False
+    return inner
 
 
 def around_ends(tokenizer: Tokenizer, text: str) -> list[int]:

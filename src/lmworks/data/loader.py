@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Batch:
     targets: Tensor  # (micro_batch, seq) int64: the next token, or -100
     documents: Tensor | None = None  # (micro_batch, seq) int64: 0, 1, … within a row; only with document_mask
     counted: int | None = None  # targets that are not -100, where they were counted when it was made
+    extras: dict[str, Tensor] = field(default_factory=dict)  # other columns, of rows or tokens: label, margin …
 
     def count(self) -> int:
         """Targets that count; no device has to be asked where they were counted before."""
@@ -53,27 +55,35 @@ class Batch:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.targets), documents, self.counted)
+        extras = {name: change(column) for name, column in self.extras.items()}
+        return Batch(change(self.tokens), change(self.targets), documents, self.counted, extras)
 
 
-class Batches:
-    """The batches of one rank."""
+@dataclass(frozen=True)
+class Origin:
+    """Where a row of a batch comes from."""
 
-    def __init__(
-        self,
-        data: DataSpec,
-        *,
-        seed: int,
-        split: str = "train",
-        rank: int = 0,
-        world: int = 1,
-        shuffle: bool | None = None,
-        progress: Progress = silent,
-    ) -> None:
-        self.seq = data.seq
-        self.micro_batch = data.micro_batch
+    source: str  # the prepared folder, or the file of examples
+    window: int  # of that source
+    documents: tuple[int, int]  # first and last of that split in it, counted from 0
+    tokens: NDArray[np.int64]
+    examples: tuple[str, ...] = ()  # file and line of each
+
+
+class BatchSource(ABC):
+    """The batches of one rank, each a function of (seed, cursor)."""
+
+    seq: int
+    micro_batch: int
+    global_batch: int
+    seed: int
+    rank: int
+    world: int
+    shuffle: bool
+
+    def set_sizes(self, data: DataSpec, seed: int, rank: int, world: int, shuffle: bool | None) -> None:
+        self.seq, self.micro_batch = data.seq, data.micro_batch
         self.global_batch = data.global_batch or data.micro_batch * world
-        self.document_mask = data.document_mask
         self.seed, self.rank, self.world = seed, rank, world
         self.shuffle = data.shuffle if shuffle is None else shuffle
         if self.global_batch % (self.micro_batch * world):
@@ -81,26 +91,43 @@ class Batches:
                 f"data.global_batch = {self.global_batch} is not divisible by data.micro_batch × ranks = "
                 f"{self.micro_batch} × {world}"
             )
-        self.mixture = Mixture.of(data.sources)
-        self.sources = [TokenData.open(resolve(path, progress), split, verify=False) for path in data.sources]
-        check_same_tokenizer(self.sources)
-        for source in self.sources:
-            source.verify_tokenizer()
-        self.source_windows = np.array([num_windows(source, self.seq) for source in self.sources])
-        if data.verify:
-            for source in self.sources:
-                source.verify(rank, world)  # every shard is hashed by one rank, not by all
 
+    @abstractmethod
     def at(self, cursor: int) -> list[Batch]:
         """This rank's micro-batches for the optimizer step at `cursor`."""
+
+    @abstractmethod
+    def origins(self, samples: NDArray[np.int64]) -> list[Origin]:
+        """Of rows by their number, counted over the whole run."""
+
+    @property
+    @abstractmethod
+    def windows(self) -> int:
+        """Rows of an epoch."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text behind a token that is trained: turns nats per token into bits per byte."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Of the tokens themselves: a resumed run checks that its data are still the same."""
+
+    def samples_at(self, cursor: int) -> NDArray[np.int64]:
+        """Numbers of this rank's rows in the global batch at `cursor`."""
         mine = self.global_batch // self.world
         first = cursor * self.global_batch + self.rank * mine
-        samples = np.arange(first, first + mine, dtype=np.int64)
-        sources, windows = self.locate(samples)
-        return [
-            self.batch_of(sources[i : i + self.micro_batch], windows[i : i + self.micro_batch])
-            for i in range(0, mine, self.micro_batch)
-        ]
+        return np.arange(first, first + mine, dtype=np.int64)
 
     def stream(self, start: int, stop: int, workers: int = 0) -> Iterator[list[Batch]]:
         """`at(start)` … `at(stop - 1)`, read ahead by `workers` processes; their number changes nothing."""
@@ -128,6 +155,40 @@ class Batches:
                 yield batches
         finally:
             end_workers(iterator)
+
+
+class Batches(BatchSource):
+    """Windows of prepared tokens."""
+
+    def __init__(
+        self,
+        data: DataSpec,
+        *,
+        seed: int,
+        split: str = "train",
+        rank: int = 0,
+        world: int = 1,
+        shuffle: bool | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        self.set_sizes(data, seed, rank, world, shuffle)
+        self.document_mask = data.document_mask
+        self.mixture = Mixture.of(data.sources)
+        self.sources = [TokenData.open(resolve(path, progress), split, verify=False) for path in data.sources]
+        check_same_tokenizer(self.sources)
+        for source in self.sources:
+            source.verify_tokenizer()
+        self.source_windows = np.array([num_windows(source, self.seq) for source in self.sources])
+        if data.verify:
+            for source in self.sources:
+                source.verify(rank, world)  # every shard is hashed by one rank, not by all
+
+    def at(self, cursor: int) -> list[Batch]:
+        sources, windows = self.locate(self.samples_at(cursor))
+        return [
+            self.batch_of(sources[i : i + self.micro_batch], windows[i : i + self.micro_batch])
+            for i in range(0, len(sources), self.micro_batch)
+        ]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, window of that source) of each sample."""
@@ -159,6 +220,15 @@ class Batches:
         counted = int((targets != IGNORED).sum())  # here, on the CPU: no synchronization
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), counted)
 
+    def origins(self, samples: NDArray[np.int64]) -> list[Origin]:
+        found = []
+        for number, window in zip(*(place.tolist() for place in self.locate(samples)), strict=True):
+            source, start = self.sources[number], window * self.seq
+            documents = (source.document_at(start), source.document_at(start + self.seq))
+            tokens = np.asarray(source.read(start, start + self.seq + 1), np.int64)
+            found.append(Origin(str(source.folder), window, documents, tokens))
+        return found
+
     @property
     def windows(self) -> int:
         """Full windows of all sources."""
@@ -170,7 +240,7 @@ class Batches:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text behind a token, end-of-text included: turns nats per token into bits per byte."""
+        """End-of-text included."""
         shards = [shard for source in self.sources for shard in source.shards]
         return sum(shard.text_bytes for shard in shards) / sum(shard.tokens for shard in shards)
 
@@ -180,7 +250,6 @@ class Batches:
 
     @property
     def digest(self) -> str:
-        """Of the tokens themselves: a resumed run checks that its data are still the same."""
         return "+".join(source.index.digest for source in self.sources)
 
 
@@ -188,7 +257,7 @@ class Cursors(torch.utils.data.Dataset[list[Batch] | DataError]):
     """The map-style dataset that DataLoader needs. A DataError is returned, not raised: DataLoader would put the
     worker's traceback into its text."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: BatchSource) -> None:
         self.batches = batches
 
     def __getitem__(self, cursor: int) -> list[Batch] | DataError:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .loader import Batches
+from .loader import BatchSource, Origin
 
 GRAM = 8  # tokens of a passage that counts as repeated
 MAX_OUTLIERS = 3  # sequences that an event lists
@@ -24,51 +24,47 @@ class Row:
     """One row of a global batch."""
 
     sample: int  # counted over the whole run
-    source: str  # the prepared folder
-    window: int  # of that source: its tokens [window · seq, window · seq + seq]
+    source: str  # the prepared folder, or the file of examples
+    window: int  # of that source: its tokens [window · seq, window · seq + seq], or its row
     documents: tuple[int, int]  # first and last of that split in it, counted from 0
     entropy_bits: float  # of its tokens' frequencies
     top_token: int
     top_share: float  # of the most frequent token
     repeated: float  # share of its 8-token passages that came before in the row
+    examples: tuple[str, ...] = ()  # file and line of each, where a row is made of examples
 
 
-def rows_at(batches: Batches, cursor: int, most: int | None = None) -> list[Row]:
+def rows_at(batches: BatchSource, cursor: int, most: int | None = None) -> list[Row]:
     """Every sequence of the global batch (or the first `most`), whichever rank trains on it."""
+    return [row_of(sample, origin) for sample, origin in origins_at(batches, cursor, most)]
+
+
+def origins_at(batches: BatchSource, cursor: int, most: int | None = None) -> list[tuple[int, Origin]]:
     first = cursor * batches.global_batch
     samples = np.arange(first, first + min(batches.global_batch, most or batches.global_batch), dtype=np.int64)
-    sources, windows = batches.locate(samples)
-    return [
-        row_of(batches, sample, number, window)
-        for sample, number, window in zip(samples.tolist(), sources.tolist(), windows.tolist(), strict=True)
-    ]
+    return list(zip(samples.tolist(), batches.origins(samples), strict=True))
 
 
-def row_of(batches: Batches, sample: int, number: int, window: int) -> Row:
-    source, start = batches.sources[number], window * batches.seq
-    tokens = tokens_of(batches, number, window)
+def row_of(sample: int, origin: Origin) -> Row:
+    tokens = origin.tokens
     counts = np.bincount(tokens)
     shares = counts[counts > 0] / len(tokens)
     return Row(
         sample=sample,
-        source=str(source.folder),
-        window=window,
-        documents=(source.document_at(start), source.document_at(start + batches.seq)),
+        source=origin.source,
+        window=origin.window,
+        documents=origin.documents,
         entropy_bits=round(float(-(shares * np.log2(shares)).sum()) + 0.0, 3),
         top_token=int(counts.argmax()),
         top_share=round(float(counts.max() / len(tokens)), 4),
         repeated=round(repeated_share(tokens), 4),
+        examples=origin.examples,
     )
 
 
-def text_of(batches: Batches, row: Row) -> str:
-    number = [str(source.folder) for source in batches.sources].index(row.source)
-    return batches.tokenizer.decode(tokens_of(batches, number, row.window).tolist())
-
-
-def tokens_of(batches: Batches, number: int, window: int) -> NDArray[np.int64]:
-    start = window * batches.seq
-    return np.asarray(batches.sources[number].read(start, start + batches.seq + 1), np.int64)
+def text_of(batches: BatchSource, row: Row) -> str:
+    (origin,) = batches.origins(np.array([row.sample]))
+    return batches.tokenizer.decode(origin.tokens.tolist())
 
 
 def repeated_share(tokens: NDArray[np.int64]) -> float:
@@ -80,7 +76,7 @@ def repeated_share(tokens: NDArray[np.int64]) -> float:
     return 1 - len(np.unique(passages, axis=0)) / count
 
 
-def describe(batches: Batches, cursor: int) -> dict[str, Any]:
+def describe(batches: BatchSource, cursor: int) -> dict[str, Any]:
     """For an event: statistics of the batch, and its outlier sequences.
 
     An outlier has far fewer bits per token than usual (one line repeated) or far more (noise, another language).
@@ -98,7 +94,7 @@ def describe(batches: Batches, cursor: int) -> dict[str, Any]:
     }
 
 
-def usual_bits(batches: Batches, cursor: int) -> tuple[float, float]:
+def usual_bits(batches: BatchSource, cursor: int) -> tuple[float, float]:
     """Median entropy of the sequences before this batch (after it, at the very start), and their robust deviation."""
     near = range(max(0, cursor - NEAR), cursor) if cursor else range(1, 1 + NEAR)
     bits = np.array([row.entropy_bits for one in near for row in rows_at(batches, one, EACH)])

@@ -81,7 +81,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     """The resolved spec repeats the run from any folder."""
 
     def absolute(path: str) -> str:
-        return path if not path or path.startswith("stdlib:") else str(Path(path).absolute())
+        return path if path in ("", "bytes") or path.startswith("stdlib:") else str(Path(path).absolute())
 
     data = spec.data
     mix = {absolute(path): weight for path, weight in data.mix.items()}

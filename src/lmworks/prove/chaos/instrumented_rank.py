@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ...checkpoint.format import writer_client
-from ...data import Batch, Batches
+from ...data import Batch
+from ...data.loader import BatchSource
 from ...record import phase
 from ...report import run_report
 from ...train import Trainer
@@ -167,9 +168,9 @@ def capture_trainer(context: ProcessContext) -> None:
 
 
 def record_samples(path: Path) -> None:
-    stream = Batches.stream
+    stream = BatchSource.stream
 
-    def stream_and_record(self: Batches, *arguments: Any) -> Iterator[list[Batch]]:
+    def stream_and_record(self: BatchSource, *arguments: Any) -> Iterator[list[Batch]]:
         with path.open("a", encoding="utf-8") as notes:
             for batches in stream(self, *arguments):
                 rows = [row for batch in batches for row in sample_digests(batch)]
@@ -177,7 +178,7 @@ def record_samples(path: Path) -> None:
                 notes.flush()
                 yield batches
 
-    Batches.stream = stream_and_record  # type: ignore[method-assign,assignment]
+    BatchSource.stream = stream_and_record  # type: ignore[method-assign,assignment]
 
 
 def sample_digests(batch: Batch) -> list[str]:

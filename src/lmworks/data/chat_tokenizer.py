@@ -1,0 +1,255 @@
+"""Tokenizer and chat template of a model for post-training: where they are, and how rendered text becomes tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..spec.errors import SpecError
+from ..spec.load import load_run
+from ..spec.run import DataSpec
+from .chat_template import (
+    CONFIG,
+    DIALOGUE,
+    TEMPLATE,
+    TOKENIZER_FOLDER,
+    Message,
+    Tools,
+    find_template,
+    name_of,
+    parse_special,
+    read_config,
+    token_text,
+)
+from .index import INDEX_FILE, TOKENIZER_FILE
+from .pipeline import resolve
+from .tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, read_tokenizer
+from .trained_turns import Rendered, Span, TurnRenderer
+
+BYTES = "bytes"
+EOS_FILES = ("generation_config.json", "config.json")
+
+
+def tokenizer_folder(data: DataSpec, init: str) -> Path | str:
+    """The folder of the tokenizer, or 'bytes': data.tokenizer, else that of checkpoint.init."""
+    if data.tokenizer == BYTES:
+        return BYTES
+    if data.tokenizer:
+        folder = Path(data.tokenizer)
+        folder = folder.parent if folder.name == TOKENIZER_FILE else folder
+        if not (folder / TOKENIZER_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+            raise SpecError(
+                f"data.tokenizer = {data.tokenizer!r}: no {TOKENIZER_FILE} there; name its folder, or 'bytes'"
+            )
+        return own_or_bytes(folder)
+    if not init:
+        raise SpecError(
+            "post-training needs a tokenizer: data.tokenizer names its folder (or 'bytes'), or checkpoint.init the "
+            "Hugging Face or run folder that has one"
+        )
+    return folder_of_model(Path(init))
+
+
+def folder_of_model(folder: Path) -> Path | str:
+    """Of a Hugging Face folder, or of a run: the tokenizer that it keeps, or that of its data."""
+    if not folder.is_dir():
+        raise SpecError(f"{str(folder)!r}: there is no such folder")
+    if (folder / TOKENIZER_FOLDER / TEMPLATE).is_file():
+        return own_or_bytes(folder / TOKENIZER_FOLDER)
+    if (folder / "spec.toml").is_file():
+        data = load_run(folder / "spec.toml").data
+        return own_or_bytes(resolve(next(iter(data.sources))))
+    if not (folder / TOKENIZER_FILE).is_file():
+        raise SpecError(f"{folder} has no {TOKENIZER_FILE}; data.tokenizer names a folder that has one")
+    return folder
+
+
+def load_model_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder or a run."""
+    found = folder_of_model(Path(folder))
+    return read_model_tokenizer(found, read_config(found)) if isinstance(found, Path) else load_tokenizer(BYTES)
+
+
+def own_or_bytes(folder: Path) -> Path | str:
+    """Runs and prepared data on bytes have no tokenizer file."""
+    return folder if (folder / TOKENIZER_FILE).is_file() else BYTES
+
+
+def copy_tokenizer(data: DataSpec, init: str, into: Path) -> None:
+    """Keep tokenizer and chat template in `into`, so that a fine-tuned run needs no other folder."""
+    source, chat = tokenizer_folder(data, init), ChatTokenizer.open(data, init)
+    into.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(source, Path):
+        shutil.copyfile(source / TOKENIZER_FILE, into / TOKENIZER_FILE)
+        config = read_config(source) or config
+        for name in ("special_tokens_map.json", "generation_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, into / name)
+    config.pop("chat_template", None)
+    (into / CONFIG).write_text(json.dumps({**config, "eos_token": chat.eos_token}, indent=2), encoding="utf-8")
+    (into / TEMPLATE).write_text(chat.template, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and which of them are trained."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    trained_bytes: int = 0  # UTF-8 bytes of text behind them
+
+    def after(self, ids: Sequence[int]) -> Encoded:
+        """With `ids`, which are not trained, before it."""
+        return Encoded(
+            np.concatenate([np.array(ids, np.int32), self.ids]),
+            np.concatenate([np.zeros(len(ids), np.bool_), self.trained]),
+            self.trained_bytes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class ChatTokenizer:
+    """Conversations and texts → tokens with the trained ones marked."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, config: dict[str, Any]) -> None:
+        self.tokenizer, self.template, self.config = tokenizer, template, config
+        self.eos_token = token_text(config.get("eos_token") or name_of(tokenizer, tokenizer.eot))
+
+    @classmethod
+    def open(cls, data: DataSpec, init: str) -> ChatTokenizer:
+        folder = tokenizer_folder(data, init)
+        config = read_config(folder) if isinstance(folder, Path) else {}
+        tokenizer = read_model_tokenizer(folder, config) if isinstance(folder, Path) else load_tokenizer(BYTES)
+        template = find_template(folder, config) if isinstance(folder, Path) else None
+        if data.chat_template:
+            path = Path(data.chat_template)
+            try:
+                template = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise SpecError(f"data.chat_template = {str(path)!r} cannot be read: {error}") from None
+        return cls(tokenizer, DIALOGUE if template is None else template, config)
+
+    @cached_property
+    def renderer(self) -> TurnRenderer:
+        config = {**self.config, "eos_token": self.eos_token}
+        return TurnRenderer(self.template, config, self.special_names)
+
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        if not isinstance(self.tokenizer, FileTokenizer):
+            return (END_OF_TEXT,)
+        return tuple(token.content for token in self.tokenizer.inner.get_added_tokens_decoder().values())
+
+    @property
+    def digest(self) -> str:
+        """Of all that the tokens of an example depend on beside the example."""
+        text = self.tokenizer.inner.to_str() if isinstance(self.tokenizer, FileTokenizer) else BYTES
+        rules = json.dumps([text, self.tokenizer.eot, self.template, self.config], sort_keys=True)
+        return hashlib.sha256(rules.encode()).hexdigest()
+
+    # --- tokens -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def inner(self) -> Any:
+        return parse_special(self.tokenizer) if isinstance(self.tokenizer, FileTokenizer) else None
+
+    @cached_property
+    def begin(self) -> list[int]:
+        """Tokens that the model expects at the beginning of a text without a template."""
+        if self.inner is None:
+            return []
+        bare, whole = (self.inner.encode("a", add_special_tokens=add).ids for add in (False, True))
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
+
+    def encode(self, text: str) -> list[int]:
+        """Names of special tokens in a rendered text are those tokens."""
+        return self.offsets(text)[0]
+
+    def offsets(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
+        """Ids, and the characters [start, stop) behind each."""
+        if self.inner is not None:
+            encoding = self.inner.encode(text, add_special_tokens=False)
+            return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return byte_offsets(text)
+
+    def turns(self, messages: Sequence[Message], tools: Tools, first: int = 0) -> list[Encoded]:
+        """A conversation of which the assistant turns from message `first` on are trained; several texts where the
+        template shows earlier turns in another way."""
+        return [self.encode_rendered(one) for one in self.renderer.turns(messages, tools, first)]
+
+    def encode_rendered(self, rendered: Rendered) -> Encoded:
+        ids, offsets = self.offsets(rendered.text)
+        size = sum(len(rendered.text[start:stop].encode()) for start, stop in rendered.trained)
+        return Encoded(np.array(ids, np.int32), tokens_in(rendered.trained, offsets), size)
+
+    def answer(self, prompt: str, rendered: Rendered) -> Encoded:
+        """A text that begins with `prompt`, and so do its tokens: where a token would reach over the end of the prompt,
+        both parts are tokenized alone."""
+        whole, head = self.encode_rendered(rendered), self.encode(prompt)
+        if whole.ids[: len(head)].tolist() == head:
+            return whole
+        rest = Rendered(
+            rendered.text[len(prompt) :],
+            tuple((max(0, start - len(prompt)), stop - len(prompt)) for start, stop in rendered.trained),
+        )
+        return self.encode_rendered(rest).after(head)
+
+    def completion(self, prompt: str, completion: str) -> Encoded:
+        """Without a template: begin-of-text, prompt, completion, end-of-text; the last two are trained."""
+        end = "" if completion.endswith(self.eos_token) else self.eos_token
+        text = prompt + completion + end
+        return self.answer(prompt, Rendered(text, ((len(prompt), len(text)),))).after(self.begin)
+
+
+def tokens_in(spans: Sequence[Span], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """True for tokens that overlap a span."""
+    trained = np.zeros(len(offsets), np.bool_)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    for start, stop in spans:
+        trained[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop, side="left")] = True
+    return trained
+
+
+def byte_offsets(text: str) -> tuple[list[int], NDArray[np.int64]]:
+    """For the byte tokenizer: a character has one token for each of its bytes."""
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    place = 0
+    for number, part in enumerate(text.split(END_OF_TEXT)):
+        if number:
+            ids.append(ByteTokenizer.eot)
+            offsets.append((place, place + len(END_OF_TEXT)))
+            place += len(END_OF_TEXT)
+        for character in part:
+            raw = character.encode("utf-8")
+            ids += raw
+            offsets += [(place, place + 1)] * len(raw)
+            place += 1
+    return ids, np.array(offsets, np.int64).reshape(-1, 2)
+
+
+def read_model_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """With the end-of-text of the tokenizer's config, else that of the model's, else of a prepared folder."""
+    if (folder / INDEX_FILE).is_file():
+        return load_tokenizer(folder)
+    if name := config.get("eos_token"):
+        return read_tokenizer(folder / TOKENIZER_FILE, token_text(name))
+    for file in EOS_FILES:
+        if (folder / file).is_file():
+            found = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
+            found = found[0] if isinstance(found, list) and found else found
+            if isinstance(found, int):
+                return read_tokenizer(folder / TOKENIZER_FILE, found)
+    return load_tokenizer(folder)
