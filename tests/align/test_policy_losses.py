@@ -63,6 +63,38 @@ def test_kl_and_importance_weights() -> None:
     assert metrics["kl"] > 0
 
 
+def test_the_corrected_kl_has_the_gradient_of_the_divergence() -> None:
+    """Over all tokens that one position may have, weighed by their probability: ∇ KL(policy ‖ reference) over logits.
+
+    k3 by itself has the gradient of another quantity: Σ p (1 − p_ref / p) ∇ log p is that of KL(reference ‖ policy).
+    """
+    logits, ref_logits = torch.randn(2, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    gradients = {}
+    for corrected in (True, False, None):
+        parameter = logits.clone().requires_grad_()
+        policy, ref = parameter.log_softmax(-1), ref_logits.log_softmax(-1)
+        if corrected is None:
+            loss = (policy.exp() * (policy - ref)).sum()
+        else:
+            # One answer of one token for each of the vocabulary; the advantages are 0, so that only the KL is left.
+            losses = [
+                grpo_loss(
+                    one[None, None],
+                    None,
+                    torch.zeros(1),
+                    torch.ones(1, 1),
+                    ref_logps=other[None, None],
+                    beta=1.0,
+                    kl_bias_correction=corrected,
+                )[0]
+                for one, other in zip(policy, ref, strict=True)
+            ]
+            loss = (policy.detach().exp() * torch.stack(losses)).sum()
+        (gradients[corrected],) = torch.autograd.grad(loss, parameter)
+    torch.testing.assert_close(gradients[True], gradients[None])
+    assert (gradients[False] - gradients[None]).norm() > 0.1 * gradients[None].norm()
+
+
 def test_ppo_is_a_mean_over_tokens() -> None:
     loss, _ = ppo_policy_loss(LOGPS, OLD, ADVANTAGES, MASK, 0.2)
     assert loss.item() == pytest.approx(plain(0.2, 0.2, False, "dapo"), rel=1e-5)

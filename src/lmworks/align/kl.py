@@ -28,7 +28,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: KLKind = "k1") -> Tensor:
     if kind == "k2":
         return 0.5 * d**2
     if kind == "k3":
-        d = clamp_log_ratio(d)
+        d = d.clamp(min=-MAX_LOG_RATIO)
         return torch.expm1(-d) + d
     raise ValueError(f"kind of KL = {kind!r}: k1, k2 or k3")
 

@@ -34,6 +34,7 @@ def grpo_loss(
     ref_logps: Tensor | None = None,
     beta: float = 0.0,
     kl: KLKind = "k3",
+    kl_bias_correction: bool = False,
     sampler_logps: Tensor | None = None,
     importance_cap: float = 2.0,
     entropies: Tensor | None = None,
@@ -48,6 +49,7 @@ def grpo_loss(
       dapo      mean over all tokens, long answers weigh more; tokens
       dr_grpo   sum over tokens / `max_length`, a constant, then mean over answers (Liu et al. 2025); answers
     sampler_logps: of the engine that sampled; each token's loss is weighed by `importance_weights` with that cap.
+    kl_bias_correction: the KL of each token times r, which makes the gradient of k3 that of the KL (DeepSeek-V3.2).
     entropies: of the policy at each token (`entropy`), for the metrics only.
     """
     mask = mask.bool()
@@ -63,6 +65,7 @@ def grpo_loss(
         metrics["importance_weight/capped"] = masked_mean((weights >= importance_cap).float(), mask)
     if ref_logps is not None:
         kl_tokens = kl_penalty(logps, zero_outside(ref_logps, mask).detach(), kl)
+        kl_tokens = kl_tokens * log_ratio.exp() if kl_bias_correction else kl_tokens
         losses = losses + beta * kl_tokens
         metrics["kl"] = masked_mean(kl_tokens.detach(), mask)
     if entropies is not None:
