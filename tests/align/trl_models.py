@@ -29,11 +29,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_model(folder: Path, seed: int, head: type = AutoModelForCausalLM) -> Path:
+def save_model(folder: Path, seed: int, head: type = AutoModelForCausalLM, vocab: int = 128) -> Path:
     """0.8M parameters, with weights large enough for answers of very different probability."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=128,
+        vocab_size=vocab,
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=4,
