@@ -158,7 +158,12 @@ def test_rloo() -> None:
     ratios = np.exp(((LOGPS - OLD).double().numpy() * MASK.numpy()).sum(1))
     a = ADVANTAGES.double().numpy()
     expected = -np.minimum(ratios * a, np.clip(ratios, 0.8, 1.2) * a).mean()
-    assert rloo_loss(LOGPS, OLD, ADVANTAGES, MASK)[0].item() == pytest.approx(expected, rel=1e-5)
+    loss, metrics = rloo_loss(LOGPS, OLD, ADVANTAGES, MASK, entropies=-LOGPS)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    kept = MASK.bool()
+    assert metrics["approx_kl"].item() == pytest.approx(0.5 * ((LOGPS - OLD)[kept] ** 2).mean().item())
+    assert metrics["entropy"].item() == pytest.approx(-LOGPS[kept].mean().item())
+    assert metrics["ratio/max"].item() == pytest.approx(ratios.max(), rel=1e-5)
     logps = LOGPS.clone().requires_grad_()
     rloo_loss(logps, None, ADVANTAGES, MASK)[0].backward()
     assert logps.grad is not None
