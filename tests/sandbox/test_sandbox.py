@@ -1,0 +1,266 @@
+"""The sandbox as it is used: results, batches, isolation that is not there, and a caller that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lmworks.sandbox import (
+    Limits,
+    Program,
+    Sandbox,
+    SandboxError,
+    describe_isolation,
+    linux,
+    run_program,
+    run_programs,
+)
+from lmworks.sandbox.isolation import choose
+from lmworks.sandbox.processes import descendants
+from lmworks.sandbox.seccomp import KERNEL
+from lmworks.sandbox.worker import Worker
+from lmworks.spec.errors import SpecError
+
+ROOT = Path(__file__).parent.parent.parent
+KINDS = ("namespaces", "landlock", "seccomp")
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    with Sandbox(workers=1, isolation=request.param) as made:
+        yield made
+
+
+def test_a_program_with_input_and_files(sandbox: Sandbox) -> None:
+    source = (
+        "import sys\nfrom pkg.part import value\nprint(value, sys.stdin.read())\n"
+        "print('bad', file=sys.stderr)\nsys.exit(3)"
+    )
+    files = {"pkg/part.py": "value = open('data.txt').read()", "data.txt": "7"}
+    result = sandbox.run(Program(source, stdin="grüß", files=files))
+    assert (result.exit_code, result.signal, result.limit) == (3, None, None)
+    assert result.stdout == "7 grüß\n".encode() and result.stderr == b"bad\n" and not result.ok
+    assert result.isolation == sandbox.isolation.kind
+
+
+def test_source_runs_as_python_would_run_it(sandbox: Sandbox) -> None:
+    source = (
+        "import sys, atexit, threading, __main__\n"
+        "assert __name__ == '__main__' and __main__.__file__ == __file__ and sys.argv == ['main.py']\n"
+        "class Local: pass\n"
+        "import pickle; pickle.loads(pickle.dumps(Local()))\n"
+        "atexit.register(print, 'at exit')\n"
+        "threading.Timer(0.05, print, ['thread']).start()\n"
+        "def fail(): raise ValueError('here')\n"
+        "fail()\n"
+    )  # fmt: skip
+    result = sandbox.run(Program(source))
+    assert result.exit_code == 1 and result.text == "thread\nat exit\n"
+    lines = result.stderr.decode().splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[-1] == "ValueError: here"
+    assert lines[1].endswith('main.py", line 8, in <module>') and lines[2].strip() == "fail()"
+    assert len([line for line in lines if line.startswith("  File")]) == 2  # no frame of ours
+    for code, end in (("raise SystemExit", 0), ("exit('no')", 1), ("quit(300)", 44), ("import sys; sys.exit(None)", 0)):
+        assert sandbox.run(Program(code)).exit_code == end
+    assert b"SyntaxError" in sandbox.run(Program("def")).stderr
+
+
+def test_the_same_program_gives_the_same_answer(sandbox: Sandbox) -> None:
+    source = "print(hash('word'), set('abcdefgh'))"
+    assert sandbox.run(Program(source)).stdout == sandbox.run(Program(source)).stdout
+
+
+def test_commands(sandbox: Sandbox) -> None:
+    script = 'cat; [ "$HOME" = "$PWD" ] && echo home >&2; kill -9 $$'
+    result = sandbox.run(Program(["sh", "-c", script], stdin="text"))
+    assert (result.stdout, result.stderr) == (b"text", b"home\n")
+    assert (result.exit_code, result.signal, result.limit) == (None, 9, None)
+    assert sandbox.run(Program(["python3", "-c", "print(1)"])).stdout == b"1\n"
+    assert sandbox.run(Program(["no-such-command"])).exit_code == 127
+
+
+def test_programs_of_one_folder_do_not_see_each_other(sandbox: Sandbox) -> None:
+    if sandbox.isolation.kind != "seccomp":  # which writes nothing
+        assert sandbox.run(Program("open('left', 'w').write('x')")).ok
+    assert "left" not in sandbox.run(Program("import os; print(os.listdir())")).text
+
+
+def test_time_is_measured(sandbox: Sandbox) -> None:
+    slept = sandbox.run(Program("import time; time.sleep(0.3)"))
+    assert 0.3 <= slept.wall_seconds < 3 and slept.cpu_seconds < 0.25
+    children = (
+        "import os, time\nfor _ in range(2):\n    if not os.fork():\n"
+        "        while time.process_time() < 0.15: pass\n        os._exit(0)\nos.wait(); os.wait()"
+    )
+    assert 0.25 <= sandbox.run(Program(children)).cpu_seconds < 1.5
+
+
+def test_a_batch_runs_side_by_side_and_in_order() -> None:
+    started = time.monotonic()
+    results = run_programs([f"import time; time.sleep(0.3); print({n})" for n in range(8)], workers=8)
+    assert [result.text for result in results] == [f"{n}\n" for n in range(8)]
+    assert time.monotonic() - started < 8 * 0.3
+
+
+def test_wrong_requests_are_named() -> None:
+    for files in ({"/etc/passwd": ""}, {"../up": ""}, {"a/../../b": ""}, {"main.py": ""}, {"": ""}):
+        with pytest.raises(SpecError, match=r"Program\.files"):
+            run_program("", files=files)
+    with pytest.raises(SpecError, match=r"Limits\.cpu_seconds = 0"):
+        Limits(cpu_seconds=0)
+    with pytest.raises(SpecError, match=r"isolation = 'namespace'; did you mean 'namespaces'"):
+        run_program("", isolation="namespace")
+    with pytest.raises(SandboxError, match="No space left"):
+        run_program("", files={"large": "x" * 100_000}, limits=Limits(disk_bytes=8192), isolation="namespaces")
+
+
+def test_the_filter_has_one_number_for_each_call() -> None:
+    """A number typed twice denies one call and forgets another."""
+    for column in (0, 1):
+        numbers = [call[column] for call in KERNEL.values() if call[column] is not None]
+        assert len(numbers) == len(set(numbers))
+
+
+def run_python(code: str, *, python: str = sys.executable, source: Path = ROOT / "src", **options: object) -> dict:
+    lines = ["import json, os, sys", f"sys.path.insert(0, {str(source)!r})", *code.splitlines()]
+    done = subprocess.run([python, "-c", "\n".join(lines)], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_where_namespaces_are_refused_landlock_is_used_and_says_so() -> None:
+    """As in a container: unshare fails."""
+    said = run_python(
+        "from lmworks.sandbox import describe_isolation, linux, run_program, seccomp\n"
+        "linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)\n"
+        "seccomp.install([(seccomp.KERNEL['unshare'], [seccomp.fail(1)])])\n"
+        "report = describe_isolation()\n"
+        "print(json.dumps([report.kind, report.refused, run_program('print(1)').isolation]))"
+    )
+    assert said == ["landlock", ["namespaces: PermissionError: [Errno 1] unshare: Operation not permitted"], "landlock"]
+
+
+def test_where_landlock_is_refused_too_nothing_is_written() -> None:
+    said = run_python(
+        "from lmworks.sandbox import describe_isolation, linux, run_program, seccomp\n"
+        "linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)\n"
+        "seccomp.install([(seccomp.KERNEL['unshare'], [seccomp.fail(1)]), ((444, 444), [seccomp.fail(38)])])\n"
+        "report = describe_isolation()\n"
+        "result = run_program(\"open('x', 'w')\")\n"
+        "print(json.dumps([report.kind, len(report.refused), 'Read-only' in result.stderr.decode()]))"
+    )
+    assert said == ["seccomp", 2, True]
+
+
+ORDINARY = """
+from lmworks.sandbox import Limits, Program, Sandbox, describe_isolation
+bomb = Program("import os\\nwhile True:\\n  try: os.fork()\\n  except OSError: pass")
+made = {}
+for kind in ("namespaces", "landlock", "seccomp"):
+    with Sandbox(1, kind) as sandbox:
+        program = "import os\\nprint(os.getuid())\\nopen('x', 'w')"
+        made[kind] = [sandbox.isolation.user_namespace, sandbox.run(Program(program)).text,
+                      sandbox.run(bomb, Limits(cpu_seconds=0.3)).limit,
+                      sandbox.run(Program(f"import os; os.kill({os.getpid()}, 9)")).exit_code,
+                      sandbox.run(Program(f"print(open('/proc/{os.getpid()}/environ').read())")).exit_code,
+                      describe_isolation(kind).gaps]
+print(json.dumps(made))
+"""
+
+
+def test_an_ordinary_user_has_all_three() -> None:
+    if os.geteuid() != 0:
+        said = run_python(ORDINARY)
+    else:  # the interpreter may lie in a home that is closed to others: bound to a place that is not, for this test
+        place = Path(tempfile.mkdtemp(dir="/tmp"))
+        place.chmod(0o755)
+        for name in ("python", "source"):
+            (place / name).mkdir()
+
+        def become_ordinary() -> None:
+            linux.unshare(linux.CLONE_NEWNS)
+            linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+            linux.mount(sys.base_prefix, str(place / "python"), None, linux.MS_BIND)
+            linux.mount(str(ROOT / "src"), str(place / "source"), None, linux.MS_BIND)
+            os.setgroups([])
+            os.setresgid(12345, 12345, 12345)
+            os.setresuid(12345, 12345, 12345)
+
+        python = str(place / "python" / "bin" / Path(os.path.realpath(sys.executable)).name)
+        said = run_python(ORDINARY, python=python, source=place / "source", preexec_fn=become_ordinary, cwd="/", env={})
+        for name in ("python", "source"):
+            (place / name).rmdir()
+        place.rmdir()
+    own = f"{12345 if os.geteuid() == 0 else os.geteuid()}\n"
+    for kind, (user_namespace, uid, bomb, kill, environ, gaps) in said.items():
+        assert uid == own and kill == 1 and user_namespace == (kind == "namespaces")
+        assert bomb in ("cpu", "wall", "processes", "memory")
+        assert environ == (0 if kind == "seccomp" else 1)
+        assert (kind == "seccomp") == any("/proc" in gap for gap in gaps)
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+def test_nothing_remains_of_a_caller_that_is_killed(kind: str, tmp_path: Path) -> None:
+    """Not its programs, which have daemons, nor their folders, nor the supervisor."""
+    program = (
+        "import os, time\nfor _ in range(2): os.fork()\nif os.getpgrp() != os.getpid(): os.setsid()\ntime.sleep(600)"
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n"
+        "from lmworks.sandbox import Sandbox, Program, Limits\n"
+        f"sandbox = Sandbox(1, {kind!r})\n"
+        "from lmworks.sandbox.worker import Worker\n"
+        "worker = Worker(sandbox.isolation); sandbox.idle.put(worker); print(worker.process.pid, flush=True)\n"
+        f"sandbox.run(Program({program!r}), Limits(wall_seconds=500))"
+    )
+    caller = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(tmp_path)}
+    )
+    assert caller.stdout
+    supervisor = int(caller.stdout.readline())
+    assert wait_until(lambda: len(descendants(supervisor)) >= 5)
+    started = descendants(supervisor)
+    assert (list(tmp_path.iterdir()) == []) == (kind == "namespaces")  # whose folder is in memory
+    caller.kill()
+    caller.wait()
+    caller.stdout.close()
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (supervisor, *started)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_programs_die_with_their_supervisor() -> None:
+    worker = Worker(choose("namespaces"))
+    with ThreadPoolExecutor(1) as thread:
+        program = Program("import os, time\nos.fork()\ntime.sleep(600)")
+        answer = thread.submit(worker.run, program, Limits(wall_seconds=500))
+        assert wait_until(lambda: len(descendants(worker.process.pid)) >= 4)
+        started = descendants(worker.process.pid)
+        worker.process.kill()
+        with pytest.raises(SandboxError, match="was lost"):
+            answer.result(30)
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
+
+
+def test_it_says_what_it_does_not_protect_from() -> None:
+    best = describe_isolation()
+    assert best.kind == "namespaces" and best.refused == ()
+    assert any("no other file" in line for line in best.protects)
+    assert any("can be read" in gap for gap in describe_isolation("seccomp").gaps)
