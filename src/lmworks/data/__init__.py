@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .batch_factory import open_batches as open_batches
     from .chat_tokenizer import copy_tokenizer as copy_tokenizer
     from .chat_tokenizer import load_model_tokenizer as load_model_tokenizer
     from .index import Index as Index
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .loader import Batch as Batch
     from .loader import Batches as Batches
     from .loader import BatchSource as BatchSource
-    from .open_batches import open_batches as open_batches
     from .pipeline import Prepared as Prepared
     from .pipeline import prepare as prepare
     from .pipeline import resolve as resolve
@@ -42,7 +42,7 @@ EXPORTS = {
     "copy_tokenizer": "chat_tokenizer",
     "load_model_tokenizer": "chat_tokenizer",
     "load_tokenizer": "tokenizer",
-    "open_batches": "open_batches",
+    "open_batches": "batch_factory",
     "prepare": "pipeline",
     "read_index": "index",
     "resolve": "pipeline",

@@ -106,7 +106,7 @@ class Encoded:
 
     ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
-    trained_bytes: int = 0  # UTF-8 bytes of text behind them
+    trained_bytes: int = 0  # UTF-8 bytes of text behind them, special tokens left out
 
     def after(self, ids: Sequence[int]) -> Encoded:
         """With `ids`, which are not trained, before it."""
@@ -191,7 +191,8 @@ class ChatTokenizer:
 
     def encode_rendered(self, rendered: Rendered) -> Encoded:
         ids, offsets = self.offsets(rendered.text)
-        size = sum(len(rendered.text[start:stop].encode()) for start, stop in rendered.trained)
+        texts = (rendered.text[start:stop] for start, stop in rendered.trained)
+        size = sum(len(self.renderer.special.sub("", text).encode()) for text in texts)
         return Encoded(np.array(ids, np.int32), tokens_in(rendered.trained, offsets), size)
 
     def answer(self, prompt: str, rendered: Rendered) -> Encoded:

@@ -76,7 +76,8 @@ class TurnRenderer:
             check_prompt(prompt, turn)
             stop = self.common_turn(turn, text, len(prompt))
             if stop is None:
-                done += [Rendered(text, tuple(spans))] if spans else []
+                if spans:
+                    done.insert(0, Rendered(text, tuple(spans)))
                 text, spans, stop = turn, [], len(turn)
             spans.insert(0, (len(prompt), self.without_space(text, len(prompt), stop)))
         return [*([Rendered(text, tuple(spans))] if spans else []), *done]
