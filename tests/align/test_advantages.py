@@ -99,6 +99,13 @@ def test_groups_that_differ_are_sampled() -> None:
     assert dynamic_sampling_mask(rewards, 2).tolist() == [True, True, False, False, False, False]
 
 
+def test_rewards_may_come_as_a_table() -> None:
+    flat = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.0, 4.0])
+    for estimator in (group_advantages, rloo_advantages, dynamic_sampling_mask):
+        assert torch.equal(estimator(flat.view(2, 3), 3), estimator(flat, 3).view(2, 3))
+    assert best_of_n(flat.view(2, 3), 3).tolist() == [1, 5]
+
+
 def test_overlong_answers() -> None:
     """Yu et al. 2025, eq. 13, with L_max = 100 and L_cache = 20."""
     lengths = torch.tensor([1, 80, 81, 90, 100, 101, 500])

@@ -87,7 +87,7 @@ def test_kto() -> None:
     assert loss.item() == pytest.approx(expected)
     assert metrics["rewards/chosen"].item() == pytest.approx(0.3 * ratios[[0, 2]].mean())
     assert metrics["rewards/rejected"].item() == pytest.approx(0.3 * ratios[1])
-    doubled, _ = kto_loss(CHOSEN, REF_CHOSEN, LABELS, torch.tensor(kl), 0.3, 2.0, 2 * 1.5)
+    doubled, _ = kto_loss(CHOSEN, REF_CHOSEN, LABELS, kl, 0.3, 2.0, 2 * 1.5)
     assert doubled.item() == pytest.approx(2 * expected)
 
 

@@ -1,7 +1,8 @@
 """Advantages: GAE from a critic, or comparisons within a group of answers to one prompt.
 
-Groups are consecutive: rewards (prompts × group_size,) hold the answers to the first prompt, then to the second. A
-reward of NaN (a reward function that returned None) takes no part in its group, and its advantage is 0.
+Groups are consecutive: rewards (prompts × group_size,) hold the answers to the first prompt, then to the second;
+(prompts, group_size) is the same. Results have the shape of the rewards, but for the indices of `best_of_n`.
+A reward of NaN (a reward function that returned None) takes no part in its group, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def group_advantages(rewards: Tensor, group_size: int, normalize_by_std: bool = 
         count = groups.isfinite().sum(-1, keepdim=True)
         variance = centered.square().nansum(-1, keepdim=True) / (count - 1).clamp(min=1)
         centered = centered / (variance.sqrt() + eps)
-    return centered.nan_to_num(nan=0.0).flatten()
+    return centered.nan_to_num(nan=0.0).view_as(rewards)
 
 
 def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
@@ -51,14 +52,14 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
     groups = from_lowest(in_groups(rewards, group_size))
     others = groups.isfinite().sum(-1, keepdim=True) - 1
     baseline = (groups.nansum(-1, keepdim=True) - groups) / others.clamp(min=1)
-    return torch.where(others > 0, groups - baseline, 0.0).nan_to_num(nan=0.0).flatten()
+    return torch.where(others > 0, groups - baseline, 0.0).nan_to_num(nan=0.0).view_as(rewards)
 
 
 def dynamic_sampling_mask(rewards: Tensor, group_size: int) -> Tensor:
     """True for answers of groups whose rewards differ: the others have no gradient (DAPO, Yu et al. 2025, eq. 11)."""
     groups = in_groups(rewards, group_size)
     high, low = groups.nan_to_num(nan=-torch.inf).amax(-1), groups.nan_to_num(nan=torch.inf).amin(-1)
-    return (high > low).repeat_interleave(group_size)
+    return (high > low).repeat_interleave(group_size).view_as(rewards)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, penalty: float = 1.0) -> Tensor:

@@ -88,7 +88,7 @@ def kto_loss(
     policy_logps: Tensor,
     ref_logps: Tensor,
     labels: Tensor,
-    kl: Tensor,
+    kl: Tensor | float,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
@@ -99,13 +99,13 @@ def kto_loss(
     `labels`: True where the answer is desirable. `kl`: of the global batch, from `kto_kl`.
     """
     log_ratios = at_least_fp32(policy_logps) - at_least_fp32(ref_logps)
-    desirable = labels.bool()
-    gains = beta * torch.where(desirable, log_ratios - kl.detach(), kl.detach() - log_ratios)
+    desirable, kl = labels.bool(), torch.as_tensor(kl, device=log_ratios.device).detach()
+    gains = beta * torch.where(desirable, log_ratios - kl, kl - log_ratios)
     losses = torch.where(desirable, desirable_weight, undesirable_weight) * torch.sigmoid(-gains)
     rewards = beta * log_ratios.detach()
     chosen, rejected = masked_mean(rewards, desirable), masked_mean(rewards, ~desirable)
     metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
-    metrics |= {"kl": kl.detach(), "desirable": desirable.float().mean()}
+    metrics |= {"kl": kl, "desirable": desirable.float().mean()}
     return mean_or_share(losses, denominator), metrics
 
 
