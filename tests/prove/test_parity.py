@@ -109,6 +109,18 @@ VARIATIONS = [
     "recompute-budget-pp2",
     "bf16-ddp",
     "bf16-weights-ddp",
+    "lora-ddp",
+    "lora-zero-1",
+    "lora-zero-2",
+    "lora-tp2",
+    "lora-tp4-kv2",
+    "lora-cp2",
+    "lora-pp2-interleaved-zero-bubble",
+    "lora-moe-tp2-fsdp2",
+    "lora-gpt2-tp2",
+    "lora-offload-optimizer",
+    "dora-tp2-sp",
+    "lora-bf16-weights-fsdp2",
 ]
 
 

@@ -170,6 +170,7 @@ lora.targets                        []
 lora.rslora                         false
 lora.dora                           false
 lora.base                           ""              int8 nf4
+lora.init                           ""
 log.every                           10              [1, inf)
 log.eval_every                      100             [0, inf)
 log.eval_batches                    16              [0, inf)

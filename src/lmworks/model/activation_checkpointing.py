@@ -119,7 +119,8 @@ def checkpointed(block: Block, policy: str) -> Callable[..., Tensor]:
     """`block` under the named policy: none, full, selective or mlp."""
     if policy == "none":
         return block
-    again = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
+    forward = block if block.active_adapter is None else block.active_adapter.bind(block)
+    again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)  # no block draws random numbers
     if policy == "full":
         return again
     return partial(again, context_fn=partial(block_contexts, policy, block.attention_linears))

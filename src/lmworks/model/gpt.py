@@ -33,16 +33,36 @@ from .moe import MoE
 
 if TYPE_CHECKING:
     from .activation_offload import Offload  # which loads the compiler: seconds, and an engine does without it
+    from .lora import ActiveAdapter, LayerAdapters
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside latent attention, whatever model.norm_eps is (DeepSeek)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin of every position, where the model has rotary embedding
 
 
 class Linear(nn.Linear):
-    """nn.Linear without its own initialisation: weights are a function of (seed, name), see `init_weights`."""
+    """nn.Linear without its own initialisation: weights are a function of (seed, name), see `init_weights`.
+
+    `adapters`: low-rank updates of the weight, which `lora.add_adapters` puts here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapters: LayerAdapters | None = None
 
     def reset_parameters(self) -> None:
         pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.adapters is None:
+            return super().forward(x)
+        y = self.product(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def product(self, x: Tensor, rows: slice | None = None) -> Tensor:
+        """x·Wᵀ, or those `rows` of W, with the active adapter; a row-parallel layer sums this over its ranks."""
+        weight = self.weight if rows is None else self.weight[rows]
+        y = F.linear(x, weight)
+        return y if self.adapters is None else self.adapters(x, y, weight, rows)
 
 
 class Embedding(nn.Embedding):
@@ -182,6 +202,7 @@ class Block(nn.Module):
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
         self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
         self.attention_linears = sum(linear.name.startswith("attention.") for linear in components.linears(spec))
+        self.active_adapter: ActiveAdapter | None = None  # of all its layers, where they have adapters
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary, attend)
@@ -213,6 +234,7 @@ class GPT(nn.Module):
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
         self.offload: Offload | None = None  # of saved activations to host memory
+        self.adapter_weights: tuple[components.Weight, ...] = ()  # of a block: see `lora.add_adapters`
         embeds = first or (last and spec.tie_embeddings)
         self.embed: Embedding | None = Embedding(spec.vocab, spec.hidden) if embeds else None
         self.positions = Embedding(spec.context, spec.hidden) if first and spec.positions == "learned" else None
@@ -357,9 +379,13 @@ def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> 
     std = spec.init_std / math.sqrt(2 * spec.layers) if init == "residual" else spec.init_std
     if init == "score":
         std = 1 / math.sqrt(spec.hidden + 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator_of(seed, name))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Of one weight."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def default_positions(tokens: Tensor, documents: Tensor | None) -> Tensor:

@@ -102,6 +102,8 @@ class FSDP2:
         if not self.shard_list:
             self.reshard()
             for name, parameter in self.part.named_parameters():
+                if not parameter.requires_grad:  # it is sharded and gathered all the same
+                    continue
                 assert isinstance(parameter, DTensor)
                 leaf, rows = nn.Parameter(local(parameter)), "edp" if name in self.experts else "shard"
                 self.shard_list.append(Shard(name, leaf, parameter.shape, rows, take_low_bits(parameter)))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..kernels.training.adamw import split
 from ..model.gpt import initial_weight
 from ..model.hf import HFWeights, read_config
-from ..spec import RunSpec, SpecError
+from ..model.lora import initial_adapter, split_adapter_name
+from ..spec import RunSpec, SpecError, components
 from ..spec.components import SCORE
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
@@ -26,7 +27,11 @@ Source = Callable[[str, torch.Size], Tensor]
 
 
 def source_of(spec: RunSpec) -> Source:
-    """The seed's, unless checkpoint.init names a Hugging Face folder."""
+    """The seed's, unless checkpoint.init names a Hugging Face folder; with adapters, theirs too."""
+    return with_adapters(spec, base_source(spec)) if spec.adapters else base_source(spec)
+
+
+def base_source(spec: RunSpec) -> Source:
     start = Path(spec.checkpoint.init) if spec.checkpoint.init else None
 
     def drawn(name: str, shape: torch.Size) -> Tensor:
@@ -41,6 +46,21 @@ def source_of(spec: RunSpec) -> Source:
     language_model = spec.model.replace(scalar_head=False, tie_embeddings=there.tie_embeddings)
     body = HFWeights(start, language_model).weight
     return lambda name, shape: drawn(name, shape) if name == SCORE else body(name, shape)
+
+
+def with_adapters(spec: RunSpec, base: Source) -> Source:
+    """The weights of `base`, and adapters as they start."""
+
+    def weight(name: str, shape: torch.Size) -> Tensor:
+        place = split_adapter_name(name)
+        if place is None:
+            return base(name, shape)
+        of = f"{place[0]}.weight"
+        return initial_adapter(
+            spec.seed, name, shape, lambda: base(of, torch.Size(components.find(spec.model, of).shape))
+        )
+
+    return weight
 
 
 def is_hf(folder: Path) -> bool:
@@ -61,14 +81,14 @@ def materialise(
 ) -> None:
     """Give a part memory (weights on `weight_device`, buffers on `device`), and each weight its share of the whole.
 
-    With `master` what bf16 cuts off each weight is kept for its optimizer.
+    With `master` what bf16 cuts off each weight that is trained is kept for its optimizer.
     """
     part.to_empty(device=weight_device)
     for name, parameter in part.named_parameters():
         whole = weights(name, sharding.shape(name, parameter.shape))
         share = sharding.local_part(name, whole, mesh) if mesh is not None else whole
         own = fsdp_shard(parameter, share)
-        if master:
+        if master and parameter.requires_grad:
             own, low = split(own.float().to(weight_device))
             parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low_bits
         local_rows(parameter).copy_(own)

@@ -1,7 +1,7 @@
 """The recipe: how a model is parallelized, in the order of `parallelize`.
 
-    pipeline split → weight format → tensor, sequence, expert parallel → fp8 → activation checkpointing and offload
-      → compile → autocast → weights → data parallel
+    pipeline split → adapters → weight format → tensor, sequence, expert parallel → fp8
+      → activation checkpointing and offload → compile → autocast → weights → data parallel
 
 Every part is built on the meta device and sharded before it has memory, so no rank holds more than its share. FSDP2
 shards weights too, so it comes before them; the other strategies wrap a part that has its weights. Context parallelism
@@ -19,6 +19,7 @@ from ..model import GPT
 from ..model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_forward
 from ..model.activation_offload import Offload
 from ..model.gpt import Block, LayerNorm
+from ..model.lora import ActiveAdapter, add_adapters
 from ..model.training_fusion import fuse_gelu_epilogues
 from ..plan.activation_offload import block_budgets
 from ..plan.pipelines.stages import Stage, stages_of_rank
@@ -56,9 +57,12 @@ def parallelize(
     sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
+    active = ActiveAdapter(spec.adapters[0]) if spec.adapters else None  # of all stages of this rank
     for stage in stages or stages_of_rank(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
+        if active is not None:
+            add_adapters(part, spec.lora, spec.adapters, active)
         cast_weights(spec.precision, part)
         experts: set[str] = set()
         if mesh is not None:
@@ -97,7 +101,7 @@ def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
     """
     layout = spec.parallel
     plain = spec.model.mlp == "gelu" and not spec.model.experts and layout.tp == 1 and spec.precision.dtype != "fp8"
-    if not plain or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD):
+    if not plain or spec.adapters or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD):
         return []
     return [block for block in part.layers() if block.recompute not in SELECTIVE_POLICIES]
 
@@ -153,8 +157,9 @@ def wrap_data_parallel(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set
         return FSDP1(part, spec, mesh, experts)
     if layout.strategy == "zero":
         return Zero(part, spec, mesh, experts, layout.zero)
-    if layout.pp > 1 or layout.ep > 1:
-        # PyTorch's DDP loses its reduction in a split backward pass, and knows one group for all gradients.
+    if layout.pp > 1 or layout.ep > 1 or len(spec.adapters) > 1:
+        # PyTorch's DDP loses its reduction in a split backward pass, knows one group for all gradients, and waits for
+        # those of weights that a pass does not use.
         return Zero(part, spec, mesh, experts, 0)
     return DDP(part, spec, mesh, experts)
 

@@ -14,7 +14,8 @@ class SingleRank:
 
     def __init__(self, part: GPT) -> None:
         self.part = part
-        self.shard_list = [Shard(name, p, p.shape, None, take_low_bits(p)) for name, p in part.named_parameters()]
+        trained = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+        self.shard_list = [Shard(name, p, p.shape, None, take_low_bits(p)) for name, p in trained]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.part(*args, **kwargs)

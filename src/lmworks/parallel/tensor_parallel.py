@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.token_logprobs import VocabShard, linear_logprobs
 from ..model.gpt import GPT, Block, Embedding, Linear
+from ..model.lora import LowRankAdapter
 from ..model.moe import MoE
 from ..spec import ModelSpec, ParallelSpec, SpecError, components
 from . import collectives
@@ -47,7 +48,7 @@ def apply_tensor_parallel(part: GPT, parallel: ParallelSpec, mesh: Mesh, shardin
         return
     parallelizer = TensorParallelizer(mesh, sharding, Region(mesh.group("tp"), parallel.sp))
     for layer, block in zip(part.blocks, part.layers(), strict=True):
-        parallelizer.shard_block(block, f"blocks.{layer}.", part.spec)
+        parallelizer.shard_block(block, f"blocks.{layer}.", part)
     parallelizer.shard_embedding_and_head(part)
 
 
@@ -112,9 +113,10 @@ class RowShardedLinear(Linear):
     def __init__(self, linear: Linear, leave: Callable[[Tensor], Tensor]) -> None:
         super().__init__(linear.weight.shape[1], linear.weight.shape[0], bias=False, device="meta")
         self.weight, self.bias, self.leave = linear.weight, linear.bias, leave
+        self.adapters = linear.adapters
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.leave(F.linear(x, self.weight))
+        y = self.leave(self.product(x))
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -123,11 +125,14 @@ class ReplicatedKVLinear(Linear):
 
     def __init__(self, whole: Linear, head: int, head_dim: int) -> None:
         super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
-        self.weight, self.bias = whole.weight, whole.bias
+        self.weight, self.bias, self.adapters = whole.weight, whole.bias, whole.adapters
         self.rows = slice(head * head_dim, (head + 1) * head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+        if self.adapters is None:
+            return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
+        y = self.product(x, self.rows)
+        return y if self.bias is None else y + self.bias[self.rows].to(y.dtype)
 
 
 class SequenceParallelPositions(Embedding):
@@ -149,12 +154,14 @@ class TensorParallelizer:
     sharding: ShardingPlan
     region: Region
 
-    def shard_block(self, block: Block, prefix: str, spec: ModelSpec) -> None:
+    def shard_block(self, block: Block, prefix: str, part: GPT) -> None:
         """Shard weights as the components say, then wrap the regions: attention, and the MLP or the experts."""
-        for weight in components.block_weights(spec):
+        for weight in (*components.block_weights(part.spec), *part.adapter_weights):
             self.shard_weight(block, prefix, weight)
         mixture = isinstance(block.mlp, MoE)
-        for linear in components.linears(spec):
+        for linear in components.linears(part.spec):
+            if linear.shard == "row":
+                self.sum_row_norms(cast("Linear", block.get_submodule(linear.name)))
             if not (mixture and linear.name.startswith("mlp.")):  # experts leave their region as a whole
                 self.wrap(block, linear)
         block.attention.register_forward_pre_hook(on_input(self.region.enter_in_autocast_dtype))
@@ -182,6 +189,11 @@ class TensorParallelizer:
         elif linear.kv_heads % tp:  # tp / kv_heads neighbours have queries of the same key/value head
             head = self.mesh.rank("tp") * linear.kv_heads // tp
             setattr(owner, name, ReplicatedKVLinear(layer, head, linear.outputs // linear.kv_heads))
+
+    def sum_row_norms(self, layer: Linear) -> None:
+        """Of DoRA's adapters: a rank has some columns of the weight."""
+        for adapter in layer.adapters.values() if layer.adapters is not None else ():
+            cast(LowRankAdapter, adapter).sum_over_ranks = partial(collectives.all_reduce, group=self.region.group)
 
     def shard_experts(self, moe: MoE) -> None:
         """Every expert is sharded by its ffn; the router is replicated, and all ranks choose alike.

@@ -42,7 +42,7 @@ class Zero:
     def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], stage: int) -> None:
         self.part, self.stage = part, stage
         self.dtype = torch.bfloat16 if spec.precision.reduce == "bf16" else torch.float32
-        named = dict(part.named_parameters())
+        named = {name: weight for name, weight in part.named_parameters() if weight.requires_grad}
         order = list(reversed(named))  # gradients come last weight first
         placed: list[tuple[int, Bucket]] = []
         for axis, names in split_by_axis(order, experts, stage).items():

@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec
+from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec, components
+from ..spec.lora import block_adapter_weights
 from .exact.optimizers import optimizer_of
 from .software import Software, software_of
 
@@ -56,6 +57,8 @@ class Case:
     bucket_mb: float = 25.0  # ZeRO: MiB of gradients that are reduced at once
     documents: bool = False  # attention is masked by document
     device: str = "cuda"  # or "cpu", whose kernels save other tensors
+    # Low-rank adapters of a block; where there are any, all other weights are frozen.
+    adapters: tuple[components.Weight, ...] = ()
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu | None = None) -> Self:
@@ -92,6 +95,7 @@ class Case:
             prefetch=layout.prefetch,
             bucket_mb=layout.bucket_mb,
             documents=spec.data.document_mask,
+            adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
         )
 
     def replace(self, **changes: Any) -> Self:

@@ -1,4 +1,4 @@
-"""Post-training in a spec: the method with its options, and low-rank adapters."""
+"""Post-training in a spec: the method with its options."""
 
 from __future__ import annotations
 
@@ -60,34 +60,6 @@ class AlignSpec(Section):
     @property
     def needs_reference(self) -> bool:
         return self.method in REFERENCE_METHODS
-
-
-LORA_BASES = ("", "int8", "nf4")
-
-
-@dataclass(frozen=True)
-class LoraSpec(Section):
-    """Low-rank adapters: the weights of the model are frozen, and W + scale · B · A is trained through A and B."""
-
-    section: ClassVar[str] = "lora"
-
-    rank: int = opt(0, "rank of the adapters (0: all weights are trained)", ge=0)
-    alpha: float = opt(0.0, "scale = alpha / rank (0: twice the rank)", ge=0)
-    targets: list[str] = opt([], "linear layers that get an adapter, e.g. attention.q, mlp.down (empty: all in blocks)")
-    rslora: bool = opt(False, "scale = alpha / √rank")
-    dora: bool = opt(False, "train the norm of every output row as well (DoRA)")
-    base: str = opt("", "format of the frozen weights (empty: precision.weights; nf4: QLoRA)", choices=LORA_BASES)
-
-    def check(self) -> None:
-        if not self.alpha:
-            self.derive("alpha", 2.0 * self.rank)
-        if not self.rank and (self.base or self.dora):
-            what = f"base = {self.base!r}" if self.base else "dora = true"
-            raise SpecError(f"lora.{what} needs adapters: set lora.rank, e.g. 16")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 def check_align(run: RunSpec) -> None:

@@ -89,6 +89,7 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     return spec.replace(
         data=data.replace(mix=mix, **files),
         align=spec.align.replace(reference=absolute(spec.align.reference)),
+        lora=spec.lora.replace(init=absolute(spec.lora.init)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
         cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
     )

@@ -13,7 +13,7 @@ from .model import ModelSpec
 from .run import RunSpec
 from .schema import merge
 
-SECTIONS = ("model", "data", "precision", "parallel")
+SECTIONS = ("model", "data", "precision", "parallel", "lora")
 
 
 @dataclass(frozen=True)

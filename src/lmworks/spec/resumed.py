@@ -17,7 +17,8 @@ MAY_CHANGE = (  # a section stands for all its keys
     "deterministic",
     "parallel",  # another layout: weights, states and the place in the data arrive exactly
     "cluster",
-    "checkpoint",  # `init` is not looked at again
+    "checkpoint",  # `init`: not looked at again, but for the base of adapters, which is compared by digest
+    "lora.init",  # not looked at again
     "fault",
     "health",
     "watch",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .align import DATA_KINDS, AlignSpec, LoraSpec, check_align
+from .align import DATA_KINDS, AlignSpec, check_align
 from .errors import SpecError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
 from .hardware import Cluster
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
+from .lora import DEFAULT_ADAPTER, LoraSpec, check_lora
 from .model import ModelSpec
 from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
@@ -250,6 +251,7 @@ class RunSpec(Section):
         check_align(self)
         check_layout(self)
         check_precision(self)
+        check_lora(self)
         check_health(self)
         self.check_profile()
 
@@ -266,6 +268,11 @@ class RunSpec(Section):
     def accumulation(self) -> int:
         """Micro-batches that one rank runs for one optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.parallel.dp)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The low-rank adapters over the base model; without any, all weights are trained."""
+        return (DEFAULT_ADAPTER,) if self.lora.rank else ()
 
     @property
     def tokens_per_step(self) -> int:

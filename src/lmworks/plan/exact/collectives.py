@@ -26,7 +26,7 @@ from .shards import (
     gathered_bytes,
     local_shapes,
     padded_size,
-    stage_weights,
+    trained_weights,
     unit_size,
     units,
 )
@@ -94,7 +94,7 @@ def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
 
 def all_reduce_gradients(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     """All gradients once, after the last micro-batch."""
-    for axis, inside in by_axis(stage_weights(ctx.case, stage), "dp_cp").items():
+    for axis, inside in by_axis(trained_weights(ctx.case, stage), "dp_cp").items():
         size = ctx.case.software.reduce * sum(weight.size for weight in inside)
         yield ctx.bulk_collective(
             "all-reduce",
@@ -110,7 +110,7 @@ def zero_1_and_2(ctx: RankContext, stage: Stage, every: bool) -> Iterator[Collec
     """ZeRO-1 and 2: gradients to their owners (`every`: after each micro-batch), new weights back to all."""
     every = every and ctx.spec.parallel.pp == 1  # a pipeline's backward passes are not told apart
     times, when = (ctx.spec.accumulation, BACKWARD) if every else (1, reduction_phase(ctx))
-    for axis, inside in by_axis(stage_weights(ctx.case, stage), "shard").items():
+    for axis, inside in by_axis(trained_weights(ctx.case, stage), "shard").items():
         ranks, count = ctx.grid.size(axis), len(buckets(ctx.case, [weight.size for weight in inside]))
         numbers = ranks * sum(padded_size(weight, ranks) for weight in inside)
         size = ctx.case.software.reduce * numbers
@@ -125,13 +125,14 @@ def fsdp(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
         what = "root" if unit.block == ROOT else "experts" if unit.axis == "edp" else "block"
         numbers, ranks = unit_size(case, unit), ctx.grid.size(unit.axis)
         forward, backward = gathers(ctx, stage, unit)
-        gathered, sent = gathered_bytes(case, unit.block) * numbers, case.software.reduce * numbers
+        gathered = gathered_bytes(case, unit.block) * numbers
+        sent, reduced = case.software.reduce * unit_size(case, unit, trained=True), int(bool(unit.trained))
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)
-        yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, 1, sent, reduction_phase(ctx))
+        yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, reduced, sent, reduction_phase(ctx))
         if unit.axis == "shard" or ctx.grid.experts_over == "shard":  # else copies are a part of edp
             copies = f"gradients of a {what}, shards"
-            yield ctx.collective("all-reduce", copies, "dp_replicate", 1, sent // ranks, reduction_phase(ctx))
+            yield ctx.collective("all-reduce", copies, "dp_replicate", reduced, sent // ranks, reduction_phase(ctx))
 
 
 def gathers(ctx: RankContext, stage: Stage, unit: Unit) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Protocol, Self
 
 from ...spec import Grid, RunSpec
-from ...spec.components import attention_core
+from ...spec.components import attention_core, linears
+from ...spec.lora import ADAPTERS
 from ..case import Case
 from ..ops import chunk_rows, device_of
 from ..pipelines.stages import Stage
@@ -174,22 +175,43 @@ def forward_collectives(
 def tensor(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     layers, repeated, hidden = len(stage.layers), recomputed_layers(ctx, stage), ctx.tokens * ctx.spec.model.hidden
     mlp = ctx.stream if ctx.spec.model.experts else ctx.width  # a router takes the stream, and its result is as wide
-    crossings = [  # what, entered (or left), how often, again, bytes of a number
-        ("attention", True, layers, repeated, ctx.width),
-        ("attention", False, layers, repeated, ctx.width),
-        ("mlp", True, layers, repeated, mlp),
-        ("mlp", False, layers, 0, mlp),
-        ("embedding", False, int(stage.first), 0, ctx.stream),
-        ("head", True, int(stage.last), 0, ctx.width),
+    # Below the first adapter nothing has a gradient.
+    frozen = bool(ctx.case.adapters) and stage.first
+    adapted = any(weight.name.startswith("attention.") for weight in ctx.case.adapters)
+    below = frozen, frozen and not adapted
+    crossings = [  # what, entered (or left), how often, again, without a gradient, bytes of a number
+        ("attention", True, layers, repeated, below[0], ctx.width),
+        ("attention", False, layers, repeated, below[1], ctx.width),
+        ("mlp", True, layers, repeated, below[1], mlp),
+        ("mlp", False, layers, 0, 0, mlp),
+        ("embedding", False, int(stage.first), 0, frozen, ctx.stream),
+        ("head", True, int(stage.last), 0, 0, ctx.width),
     ]
-    for what, entered, count, more, width in crossings:
-        yield from tp_region(ctx, what, entered, count, more, width * hidden)
+    for what, entered, count, more, less, width in crossings:
+        yield from tp_region(ctx, what, entered, count, more, less, width * hidden)
+    yield from row_norms(ctx, layers, repeated)
     if stage.last:
         yield loss(ctx)
 
 
-def tp_region(ctx: RankContext, what: str, entered: bool, count: int, more: int, size: int) -> Iterator[Collective]:
-    """Into a tensor-parallel region, or out of it: two operations, each the other's gradient, or one and none."""
+def row_norms(ctx: RankContext, layers: int, repeated: int) -> Iterator[Collective]:
+    """DoRA: squared norms of the rows of row-parallel weights, of which a rank has some columns."""
+    rows = {linear.name: linear.outputs for linear in linears(ctx.spec.model) if linear.shard == "row"}
+    for weight in ctx.case.adapters:
+        layer = weight.name.partition(f".{ADAPTERS}.")[0]
+        if weight.name.endswith(".magnitude") and layer in rows:
+            times, size = ctx.spec.accumulation, FP32 * rows[layer]
+            yield ctx.collective("all-reduce", "norms of rows", "tp", times * layers, size, FORWARD)
+            yield ctx.collective("all-reduce", "norms of rows, again", "tp", times * repeated, size, BACKWARD)
+
+
+def tp_region(
+    ctx: RankContext, what: str, entered: bool, count: int, more: int, less: int, size: int
+) -> Iterator[Collective]:
+    """Into a tensor-parallel region, or out of it: two operations, each the other's gradient, or one and none.
+
+    `more`: recomputed; `less`: without a gradient.
+    """
     times = ctx.spec.accumulation
     pair = ("all-gather", "reduce-scatter") if ctx.spec.parallel.sp else ("", "all-reduce")
     there, back = pair if entered else pair[::-1]
@@ -198,7 +220,7 @@ def tp_region(ctx: RankContext, what: str, entered: bool, count: int, more: int,
         yield ctx.collective(there, what, "tp", times * count, size, FORWARD)
         yield ctx.collective(there, f"{what}, again", "tp", times * more, size, BACKWARD)
     if back:
-        yield ctx.collective(back, f"gradient {what}", "tp", times * count, size, BACKWARD)
+        yield ctx.collective(back, f"gradient {what}", "tp", times * (count - less), size, BACKWARD)
 
 
 def loss(ctx: RankContext) -> Collective:

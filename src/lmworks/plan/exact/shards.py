@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import ModelSpec, RunSpec, components
 from ..case import Case
@@ -30,6 +30,7 @@ class Weight:
     unit: int  # the block it belongs to, or ROOT
     expert: bool = False  # other experts lie on other ranks: its gradient meets over "edp"
     partial: bool = False  # whole on every tensor-parallel rank, each of which finds a part of its gradient
+    trained: bool = True  # False: frozen, under adapters
 
     @property
     def inside(self) -> str:
@@ -51,7 +52,10 @@ def weights(model: ModelSpec, stage: Stage | None = None) -> list[Weight]:
     return [Weight(weight.name, weight.shape, weight.layer) for weight in described(model, stage)]
 
 
-def described(model: ModelSpec, stage: Stage | None) -> list[components.Weight]:
+Adapters = tuple[components.Weight, ...]  # of a block
+
+
+def described(model: ModelSpec, stage: Stage | None, adapters: Adapters = ()) -> list[components.Weight]:
     if stage is None:
         return components.weights(model)
     found = []
@@ -60,6 +64,7 @@ def described(model: ModelSpec, stage: Stage | None) -> list[components.Weight]:
         found += embedding if stage.first else embedding[:1]
     for layer in stage.layers:
         found += components.layer_weights(model, layer)
+        found += [replace(weight, name=f"blocks.{layer}.{weight.name}", layer=layer) for weight in adapters]
     return [*found, *(components.head_weights(model) if stage.last else ())]
 
 
@@ -89,19 +94,24 @@ def rank_stages(case: Case, pp_rank: int) -> list[Stage]:
 
 def stage_weights(case: Case, stage: Stage) -> list[Weight]:
     """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
-    return local_weights(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep))
+    return local_weights(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters)
+
+
+def trained_weights(case: Case, stage: Stage) -> list[Weight]:
+    return [weight for weight in stage_weights(case, stage) if weight.trained]
 
 
 @functools.lru_cache(maxsize=2**10)
-def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list[Weight]:
-    found = []
-    for weight in described(model, stage):
+def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int, adapters: Adapters) -> list[Weight]:
+    found, trained = [], {components.SCORE, *(weight.name for weight in adapters)}
+    for weight in described(model, stage, adapters):
         shape, expert, dim = list(weight.shape), ep > 1 and weight.experts > 0, weight.sharded(tp)
         if expert:
             shape[0] //= ep
         if dim is not None:
             shape[dim] //= tp
-        found.append(Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp)))
+        local = Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp))
+        found.append(local if not adapters or local.inside in trained else replace(local, trained=False))
     return found
 
 
@@ -122,9 +132,13 @@ def updated_shapes(case: Case, unit: Unit, place: dict[str, int]) -> list[tuple[
         sizes = flat_parameter(case, unit).own(place["shard"])
         return [(weight, (size,)) for weight, size in zip(unit.weights, sizes, strict=True)]
     if case.sharding not in ROWS_CUT:
-        return [(weight, weight.shape) for weight in unit.weights]
-    ranks, index = case.grid.size(unit.axis), place[unit.axis]
-    return [(weight, (local_rows(weight.shape[0], ranks, index), *weight.shape[1:])) for weight in unit.weights]
+        return [(weight, weight.shape) for weight in unit.trained]
+    return [(weight, own_rows(case, unit, weight, place)) for weight in unit.trained]
+
+
+def own_rows(case: Case, unit: Unit, weight: Weight, place: dict[str, int]) -> tuple[int, ...]:
+    """The shape of a rank's rows of a weight."""
+    return (local_rows(weight.shape[0], case.grid.size(unit.axis), place[unit.axis]), *weight.shape[1:])
 
 
 # --- rows -----------------------------------------------------------------------------------------------
@@ -156,16 +170,20 @@ class Unit:
     axis: str
     weights: tuple[Weight, ...]
 
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        return tuple(weight for weight in self.weights if weight.trained)
+
 
 def units(case: Case, stage: Stage) -> list[Unit]:
     """The root and each block. Experts are a unit of their own; so, then, are their router and the shared ones."""
-    return units_of(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep))
+    return units_of(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters)
 
 
 @functools.lru_cache(maxsize=2**10)
-def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list[Unit]:
+def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int, adapters: Adapters) -> list[Unit]:
     found: dict[tuple[int, str], list[Weight]] = {}
-    for weight in local_weights(model, stage, tp, sp, ep):
+    for weight in local_weights(model, stage, tp, sp, ep, adapters):
         part = ""
         if ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]
@@ -173,17 +191,17 @@ def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int) -> list
     return [Unit(block, inside[0].axis, tuple(inside)) for (block, _), inside in sorted(found.items())]
 
 
-def unit_shard(case: Case, unit: Unit) -> int:
-    """Elements that a rank allocates of a unit, padding included."""
+def unit_shard(case: Case, unit: Unit, trained: bool = False) -> int:
+    """Elements that a rank allocates of a unit, padding included; `trained`: of its gradients."""
     if case.strategy == "fsdp1":
         return flat_parameter(case, unit).length
     ranks = case.grid.size(unit.axis)
-    return sum(padded_size(weight, ranks) for weight in unit.weights)
+    return sum(padded_size(weight, ranks) for weight in (unit.trained if trained else unit.weights))
 
 
-def unit_size(case: Case, unit: Unit) -> int:
-    """Elements of a unit when it is gathered, padding included."""
-    return case.grid.size(unit.axis) * unit_shard(case, unit)
+def unit_size(case: Case, unit: Unit, trained: bool = False) -> int:
+    """Elements of a unit when it is gathered, padding included; `trained`: of its gradients."""
+    return case.grid.size(unit.axis) * unit_shard(case, unit, trained)
 
 
 def gathered_bytes(case: Case, block: int) -> int:

@@ -37,6 +37,7 @@ from ..exact.shards import (
     Unit,
     buckets,
     chunk,
+    own_rows,
     padded_size,
     rank_stages,
     stage_weights,
@@ -231,8 +232,9 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
     """Bytes of a rank of our own trainer."""
     code, kind, grid = case.software, case.sharding, case.grid
     where = {"shard": place.shard, "edp": place.edp}
-    own = states = allocated = copies = low_bits = shards = 0
+    own = kept = states = allocated = allocated_gradients = copies = low_bits = shards = trained = 0
     for unit, times in held:
+        trained += times * sum(weight.size for weight in unit.trained)
         for weight, shape in updated_shapes(case, unit, where):
             size = math.prod(shape)
             own += times * size
@@ -243,17 +245,21 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
             copies += times * pinned_size(code.weights * size)
             low_bits += times * pinned_size(code.low_bytes * size)
             shards += times * pinned_size(code.weights * padded_size(weight, grid.size(unit.axis)))
-        allocated += times * unit_shard(case, unit) if kind.startswith("fsdp") else 0
-    parameters, gradients, padding = whole, own if kind == "zero2" else whole, 0
+        if kind.startswith("fsdp"):
+            allocated += times * unit_shard(case, unit)
+            allocated_gradients += times * unit_shard(case, unit, trained=True)
+            kept += times * sum(math.prod(own_rows(case, unit, w, where)) for w in unit.weights if not w.trained)
+    parameters, gradients, padding, gradient_padding = whole, own if kind == "zero2" else trained, 0, 0
     if kind.startswith("fsdp"):
-        parameters, gradients, padding = own, own, allocated - own
+        parameters, gradients = own + kept, own
+        padding, gradient_padding = allocated - parameters, allocated_gradients - own
     return {
         "parameters": code.weights * parameters,
         "gradients": code.gradients * gradients,
         "master": (code.master + code.low_bytes) * own,
         "optimizer": states,
         "parameter_padding": code.weights * padding,
-        "gradient_padding": code.gradients * padding,
+        "gradient_padding": code.gradients * gradient_padding,
         "updated": own,
         "pinned_optimizer": states + 2 * copies + low_bits,
         "pinned_full": states + code.low_bytes * own + copies + shards,

@@ -1,0 +1,110 @@
+"""Low-rank adapters (LoRA, DoRA, QLoRA): their keys, and their weights as components.py describes the network's.
+
+    LoRA     y = W·x + scale · B·A·x                     W frozen, A (rank, in) and B (out, rank) trained
+    DoRA     y = m / ‖W + scale · B·A‖ · (W·x + scale · B·A·x)    the norm of each output row, m trained as well
+    QLoRA    either, over frozen weights in 4 or 8 bits
+
+Several named adapters can stand over one base; `RunSpec.adapters` names those of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from . import components
+from .components import Weight
+from .errors import SpecError
+from .schema import Section, opt
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+    from .run import RunSpec
+
+BASES = ("", "int8", "nf4")
+DEFAULT_ADAPTER = "default"  # as PEFT names the first
+ADAPTERS = "adapters"  # the module of a linear layer that holds them: blocks.0.attention.q.adapters.default.lora_A
+ROUTED = ("mlp.router", "mlp.gate", "mlp.up", "mlp.down")  # of a mixture of experts
+
+
+@dataclass(frozen=True)
+class LoraSpec(Section):
+    """Low-rank adapters: the weights of the model are frozen, and W + scale · B · A is trained through A and B."""
+
+    section: ClassVar[str] = "lora"
+
+    rank: int = opt(0, "rank of the adapters (0: all weights are trained)", ge=0)
+    alpha: float = opt(0.0, "scale = alpha / rank (0: twice the rank)", ge=0)
+    targets: list[str] = opt(
+        [], "linear layers that get an adapter, e.g. attention.q, mlp.down, or attention for all of it (empty: all)"
+    )
+    rslora: bool = opt(False, "scale = alpha / √rank")
+    dora: bool = opt(False, "train the norm of every output row as well (DoRA)")
+    base: str = opt("", "format of the frozen weights (empty: precision.weights; nf4: QLoRA)", choices=BASES)
+    init: str = opt("", "folder of an adapter in PEFT's format to start from (empty: A random, B zero)")
+
+    def check(self) -> None:
+        if not self.alpha:
+            self.derive("alpha", 2.0 * self.rank)
+        if not self.rank:
+            given = {"base": self.base, "dora": self.dora, "rslora": self.rslora, "init": self.init}
+            for key, value in given.items():
+                if value:
+                    raise SpecError(f"lora.{key} needs adapters: set lora.rank, e.g. 16")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def check_lora(run: RunSpec) -> None:
+    """Targets that the model has, and layouts in which weights can be frozen."""
+    lora, layout = run.lora, run.parallel
+    if not lora.rank:
+        return
+    target_linears(run.model, lora)
+    if layout.engine == "deepspeed":
+        raise SpecError("lora.rank needs parallel.engine = 'native': DeepSpeed would train all weights")
+    if layout.strategy == "fsdp1":
+        raise SpecError("lora.rank does not combine with parallel.strategy = 'fsdp1'; use 'fsdp2'")
+    if run.precision.dtype == "fp8":
+        raise SpecError("lora.rank does not combine with precision.dtype = 'fp8'; use 'bf16'")
+
+
+def target_linears(model: ModelSpec, lora: LoraSpec) -> list[components.Linear]:
+    """The linear layers of a block that get an adapter."""
+    linears = components.linears(model)
+    for target in lora.targets:
+        if not any(matches(linear.name, target) for linear in linears):
+            routed = model.experts and target in ROUTED
+            why = "routed experts have no adapters" if routed else "this model has no such linear layer"
+            raise SpecError(f"lora.targets: {target!r}: {why}; use {', '.join(linear.name for linear in linears)}")
+    return [linear for linear in linears if not lora.targets or any(matches(linear.name, t) for t in lora.targets)]
+
+
+def matches(name: str, target: str) -> bool:
+    """A layer's name, or one that stands before its dot."""
+    return f"{name}.".startswith(f"{target}.")
+
+
+def adapter_weights(linear: components.Linear, lora: LoraSpec, adapter: str) -> Iterator[Weight]:
+    """A, B and DoRA's magnitudes of one layer, named within its block.
+
+    Tensor parallelism shards B (and the magnitudes) as the rows of a column-parallel weight, A as the columns of a
+    row-parallel one. The other matrix is replicated, and a rank has a part of its gradient.
+    """
+    prefix, row = f"{linear.name}.{ADAPTERS}.{adapter}.", linear.shard == "row"
+    rows = 0 if linear.shard in ("column", "kv_heads") else None
+    down = Weight(f"{prefix}lora_A", (lora.rank, linear.inputs), 1 if row else None, in_tp_region=not row)
+    up = Weight(f"{prefix}lora_B", (linear.outputs, lora.rank), rows, linear.kv_heads, in_tp_region=True, init="zeros")
+    yield from (down, up)
+    if lora.dora:
+        yield Weight(f"{prefix}magnitude", (linear.outputs,), rows, linear.kv_heads, in_tp_region=True)
+
+
+def block_adapter_weights(model: ModelSpec, lora: LoraSpec, adapters: tuple[str, ...]) -> Iterator[Weight]:
+    """Of one block, in the order of its layers."""
+    for linear in target_linears(model, lora) if lora.rank else ():
+        for adapter in adapters:
+            yield from adapter_weights(linear, lora, adapter)
