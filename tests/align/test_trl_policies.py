@@ -1,4 +1,4 @@
-"""GRPO with its variants and RLOO against TRL's trainers, from sampled answers to the gradient of every parameter."""
+"""GRPO with its variants, RLOO and on-policy distillation against TRL's trainers: from samples to all gradients."""
 
 from __future__ import annotations
 
@@ -69,14 +69,19 @@ def rewards_of(trainer: Any) -> Tensor:
     return torch.tensor(list(rewards))
 
 
+def answer_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """At the positions that predict the answers' tokens."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    width = batch["completion_ids"].shape[1]
+    return model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
+
+
 def answer_logps(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of the answers' tokens under the temperature that sampled them."""
     from lmworks.align import entropy, logprobs_from_logits
 
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    width = batch["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
+    logits = answer_logits(model, batch)
     return logprobs_from_logits(logits, batch["completion_ids"], TEMPERATURE), entropy(logits, TEMPERATURE)
 
 
@@ -176,6 +181,40 @@ def test_rloo(off_policy: bool, folders: dict[str, Path]) -> None:
     assert_same(loss, policy, expected, trainer.model)
     for name in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
         assert trainer._metrics["train"][name][-1] == pytest.approx(metrics[name].item())
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward", 0.0), ("reverse", 1.0), ("jsd", 0.3)])
+def test_on_policy_distillation(kind: Any, beta: float, folders: dict[str, Path]) -> None:
+    """The student samples; its distributions and the teacher's are compared at the temperature of the samples."""
+    from datasets import Dataset
+    from trl import DistillationConfig, DistillationTrainer
+    from trl_models import ARGUMENTS, assert_same, load, make_tokenizer
+
+    from lmworks.align import distill_loss
+
+    config = DistillationConfig(
+        output_dir=str(folders["policy"].parent / "runs"),
+        per_device_train_batch_size=len(PROMPTS),
+        max_completion_length=LONGEST,
+        temperature=TEMPERATURE,
+        beta=beta,
+        **ARGUMENTS,
+    )
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    trainer = DistillationTrainer(
+        model=load(folders["policy"]),
+        teacher_model=load(folders["reference"]),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+    )
+    trainer.model.train()
+    batch = trainer._prepare_inputs(rows)
+    expected = trainer.compute_loss(trainer.model, batch)
+    student, teacher = load(folders["policy"]), load(folders["reference"])
+    logits = [answer_logits(model, batch) for model in (student, teacher)]
+    loss, _ = distill_loss(*logits, batch["completion_mask"], kind, TEMPERATURE, beta)
+    assert_same(loss, student, expected, trainer.model)
 
 
 def test_overlong_punishment() -> None:
