@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,26 +32,25 @@ MARGIN_S = 2.0  # on a machine with other work
 class Host:
     """What a hostile program could harm: canaries, each of which is checked after every program."""
 
-    def __init__(self, outside: Path, kind: str) -> None:
+    def __init__(self, kind: str) -> None:
         self.token = secrets.token_hex(8)
         self.secret = secrets.token_hex(16)
-        self.outside = outside
-        outside.mkdir()
-        outside.chmod(0o777)
-        self.secret_file = outside / "secret.txt"
+        self.place = Path(tempfile.mkdtemp(dir="/tmp"))
+        self.place.chmod(0o755)  # other users can reach it: rights alone protect nothing below
+        self.outside, self.temp = self.place / "outside", self.place / "temp"
+        for folder in (self.outside, self.temp):
+            folder.mkdir()
+            folder.chmod(0o777)
+        self.secret_file = self.outside / "secret.txt"
         self.secret_file.write_text(self.secret)
         self.secret_file.chmod(0o666)
-        self.foreign_file = outside / "foreign.txt"
+        self.foreign_file = self.outside / "foreign.txt"
         self.foreign_file.write_text(self.secret)
         if os.geteuid() == 0:
             os.chown(self.foreign_file, 12345, 12345)
         self.foreign_file.chmod(0o600)
         self.files = self.listing()
-        # beside the folders of the sandbox
-        self.temp = outside.parent / "temp"
-        self.temp.mkdir()
-        self.temp.chmod(0o777)
-        tempfile.tempdir = str(self.temp)
+        tempfile.tempdir = str(self.temp)  # for folders of the sandbox
         self.canary = subprocess.Popen(
             [sys.executable, "-S", "-c", "import time; time.sleep(1000)"], env={"CANARY": self.secret}
         )
@@ -131,7 +131,8 @@ class Host:
 
     def close(self) -> None:
         self.sandbox.close()
-        assert os.listdir(self.temp) == []
+        self.temp.rmdir()  # empty
+        shutil.rmtree(self.place)
         del os.environ[self.token]
         self.canary.kill()
         self.canary.wait()
@@ -141,7 +142,7 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]:
+def hosts() -> Iterator[dict[str, Host]]:
     made: dict[str, Host] = {}
     yield made
     for host in made.values():
@@ -157,14 +158,12 @@ def cases() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("hostile", "kind"), list(cases()))
-def test_it_harms_nothing(
-    hostile: Hostile, kind: str, hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_it_harms_nothing(hostile: Hostile, kind: str, hosts: dict[str, Host]) -> None:
     if kind not in hostile.kinds:  # nothing to find out: it is said
         gaps = " ".join(describe_isolation(kind).gaps)
         assert "can be read" in gaps and "programs that write files fail" in gaps
         return
-    host = hosts.get(kind) or hosts.setdefault(kind, Host(tmp_path_factory.mktemp(kind) / "outside", kind))
+    host = hosts.get(kind) or hosts.setdefault(kind, Host(kind))
     limits = hostile.within()
     result = host.run(host.fill(hostile.program), hostile)
     host.check_unharmed(result)

@@ -49,6 +49,12 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def kept() -> Iterator[dict[str, Sandbox]]:
+    with Sandbox(1, "namespaces") as first, Sandbox(1, "landlock") as second:
+        yield {"namespaces": first, "landlock": second}
+
+
 def test_a_program_with_input_and_files(sandbox: Sandbox) -> None:
     source = (
         "import sys\nfrom pkg.part import value\nprint(value, sys.stdin.read())\n"
@@ -95,6 +101,36 @@ def test_commands(sandbox: Sandbox) -> None:
     assert (result.exit_code, result.signal, result.limit) == (None, 9, None)
     assert sandbox.run(Program(["python3", "-c", "print(1)"])).stdout == b"1\n"
     assert sandbox.run(Program(["no-such-command"])).exit_code == 127
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import tempfile\nwith tempfile.TemporaryDirectory() as folder: open(folder + '/x', 'w').write('y')",
+        "import os\nopen('x', 'w').write('1'); os.rename('x', 'y'); os.mkdir('z'); os.truncate('y', 0); os.remove('y')",
+        "import subprocess, sys\nassert subprocess.run([sys.executable, '-c', 'print(1)'], capture_output=True).stdout",
+        "import subprocess\nassert subprocess.run(['ls'], stdout=subprocess.DEVNULL).returncode == 0",
+        "import multiprocessing as mp\n"
+        "def f(x, q): q.send(x * x)\n"
+        "if __name__ == '__main__':\n  a, b = mp.Pipe(); p = mp.Process(target=f, args=(3, b)); p.start()\n"
+        "  assert a.recv() == 9; p.join()",
+        "import asyncio\nassert asyncio.run(asyncio.sleep(0.01, 7)) == 7",
+        "import subprocess\np = subprocess.Popen(['sleep', '100']); p.terminate(); assert p.wait() == -15",
+        "import concurrent.futures as f\nwith f.ThreadPoolExecutor(4) as p: assert sum(p.map(abs, range(9))) == 36",
+        "import os, random, uuid\nrandom.random(); uuid.uuid4(); os.urandom(8); open('/dev/urandom', 'rb').read(1)",
+    ],
+)
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+def test_ordinary_programs_work(source: str, kind: str, kept: dict[str, Sandbox]) -> None:
+    result = kept[kind].run(Program(source))
+    assert result.ok, result
+
+
+def test_locks_of_multiprocessing_need_namespaces(kept: dict[str, Sandbox]) -> None:
+    source = "import multiprocessing as mp\nq = mp.Queue(); q.put(7); assert q.get() == 7"
+    assert kept["namespaces"].run(Program(source)).ok
+    assert not kept["landlock"].run(Program(source)).ok
+    assert any("locks of multiprocessing" in gap for gap in describe_isolation("landlock").gaps)
 
 
 def test_programs_of_one_folder_do_not_see_each_other(sandbox: Sandbox) -> None:

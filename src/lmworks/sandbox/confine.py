@@ -91,6 +91,10 @@ def switch_user(uid: int) -> None:
 
 
 def confine(isolation: Isolation, uid: int, limits: Limits, work: str) -> None:
+    apart = isolation.kind == "namespaces"
+    rules = None  # made by a user that can reach all these paths
+    if isolation.kind == "landlock":
+        rules = landlock.make_ruleset([*visible_paths(), *namespaces.DEVICES], [work, "/dev/null"])
     set_limits(limits, isolation)
     if uid != os.getuid():
         switch_user(uid)
@@ -98,8 +102,7 @@ def confine(isolation: Isolation, uid: int, limits: Limits, work: str) -> None:
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # /proc/self is its own again
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-    if isolation.kind == "landlock":
-        landlock.restrict([*visible_paths(), *namespaces.DEVICES], [work, "/dev/null"])
-    apart = isolation.kind == "namespaces"
-    scoped = apart or (isolation.kind == "landlock" and landlock.scopes_signals())
+    if rules is not None:
+        landlock.restrict(rules)
+    scoped = apart or (rules is not None and landlock.scopes_signals())
     seccomp.install(seccomp.rules(signals=not scoped, metadata=not apart, writes=isolation.kind == "seccomp"))

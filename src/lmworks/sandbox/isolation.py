@@ -35,22 +35,27 @@ PROTECTS = {
     "seccomp": ("writes, makes and removes no file at all", "signals itself only"),
 }
 KERNEL_BUGS = "bugs of the kernel itself, and side channels"
-EXISTENCE = "names, sizes and dates of files can be read; programs cannot change modes or times even of their own files"
+EXISTENCE = "names, sizes and dates of files can be read"
+RESTRICTED = "(programs fail that change modes or times of their files, or use locks of multiprocessing)"
 GAPS = {
     "namespaces": (KERNEL_BUGS,),
     "landlock": (
         EXISTENCE,
+        RESTRICTED,
         "files that were deleted but are still open do not count against disk_bytes",
         KERNEL_BUGS,
     ),
     "seccomp": (
         "every file that the user it runs as may read can be read, and printed",
-        "programs that write files fail",
+        "(programs that write files fail)",
         KERNEL_BUGS,
     ),
 }
 SAME_USER = "runs as our own user: processes are counted every 25 ms, not limited by the kernel"
 SAME_USER_READS = "the environment of our own process can be read in /proc"
+
+
+PROBE = "import os; os.stat(os.environ['HOME']); print(6 * 7)"  # reaches the interpreter and its own folder
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def probe(kind: str) -> tuple[Isolation | None, str]:
     for isolation in candidates(kind):
         worker = Worker(isolation)
         try:
-            result = worker.run(Program([interpreter(), "-S", "-c", "print(6 * 7)"]), Limits(wall_seconds=60.0))
+            result = worker.run(Program([interpreter(), "-S", "-c", PROBE]), Limits(wall_seconds=60.0))
             if result.stdout == b"42\n":
                 return isolation, ""
             why = why or result.stderr.decode(errors="replace").strip() or f"signal {result.signal}"

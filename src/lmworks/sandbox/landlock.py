@@ -40,9 +40,8 @@ def scopes_signals() -> bool:
     return version() >= SIGNALS_SINCE
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """This process and its children open nothing else: `readable` to read and execute, below `writable` anything but
-    device nodes. Needs no_new_privs."""
+def make_ruleset(readable: Iterable[str], writable: Iterable[str]) -> int:
+    """Its descriptor: `readable` may be read and executed, below `writable` anything made but device nodes."""
     known = version()
     all_rights = (IOCTL_DEV << 1) - 1 if known >= 5 else IOCTL_DEV - 1
     scoped = SCOPE_ABSTRACT_UNIX | SCOPE_SIGNAL if known >= SIGNALS_SINCE else 0
@@ -59,5 +58,10 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
             what = (ctypes.c_int(ruleset), ctypes.c_int(RULE_PATH_BENEATH), ctypes.byref(beneath), ctypes.c_uint32(0))
             linux.syscall("landlock", linux.LANDLOCK_ADD_RULE, *what)
             os.close(beneath.parent_fd)
+    return ruleset
+
+
+def restrict(ruleset: int) -> None:
+    """This process and its children open nothing else. Needs no_new_privs."""
     linux.syscall("landlock", linux.LANDLOCK_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)

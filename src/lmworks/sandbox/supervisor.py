@@ -136,6 +136,7 @@ class Supervisor:
         confine(self.isolation, self.uid, limits, folder)
         os.environ.clear()
         os.environ.update(environment(folder))
+        tempfile.tempdir = None  # found anew, for the program
         linux.close_from(3)  # from here on the program cannot be told from us: nobody hears of our errors
         if isinstance(code, str):
             run_source(code, folder)
