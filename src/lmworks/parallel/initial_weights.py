@@ -18,8 +18,10 @@ from ..kernels.training.adamw import split
 from ..model.gpt import initial_weight
 from ..model.hf import HFWeights, read_config
 from ..model.lora import initial_adapter, split_adapter_name
+from ..model.peft import read_peft
 from ..spec import RunSpec, SpecError, components
 from ..spec.components import SCORE
+from ..spec.lora import DEFAULT_ADAPTER
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
 
@@ -49,12 +51,19 @@ def base_source(spec: RunSpec) -> Source:
 
 
 def with_adapters(spec: RunSpec, base: Source) -> Source:
-    """The weights of `base`, and adapters as they start."""
+    """The weights of `base`, and adapters as they start: random and zero, or those of lora.init."""
+    given = read_peft(Path(spec.lora.init), spec.model) if spec.lora.init else None
+    if given is not None:
+        given.check(spec.model, spec.lora)
 
     def weight(name: str, shape: torch.Size) -> Tensor:
         place = split_adapter_name(name)
         if place is None:
+            if given is not None and given.score is not None and name == SCORE:
+                return given.score
             return base(name, shape)
+        if given is not None and place[1] == DEFAULT_ADAPTER:
+            return given.weight(name)
         of = f"{place[0]}.weight"
         return initial_adapter(
             spec.seed, name, shape, lambda: base(of, torch.Size(components.find(spec.model, of).shape))
