@@ -335,7 +335,7 @@ def test_stretched_frequencies_equal_those_of_transformers(scaling: dict[str, An
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from lmworks.model.hf_config import config_of_spec
+    from lmworks.spec.hf_config import config_of_spec
 
     # YaRN in transformers 4 takes the ratio of the contexts for the factor: keep the two equal.
     context = int(scaling["factor"] * scaling.get("original_context", 8192))

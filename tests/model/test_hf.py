@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmworks.model import GPT, generate
-from lmworks.model.hf_config import config_of_spec, family_of_spec, spec_of_config
 from lmworks.model.hf_write import save_hf
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from lmworks.spec.hf_config import config_of_spec, family_of_spec, spec_of_config
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -155,7 +155,7 @@ health.stats_every                  0               [0, inf)
 watch.timeout_s                     1800.0          (0, inf)
 watch.straggler                     1.5             (1, inf)
 watch.straggler_steps               20              [1, inf)
-align.method                        ""              sft reward dpo ipo kto orpo simpo
+align.method                        "" sft reward dpo ipo kto orpo simpo grpo dr_grpo dapo gspo rloo best_of_n
 align.reference                     ""
 align.beta                          -1.0            [-1, inf)
 align.label_smoothing               0.0             [0, 0.5)
@@ -164,6 +164,22 @@ align.desirable_weight              1.0             [0, inf)
 align.undesirable_weight            1.0             [0, inf)
 align.sft_weight                    0.0             [0, inf)
 align.reward_center                 0.0             [0, inf)
+align.rewards                       []
+align.reward_weights                []
+align.prompts                       32              [1, inf)
+align.samples                       8               [1, inf)
+align.epochs                        1               [1, inf)
+align.max_tokens                    256             [1, inf)
+align.temperature                   1.0             (0, inf)
+align.top_p                         1.0             (0, 1]
+align.top_k                         0               [0, inf)
+align.clip                          0.2             (0, 1)
+align.clip_high                     -1.0            [-1, inf)
+align.kl                            "k3"            k1 k2 k3
+align.importance_cap                2.0             [0, inf)
+align.overlong_buffer               -1              [-1, inf)
+align.kl_stop                       0.0             [0, inf)
+align.engine_memory                 0.4             (0, 1)
 lora.rank                           0               [0, inf)
 lora.alpha                          0.0             [0, inf)
 lora.targets                        []

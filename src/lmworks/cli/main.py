@@ -19,17 +19,18 @@ from ..plan.memory.host import process_bytes
 from ..record.oom import as_oom
 from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
-from . import bench, chat, checkpoint, data, demo, generate, launch, plan, prove, quantize, runs, serve, train
+from . import bench, chat, checkpoint, data, demo, finetune, generate, launch, plan, prove, quantize, runs, serve, train
 from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
-# Panel of the help → word → command. What comes next has its panel already: `finetune`, `sweep` (data and training);
+# Panel of the help → word → command. What comes next has its panel already: `sweep` (data and training);
 # `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app},
     "Data and training": {
         "data": data.app,
         "train": train.train,
+        "finetune": finetune.finetune,
         "resume": train.resume,
         "launch": launch.app,
         "checkpoint": checkpoint.app,

@@ -10,7 +10,7 @@ import typer
 
 from ..record.formatting import binary_bytes, duration
 from ..spec import RunSpec, SpecError, load_run
-from ..spec.load import apply_overrides, read_source
+from ..spec.load import apply_overrides, read_source, with_initial_shape
 from . import options
 from .groups import CommandGroup
 from .options import Force
@@ -91,7 +91,7 @@ def choose_layouts(
 
     if spec is None:
         return None, choose(names or "all")
-    given = apply_overrides(read_source(spec), overrides)
+    given = with_initial_shape(apply_overrides(read_source(spec), overrides))
     if names is None and RunSpec.from_dict(given).parallel.world > 1:
         own: dict[str, Any] = {key: given[key] for key in ("parallel", "precision") if key in given}
         return given, [Layout("the spec's own", own)]

@@ -54,17 +54,30 @@ def train(
     """
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.check_path_given()
+    start_run(loaded, ["train", spec, *(overrides or ())], run_dir, max_restarts, device, force, json)
+
+
+def start_run(
+    loaded: RunSpec,
+    command: list[str],  # how ranks are started with the same spec, without options
+    run_dir: Path | None,
+    max_restarts: int | None,
+    device: str,
+    force: bool,
+    json: bool,
+) -> None:
+    """Train in this process, or start the ranks of the layout and supervise them."""
     target = run_dir or default_run_folder(loaded)
     again = ["resume", str(target), *device_options(device, force), *(["--json"] if json else [])]
     if needs_supervisor(loaded, max_restarts):
         RunFolder(target).check_unused()
         options = ["--run-dir", str(target), *device_options(device, force), *(["--json"] if json else [])]
-        first = ["train", spec, *(overrides or ()), *options]
+        first = [*command, *options]
         supervise(loaded, RunFolder(target), first, again, restart_limit(loaded, max_restarts), force=force)
         return
+    from ..align.post_trainer import trainer_class
     from ..bench.calibrate import cached_machine
     from ..parallel.world import distributed_shutdown, is_rank_zero
-    from ..train import Trainer
     from ..train.restart import is_restart
 
     # Every rank checks before the rendezvous, and the folder is created after it: all see the same.
@@ -73,7 +86,7 @@ def train(
         return
     machine = cached_machine(loaded.cluster) if is_rank_zero() else None  # rank 0 writes what is predicted
     with distributed_shutdown():
-        run_trainer(Trainer(loaded, target, machine=machine, quiet=json, force=force), json)
+        run_trainer(trainer_class(loaded)(loaded, target, machine=machine, quiet=json, force=force), json)
 
 
 def resume(
@@ -107,11 +120,11 @@ def resume(
         again = ["resume", str(run), *chosen, *device_options(device, force), *(["--json"] if json else [])]
         supervise(spec, folder, again, again, restart_limit(spec, max_restarts), ranks, force)
         return
+    from ..align.post_trainer import trainer_class
     from ..parallel.world import distributed_shutdown
-    from ..train import Trainer
 
     with distributed_shutdown():
-        run_trainer(Trainer.resume(run, step=step, quiet=json, device=device, force=force), json)
+        run_trainer(trainer_class(spec).resume(run, step=step, quiet=json, device=device, force=force), json)
 
 
 def needs_supervisor(spec: RunSpec, max_restarts: int | None) -> bool:

@@ -125,8 +125,15 @@ class ExampleBatches(ExampleRows):
 
     def at(self, cursor: int) -> list[Batch]:
         rows = self.locate(self.samples_at(cursor))
-        make = {CONVERSATIONS: self.conversations, PREFERENCES: self.pairs, UNPAIRED: self.labelled}[self.kind]
-        return [make(rows[i : i + self.micro_batch]) for i in range(0, len(rows), self.micro_batch)]
+        return [self.make(rows[i : i + self.micro_batch]) for i in range(0, len(rows), self.micro_batch)]
+
+    def held_out_batch(self, index: int) -> Batch:
+        first = index * self.micro_batch
+        return self.make(self.locate(np.arange(first, min(first + self.micro_batch, self.windows))))
+
+    def make(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
+        kinds = {CONVERSATIONS: self.conversations, PREFERENCES: self.pairs, UNPAIRED: self.labelled}
+        return kinds[self.kind](rows)
 
     def conversations(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
         batch = self.pad([[self.split.sequence(one) for one in row] for row in rows], self.seq)

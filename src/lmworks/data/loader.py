@@ -15,7 +15,7 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -128,6 +128,12 @@ class BatchSource(ABC):
         mine = self.global_batch // self.world
         first = cursor * self.global_batch + self.rank * mine
         return np.arange(first, first + mine, dtype=np.int64)
+
+    def held_out_batch(self, index: int) -> Batch:
+        """Micro-batch number `index` of a split that is read once, in its order; the last one may be smaller."""
+        (batch,) = self.at(index)
+        batch.targets[max(0, self.windows - index * self.micro_batch) :] = IGNORED  # windows of the next epoch
+        return replace(batch, counted=None)
 
     def stream(self, start: int, stop: int, workers: int = 0) -> Iterator[list[Batch]]:
         """`at(start)` … `at(stop - 1)`, read ahead by `workers` processes; their number changes nothing."""

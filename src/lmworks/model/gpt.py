@@ -278,8 +278,7 @@ class GPT(nn.Module):
         x = self.norm(x)
         if logprobs:
             options = {"temperature": temperature, "softcap": self.spec.final_softcap, "with_entropy": with_entropy}
-            found = self.token_logprobs(x.flatten(0, 1), self.head_weight, targets.flatten(), **options)
-            return TokenLogprobs(*(rows.view_as(targets) for rows in found))
+            return self.token_logprobs(x, self.head_weight, targets, **options)
         if keep_logits or not self.chunked_loss:
             logits = soft_cap(self.project(x, self.head_weight), self.spec.final_softcap)
             flat = logits.flatten(0, 1).float()

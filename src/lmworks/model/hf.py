@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import unsafe_name
-from .hf_config import family_of_config, spec_of_config
+from ..spec.hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
 from .tensor_files import STAGED_DEVICES, DoubleBuffer, Span, spans, to_empty, upload_in_threads
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec
 from ..spec.files import sync_folder, write_whole
+from ..spec.hf_config import config_of_spec, family_of_spec
 from .hf import CONFIG, INDEX, SINGLE, one_line
-from .hf_config import config_of_spec, family_of_spec
 from .hf_layout import Stored, layout
 from .tensor_files import write_tensors
 

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError, components
+from ..spec.hf_config import family_of_spec
 from ..spec.lora import ADAPTERS, DEFAULT_ADAPTER, LoraSpec, target_linears
 from .hf import one_line, read_json
-from .hf_config import family_of_spec
 from .hf_layout import Stored, layout
 from .hf_write import part, write_json
 from .tensor_files import save_tensors

@@ -182,6 +182,14 @@ class ParallelModel:
 
     # --- evaluation -------------------------------------------------------------------------------------
 
+    def held_out_share(self, count: int, batch_at: Callable[[int], Batch]) -> list[Batch]:
+        """This rank's micro-batches of an evaluation."""
+        ranks, mine = self.size("dp"), 0 if self.mesh is None else self.mesh.rank("dp")
+        return [
+            batch_at(first + mine) if first + mine < count else with_ignored_targets(batch_at(first))
+            for first in range(0, count, ranks)
+        ]
+
     @torch.no_grad()
     def evaluate(
         self,
@@ -195,16 +203,10 @@ class ParallelModel:
         Each data-parallel rank takes every dp-th; one that is left without a batch takes part in the collectives
         with a batch of which nothing counts.
         """
-        ranks = self.size("dp")
-        mine = 0 if self.mesh is None else self.mesh.rank("dp")
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        rounds = range(0, count, ranks)
+        share = self.held_out_share(count, batch_at)
         depth = self.size("pp")  # micro-batches at once: enough to keep every stage of a pipeline busy
-        for some in (rounds[i : i + depth] for i in range(0, len(rounds), depth)):
-            batches = [
-                batch_at(first + mine) if first + mine < count else with_ignored_targets(batch_at(first))
-                for first in some
-            ]
+        for batches in (share[i : i + depth] for i in range(0, len(share), depth)):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self.inputs(batch) for batch in batches])
             else:

@@ -94,7 +94,7 @@ class Case:
             strategy=layout.strategy,
             prefetch=layout.prefetch,
             bucket_mb=layout.bucket_mb,
-            documents=spec.data.document_mask,
+            documents=spec.data.has_documents,
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
         )
 

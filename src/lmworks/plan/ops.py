@@ -131,7 +131,7 @@ class Workload:
             data.seq,
             spec.precision.dtype,
             device,
-            data.document_mask,
+            data.has_documents,
             layout.tp,
             layout.sp,
             layout.cp,

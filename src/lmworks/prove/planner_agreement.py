@@ -29,7 +29,12 @@ Table = dict[tuple[str, str], tuple[int, int]]  # (kind, group) → (count, byte
 
 
 def disagreements(spec: RunSpec, ranks: list[RankRecord]) -> list[str]:
-    """Differences between planner and ranks as sentences; empty if there are none."""
+    """Differences between planner and ranks as sentences; empty if there are none.
+
+    Methods with a loss of their own are not planned to the byte: their frozen models and metrics are not counted.
+    """
+    if spec.align.method not in ("", "sft"):
+        return []
     found = []
     for rank, record in enumerate(ranks):
         for where, real, planned in (

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..align.post_trainer import trainer_class
 from ..model.moe import MoE
 from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.data_parallel import Shard
@@ -60,7 +61,8 @@ def record_runs(
     rank: int, spec: RunSpec, folder: Path, optimizers: dict[str, dict[str, Any]], measure_memory: bool
 ) -> dict[str, RankRecord]:
     """Train from step 0 with each of `optimizers` (changes to `optim`) on the same ranks; the last measures memory."""
-    trainer = Trainer(spec, folder, quiet=True, force=True)  # the preflight of parity has counted the records too
+    # Forced: the preflight of parity has counted the records too.
+    trainer = trainer_class(spec)(spec, folder, quiet=True, force=True)
     *_, last = optimizers
     return {
         name: record_run(trainer, spec.optim.replace(**changes), measure_memory and name == last)

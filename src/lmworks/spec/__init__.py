@@ -1,10 +1,12 @@
 """What a run is, as validated data. Imports neither torch nor any other part of LMWorks."""
 
+from .align import AlignSpec
 from .errors import CheckpointError, DataError, LMWorksError, SpecError, TrainingError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec
 from .grid import Grid
 from .hardware import Cluster, Gpu, catalogue, parse_cluster, recognise
 from .load import dump_toml, load_run
+from .lora import LoraSpec
 from .model import ModelSpec, RopeScaling
 from .precision import PrecisionSpec
 from .presets import PRESETS
@@ -13,6 +15,7 @@ from .serving import EngineSpec
 
 __all__ = [
     "PRESETS",
+    "AlignSpec",
     "CheckpointError",
     "CheckpointSpec",
     "Cluster",
@@ -25,6 +28,7 @@ __all__ = [
     "HealthSpec",
     "LMWorksError",
     "LogSpec",
+    "LoraSpec",
     "ModelSpec",
     "OptimSpec",
     "ParallelSpec",

@@ -25,10 +25,19 @@ METHOD_DATA = {
     "kto": UNPAIRED,
     "orpo": PREFERENCES,
     "simpo": PREFERENCES,
+    "grpo": PROMPTS,
+    "dr_grpo": PROMPTS,
+    "dapo": PROMPTS,
+    "gspo": PROMPTS,
+    "rloo": PROMPTS,
+    "best_of_n": PROMPTS,
 }
 METHODS = tuple(METHOD_DATA)
 DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
 REFERENCE_METHODS = ("dpo", "ipo", "kto")  # compare the policy with a frozen reference model
+KL_METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")  # do so where align.beta > 0
+ONLINE_METHODS = tuple(method for method, kind in METHOD_DATA.items() if kind == PROMPTS)
+DAPO_CLIP_HIGH = 0.28
 
 
 @dataclass(frozen=True)
@@ -39,11 +48,12 @@ class AlignSpec(Section):
 
     method: str = opt("", "post-training method (empty: pretraining on data.path)", choices=("", *METHODS))
     reference: str = opt(
-        "", "dpo, ipo, kto: Hugging Face folder of the reference model (empty: the weights the run starts from)"
+        "", "Hugging Face or run folder of the reference model (empty: the weights the run starts from)"
     )
     beta: float = opt(
         -1.0,
-        "strength of the preference against the reference, orpo's λ, simpo's scale (-1: the method's default)",
+        "dpo, ipo, kto: strength of the preference against the reference; orpo's λ; simpo's scale; online methods: "
+        "coefficient of the KL divergence from the reference (-1: the method's default)",
         ge=-1,
     )
     label_smoothing: float = opt(0.0, "dpo: share of preferences that are assumed to be wrong", ge=0, lt=0.5)
@@ -52,14 +62,62 @@ class AlignSpec(Section):
     undesirable_weight: float = opt(1.0, "kto: weight of undesirable answers", ge=0)
     sft_weight: float = opt(0.0, "dpo: weight of the chosen answers' negative log-likelihood, added to the loss", ge=0)
     reward_center: float = opt(0.0, "reward: weight of the squared sum of both rewards, which centres them", ge=0)
+    # Online methods: rounds of prompts, sampled answers, rewards, and optimizer steps on data.global_batch answers.
+    rewards: list[str] = opt([], "online: reward functions: a built-in name, FILE.py:FUNCTION or MODULE:FUNCTION")
+    reward_weights: list[float] = opt([], "online: a weight for each of them (empty: 1 each)")
+    prompts: int = opt(32, "online: prompts of a round", ge=1)
+    samples: int = opt(8, "online: answers to each prompt", ge=1)
+    epochs: int = opt(1, "online: passes over the answers of a round", ge=1)
+    max_tokens: int = opt(256, "online: longest answer, in tokens", ge=1)
+    temperature: float = opt(1.0, "online: of sampling, and of the log-probabilities in the loss", gt=0)
+    top_p: float = opt(
+        1.0, "online: sample from the likeliest tokens of this probability (biases the loss)", gt=0, le=1
+    )
+    top_k: int = opt(0, "online: sample from so many of the likeliest tokens (0: from all; biases the loss)", ge=0)
+    clip: float = opt(0.2, "online: bound of the probability ratio below, 1 − clip", gt=0, lt=1)
+    clip_high: float = opt(-1.0, "online: bound above, 1 + clip_high (-1: as clip; dapo: 0.28)", ge=-1)
+    kl: str = opt("k3", "online: estimator of the KL divergence from the reference", choices=("k1", "k2", "k3"))
+    importance_cap: float = opt(
+        2.0, "online: cap of the weights that correct for the sampler's numerics (0: off)", ge=0
+    )
+    overlong_buffer: int = opt(
+        -1,
+        "online: tokens before max_tokens over which a reward falls by 1 (-1: a fifth of it for dapo, else 0)",
+        ge=-1,
+    )
+    kl_stop: float = opt(0.0, "online: end the run where the KL divergence of an answer exceeds this (0: never)", ge=0)
+    engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
     def check(self) -> None:
         if self.beta < 0:
             self.derive("beta", DEFAULT_BETA.get(self.method, 0.0))
+        if self.clip_high < 0:
+            self.derive("clip_high", DAPO_CLIP_HIGH if self.method == "dapo" else self.clip)
+        if self.overlong_buffer < 0:
+            self.derive("overlong_buffer", self.max_tokens // 5 if self.method == "dapo" else 0)
+        if self.reward_weights and len(self.reward_weights) != len(self.rewards):
+            raise SpecError(
+                f"align.reward_weights has {len(self.reward_weights)} numbers for {len(self.rewards)} align.rewards; "
+                "give one for each, or none"
+            )
+
+    @property
+    def online(self) -> bool:
+        """Whether the policy samples the answers that it learns from."""
+        return self.method in ONLINE_METHODS
 
     @property
     def needs_reference(self) -> bool:
-        return self.method in REFERENCE_METHODS
+        return self.method in REFERENCE_METHODS or (self.method in KL_METHODS and self.beta > 0)
+
+    def updates(self, global_batch: int) -> int:
+        """Optimizer steps of a round."""
+        return self.epochs * self.answers // global_batch
+
+    @property
+    def answers(self) -> int:
+        """Answers of a round that are trained on: best-of-n keeps one for each prompt."""
+        return self.prompts if self.method == "best_of_n" else self.prompts * self.samples
 
 
 def check_align(run: RunSpec) -> None:
@@ -76,6 +134,8 @@ def check_align(run: RunSpec) -> None:
         return
     if method == "reward" and not run.model.scalar_head:
         run.derive("model", run.model.replace(scalar_head=True))
+    if run.align.online:
+        check_rounds(run)
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")
@@ -88,3 +148,23 @@ def check_align(run: RunSpec) -> None:
                     f"parallel.{axis} = {getattr(layout, axis)}: align.method = {method!r} supports data, tensor and "
                     f"expert parallelism; use parallel.{axis} = 1"
                 )
+
+
+def check_rounds(run: RunSpec) -> None:
+    """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
+    align, data = run.align, run.data
+    if not align.rewards:
+        raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
+    if align.samples < 2:
+        raise SpecError(
+            f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"
+        )
+    if align.max_tokens >= data.seq:
+        raise SpecError(
+            f"align.max_tokens = {align.max_tokens} leaves no room for a prompt: raise data.seq = {data.seq}"
+        )
+    if align.answers % data.global_batch:
+        raise SpecError(
+            f"a round has {align.answers} answers (align.prompts × align.samples), not a multiple of "
+            f"data.global_batch = {data.global_batch}"
+        )

@@ -42,6 +42,7 @@ class Weight:
     tp_dim: int | None = None  # dimension that tensor parallelism shards
     kv_heads: int = 0  # sharded only where the ranks divide this number of heads (0: always)
     in_tp_region: bool = False  # used inside a tensor-parallel region: where replicated, its gradient is partial
+    gathered: bool = False  # used where the positions of all ranks are gathered: replicated, its gradient is whole
     experts: int = 0  # its first dimension counts experts, which expert parallelism shards
     matmul_token_share: float = 0.0  # the share of tokens that it is multiplied with
     init: Init = "normal"
@@ -61,7 +62,7 @@ class Weight:
 
         With sequence parallelism every rank sees its own positions, so this holds for all replicated weights.
         """
-        return tp > 1 and self.sharded(tp) is None and (sp or self.in_tp_region)
+        return tp > 1 and self.sharded(tp) is None and (sp or self.in_tp_region) and not self.gathered
 
 
 # --- kinds of components ----------------------------------------------------------------------------------
@@ -397,7 +398,7 @@ def head_weights(m: ModelSpec) -> Iterator[Weight]:
     """Last norm and head; a tied head is no weight of its own."""
     yield from stream_norm(m, "norm", "model.norm").weights()
     if m.scalar_head:
-        yield Weight(SCORE, (1, m.hidden), matmul_token_share=1.0, init="score", hf="score.weight")
+        yield Weight(SCORE, (1, m.hidden), gathered=True, matmul_token_share=1.0, init="score", hf="score.weight")
     elif not m.tie_embeddings:
         yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, hf="lm_head.weight")
 

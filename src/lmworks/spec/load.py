@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import SpecError, did_you_mean, suggestion
+from .hf_config import spec_of_config
 from .presets import PRESETS
 from .run import RunSpec
 from .schema import merge
@@ -17,8 +19,9 @@ EXAMPLES = Path(__file__).parents[1] / "configs"  # a link to configs/ in a clon
 
 
 def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
-    """Read a spec: a TOML file, a run folder (its spec.toml), a model preset by name, or an example (configs/…)."""
-    data = apply_overrides(read_source(source), overrides)
+    """Read a spec: a TOML file, a run folder (its spec.toml), a Hugging Face folder, a model preset by name, or an
+    example (configs/…)."""
+    data = with_initial_shape(apply_overrides(read_source(source), overrides))
     data.setdefault("name", Path(source).stem if str(source) not in PRESETS else str(source))
     return RunSpec.from_dict(data)
 
@@ -26,6 +29,8 @@ def load_run(source: str | Path, overrides: Iterable[str] = ()) -> RunSpec:
 def read_source(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     try:
+        if is_hf_folder(path):
+            return {"checkpoint": {"init": str(source)}}
         if path.is_dir():
             path = path / "spec.toml"
         if path.is_file():
@@ -39,6 +44,43 @@ def read_source(source: str | Path) -> dict[str, Any]:
     if path.suffix == ".toml" or path.parent != Path("."):
         raise SpecError(f"no spec at {path}: the file does not exist{suggestion(near_examples(path))}")
     raise SpecError(f"'{source}' is neither a file nor a model preset{did_you_mean(str(source), PRESETS)}")
+
+
+def is_hf_folder(path: Path) -> bool:
+    return (path / "config.json").is_file() and not (path / "spec.toml").exists()
+
+
+def with_initial_shape(data: dict[str, Any]) -> dict[str, Any]:
+    """Without keys of the shape, a model has that of checkpoint.init; keys that are given change it."""
+    init = data.get("checkpoint", {}).get("init", "")
+    model = data.get("model", {})
+    if not init or not isinstance(init, str) or set(model) - SHAPE_FREE:
+        return data
+    return {**data, "model": merge(shape_of(Path(init)), model)}
+
+
+# Keys of a model that say how it is trained or computed: beside them the shape still follows from checkpoint.init.
+SHAPE_FREE = {"attention", "scalar_head", "context", "balance_loss", "balance_bias", "capacity", "init_std"}
+
+
+def shape_of(folder: Path) -> dict[str, Any]:
+    """The model of a Hugging Face or run folder."""
+    if (folder / "spec.toml").is_file():
+        shape = RunSpec.from_dict(read_toml(folder / "spec.toml")).model.to_dict()
+        return shape | {"scalar_head": False}
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(f"checkpoint.init = {str(folder)!r}: neither a run nor a Hugging Face folder") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise SpecError(f"{path}: expected a JSON object")
+    try:
+        return spec_of_config(config).to_dict()
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
 
 
 def near_examples(path: Path) -> list[str]:

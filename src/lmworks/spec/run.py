@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .align import DATA_KINDS, AlignSpec, check_align
+from .align import CONVERSATIONS, DATA_KINDS, AlignSpec, check_align
 from .errors import SpecError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
 from .hardware import Cluster
@@ -67,6 +67,16 @@ class DataSpec(Section):
     @property
     def named(self) -> bool:
         return bool(self.mix or self.path)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether rows hold several documents that do not attend to each other."""
+        return self.document_mask or (self.kind == CONVERSATIONS and self.packing)
+
+    @property
+    def masks_targets(self) -> bool:
+        """Whether some targets are not counted, so that ranks have to add up how many are."""
+        return self.document_mask or self.kind != "tokens"
 
     def check_path_given(self) -> None:
         """Before a run is started, or a job is written that starts it."""
@@ -239,7 +249,9 @@ class RunSpec(Section):
                 f"lower data.seq or raise model.context"
             )
         per_pass = data.micro_batch * dp
-        if not data.global_batch:
+        if not data.global_batch and self.align.online:  # one optimizer step a round
+            self.derive("data", data.with_derived("global_batch", self.align.answers))
+        elif not data.global_batch:
             self.derive("data", data.with_derived("global_batch", per_pass * least_micro_batches(self.parallel)))
         elif data.global_batch % per_pass:
             below = data.global_batch // per_pass * per_pass

@@ -22,6 +22,7 @@ from ..parallel.precision import LossScale
 from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import RunFolder
 from ..spec import CheckpointError, DataError, LMWorksError, RunSpec, SpecError
+from ..spec.components import SCORE
 from ..spec.resumed import refused_changes
 from .health.bad_step import Health, HealthState
 from .health.nonfinite import first_nonfinite_tensor, named_tensors
@@ -210,11 +211,17 @@ class CheckpointManager:
         source = self.spec.init
         if not source or is_hf(Path(source)):
             return
-        state = {"model": self.state.state_dict()["model"]}
         folder = run_on_all_ranks(lambda: RunFolder.open(source))
+        there = run_on_all_ranks(lambda: folder.spec().model)
+        weights = self.state.state_dict()["model"]
+        new_head = {SCORE: weights[SCORE]} if SCORE in weights and not there.scalar_head else {}
+        read = {name: weight for name, weight in weights.items() if name not in new_head}
+        if new_head and not there.tie_embeddings:
+            read["head.weight"] = torch.empty(there.vocab, there.hidden)  # a reward model drops the head of its start
+        state = {"model": read}
         if checkpoint.load(folder.checkpoints, state, refused=self.record_refused) is None:
             raise collective_error(SpecError(f"checkpoint.init = {source!r} has no checkpoint to start from"))
-        self.state.load_state_dict(state)
+        self.state.load_state_dict({"model": state["model"] | new_head})
 
     def set_aside_later(self, step: int, attempt: int, quiet: bool) -> None:
         """After resuming at a chosen step: move later checkpoints away, so that no resume finds them.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ..data import Batch, Batches
-from ..kernels.training.cross_entropy import IGNORE
+from ..data import Batches
+from ..data.loader import BatchSource
 from ..model import GPT
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
@@ -26,7 +26,7 @@ def held_out(spec: RunSpec) -> Batches:
 
 
 def evaluate(
-    model: GPT | ParallelModel, batches: Batches, spec: RunSpec, limit: int = 0, objective: Objective | None = None
+    model: GPT | ParallelModel, batches: BatchSource, spec: RunSpec, limit: int = 0, objective: Objective | None = None
 ) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)
@@ -34,15 +34,9 @@ def evaluate(
     count = min(limit, passes) if limit else passes
     objective = objective or Objective()
     objective.reset_metrics()
-    loss, units = parallel_model.evaluate(
-        count, lambda index: micro_batch(batches, index, spec.data.micro_batch), objective.loss, objective.units
-    )
     group = None if parallel_model.mesh is None else parallel_model.mesh.group("dp")
+    if objective.needs_global_batch:
+        share = parallel_model.held_out_share(count, batches.held_out_batch)
+        objective.before_passes(parallel_model.forward, share, group)
+    loss, units = parallel_model.evaluate(count, batches.held_out_batch, objective.loss, objective.units)
     return Evaluation(loss / max(1, units), units, objective.metrics(group))
-
-
-def micro_batch(batches: Batches, index: int, rows: int) -> Batch:
-    """The last one may hold windows of the next epoch: they do not count."""
-    (batch,) = batches.at(index)
-    batch.targets[max(0, batches.windows - index * rows) :] = IGNORE
-    return replace(batch, counted=None)

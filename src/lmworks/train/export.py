@@ -27,12 +27,12 @@ from ..data.index import TOKENIZER_FILE
 from ..data.progress import Progress, silent
 from ..data.tokenizer import FileTokenizer
 from ..model import GPT
-from ..model.hf_config import family_of_spec
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.tensor_files import TORCH_DTYPES
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import check_writable, write_whole
+from ..spec.hf_config import family_of_spec
 from .load_run import RefusalLog
 
 MARKER = "lmworks_export.json"  # the source of an export; a folder that has it may be overwritten

@@ -10,7 +10,8 @@ import torch
 
 from .. import checkpoint
 from ..checkpoint.format.manifest import Manifest, refusal_text
-from ..data import Tokenizer, load_tokenizer, resolve
+from ..data import Tokenizer
+from ..data.chat_tokenizer import load_model_tokenizer
 from ..model import GPT
 from ..record import RunFolder
 from ..spec import CheckpointError, RunSpec, SpecError
@@ -59,5 +60,5 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> TrainedModel:
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
     refused.report_fallback(manifest.step)
-    tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
+    tokenizer = load_model_tokenizer(folder.path)
     return TrainedModel(model.eval(), tokenizer, spec, manifest.step)

@@ -24,6 +24,7 @@ class Objective:
     """Next-token prediction: the sum of −log p over the targets that count."""
 
     unit = "token"
+    needs_global_batch = False  # whether `before_passes` has to see the micro-batches of a step
     supports_async = True  # whether the passes of a step may be launched before the step before them was read
 
     def units(self, batch: Batch) -> int:

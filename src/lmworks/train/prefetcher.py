@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..data import Batch, Batches
+from ..data import Batch
+from ..data.loader import BatchSource
 
 
 class Prefetcher:
@@ -16,7 +17,7 @@ class Prefetcher:
     computes, and neither the host nor the device waits for it in `take`.
     """
 
-    def __init__(self, batches: Batches, workers: int, device: torch.device) -> None:
+    def __init__(self, batches: BatchSource, workers: int, device: torch.device) -> None:
         self.batches, self.workers, self.device = batches, workers, device
         self.stream: Iterator[list[Batch]] = iter(())
         self.next = self.stop = 0  # next cursor of the stream, and its end (exclusive)

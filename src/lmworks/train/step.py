@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data import Batch, Batches
+from ..data import Batch
+from ..data.loader import BatchSource
 from ..model import GPT
 from ..model.moe import expert_load
 from ..parallel.deepspeed import DeepSpeedEngine
@@ -58,7 +59,7 @@ class Stepper:
     recovery: BadStepRecovery
     recorder: EventRecorder
     objective: Objective
-    batches: Batches
+    batches: BatchSource
     memory: PeakMemory
     stop: StopSignals
     step: int  # optimizer steps taken
@@ -249,7 +250,7 @@ class Stepper:
     def count(self, batches: Sequence[Batch]) -> Counts:
         """Of the global batch: targets that count, which only masks reduce, and units of the loss."""
         spec = self.spec
-        if spec.data.kind == "tokens" and not spec.data.document_mask:
+        if not spec.data.masks_targets:
             return Counts(spec.tokens_per_step, spec.tokens_per_step)
         counters = [Batch.count] if self.objective.unit == "token" else [Batch.count, self.objective.units]
         counted = [sum(map(counter, batches)) for counter in counters]

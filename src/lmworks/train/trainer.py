@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 from ..checkpoint.format.digest import new_hash
 from ..checkpoint.format.remote import check_empty
 from ..data import Batch, Batches, console_progress
+from ..data.loader import BatchSource
 from ..data.pipeline import check_vocabulary
 from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
@@ -74,6 +75,7 @@ from .watch import run_watchdog
 class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` resumes one."""
 
+    held_out: BatchSource
     prefetcher: Prefetcher | None = None  # while the loop runs
     resume_from: int | None = None  # the step to resume from, if the user chose one
     start_step: int | None = None  # at which this attempt began
@@ -93,8 +95,12 @@ class Trainer(Stepper):
         run_on_rank_zero(lambda: check_empty(spec.checkpoint.remote))
         self.preflight(force)
         # The spec as it was written, whatever world size was started.
-        run_on_rank_zero(lambda: create_run_folder(run_dir, with_absolute_paths(spec), machine))
         self.folder = RunFolder(Path(run_dir))
+        run_on_rank_zero(lambda: self.create_folder(with_absolute_paths(spec), machine))
+
+    def create_folder(self, spec: RunSpec, machine: Machine | None) -> None:
+        """The run folder with the spec as it was written, and what the planner predicts for it."""
+        create_run_folder(self.folder.path, spec, machine)
 
     @classmethod
     def resume(

@@ -6,7 +6,7 @@ its own weights (`share`): its updates are then the engine's, and nothing has to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -47,9 +47,12 @@ class LiveWeights:
             self.slots.setdefault(name, []).append(slot)
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> int:
-        """Copy whole weights, cast to the engine's dtype; returns the bytes written. All of them must come."""
-        missing, written = set(self.slots), 0
+    def load(self, weights: Iterable[tuple[str, Tensor]], shared: Collection[str] = ()) -> int:
+        """Copy whole weights, cast to the engine's dtype; returns the bytes written.
+
+        All must come but those that are `shared`.
+        """
+        missing, written = self.slots.keys() - set(shared), 0
         for name, weight in weights:
             if name not in self.slots:
                 raise LMWorksError(f"the engine's network has no weight {name!r}")

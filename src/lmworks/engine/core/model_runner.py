@@ -47,11 +47,12 @@ class ModelRunner:
         valid_vocab: int,  # ids of the tokenizer; logits beyond are never sampled
         draft: DraftModel | None = None,  # of speculative decoding
         tp_rank: TensorParallelRank | None = None,  # with tensor parallelism: `model` is this rank's shard
+        logit_scale: float = 1.0,  # of all logits: 1 / temperature of rollouts, whose log-probabilities contain it
     ) -> None:
         self.device = torch.device(device)
         self.spec = resolve_spec(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
-        self.model, self.valid_vocab = model, valid_vocab
+        self.model, self.valid_vocab, self.logit_scale = model, valid_vocab, logit_scale
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
         self.tp_rank = tp_rank
@@ -249,7 +250,8 @@ class ModelRunner:
 
     def logits(self, states: Tensor, batch: Batch) -> Tensor:
         """Of the tokens that need them: (rows, vocab)."""
-        return self.model.logits(states if batch.logits_indices is None else states[batch.logits_indices])
+        logits = self.model.logits(states if batch.logits_indices is None else states[batch.logits_indices])
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     def states(self, batch: Batch) -> Tensor:
         """Hidden states of the last block: (tokens, hidden)."""

@@ -67,7 +67,7 @@ def linear_logprobs(
     shard: VocabShard | None = None,
     implementation: str | None = None,
 ) -> TokenLogprobs:
-    """As `reference`: hidden (tokens, width), weight (vocab, width), targets (tokens) → (tokens) each.
+    """As `reference`: hidden (…, width), weight (vocab, width), targets (…) → (…) each.
 
     `shard`: `weight` has the rows of this rank's range of the vocabulary. The gradient of `hidden` is then this rank's
     part of the sum over ranks.
@@ -75,7 +75,7 @@ def linear_logprobs(
     device = hidden.device
     if torch.is_autocast_enabled(device.type):
         hidden = hidden.to(torch.get_autocast_dtype(device.type))
-    shape = {"tokens": hidden.shape[0], "vocab": weight.shape[0], "hidden": weight.shape[1]}
+    shape = {"tokens": targets.numel(), "vocab": weight.shape[0], "hidden": weight.shape[1]}
     chosen = pick("linear_cross_entropy", implementation, IMPLEMENTATIONS, device, **shape)
     return TokenLogprobs(
         *LinearLogprobs.apply(hidden, weight, targets, temperature, softcap, with_entropy, shard, chosen)
@@ -95,9 +95,16 @@ class LinearLogprobs(torch.autograd.Function):
         shard: VocabShard | None,
         implementation: str,
     ) -> tuple[Tensor, Tensor]:
+        ctx.hidden_shape, shape = (
+            hidden.shape,
+            targets.shape,
+        )  # of the outputs, which are no views: FSDP2 hangs hooks on them
+        hidden, targets = hidden.flatten(0, -2), targets.flatten()
         chunks = Chunks(hidden, weight, targets, temperature, softcap, shard, implementation)
-        logps = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        log_sums, entropies = torch.empty_like(logps), torch.zeros_like(logps)
+        found = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros_like(found)
+        logps, entropies = found.view(-1), entropy.view(-1)
+        log_sums = torch.empty_like(logps)
         for part in chunks.parts():
             logits, index, counted = chunks.logits(part), *chunks.index(part)
             rows = chunks.row_sums(logits, index, with_entropy)
@@ -108,14 +115,15 @@ class LinearLogprobs(torch.autograd.Function):
             del logits
         ctx.save_for_backward(hidden, weight, targets, log_sums)
         ctx.options = (temperature, softcap, shard, implementation)
-        ctx.mark_non_differentiable(entropies)
-        return logps, entropies
+        ctx.mark_non_differentiable(entropy)
+        return found, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph: chunks are computed without one
             raise LMWorksError("log-probabilities of tokens can be differentiated once")
         hidden, weight, targets, log_sums = ctx.saved_tensors
+        grad = grads[0].flatten()
         want_hidden, want_weight, *_ = ctx.needs_input_grad
         chunks = Chunks(hidden, weight, targets, *ctx.options)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -123,14 +131,14 @@ class LinearLogprobs(torch.autograd.Function):
         for part in chunks.parts():
             logits, slope = chunks.capped_logits(part)
             index, counted = chunks.index(part)
-            chunks.gradient(logits, index, log_sums[part], torch.where(counted, grads[0][part], 0.0), slope)
+            chunks.gradient(logits, index, log_sums[part], torch.where(counted, grad[part], 0.0), slope)
             if grad_hidden is not None:
                 torch.mm(logits, chunks.weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.add(logits, hidden[part])
             del logits, slope
         total = None if grad_weight is None else grad_weight.rows(weight.shape[0]).to(weight.dtype)
-        return grad_hidden, total, *[None] * 6
+        return None if grad_hidden is None else grad_hidden.view(ctx.hidden_shape), total, *[None] * 6
 
 
 class Chunks:

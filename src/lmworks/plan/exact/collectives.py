@@ -190,7 +190,7 @@ def partial_gradients(ctx: RankContext) -> Iterator[Collective]:
 def step_scalars(ctx: RankContext) -> Iterator[Collective]:
     """What the training loop itself says to all ranks: loss, ‖g‖², and of each rank its memory and its signal."""
     yield ctx.collective("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * ctx.grid.world), STEP)
-    if ctx.spec.data.document_mask:
+    if ctx.spec.data.masks_targets:
         yield ctx.collective("all-reduce", "targets that count", "dp", 1, INT64, STEP)
     for stage in ctx.stages if ctx.spec.model.experts else ():
         size = INT64 * len(stage.layers) * ctx.spec.model.experts

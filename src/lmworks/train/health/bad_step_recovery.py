@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import checkpoint
 from ...checkpoint.format.folders import discard
-from ...data import Batches
+from ...data.loader import BatchSource
 from ...data.window import describe
 from ...parallel.parallel_model import ParallelModel
 from ...parallel.precision import LossScale
@@ -46,7 +46,7 @@ class BadStepRecovery:
     parallel_model: ParallelModel
     health: Health
     loss_scale: LossScale
-    batches: Batches
+    batches: BatchSource
     recorder: EventRecorder
 
     def recover(

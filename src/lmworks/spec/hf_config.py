@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..spec import ModelSpec, RopeScaling, SpecError
-from ..spec.errors import did_you_mean
+from .errors import SpecError, did_you_mean
+from .model import ModelSpec, RopeScaling
 
 Config = Mapping[str, Any]  # a parsed config.json
 

@@ -1,0 +1,57 @@
+"""Models that are evaluated and not trained: the reference of a policy, a reward model, a teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from .. import checkpoint
+from ..model.hf import read_config
+from ..parallel.initial_weights import is_hf, source_of
+from ..parallel.mesh import Mesh
+from ..parallel.parallel_model import ParallelModel
+from ..parallel.parallelize import parallelize
+from ..parallel.state_dict import as_dtensor
+from ..parallel.world import run_on_all_ranks
+from ..record import RunFolder
+from ..spec import LoraSpec, ModelSpec, RunSpec, SpecError
+from ..train.load_run import RefusalLog
+
+
+def load_frozen(spec: RunSpec, folder: str, key: str, mesh: Mesh | None, device: torch.device) -> ParallelModel:
+    """The model of a Hugging Face or run folder, laid over the ranks like the policy; `key` names it in errors.
+
+    Without a folder: the weights that the seed gives, from which the run itself starts.
+    """
+    model = run_on_all_ranks(lambda: model_of(folder, key)) if folder else spec.model
+    frozen = spec.replace(
+        model=model.replace(attention=spec.model.attention),
+        checkpoint=spec.checkpoint.replace(init=folder),
+        align=spec.align.replace(method=""),
+        lora=LoraSpec(),
+        data=spec.data.replace(kind="auto"),
+    )
+    parallel_model = parallelize(frozen, mesh, device, run_on_all_ranks(lambda: source_of(frozen)), frozen=True)
+    if folder and not is_hf(Path(folder)):
+        load_run_weights(parallel_model, folder, key)
+    for part in parallel_model.parts.values():
+        part.requires_grad_(False)
+    return parallel_model
+
+
+def model_of(folder: str, key: str) -> ModelSpec:
+    path = Path(folder)
+    if not path.is_dir():
+        raise SpecError(f"{key} = {folder!r}: there is no such folder")
+    return read_config(path)[1] if is_hf(path) else RunFolder.open(path).spec().model
+
+
+def load_run_weights(parallel_model: ParallelModel, folder: str, key: str) -> None:
+    """Of the newest intact checkpoint of a run, straight into the shards."""
+    sharding, mesh = parallel_model.sharding, parallel_model.mesh
+    weights = {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in parallel_model.shards}
+    state = {"model": weights | parallel_model.buffers()}
+    if checkpoint.load(RunFolder.open(folder).checkpoints, state, refused=RefusalLog()) is None:
+        raise SpecError(f"{key} = {folder!r} has no checkpoint")
+    parallel_model.after_load()

@@ -1,0 +1,60 @@
+"""The trainer of post-training: examples instead of tokens, an objective for each method, frozen models beside the
+policy. Steps, layouts, checkpoints, health and reports are those of pretraining."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+from ..data import console_progress
+from ..data.chat_template import TOKENIZER_FOLDER
+from ..data.chat_tokenizer import copy_tokenizer
+from ..data.example_batches import ExampleBatches
+from ..data.progress import silent
+from ..parallel.world import run_on_all_ranks, run_on_rank_zero
+from ..plan.devices.machine import Machine
+from ..spec import RunSpec
+from ..train import Trainer
+from ..train.objective import Objective
+from .frozen_model import load_frozen
+from .objectives import AnswerObjective, objective_of
+
+
+class PostTrainer(Trainer):
+    batches: ExampleBatches
+    held_out: ExampleBatches
+
+    def open_data(self) -> None:
+        spec = self.spec
+        rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
+        run_on_rank_zero(self.prepare_data)
+        source = partial(ExampleBatches, init=spec.checkpoint.init, seed=spec.seed)
+        self.batches = run_on_all_ranks(lambda: source(spec.data, rank=rank, world=world))
+        held_out = spec.data.with_derived("global_batch", spec.data.micro_batch)
+        self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
+
+    def prepare_data(self) -> None:
+        """One rank encodes the examples; the others read them from the cache."""
+        with nullcontext(silent) if self.quiet else console_progress() as progress:
+            ExampleBatches(self.spec.data, self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
+
+    def create_folder(self, spec: RunSpec, machine: Machine | None) -> None:
+        super().create_folder(spec, machine)
+        copy_tokenizer(spec.data, spec.checkpoint.init, self.folder.path / TOKENIZER_FOLDER)
+        self.folder.event("examples", 0, **self.batches.report.to_dict())
+
+    def make_objective(self) -> Objective:
+        return objective_of(self.spec.align)
+
+    def build(self) -> None:
+        super().build()
+        if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
+            chosen = self.spec.align.reference
+            key = "align.reference" if chosen else "checkpoint.init"
+            reference = load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device)
+            self.objective.reference = reference.forward
+
+
+def trainer_class(spec: RunSpec) -> type[Trainer]:
+    """The trainer of a run: pretraining, or post-training where the spec has a method."""
+    return PostTrainer if spec.align.method else Trainer

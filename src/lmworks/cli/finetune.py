@@ -1,0 +1,55 @@
+"""`lmworks finetune`: post-training of a model folder in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..data.progress import activity
+from ..spec import SpecError
+from ..spec.align import METHODS
+from ..spec.errors import did_you_mean
+from .options import Force, OnDevice, on_device
+from .output import Json, Overrides
+from .train import MaxRestarts, start_run
+
+
+def finetune(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a run folder.")],
+    overrides: Overrides = None,
+    data: Annotated[
+        str, typer.Option("--data", help="Examples: a .jsonl, .json or .parquet file, or a folder of those.")
+    ] = "",
+    method: Annotated[str, typer.Option("--method", help=f"One of: {', '.join(METHODS)}.")] = "sft",
+    lora: Annotated[int, typer.Option("--lora", min=0, help="Train adapters of this rank (0: all weights).")] = 0,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.0, help="Passes over the examples.")] = 1.0,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/MODEL-METHOD).")
+    ] = None,
+    max_restarts: MaxRestarts = None,
+    device: OnDevice = "",
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a model on conversations, preferences or prompts.
+
+    \b
+    Examples:
+      lmworks finetune hf/llama --data chats.jsonl
+      lmworks finetune hf/llama --data chats.jsonl --lora 16 optim.lr=1e-4
+      lmworks finetune hf/llama --data pairs.jsonl --method dpo align.beta=0.05
+      lmworks finetune runs/tiny --data sums.jsonl --method grpo 'align.rewards=["numeric"]'
+    """
+    if not data:
+        raise SpecError("--data is missing: name a file of examples, e.g. --data chats.jsonl")
+    if method not in METHODS:
+        raise SpecError(f"--method {method}: there is no such method{did_you_mean(method, METHODS)}")
+    from ..align.finetune import finetune_spec
+
+    changes = [*(overrides or ()), *on_device(device)]
+    with activity() as doing:
+        spec = finetune_spec(model, data, method, lora, epochs, changes, doing)
+    options = ["--data", data, "--method", method, "--lora", str(lora), "--epochs", str(epochs)]
+    start_run(spec, ["finetune", model, *(overrides or ()), *options], run_dir, max_restarts, device, force, json)

@@ -1,0 +1,196 @@
+"""A step of each method that learns from given answers: gradients against plain functions over whole logits, layouts
+against one rank, a resumed run against one that never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lmworks.align import dpo_loss, ipo_loss, kto_loss, orpo_loss, reward_loss, simpo_loss
+from lmworks.align.post_trainer import PostTrainer, trainer_class
+from lmworks.data.loader import IGNORED, Batch
+from lmworks.model import GPT
+from lmworks.prove.parity import parity
+from lmworks.record import read_metrics
+from lmworks.spec import RunSpec, SpecError
+from lmworks.spec.layouts import choose
+from lmworks.train import Trainer
+from post_training import make_spec, table, write_pairs
+from tiny import differences, saved
+
+METHODS = ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+
+
+def reference_folder(spec: RunSpec, folder: Path) -> Path:
+    """Other weights than those the run starts from: else every ratio is 1 and its gradient hides mistakes."""
+    GPT(spec.model.replace(scalar_head=False), seed=9).save_hf(folder)
+    return folder
+
+
+def built(spec: RunSpec, run: Path) -> PostTrainer:
+    trainer = trainer_class(spec)(spec, run, quiet=True)
+    assert isinstance(trainer, PostTrainer)
+    trainer.build()
+    return trainer
+
+
+def gradients(trainer: PostTrainer) -> tuple[float, dict[str, Tensor]]:
+    batches = trainer.batches.at(0)
+    counts = trainer.count(batches)
+    sums = trainer.forward_backward(batches, counts)
+    leaves = {shard.name: shard.leaf for shard in trainer.parallel_model.shards}
+    return float(sums[0]) / counts.units, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def plain_logps(model: GPT, batch: Batch) -> Tensor:
+    """By torch's own cross-entropy over whole logits, row by row."""
+    rows = []
+    for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
+        logits = model(tokens.unsqueeze(0))
+        rows.append(-F.cross_entropy(logits[0], targets, ignore_index=IGNORED, reduction="none"))
+    return torch.stack(rows)
+
+
+def answers(model: GPT, batch: Batch, average: bool = False) -> Tensor:
+    logps, mask = plain_logps(model, batch), batch.targets != IGNORED
+    sums = (logps * mask).sum(1)
+    return sums / mask.sum(1) if average else sums
+
+
+def plain_loss(spec: RunSpec, model: GPT, reference: GPT, batches: list[Batch]) -> Tensor:
+    """Of the global batch at once, as its paper has it."""
+    align, method = spec.align, spec.align.method
+    average = method in ("ipo", "simpo", "orpo")
+    if method == "reward":
+        values = [model(batch.tokens) for batch in batches]
+        ends = [(batch.tokens != 256).sum(1) for batch in batches]  # answers end with end-of-text, as padding is
+        last = [value.gather(1, end.unsqueeze(1)).squeeze(1) for value, end in zip(values, ends, strict=True)]
+        chosen, rejected = (torch.cat(half) for half in zip(*(one.chunk(2) for one in last), strict=True))
+        return reward_loss(chosen, rejected)[0]
+    own = [answers(model, batch, average).chunk(2) for batch in batches]
+    chosen, rejected = (torch.cat(half) for half in zip(*own, strict=True))
+    if method == "simpo":
+        return simpo_loss(chosen, rejected, align.beta, align.simpo_margin)[0]
+    if method == "orpo":
+        logps = torch.cat([plain_logps(model, batch).chunk(2)[0].flatten() for batch in batches])
+        mask = torch.cat([(batch.targets != IGNORED).chunk(2)[0].flatten() for batch in batches])
+        return orpo_loss(chosen, rejected, -logps[mask].mean(), align.beta)[0]
+    with torch.no_grad():
+        theirs = [answers(reference, batch, average).chunk(2) for batch in batches]
+        ref_chosen, ref_rejected = (torch.cat(half) for half in zip(*theirs, strict=True))
+    if method == "kto":  # the second half are prompts with answers of others
+        labels = torch.cat([batch.extras["label"] for batch in batches])
+        kl = (rejected - ref_rejected).mean().clamp(min=0).detach()
+        return kto_loss(chosen, ref_chosen, labels, kl, align.beta)[0]
+    loss = ipo_loss if method == "ipo" else dpo_loss
+    return loss(chosen, rejected, ref_chosen, ref_rejected, align.beta)[0]
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_gradients_of_a_step_equal_those_of_the_whole_batch(method: str, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, method)
+    folder = reference_folder(spec, tmp_path / "reference")
+    spec = make_spec(tmp_path, method, f"align.reference={folder}")
+    trainer = built(spec, tmp_path / "run")
+    loss, grads = gradients(trainer)
+    model, batches = GPT(spec.model, seed=spec.seed), trainer.batches.at(0)
+    want = plain_loss(spec, model, GPT.from_hf(folder), batches)
+    want.backward()
+    assert loss == pytest.approx(float(want.detach()), rel=2e-5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(grads[name], parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_first_loss_of_dpo_is_log_2(tmp_path: Path) -> None:
+    trainer = built(make_spec(tmp_path, "dpo"), tmp_path / "run")
+    loss, _ = gradients(trainer)
+    assert loss == pytest.approx(0.6931472, abs=1e-6)
+    assert trainer.objective.metrics(None)["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("sft", "tp2-sp"),
+        ("sft", "pp2-1f1b-fsdp2"),
+        ("dpo", "fsdp2"),
+        ("dpo", "tp2"),
+        ("dpo", "zero-1"),
+        ("reward", "tp2-sp"),
+    ],
+)
+def test_layouts_give_the_gradients_of_one_rank(method: str, layout: str, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, method)
+    given = table(tmp_path / f"{method}.jsonl", method)
+    given["align"] |= {"reference": str(reference_folder(spec, tmp_path / "reference"))} if method == "dpo" else {}
+    with parity({**given, "optim": {"optimizer": "sgd", "lr": 0.1}}, quick=True) as proof:
+        (chosen,) = choose(layout)
+        result = proof.prove(chosen)
+    assert result.ok, result.failure
+    assert result.tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "zero-1", "zero-2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_under_every_strategy(method: str, layout: str, tmp_path: Path) -> None:
+    test_layouts_give_the_gradients_of_one_rank(method, layout, tmp_path)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_resumed_run_ends_as_one_that_never_stopped(method: str, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, method)
+    whole = trainer_class(spec)(spec, tmp_path / "whole", quiet=True)
+    whole.run()
+    half = spec.replace(optim=spec.optim.replace(steps=2))
+    trainer_class(half)(half, tmp_path / "half", quiet=True).run()
+    (tmp_path / "half" / "spec.toml").write_text((tmp_path / "whole" / "spec.toml").read_text())
+    PostTrainer.resume(tmp_path / "half", quiet=True).run()
+    assert not differences(saved(tmp_path / "whole", 4), saved(tmp_path / "half", 4))
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "half")]
+    assert losses[0][2:] == losses[1][2:]
+
+
+def test_held_out_metrics_are_recorded(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, "dpo", "optim.steps=2", "log.eval_every=1", "data.val_fraction=0.2")
+    result = trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert {"rewards/accuracies", "val_rewards/accuracies", "val_rewards/margins"} <= rows[-1].keys()
+    assert result.metrics["rewards/margins"] == rows[-1]["val_rewards/margins"]
+
+
+def test_pretraining_has_the_plain_trainer(tmp_path: Path) -> None:
+    assert trainer_class(RunSpec()) is Trainer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.pp=2", "data.micro_batch=2"], "use parallel.pp = 1"),
+        (["data.kind=conversations"], "needs 'preferences'"),
+        (["align.method=dpos"], "align.method = 'dpos' is not one of"),
+        (["parallel.engine=deepspeed"], "parallel.engine = 'native'"),
+    ],
+)
+def test_wrong_combinations_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
+    write_pairs(tmp_path / "dpo.jsonl")
+    with pytest.raises(SpecError, match=message.replace(".", r"\.")):
+        make_spec(tmp_path, "dpo", *overrides)
+
+
+def test_a_missing_reference_is_named(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, "dpo", "align.reference=nowhere")
+    trainer: Any = trainer_class(spec)(spec, tmp_path / "run", quiet=True)
+    with pytest.raises(SpecError, match=r"align\.reference = '.*nowhere': there is no such folder"):
+        trainer.build()
