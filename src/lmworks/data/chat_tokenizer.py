@@ -8,8 +8,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from .chat_template import (
     TOKENIZER_FOLDER,
     Message,
     Tools,
+    around_ends,
     find_template,
     name_of,
     parse_special,
@@ -34,6 +36,9 @@ from .index import INDEX_FILE, TOKENIZER_FILE
 from .pipeline import resolve
 from .tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, read_tokenizer
 from .trained_turns import Rendered, Span, TurnRenderer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BYTES = "bytes"
 EOS_FILES = ("generation_config.json", "config.json")
@@ -175,14 +180,10 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Names of special tokens in a rendered text are those tokens."""
-        return self.offsets(text)[0]
-
-    def offsets(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
-        """Ids, and the characters [start, stop) behind each."""
-        if self.inner is not None:
-            encoding = self.inner.encode(text, add_special_tokens=False)
-            return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        return byte_offsets(text)
+        if self.inner is None:
+            return around_ends(self.tokenizer, text)
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        return ids
 
     def turns(self, messages: Sequence[Message], tools: Tools, first: int = 0) -> list[Encoded]:
         """A conversation of which the assistant turns from message `first` on are trained; several texts where the
@@ -190,10 +191,17 @@ class ChatTokenizer:
         return [self.encode_rendered(one) for one in self.renderer.turns(messages, tools, first)]
 
     def encode_rendered(self, rendered: Rendered) -> Encoded:
-        ids, offsets = self.offsets(rendered.text)
-        texts = (rendered.text[start:stop] for start, stop in rendered.trained)
-        size = sum(len(self.renderer.special.sub("", text).encode()) for text in texts)
-        return Encoded(np.array(ids, np.int32), tokens_in(rendered.trained, offsets), size)
+        """A token is trained where any of its characters is."""
+        text = rendered.text
+        if self.inner is None:
+            ids, trained = encode_bytes(text, rendered.trained)
+        else:
+            encoding = self.inner.encode(text, add_special_tokens=False)
+            ids, trained = encoding.ids, np.zeros(len(encoding), np.bool_)
+            for start, stop in rendered.trained:
+                trained[tokens_of(encoding, start, stop)] = True
+        parts = (self.renderer.special.sub("", text[start:stop]) for start, stop in rendered.trained)
+        return Encoded(np.array(ids, np.int32), trained, sum(len(part.encode()) for part in parts))
 
     def answer(self, prompt: str, rendered: Rendered) -> Encoded:
         """A text that begins with `prompt`, and so do its tokens: where a token would reach over the end of the prompt,
@@ -214,31 +222,27 @@ class ChatTokenizer:
         return self.answer(prompt, Rendered(text, ((len(prompt), len(text)),))).after(self.begin)
 
 
-def tokens_in(spans: Sequence[Span], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """True for tokens that overlap a span."""
-    trained = np.zeros(len(offsets), np.bool_)
-    starts, stops = offsets[:, 0], offsets[:, 1]
-    for start, stop in spans:
-        trained[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop, side="left")] = True
-    return trained
+def tokens_of(encoding: tokenizers.Encoding, start: int, stop: int) -> slice:
+    """The tokens of characters [start, stop); a character may have several, or, dropped by a normalizer, none."""
+    chars = range(start, stop)
+    first = next((token for char in chars if (token := encoding.char_to_token(char)) is not None), None)
+    last = next((token for char in reversed(chars) if (token := encoding.char_to_token(char)) is not None), None)
+    if first is None or last is None:
+        return slice(0, 0)
+    while last + 1 < len(encoding) and (span := encoding.token_to_chars(last + 1)) and span[0] < stop:
+        last += 1
+    return slice(first, last + 1)
 
 
-def byte_offsets(text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """For the byte tokenizer: a character has one token for each of its bytes."""
+def encode_bytes(text: str, spans: Sequence[Span]) -> tuple[list[int], NDArray[np.bool_]]:
+    """With the byte tokenizer, piece by piece: every character has tokens of its own."""
     ids: list[int] = []
-    offsets: list[tuple[int, int]] = []
-    place = 0
-    for number, part in enumerate(text.split(END_OF_TEXT)):
-        if number:
-            ids.append(ByteTokenizer.eot)
-            offsets.append((place, place + len(END_OF_TEXT)))
-            place += len(END_OF_TEXT)
-        for character in part:
-            raw = character.encode("utf-8")
-            ids += raw
-            offsets += [(place, place + 1)] * len(raw)
-            place += 1
-    return ids, np.array(offsets, np.int64).reshape(-1, 2)
+    trained: list[NDArray[np.bool_]] = []
+    for start, stop in pairwise([0, *(place for span in spans for place in span), len(text)]):
+        piece = around_ends(ByteTokenizer(), text[start:stop])
+        ids += piece
+        trained.append(np.full(len(piece), (start, stop) in spans))
+    return ids, np.concatenate(trained)
 
 
 def read_model_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -150,7 +150,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    sequences: list[Encoded]
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    lengths: list[int]  # of the sequences
     places: list[tuple[int, int]]
     digests: list[bytes]
     labels: list[bool]
@@ -226,8 +228,9 @@ def open_chat(tokenizer: str, chat_template: str, init: str) -> ChatTokenizer:
 
 def encode_chunk(chunk: Chunk) -> tuple[tuple[int, int], EncodedChunk]:
     chat = open_chat(*chunk.source)
-    made = EncodedChunk([], [], [], [], [], [], [], 0, 0)
-    split = trained_bytes = 0
+    sequences: list[Encoded] = []
+    made = EncodedChunk(np.empty(0, np.int32), np.empty(0, np.bool_), [], [], [], [], [], [], [], 0, 0)
+    split = 0
     for line, record in records_of(chunk):
         try:
             if isinstance(record, BadExample):
@@ -239,17 +242,22 @@ def encode_chunk(chunk: Chunk) -> tuple[tuple[int, int], EncodedChunk]:
             continue
         digest = content_digest(json.dumps(example.prompt or example.answers, sort_keys=True))
         split += len(found) > 1
-        for sequences in found:
-            made.sequences.extend(sequences)
+        for one in found:
+            sequences.extend(one)
             made.places.append((chunk.file, line))
             made.digests.append(digest)
             made.labels.append(example.label)
             made.margins.append(np.nan if example.margin is None else example.margin)
         if chunk.kind == PROMPTS:
             made.records.append({"prompt": example.prompt, **example.columns})
-        else:
-            trained_bytes += sum(one.trained_bytes for sequences in found for one in sequences)
-    return (chunk.file, chunk.first), replace(made, split=split, trained_bytes=trained_bytes)
+    return (chunk.file, chunk.first), replace(
+        made,
+        tokens=np.concatenate([made.tokens, *(one.ids for one in sequences)]),
+        trained=np.concatenate([made.trained, *(one.trained for one in sequences)]),
+        lengths=[len(one) for one in sequences],
+        split=split,
+        trained_bytes=sum(one.trained_bytes for one in sequences),
+    )
 
 
 def encode_example(chat: ChatTokenizer, example: Example, kind: str) -> list[tuple[Encoded, ...]]:
@@ -297,14 +305,13 @@ def encode_answer(chat: ChatTokenizer, example: Example, answer: str | list[Any]
 
 
 def join(kind: str, files: tuple[str, ...], chunks: list[EncodedChunk]) -> ExampleSet:
-    sequences = [one for chunk in chunks for one in chunk.sequences]
-    lengths = np.array([len(one) for one in sequences], np.int64)
+    lengths = np.array([length for chunk in chunks for length in chunk.lengths], np.int64)
     digests = [one for chunk in chunks for one in chunk.digests]
     return ExampleSet(
         kind=kind,
         files=files,
-        tokens=np.concatenate([np.empty(0, np.int32), *(one.ids for one in sequences)]),
-        trained=np.concatenate([np.empty(0, np.bool_), *(one.trained for one in sequences)]),
+        tokens=np.concatenate([np.empty(0, np.int32), *(chunk.tokens for chunk in chunks)]),
+        trained=np.concatenate([np.empty(0, np.bool_), *(chunk.trained for chunk in chunks)]),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         places=np.array([one for chunk in chunks for one in chunk.places], np.int64).reshape(-1, 2),
         digests=as_digests(digests),

@@ -65,14 +65,14 @@ class TurnRenderer:
         """Texts in which every assistant turn from message `first` on is trained once; usually one."""
         if self.marked is not None:
             return self.tagged_turns(self.marked, messages, tools, first)
-        text = self.conversation(messages, tools)
+        text = whole = self.conversation(messages, tools)
         done: list[Rendered] = []
         spans: list[Span] = []
         for number in reversed(range(first, len(messages))):
             if messages[number]["role"] != "assistant":
                 continue
             prompt = self.prompt(messages[:number], tools)
-            turn = self.conversation(messages[: number + 1], tools)
+            turn = whole if number + 1 == len(messages) else self.conversation(messages[: number + 1], tools)
             check_prompt(prompt, turn)
             stop = self.common_turn(turn, text, len(prompt))
             if stop is None:
