@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chat_files import talk, write_lines, write_tokenizer
+from chat_templates import plain_template
 
 import typed
 
@@ -110,3 +112,33 @@ def test_preparing_needs_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout.strip() == "False", run.stderr
+
+
+def test_preview_marks_trained_tokens(lmworks: Run, tmp_path: Path) -> None:
+    hf = write_tokenizer(tmp_path / "hf", plain_template("qwen"))
+    chats = write_lines(
+        tmp_path / "chats.jsonl",
+        [{"messages": talk("q", "the answer 数", "r", "b")}, {"messages": talk("q")}, {"messages": talk("x", "y")}],
+    )
+    code, out, err = lmworks("preview", chats, "--model", hf, "--examples", "1")
+    assert code == 0, err
+    assert "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n⟦the answer 数<|im_end|>⟧\n<|im_start|>user" in out
+    assert f"{chats} line 1: " in out and "left out: 1 no assistant turn" in out and "line 2" in out
+    code, out, _ = lmworks("preview", chats, "--line", "3", "--json")
+    found = json.loads(out)
+    assert found["kind"] == "conversations" and found["report"]["left_out"] == {"no assistant turn": 1}
+    assert found["examples"][0]["place"] == f"{chats} line 3"
+    assert found["examples"][0]["sequences"][0] == [
+        {"text": "User: x\nAssistant:", "tokens": 18, "trained": False},
+        {"text": " y<|endoftext|>", "tokens": 3, "trained": True},
+        {"text": "\n", "tokens": 1, "trained": False},
+    ]
+    code, _, err = lmworks("preview", chats, "--line", "2")
+    assert code == 1 and "no usable example on line 2" in err
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b" * 40}])
+    _, out, _ = lmworks("preview", pairs)
+    assert "line 1, chosen: 3 tokens, 2 trained" in out and "q⟦a<|endoftext|>⟧" in out
+    _, out, _ = lmworks("preview", write_lines(tmp_path / "p.jsonl", [{"prompt": "q", "answer": "4"}]))
+    assert "1 examples (prompts)" in out
+    code, _, err = lmworks("preview", pairs, "--seq", "16")
+    assert code == 1 and "42 tokens, more than 16" in err

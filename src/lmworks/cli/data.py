@@ -15,6 +15,7 @@ from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..data.preview import Preview
     from ..data.survey import Survey
 
 app = typer.Typer(
@@ -148,6 +149,65 @@ def print_survey(result: Survey) -> None:
 
 
 @app.command()
+def preview(
+    path: Annotated[
+        str, typer.Argument(metavar="FILE", help="Examples: .jsonl, .json, .parquet, or a folder of them.")
+    ],
+    model: Annotated[
+        str, typer.Option("--model", help="The Hugging Face or run folder to be trained, or bytes.")
+    ] = "bytes",
+    chat_template: Annotated[str, typer.Option(help="A Jinja file instead of the model's template.")] = "",
+    seq: Annotated[int, typer.Option(min=0, help="Count examples that are longer (0: none is too long).")] = 0,
+    examples: Annotated[int, typer.Option(min=0, help="How many to show.")] = 3,
+    line: Annotated[int, typer.Option(min=0, help="Show that of one line instead.")] = 0,
+    json: Json = False,
+) -> None:
+    """Show examples of post-training as the model sees them, with the trained tokens marked.
+
+    What is trained stands between ⟦ and ⟧. Every example is read, and what cannot be used is counted by its reason.
+
+    \b
+    Examples:
+      lmworks data preview chats.jsonl --model exported/demo
+      lmworks data preview pairs.jsonl --model runs/demo --line 7
+      lmworks data preview chats.jsonl --seq 2048 --examples 0 --json
+    """
+    from ..data import console_progress
+    from ..data.preview import preview as run
+
+    with console_progress() as progress:
+        found = run(path, model, chat_template=chat_template, seq=seq, count=examples, line=line, progress=progress)
+    if json:
+        print_json(dataclasses.asdict(found))
+    else:
+        print_preview(found)
+
+
+def print_preview(found: Preview) -> None:
+    for example in found.examples:
+        names = ("chosen", "rejected") if len(example.sequences) > 1 else ("",)
+        for name, parts in zip(names, example.sequences, strict=True):
+            tokens = sum(part.tokens for part in parts)
+            trained = sum(part.tokens for part in parts if part.trained)
+            typer.echo(f"─── {example.place}{f', {name}' if name else ''}: {tokens:,} tokens, {trained:,} trained ───")
+            typer.echo("".join(f"⟦{part.text}⟧" if part.trained else part.text for part in parts) + "\n")
+    report = found.report
+    share = report.trained_tokens / max(1, report.tokens)
+    typer.echo(
+        f"{report.path}: {report.examples:,} examples ({found.kind}), {report.tokens:,} tokens, {share:.1%} trained"
+    )
+    if report.split_conversations:
+        typer.echo(
+            f"{report.split_conversations:,} conversations became several examples: the template shows earlier turns "
+            "in another way"
+        )
+    for reason, count in report.left_out.items():
+        typer.echo(f"left out: {count:,} {reason}")
+    for one in report.first_left_out:
+        typer.echo(f"  {one}")
+
+
+@app.command()
 def window(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     cursor: Annotated[int, typer.Option(min=0, help="Where in the data: the `cursor` of an event.")],
@@ -165,11 +225,12 @@ def window(
       lmworks data window runs/tiny --cursor 120 --text 400
       lmworks data window runs/tiny --cursor 120 --json
     """
-    from ..data import Batches
+    from ..data import open_batches
     from ..data.window import describe, rows_at, text_of, usual_bits
 
     spec = RunFolder.open(run).spec()
-    batches = Batches(spec.data.replace(verify=False), seed=spec.seed, world=spec.parallel.dp)
+    data = spec.data.replace(verify=False)
+    batches = open_batches(data, spec.checkpoint.init, seed=spec.seed, world=spec.parallel.dp)
     usual, _ = usual_bits(batches, cursor)
     rows = sorted(rows_at(batches, cursor), key=lambda row: -abs(row.entropy_bits - usual))
     texts = [text_of(batches, row) for row in rows]

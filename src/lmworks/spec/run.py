@@ -45,7 +45,7 @@ class DataSpec(Section):
     kind: str = opt(
         "auto", "what data.path holds (auto: what align.method needs, else tokens)", choices=("auto", *DATA_KINDS)
     )
-    tokenizer: str = opt("", "post-training: folder of the tokenizer (empty: that of checkpoint.init)")
+    tokenizer: str = opt("", "post-training: folder of the tokenizer, or bytes (empty: that of checkpoint.init)")
     chat_template: str = opt("", "post-training: a Jinja file (empty: the template of the tokenizer's folder)")
     val_path: str = opt("", "post-training: held-out examples (empty: a share of data.path)")
     val_fraction: float = opt(0.05, "post-training: share of the examples that is held out", ge=0, lt=1)
