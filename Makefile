@@ -62,7 +62,7 @@ $(VENV)-trl-ppo/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of post-training against TRL's trainers, in environments of their own
-	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py
+	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/data/test_trl_templates.py
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
 
 lint: $(READY)  ## ruff and mypy

@@ -12,7 +12,7 @@ from chat_templates import TEMPLATES, plain_template, tagged
 
 from lmworks.data.chat_template import DIALOGUE, Chat, Message, compile_template, plain
 from lmworks.data.chat_tokenizer import ChatTokenizer, Encoded
-from lmworks.data.trained_turns import TurnRenderer, UnusableTemplate
+from lmworks.data.trained_turns import TurnRenderer, Untrainable
 from lmworks.spec import SpecError
 from lmworks.spec.run import DataSpec
 
@@ -187,11 +187,11 @@ def test_texts_of_a_template_that_moves_tools(folder: Path, tmp_path: Path) -> N
 
 def test_prompt_that_no_turn_begins_with_is_refused(folder: Path, tmp_path: Path) -> None:
     reasoner = plain_template("deepseek").replace("REASONER", "true")
-    with pytest.raises(UnusableTemplate, match=r"goes on with '<think>\\n' where .* has 'a<｜end") as refused:
+    with pytest.raises(Untrainable, match=r"with '<think>\\n', and .* goes on with 'a<｜end") as refused:
         chat_of(folder, reasoner, tmp_path).renderer.turns(talk("q", "a"))
     assert "{% generation %}" in str(refused.value) and "\n" not in str(refused.value)
     silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(UnusableTemplate, match="renders nothing for an assistant turn after 'q'"):
+    with pytest.raises(Untrainable, match="does not render the content of an assistant turn, which ends with 'a'"):
         chat_of(folder, silent, tmp_path).renderer.turns(talk("q", "a"))
 
 
@@ -262,3 +262,23 @@ def test_run_folder_answers_with_the_template_it_was_trained_with(folder: Path, 
     assert chat.render(talk("q")) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     auto = transformers.AutoTokenizer.from_pretrained(str(run / "tokenizer"))
     assert auto.apply_chat_template(talk("q"), add_generation_prompt=True)["input_ids"] == chat.prompt(talk("q"), 99)[0]
+
+
+def test_turn_that_no_special_token_ends_is_refused(folder: Path, tmp_path: Path) -> None:
+    """GLM's is such a template: the next turn's header ends a turn."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    chat = chat_of(folder, template, tmp_path)
+    with pytest.raises(Untrainable, match=r"turn as '<\|assistant\|>a': the model would not learn to stop"):
+        chat.renderer.turns(talk("q", "a"))
+
+
+def test_arguments_of_calls_as_objects_or_json(theirs: Any) -> None:
+    """A template that joins texts (DeepSeek's) gets JSON; `tojson` with options is that of transformers."""
+    joins = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    dumps = joins.replace("c.function.arguments", "c.function.arguments | tojson(ensure_ascii=True, indent=1)")
+    assert compile_template(joins, {})(CALLS) == 'weather{"city": "Paris 数"}'
+    expected = theirs.apply_chat_template(CALLS, chat_template=dumps, tokenize=False)
+    assert compile_template(dumps, {})(CALLS) == expected == 'weather{\n "city": "Paris \\u6570"\n}'

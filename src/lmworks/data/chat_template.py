@@ -170,7 +170,7 @@ def compile_template(
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
+    environment.filters["tojson"] = lambda value, **how: json.dumps(value, **{"ensure_ascii": False, **how})
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: now().strftime(form)}
     tokens = {name: token_text(config[name]) for name in TOKENS if config.get(name)}
     try:
@@ -181,15 +181,19 @@ def compile_template(
     def render(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
         if taken := [name for name in OURS if name in variables]:
             raise SpecError(f"chat_template_kwargs: {taken[0]} is a field of the request itself")
-        template_variables = {
-            "messages": [with_reasoning(one) for one in messages],
-            "tools": [dict(one) for one in tools] or None,
-        }
-        defaults = {**tokens, "documents": None, "add_generation_prompt": True}
+        said = [with_reasoning(one) for one in messages]
+        given = {**tokens, "documents": None, "add_generation_prompt": True, **variables}
+        given["tools"] = [dict(one) for one in tools] or None
         try:
-            return template.render({**defaults, **variables, **template_variables})
+            return template.render({**given, "messages": said})
         except Exception as error:  # a template may fail in any way
-            raise SpecError(f"the chat template of this model refuses these messages: {error}") from None
+            refused = SpecError(f"the chat template of this model refuses these messages: {error}")
+        if not any(isinstance(one.get("tool_calls"), list) for one in said):
+            raise refused
+        try:
+            return template.render({**given, "messages": [with_text_arguments(one) for one in said]})
+        except Exception:
+            raise refused from None
 
     return render
 
@@ -200,6 +204,20 @@ def with_reasoning(message: Message) -> dict[str, Any]:
     if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Most templates expect arguments of tool calls as objects; some (DeepSeek's) as JSON."""
+
+    def as_text(function: dict[str, Any]) -> dict[str, Any]:
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**function, "arguments": text}
+
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = [{**call, "function": as_text(call["function"])} for call in message["tool_calls"] if "function" in call]
+    return {**message, "tool_calls": calls or [as_text(call) for call in message["tool_calls"]]}
 
 
 def token_text(token: Any) -> str:

@@ -155,7 +155,8 @@ class ChatTokenizer:
     def special_names(self) -> tuple[str, ...]:
         if not isinstance(self.tokenizer, FileTokenizer):
             return (END_OF_TEXT,)
-        return tuple(token.content for token in self.tokenizer.inner.get_added_tokens_decoder().values())
+        added = self.tokenizer.inner.get_added_tokens_decoder().values()
+        return (*(token.content for token in added if token.special), self.eos_token)
 
     @property
     def digest(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec.align import PREFERENCES, PROMPTS
+from ..spec.align import CONVERSATIONS, PREFERENCES, PROMPTS
 from ..spec.errors import DataError, NoSuchData, SpecError
 from ..spec.files import cache_root
 from ..spec.run import DataSpec
@@ -29,7 +29,7 @@ from .encode import as_digests, available_cores, content_digest, map_as_complete
 from .examples import BadExample, Example, read_example
 from .progress import Progress, silent
 from .sources import parquet_file
-from .trained_turns import Rendered, UnusableTemplate
+from .trained_turns import Rendered, Untrainable
 
 VERSION = 1
 FORMATS = (".jsonl", ".json", ".parquet")
@@ -263,22 +263,23 @@ def encode_chunk(chunk: Chunk) -> tuple[tuple[int, int], EncodedChunk]:
 def encode_example(chat: ChatTokenizer, example: Example, kind: str) -> list[tuple[Encoded, ...]]:
     """The sequences of each example that a record becomes. Raises BadExample."""
     try:
-        if kind == PROMPTS:
-            return [(encode_prompt(chat, example),)]
-        if kind == PREFERENCES or not isinstance(example.prompt, list):
-            found = [tuple(encode_answer(chat, example, answer) for answer in example.answers)]
-        elif example.answers and kind == "conversations":
-            messages = [*example.prompt, *example.answers[0]]
-            found = [(one,) for one in chat.turns(messages, example.tools, len(example.prompt))]
-        else:
-            found = [(encode_answer(chat, example, example.answers[0]),)]
-    except UnusableTemplate:
-        raise
+        found = encode_parts(chat, example, kind)
+    except Untrainable as error:
+        raise BadExample("not as generated", str(error)) from None
     except SpecError as error:
         raise BadExample("refused by the template", str(error)) from None
-    if not found or not all(one.trained.any() for sequences in found for one in sequences):
+    if kind != PROMPTS and not all(one.trained.any() for sequences in found for one in sequences):
         raise BadExample("no assistant turn", "the chat template marks no token of it as generated")
     return found
+
+
+def encode_parts(chat: ChatTokenizer, example: Example, kind: str) -> list[tuple[Encoded, ...]]:
+    if kind == PROMPTS:
+        return [(encode_prompt(chat, example),)]
+    if kind == CONVERSATIONS and isinstance(example.prompt, list):
+        messages = [*example.prompt, *example.answers[0]]
+        return [(one,) for one in chat.turns(messages, example.tools, len(example.prompt))]
+    return [tuple(encode_answer(chat, example, answer) for answer in example.answers)]
 
 
 def encode_prompt(chat: ChatTokenizer, example: Example) -> Encoded:

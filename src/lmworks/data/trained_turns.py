@@ -31,8 +31,8 @@ DATE = datetime(2024, 7, 26)
 REMEDY = "give a template with {% generation %} around assistant turns as data.chat_template"
 
 
-class UnusableTemplate(SpecError):
-    """No example can be trained with this template."""
+class Untrainable(SpecError):
+    """The template does not render these messages as the model would generate them."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class TurnRenderer:
             prompt = self.prompt(messages[:number], tools)
             turn = whole if number + 1 == len(messages) else self.conversation(messages[: number + 1], tools)
             check_prompt(prompt, turn)
+            check_content(messages[number], turn[len(prompt) :])
             stop = self.common_turn(turn, text, len(prompt))
             if stop is None:
                 if spans:
@@ -85,6 +86,9 @@ class TurnRenderer:
     def tagged_turns(self, marked: Render, messages: Sequence[Message], tools: Tools, first: int) -> list[Rendered]:
         check_marks(messages)
         text, spans = read_marks(marked(messages, tools, {"add_generation_prompt": False}))
+        for message in messages[first:]:
+            if message["role"] == "assistant":
+                check_content(message, text)
         before = 0
         if first:
             before = len(read_marks(marked(messages[:first], tools, {"add_generation_prompt": False}))[1])
@@ -116,11 +120,16 @@ class TurnRenderer:
     def without_space(self, text: str, start: int, stop: int) -> int:
         """The end of a turn without the white space that follows its end-of-turn token: nothing is sampled after it."""
         turn = text[start:stop].rstrip()
-        if not turn:
-            raise UnusableTemplate(
-                f"the chat template renders nothing for an assistant turn after {text[:start][-40:]!r}; {REMEDY}"
+        if not turn.endswith(self.names):
+            raise Untrainable(
+                f"the chat template renders an assistant turn as {shorten(text[start:stop])!r}: the model would not "
+                f"learn to stop, as no special token ends the turn; {REMEDY}"
             )
-        return start + len(turn) if turn.endswith(self.names) else stop
+        return start + len(turn)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:10]} … {text[-25:]}"
 
 
 def check_prompt(prompt: str, turn: str) -> None:
@@ -130,11 +139,20 @@ def check_prompt(prompt: str, turn: str) -> None:
         (i for i, (one, other) in enumerate(zip(prompt, turn, strict=False)) if one != other),
         min(len(prompt), len(turn)),
     )
-    raise UnusableTemplate(
-        f"the chat template cannot be used for training: the prompt that it makes for an answer goes on with "
-        f"{prompt[common:][:40]!r} where its rendering of the answered conversation has {turn[common:][:40]!r}, so the "
-        f"model would be trained on another text than it is given; {REMEDY}"
+    raise Untrainable(
+        f"the chat template ends the prompt for an answer with {shorten(prompt[common:])!r}, and the answered "
+        f"conversation goes on with {shorten(turn[common:])!r} instead: the model would be trained on another text "
+        f"than it is given; {REMEDY}"
     )
+
+
+def check_content(message: Message, turn: str) -> None:
+    """Templates of models that see images may skip a content that is a text; others trim it, or cut reasoning off."""
+    end = str(message["content"]).strip()[-20:]
+    if end not in turn:
+        raise Untrainable(
+            f"the chat template does not render the content of an assistant turn, which ends with {end!r}"
+        )
 
 
 def check_marks(value: Any) -> None:
