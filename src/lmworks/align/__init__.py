@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .preference_losses import orpo_loss as orpo_loss
     from .preference_losses import reward_loss as reward_loss
     from .preference_losses import simpo_loss as simpo_loss
+    from .rewards import load_rewards as load_rewards
 
 EXPORTS = {
     "AdaptiveKL": "kl",
@@ -59,6 +60,7 @@ EXPORTS = {
     "kl_penalty": "kl",
     "kto_kl": "preference_losses",
     "kto_loss": "preference_losses",
+    "load_rewards": "rewards",
     "logprobs_from_logits": "logprobs",
     "masked_mean": "masked",
     "masked_var": "masked",
