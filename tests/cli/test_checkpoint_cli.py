@@ -136,7 +136,7 @@ def save_two(rank: int, root: Path, meta: dict[str, Any]) -> None:
 def test_several_ranks_are_told_apart(lmworks: Run, tmp_path: Path) -> None:
     """Pieces of two ranks are counted, put together again, and each damaged file is laid to the rank that wrote it."""
     from lmworks.checkpoint.format.index import read_index
-    from lmworks.train.export import read_tensor
+    from lmworks.train.saved_weights import read_tensor
 
     root = tmp_path / "checkpoints"
     on_ranks(2, save_two, root, {"spec": {"parallel": {"pp": 1, "tp": 2}}, "cursor": 1})

@@ -1,4 +1,4 @@
-"""`lmworks checkpoint`: list, show, verify, export and prune the checkpoints of a run."""
+"""`lmworks checkpoint`: list, show, verify, export and prune the checkpoints of a run; merge adapters."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 Source = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, or a folder of checkpoints, or one of them.")
 ]
+MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="The largest file of weights, e.g. 500MB or 2GiB.")]
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -124,12 +125,13 @@ def export(
     source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or that of an earlier export.")],
     step: Step = None,
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="The largest file of weights, e.g. 500MB or 2GiB.")
-    ] = "5GB",
+    max_shard_size: MaxShardSize = "5GB",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with lora.rank: the adapter alone, in PEFT's format.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Export a run as a Hugging Face folder.
+    """Export a run as a Hugging Face folder; adapters are merged into their base.
 
     The layout that the run was trained under does not matter. Weights go from the checkpoint to the files one at a
     time, so that a model of any size can be exported on a small machine.
@@ -138,18 +140,47 @@ def export(
     Examples:
       lmworks checkpoint export runs/tiny exported/tiny
       lmworks checkpoint export runs/tiny exported/tiny-100 --step 100 --max-shard-size 2GB --json
+      lmworks checkpoint export runs/lora exported/adapter --adapter
     """
     from ..train.export import export as write
 
     limit = parse_bytes(max_shard_size)
     with progress_unless(json) as progress:
-        written = write(source, out, step, shard_bytes=limit, progress=progress)
+        written = write(source, out, step, shard_bytes=limit, progress=progress, adapter=adapter)
     if json:
         summary = {"run": str(source), "out": str(out), "step": written.step, "params": written.params}
         print_json({**summary, "files": written.files, "tokenizer": written.tokenizer})
     else:
         without = "" if written.tokenizer else " (no tokenizer.json: its data are bytes)"
         typer.echo(f"step {written.step}: {written.params:,} parameters in {out}{without}")
+
+
+@app.command()
+def merge(
+    base: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="The base model.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A LoRA or DoRA adapter in PEFT's format.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    max_shard_size: MaxShardSize = "5GB",
+    json: Json = False,
+) -> None:
+    """Merge an adapter of PEFT's format into a Hugging Face folder.
+
+    \b
+    Examples:
+      lmworks checkpoint merge hf/llama exported/adapter exported/merged
+      lmworks checkpoint merge hf/llama exported/adapter exported/merged --max-shard-size 2GB --json
+    """
+    from ..model.merge import merge_peft
+
+    limit = parse_bytes(max_shard_size)
+    with progress_unless(json) as progress:
+        files = merge_peft(base, adapter, out, limit, lambda done, total: progress("merge", done, total))
+    if json:
+        print_json(
+            {"base": str(base), "adapter": str(adapter), "out": str(out), "files": [file.name for file in files]}
+        )
+    else:
+        typer.echo(f"{base} with {adapter} in {out}")
 
 
 @app.command()

@@ -206,12 +206,7 @@ class HFWeights:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         family, there = read_config(folder)
-        for key in (field.name for field in dataclasses.fields(spec) if field.name not in CHANGEABLE):
-            if getattr(there, key) != getattr(spec, key) and not (key == "ffn" and spec.experts):
-                raise SpecError(
-                    f"{folder}: its config.json says {key} = {getattr(there, key)}, "
-                    f"but model.{key} = {getattr(spec, key)}"
-                )
+        check_same_network(there, spec, str(folder), "its config.json says")
         self.checkpoint = Checkpoint(folder, ExitStack())  # files stay open for as long as the weights are read
         self.checkpoint.check_layer_count(spec.layers)
         plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
@@ -236,6 +231,13 @@ class HFWeights:
         for there, stored in self.stored[name]:
             stored.scatter(self.checkpoint.read(there, stored.shape(buffers)), buffers)
         return buffers[name].view(shape)
+
+
+def check_same_network(there: ModelSpec, spec: ModelSpec, where: str, says: str) -> None:
+    """Whether weights of the one mean the same in the other."""
+    for key in (field.name for field in dataclasses.fields(spec) if field.name not in CHANGEABLE):
+        if getattr(there, key) != getattr(spec, key) and not (key == "ffn" and spec.experts):
+            raise SpecError(f"{where}: {says} {key} = {getattr(there, key)}, but model.{key} = {getattr(spec, key)}")
 
 
 def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:

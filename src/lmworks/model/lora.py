@@ -86,13 +86,6 @@ class LowRankAdapter(nn.Module):
             updated = torch.addmm(weight.float(), up.float(), self.lora_A.float(), alpha=self.scale)
         return self.sum_over_ranks(updated.square().sum(dim=1)).sqrt()
 
-    def merged(self, weight: Tensor) -> Tensor:
-        """The weight that computes what the layer and this adapter do, in fp32."""
-        updated = torch.addmm(weight.float(), self.lora_B.float(), self.lora_A.float(), alpha=self.scale)
-        if self.magnitude is None:
-            return updated
-        return updated * (self.magnitude.float() / self.row_norms(weight, self.lora_B)).unsqueeze(1)
-
 
 class LayerAdapters(nn.ModuleDict):
     """The adapters of one linear layer by name."""
@@ -104,6 +97,12 @@ class LayerAdapters(nn.ModuleDict):
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, rows: slice | None = None) -> Tensor:
         name = self.active.name
         return y if name is None else cast(Tensor, self[name](x, y, weight, rows))
+
+
+def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> Tensor:
+    """W + scale · B·A, or DoRA's weight, in fp32."""
+    updated = torch.addmm(weight.float(), up.float(), down.float(), alpha=scale)
+    return updated if magnitude is None else updated * (magnitude.float() / updated.norm(dim=1)).unsqueeze(1)
 
 
 def add_adapters(model: GPT, lora: LoraSpec, names: tuple[str, ...], active: ActiveAdapter | None = None) -> None:
@@ -186,7 +185,8 @@ def merge_adapter(model: GPT, name: str) -> None:
             adapters = getattr(module, ADAPTERS, None)
             if isinstance(adapters, LayerAdapters):
                 linear = cast("Linear", module)
-                linear.weight.copy_(cast(LowRankAdapter, adapters[name]).merged(linear.weight))
+                one = cast(LowRankAdapter, adapters[name])
+                linear.weight.copy_(merged_weight(linear.weight, one.lora_A, one.lora_B, one.scale, one.magnitude))
                 linear.adapters = None
         block.active_adapter = None
     model.adapter_weights = ()

@@ -28,9 +28,10 @@ from .sharding_plan import ShardingPlan
 Source = Callable[[str, torch.Size], Tensor]
 
 
-def source_of(spec: RunSpec) -> Source:
-    """The seed's, unless checkpoint.init names a Hugging Face folder; with adapters, theirs too."""
-    return with_adapters(spec, base_source(spec)) if spec.adapters else base_source(spec)
+def source_of(spec: RunSpec, base: Source | None = None) -> Source:
+    """The seed's, unless checkpoint.init names a Hugging Face folder; with adapters, theirs, over `base`."""
+    base = base or base_source(spec)
+    return with_adapters(spec, base) if spec.adapters else base
 
 
 def base_source(spec: RunSpec) -> Source:

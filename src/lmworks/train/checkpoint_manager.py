@@ -24,6 +24,7 @@ from ..record import RunFolder
 from ..spec import CheckpointError, DataError, LMWorksError, RunSpec, SpecError
 from ..spec.components import SCORE
 from ..spec.resumed import refused_changes
+from .base_model import Base, check_base, fill_buffers
 from .health.bad_step import Health, HealthState
 from .health.nonfinite import first_nonfinite_tensor, named_tensors
 from .rng import rng_state, set_rng_state, wrong_rng
@@ -42,12 +43,13 @@ class CheckpointManager:
         data_digest: str,
         recorder: EventRecorder,
         device: torch.device,
+        base: Base | None = None,  # of adapters
     ) -> None:
         self.run_spec, self.spec = run_spec, run_spec.checkpoint
         self.state, self.loss_scale, self.health = state, loss_scale, health
         self.data_digest = data_digest
         self.recorder, self.folder = recorder, recorder.folder
-        self.device = device
+        self.device, self.base = device, base
         self.root = self.folder.checkpoints
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
@@ -73,6 +75,8 @@ class CheckpointManager:
     def meta(self, cursor: int) -> dict[str, Any]:
         """State that is not tensors."""
         meta = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
+        if self.base is not None:
+            meta["base"] = self.base.digest
         return meta | {"health": self.health.state_dict(), "spec": self.run_spec.to_dict()}
 
     def save_async(
@@ -191,6 +195,8 @@ class CheckpointManager:
                 f"{self.folder.spec_path} has {'; '.join(changes)} in step {manifest.step}: a resumed run cannot "
                 f"change that; restore it, or start a new run with checkpoint.init = '{self.folder.path}'"
             )
+        if self.base is not None:
+            check_base(self.run_spec, self.base, meta.get("base"), str(self.folder.path))
         if meta["data"] != self.data_digest:
             raise DataError(
                 f"{', '.join(self.run_spec.data.sources)} holds other tokens than those this run was trained on; "
@@ -207,8 +213,14 @@ class CheckpointManager:
             )
 
     def load_initial_weights(self) -> None:
-        """Weights of another run, if checkpoint.init names one; those of a Hugging Face folder are loaded already."""
+        """Weights of another run, if checkpoint.init names one; those of a Hugging Face folder are loaded already.
+
+        So are those of a base under adapters, but for what is no weight.
+        """
         source = self.spec.init
+        if self.base is not None:
+            fill_buffers(self.base, self.state.parallel_model.buffers())
+            return
         if not source or is_hf(Path(source)):
             return
         folder = run_on_all_ranks(lambda: RunFolder.open(source))
@@ -274,6 +286,8 @@ def wrong_meta(manifest: Manifest) -> str:
         return f"meta.cursor = {short_repr(cursor)} is not where the data can stand at step {manifest.step}"
     if not isinstance(meta.get("data"), str):
         return f"meta.data = {short_repr(meta.get('data'))} is not the digest of any data"
+    if not isinstance(meta.get("base", ""), str):
+        return f"meta.base = {short_repr(meta['base'])} is not the digest of any weights"
     if not isinstance(meta.get("spec"), dict):
         return f"meta.spec = {short_repr(meta.get('spec'))} is not a spec"
     if not is_scale(meta.get("loss_scale")):

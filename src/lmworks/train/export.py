@@ -7,7 +7,6 @@ ranks have saved: what is in memory is the largest of them, not the model.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,24 +15,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import checkpoint
-from ..checkpoint.format.digest import read_all
-from ..checkpoint.format.index import SavedTensor, read_index
 from ..checkpoint.format.manifest import Manifest
-from ..checkpoint.format.survey import CheckpointLocation, locate
-from ..checkpoint.save_plan import as_bytes
+from ..checkpoint.format.survey import locate
 from ..data import Tokenizer, load_tokenizer, resolve
 from ..data.index import TOKENIZER_FILE
 from ..data.progress import Progress, silent
 from ..data.tokenizer import FileTokenizer
 from ..model import GPT
 from ..model.hf_write import SHARD_BYTES, write_hf
-from ..model.tensor_files import TORCH_DTYPES
+from ..model.peft import WEIGHTS, write_peft
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import check_writable, write_whole
 from ..spec.hf_config import family_of_spec
-from .load_run import RefusalLog
+from .base_model import base_weights, check_base, find_base, merged_reader, trained_parameters
+from .saved_weights import find, reader, spec_of
 
 MARKER = "lmworks_export.json"  # the source of an export; a folder that has it may be overwritten
 
@@ -54,20 +50,34 @@ def export(
     *,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress = silent,
+    adapter: bool = False,
 ) -> Export:
-    """Write the newest intact checkpoint (or that of `step`), whatever its layout was, for others to load."""
+    """Write the newest intact checkpoint (or that of `step`), whatever its layout was, for others to load.
+
+    Adapters are merged into their base, or with `adapter` written alone, in PEFT's format.
+    """
     check_output_folder(out)
     place = locate(Path(source))
     if place.run:
         family_of_spec(place.run.spec().model)  # refuses what no family can express, before a byte is read
     folder, manifest = find(place, step)
     spec = place.run.spec() if place.run else spec_of(folder, manifest)
+    if adapter and not spec.adapters:
+        raise SpecError(f"{source} trained all weights: it has no adapter to export")
     tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
+    about = json.dumps({"run": str(Path(source).absolute()), "step": manifest.step}, indent=2)
+    if adapter:
+        own = trained_parameters(spec)
+        own_read = reader(folder, manifest, own)
+        begin(out, about)
+        write_peft(out, spec.model, spec.lora, {name: own_read(name) for name in own}, spec.checkpoint.init)
+        finish(out, about, spec, tokenizer)
+        size = sum(parameter.numel() for parameter in own.values())
+        return Export(out, manifest.step, size, [WEIGHTS], isinstance(tokenizer, FileTokenizer))
     with torch.device("meta"):
         dtype = DTYPES[spec.precision.weights]
         parameters: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in GPT(spec.model).named_parameters()}
-    read = reader(folder, manifest, parameters)
-    about = json.dumps({"run": str(Path(source).absolute()), "step": manifest.step}, indent=2)
+    read = merged(spec, folder, manifest, dtype) if spec.adapters else reader(folder, manifest, parameters)
     begin(out, about)
     written = write_hf(
         spec.model,
@@ -88,6 +98,14 @@ def export(
     )
 
 
+def merged(spec: RunSpec, folder: Path, manifest: Manifest, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """Weights of the base with the adapters of a checkpoint."""
+    base = find_base(spec)
+    check_base(spec, base, manifest.meta.get("base"), str(folder))
+    read = merged_reader(spec, base_weights(spec, base), reader(folder, manifest, trained_parameters(spec)))
+    return lambda name: read(name).to(dtype)
+
+
 def check_output_folder(out: Path) -> None:
     try:
         if out.exists() and not out.is_dir():
@@ -97,64 +115,6 @@ def check_output_folder(out: Path) -> None:
         check_writable(out, "the export")
     except OSError as error:
         raise SpecError(f"cannot write {out}: {error.strerror}") from None
-
-
-# --- reading ------------------------------------------------------------------------------------------
-
-
-def find(place: CheckpointLocation, step: int | None) -> tuple[Path, Manifest]:
-    """Every byte of a checkpoint is verified before the first is used; a damaged one is named, and the next taken."""
-    refused = RefusalLog()
-    found = checkpoint.find(place.root, refused, place.step if step is None else step)
-    if found is None:
-        raise CheckpointError(f"{place.name} has no committed checkpoint")
-    refused.report_fallback(found[1].step)
-    return found
-
-
-def spec_of(folder: Path, manifest: Manifest) -> RunSpec:
-    """As it was when the checkpoint was saved: all that is left of it where the run folder is elsewhere."""
-    if "spec" not in manifest.meta:
-        raise CheckpointError(f"{folder} does not describe its model; use the run folder instead")
-    return RunSpec.from_dict(manifest.meta["spec"])
-
-
-def reader(folder: Path, manifest: Manifest, parameters: dict[str, Tensor]) -> Callable[[str], Tensor]:
-    """Gives each parameter of the model by name. One that is missing or has another shape is refused here and now."""
-    index = read_index(folder, manifest)
-    wanted = {f"model.{name}" for name in parameters}
-    if surplus := [name for name in index if name.startswith("model.") and name not in wanted]:
-        raise CheckpointError(f"{folder} has {surplus[0]}, which the run's model does not have")
-    for name, parameter in parameters.items():
-        saved = index.get(f"model.{name}")
-        if saved is None:
-            raise CheckpointError(f"{folder} does not have model.{name}, which the run's model has")
-        if saved.shape != tuple(parameter.shape):
-            here = tuple(parameter.shape)
-            raise CheckpointError(f"{folder}: model.{name} is {saved.shape} there, but {here} in the run's model")
-    return lambda name: read_tensor(folder, index[f"model.{name}"]).to(parameters[name].dtype)
-
-
-def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
-    """One whole tensor, from the pieces of as many ranks as it was cut over."""
-    whole = torch.empty(saved.shape, dtype=TORCH_DTYPES[saved.dtype])
-    for piece in saved.pieces:
-        target = whole[
-            tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
-        ]
-        buffer = target if target.is_contiguous() else torch.empty(piece.sizes, dtype=whole.dtype)
-        try:
-            descriptor = os.open(folder / piece.file, os.O_RDONLY)
-            try:
-                read_all(descriptor, [as_bytes(buffer)], piece.start)
-            finally:
-                os.close(descriptor)
-        except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or "it ends before its end"
-            raise CheckpointError(f"cannot read {folder / piece.file}: {reason}") from None
-        if buffer is not target:
-            target.copy_(buffer)
-    return whole
 
 
 # --- tokenizer and marker --------------------------------------------------------------------------------

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from .. import checkpoint
-from ..checkpoint.format.manifest import Manifest, refusal_text
+from ..checkpoint.format.manifest import Manifest
 from ..data import Tokenizer
 from ..data.chat_tokenizer import load_model_tokenizer
 from ..model import GPT
+from ..model.lora import add_adapters, merge_adapter
 from ..record import RunFolder
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.resumed import refused_changes
+from .base_model import base_weights, check_base, find_base
 from .device import pick_device
+from .saved_weights import RefusalLog
 
 
 @dataclass(frozen=True)
@@ -27,27 +29,14 @@ class TrainedModel:
     step: int
 
 
-class RefusalLog:
-    """Prints which checkpoints were refused, and what is used instead. No event: a reader does not write to a run."""
-
-    def __init__(self) -> None:
-        self.any = False
-
-    def __call__(self, folder: Path, reason: str) -> None:
-        self.any = True
-        print(refusal_text(folder, reason), file=sys.stderr, flush=True)
-
-    def report_fallback(self, step: int) -> None:
-        if self.any:
-            print(f"using step {step} instead", file=sys.stderr, flush=True)
-
-
 def load_trained(run_dir: str | Path, step: int | None = None) -> TrainedModel:
     """The weights of the newest intact checkpoint, or of `step`."""
     folder = RunFolder.open(run_dir)
     spec = folder.spec()
     with torch.device("meta"):
         model = GPT(spec.model)
+        if spec.adapters:
+            add_adapters(model, spec.lora, spec.adapters)
     model.to_empty(device=pick_device(spec.cluster))
     refused = RefusalLog()
 
@@ -55,10 +44,25 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> TrainedModel:
         if changes := refused_changes(manifest.meta.get("spec", {}), spec, "model."):
             raise SpecError(f"{folder.spec_path} has {'; '.join(changes)} in step {manifest.step}; put it back")
 
-    state = {"model": model.state_dict()}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    state = {"model": {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}}
     manifest = checkpoint.load(folder.checkpoints, state, step=step, refused=refused, check=check)
     if manifest is None:
         raise CheckpointError(f"{folder.path} has no checkpoint yet; train it with: lmworks resume {folder.path}")
     refused.report_fallback(manifest.step)
+    if spec.adapters:
+        fill_base(model, spec, manifest, str(folder.path))
+        merge_adapter(model, spec.adapters[0])
     tokenizer = load_model_tokenizer(folder.path)
     return TrainedModel(model.eval(), tokenizer, spec, manifest.step)
+
+
+@torch.no_grad()
+def fill_base(model: GPT, spec: RunSpec, manifest: Manifest, where: str) -> None:
+    """The frozen weights, if they are those that the adapters were trained over."""
+    base = find_base(spec)
+    check_base(spec, base, manifest.meta.get("base"), where)
+    weight = base_weights(spec, base)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            parameter.copy_(weight(name, parameter.shape))

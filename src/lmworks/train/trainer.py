@@ -41,6 +41,7 @@ from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.files import check_writable, with_absolute_paths, write_whole
 from .async_step import PassLauncher, is_sync_point, supports_async_step
+from .base_model import base_weights, find_base
 from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
 from .evaluate import Evaluation, evaluate, held_out
@@ -135,7 +136,8 @@ class Trainer(Stepper):
             make_deterministic()
         run_on_all_ranks(lambda: check_requirements(spec, self.device, force))
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
-        self.weights = run_on_all_ranks(lambda: source_of(spec))
+        self.base = base = run_on_rank_zero(lambda: find_base(spec)) if spec.adapters else None
+        self.weights = run_on_all_ranks(lambda: source_of(spec, None if base is None else base_weights(spec, base)))
         self.open_data()
         self.objective = self.make_objective()
         run_on_all_ranks(lambda: check_vocabulary(spec, self.batches.vocab_size))
@@ -188,7 +190,14 @@ class Trainer(Stepper):
         self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
         self.train_state = TrainState(self.parallel_model, self.optimizer, self.engine)
         self.checkpoints = CheckpointManager(
-            self.spec, self.train_state, self.loss_scale, self.health, self.batches.digest, self.recorder, self.device
+            self.spec,
+            self.train_state,
+            self.loss_scale,
+            self.health,
+            self.batches.digest,
+            self.recorder,
+            self.device,
+            self.base,
         )
         self.profiler = Profiler(self.spec.log, self.folder, self.device)
 
