@@ -16,7 +16,7 @@ from ..parallel.state_dict import as_dtensor
 from ..parallel.world import run_on_all_ranks
 from ..record import RunFolder
 from ..spec import LoraSpec, ModelSpec, RunSpec, SpecError
-from ..train.load_run import RefusalLog
+from ..train.saved_weights import RefusalLog
 
 
 def load_frozen(spec: RunSpec, folder: str, key: str, mesh: Mesh | None, device: torch.device) -> ParallelModel:

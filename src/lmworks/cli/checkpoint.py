@@ -131,10 +131,10 @@ def export(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Export a run as a Hugging Face folder; adapters are merged into their base.
+    """Export a run as a Hugging Face folder.
 
-    The layout that the run was trained under does not matter. Weights go from the checkpoint to the files one at a
-    time, so that a model of any size can be exported on a small machine.
+    Adapters are merged into their base. The layout that the run was trained under does not matter. Weights go from the
+    checkpoint to the files one at a time, so that a model of any size can be exported on a small machine.
 
     \b
     Examples:

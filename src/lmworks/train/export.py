@@ -18,11 +18,13 @@ from torch import Tensor
 from ..checkpoint.format.manifest import Manifest
 from ..checkpoint.format.survey import locate
 from ..data import Tokenizer, load_tokenizer, resolve
+from ..data.chat_tokenizer import folder_of_model, load_model_tokenizer
 from ..data.index import TOKENIZER_FILE
 from ..data.progress import Progress, silent
 from ..data.tokenizer import FileTokenizer
 from ..model import GPT
 from ..model.hf_write import SHARD_BYTES, write_hf
+from ..model.merge import BESIDE
 from ..model.peft import WEIGHTS, write_peft
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
@@ -64,14 +66,19 @@ def export(
     spec = place.run.spec() if place.run else spec_of(folder, manifest)
     if adapter and not spec.adapters:
         raise SpecError(f"{source} trained all weights: it has no adapter to export")
-    tokenizer = load_tokenizer(resolve(next(iter(spec.data.sources))))
+    if place.run:  # a fine-tuned run keeps its own
+        there = folder_of_model(place.run.path)
+        tokenizer = load_model_tokenizer(place.run.path)
+    else:
+        there = resolve(next(iter(spec.data.sources)))
+        tokenizer = load_tokenizer(there)
     about = json.dumps({"run": str(Path(source).absolute()), "step": manifest.step}, indent=2)
     if adapter:
         own = trained_parameters(spec)
         own_read = reader(folder, manifest, own)
         begin(out, about)
         write_peft(out, spec.model, spec.lora, {name: own_read(name) for name in own}, spec.checkpoint.init)
-        finish(out, about, spec, tokenizer)
+        finish(out, about, there, tokenizer)
         size = sum(parameter.numel() for parameter in own.values())
         return Export(out, manifest.step, size, [WEIGHTS], isinstance(tokenizer, FileTokenizer))
     with torch.device("meta"):
@@ -88,7 +95,7 @@ def export(
         shard_bytes=shard_bytes,
         progress=lambda done, total: progress("export", done, total),
     )
-    finish(out, about, spec, tokenizer)
+    finish(out, about, there, tokenizer)
     return Export(
         out,
         manifest.step,
@@ -130,16 +137,16 @@ def begin(out: Path, about: str) -> None:
         raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
 
 
-def finish(out: Path, about: str, spec: RunSpec, tokenizer: Tokenizer) -> None:
-    """The tokenizer, where it is a file; one that an earlier export of other data left goes."""
-    file, config = out / TOKENIZER_FILE, out / "tokenizer_config.json"
+def finish(out: Path, about: str, there: Path | str, tokenizer: Tokenizer) -> None:
+    """The tokenizer of the folder `there`, if it is one; what an earlier export of other data left goes."""
+    config = out / "tokenizer_config.json"
     try:
-        if isinstance(tokenizer, FileTokenizer):
-            shutil.copyfile(resolve(next(iter(spec.data.sources))) / TOKENIZER_FILE, file)
+        for name in (*BESIDE, TOKENIZER_FILE):
+            (out / name).unlink(missing_ok=True)
+            if isinstance(there, Path) and (there / name).is_file():
+                shutil.copyfile(there / name, out / name)
+        if isinstance(tokenizer, FileTokenizer) and not config.exists():
             write_whole(config, tokenizer_config(tokenizer))
-        else:
-            file.unlink(missing_ok=True)
-            config.unlink(missing_ok=True)
         write_whole(out / MARKER, about)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror}") from None
