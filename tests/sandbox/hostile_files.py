@@ -85,7 +85,7 @@ except OSError:
     Hostile(
         "removes and changes files elsewhere",
         """
-for path in ("<secret_file>", "<outside>", "<prefix>/bin", "/etc/passwd"):
+for path in ("<secret_file>", "<foreign_file>", "<outside>"):
     for call in (os.unlink, os.rmdir, lambda path: os.rename(path, path + "x"), lambda path: os.chmod(path, 0o777),
                  lambda path: os.utime(path, (0, 0)), lambda path: os.truncate(path, 0),
                  lambda path: os.setxattr(path, "user.x", b"x"), lambda path: os.chown(path, 1, 1)):
@@ -125,7 +125,8 @@ attempt("outside", lambda: print(os.listdir("<outside>")))
         """
 import shutil
 here = os.getcwd()
-shutil.rmtree(here, ignore_errors=True)
+if here == "/sandbox" or "lmworks-sandbox-" in here:
+    shutil.rmtree(here, ignore_errors=True)
 for call in (os.rmdir, lambda path: os.rename(path, path + "x")):
     try:
         call(here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -260,18 +261,20 @@ def test_nothing_remains_of_a_caller_that_is_killed(kind: str, tmp_path: Path) -
         "import os, time\nfor _ in range(2): os.fork()\nif os.getpgrp() != os.getpid(): os.setsid()\ntime.sleep(600)"
     )
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n"
+        f"import os, sys, time; sys.path.insert(0, {str(ROOT / 'src')!r})\n"
         "from lmworks.sandbox import Sandbox, Program, Limits\n"
         f"sandbox = Sandbox(1, {kind!r})\n"
         "from lmworks.sandbox.worker import Worker\n"
-        "worker = Worker(sandbox.isolation); sandbox.idle.put(worker); print(worker.process.pid, flush=True)\n"
+        "worker = Worker(sandbox.isolation); sandbox.idle.put(worker)\n"
+        "other = os.fork() or time.sleep(60)\n"  # keeps the caller's end of the socket open
+        "print(worker.process.pid, other, flush=True)\n"
         f"sandbox.run(Program({program!r}), Limits(wall_seconds=500))"
     )
     caller = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={"TMPDIR": str(tmp_path)}
     )
     assert caller.stdout
-    supervisor = int(caller.stdout.readline())
+    supervisor, other = map(int, caller.stdout.readline().split())
     assert wait_until(lambda: len(descendants(supervisor)) >= 5)
     started = descendants(supervisor)
     assert (list(tmp_path.iterdir()) == []) == (kind == "namespaces")  # whose folder is in memory
@@ -279,6 +282,7 @@ def test_nothing_remains_of_a_caller_that_is_killed(kind: str, tmp_path: Path) -
     caller.wait()
     caller.stdout.close()
     assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in (supervisor, *started)))
+    os.kill(other, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,20 +8,24 @@ import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 TICK = os.sysconf("SC_CLK_TCK")
 RESIDENT = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", re.MULTILINE)
 PATIENCE_S = 20.0  # for killed processes to be gone
 
 
+def read(path: str) -> str:
+    with open(path, errors="replace") as file:  # a program may give itself any name
+        return file.read()
+
+
 def children(pid: int) -> list[int]:
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            found += map(int, read(f"/proc/{pid}/task/{thread}/children").split())
     except FileNotFoundError:
-        if not Path("/proc/self/task").joinpath(str(os.getpid()), "children").exists():  # CONFIG_PROC_CHILDREN
+        if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # a kernel without CONFIG_PROC_CHILDREN
             return children_by_scan(pid)
     except ProcessLookupError:
         pass
@@ -32,7 +36,7 @@ def children_by_scan(pid: int) -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            fields = read(f"/proc/{name}/stat").rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == pid:
@@ -72,8 +76,8 @@ def usage(pids: Collection[int]) -> Usage:
     total = Usage()
     for pid in pids:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            resident = RESIDENT.findall(Path(f"/proc/{pid}/status").read_text())
+            fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            resident = RESIDENT.findall(read(f"/proc/{pid}/status"))
         except (FileNotFoundError, ProcessLookupError):
             continue
         total.cpu_s += sum(map(int, fields[11:15])) / TICK
@@ -89,11 +93,6 @@ def kill_descendants() -> float:
     cpu_s = 0.0
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        stopped: set[int] = set()
-        while new := set(descendants(os.getpid())) - stopped:
-            send(new, signal.SIGSTOP)
-            stopped |= new
-        send(stopped, signal.SIGKILL)
         try:
             while True:
                 pid, _, used = os.wait4(-1, os.WNOHANG)
@@ -102,7 +101,12 @@ def kill_descendants() -> float:
                 cpu_s += used.ru_utime + used.ru_stime
         except ChildProcessError:
             return cpu_s
-        time.sleep(0.001)
+        stopped: set[int] = set()
+        while new := set(descendants(os.getpid())) - stopped:
+            send(new, signal.SIGSTOP)
+            stopped |= new
+        send(stopped, signal.SIGKILL)
+        time.sleep(0.0005)
     raise TimeoutError(f"processes {sorted(descendants(os.getpid()))} cannot be killed")
 
 

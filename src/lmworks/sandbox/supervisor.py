@@ -39,17 +39,17 @@ FAILED = b"!"  # before the reason why a program could not be started
 
 
 class Supervisor:
-    def __init__(self, channel: socket.socket, isolation: Isolation) -> None:
+    def __init__(self, channel: socket.socket, caller: int, isolation: Isolation) -> None:
         self.channel = channel
+        self.caller = caller
         self.isolation = isolation
-        self.parent = os.getppid()
         self.uid = own_user_id(os.getpid()) if isolation.own_user else os.getuid()
         self.gid = self.uid if isolation.own_user else os.getgid()
 
     def serve(self) -> None:
         while True:
             while not select.select([self.channel], [], [], IDLE_S)[0]:
-                if os.getppid() != self.parent:
+                if os.getppid() != self.caller:
                     return
             job = receive(self.channel)
             if job is None:
@@ -162,7 +162,7 @@ class Watch:
             now = time.monotonic()
             wait_s = max(0.0, min(deadline, self.next_sweep) - now)
             ready = select.select([*self.open, channel], [], [], wait_s)[0]
-            if channel in ready or os.getppid() != self.supervisor.parent:
+            if channel in ready or os.getppid() != self.supervisor.caller:
                 raise SystemExit  # callers wait for the answer: this one is gone
             for fd in ready:
                 self.read(fd)
@@ -251,6 +251,7 @@ def receive_bytes(channel: socket.socket, count: int) -> bytes | None:
 
 
 def main() -> None:
-    """argv: the descriptor of the socket to the caller, the isolation as JSON."""
+    """argv: the descriptor of the socket to the caller, the caller's process, the isolation as JSON."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    Supervisor(socket.socket(fileno=int(sys.argv[1])), Isolation(**json.loads(sys.argv[2]))).serve()
+    channel, caller, isolation = sys.argv[1:]
+    Supervisor(socket.socket(fileno=int(channel)), int(caller), Isolation(**json.loads(isolation))).serve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -32,9 +33,10 @@ GRACE_S = 60.0  # beyond a program's wall seconds, on a busy machine
 class Worker:
     def __init__(self, isolation: Isolation) -> None:
         self.channel, theirs = socket.socketpair()
+        how = json.dumps(asdict(isolation))
         with theirs:
             self.process = subprocess.Popen(
-                [interpreter(), "-S", "-c", START, str(theirs.fileno()), json.dumps(asdict(isolation))],
+                [interpreter(), "-S", "-c", START, str(theirs.fileno()), str(os.getpid()), how],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
