@@ -10,6 +10,7 @@ import pytest
 from chat_files import talk
 
 from lmworks.data.chat_template import Message
+from lmworks.data.examples import Text, common_prompt
 from lmworks.data.trained_turns import TurnRenderer, Untrainable
 
 pytestmark = pytest.mark.trl
@@ -59,3 +60,19 @@ def test_templates_that_cannot_be_masked_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", OTHER_TEXT)
 def test_turns_are_those_that_follow_the_prompt(name: str) -> None:
     assert trained(name, talk("q1", "a1", "q2", "a2")) == OTHER_TEXT[name]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        (talk("q", "a", "r", "b"), talk("q", "a", "r", "c")),
+        (talk("q", "a", "r", "b"), talk("q", "x", "r", "b")),
+        ("The sky is blue.", "The sky is green."),
+        ("The sky is blue.", "The sky isn't blue."),
+    ],
+)
+def test_implicit_prompts_equal_those_of_trl(chosen: Text, rejected: Text) -> None:
+    from trl.data_utils import extract_prompt
+
+    theirs = extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert common_prompt(chosen, rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
