@@ -22,7 +22,7 @@ from .engine.offline import CLOSED, OfflineEngine
 from .engine.quantization.drift import DriftMonitor
 from .engine.quantization.folder import is_quantized
 from .engine.vllm import VLLM
-from .loading import hf_tokenizer, is_hf, is_preset, load_engine
+from .loading import adds_special_tokens, hf_tokenizer, is_hf, is_preset, load_engine
 from .spec import EngineSpec, LMWorksError, SpecError
 
 Prompt = str | Sequence[int]
@@ -124,7 +124,7 @@ class LLM:
                 return prompt
             raise SpecError("the prompt is a text, and this model has no tokenizer: give a list of token ids")
         try:
-            if isinstance(self.tokenizer, FileTokenizer) and is_hf(self.folder):
+            if isinstance(self.tokenizer, FileTokenizer) and adds_special_tokens(self.folder):
                 return self.tokenizer.inner.encode(prompt, add_special_tokens=True).ids
             return self.tokenizer.encode(prompt)
         except (UnicodeEncodeError, TypeError):  # the latter is raised by `tokenizers`

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .data import Tokenizer, load_tokenizer
+from .data.chat_template import template_folder
+from .data.index import TOKENIZER_FILE
 from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
 from .engine.core.kernel_warmup import warm_up_kernels
@@ -64,7 +66,8 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
 
     trained = load_trained(folder, step)
     # Loaded on the training device.
-    return LoadedModel(trained.model.to(device), trained.tokenizer, vocab=trained.tokenizer.vocab_size)
+    eos = hf_eos(template_folder(folder))
+    return LoadedModel(trained.model.to(device), trained.tokenizer, eos, trained.tokenizer.vocab_size)
 
 
 def load_shard(
@@ -118,6 +121,14 @@ def is_preset(source: str | Path) -> bool:
 def is_hf(folder: Path | None) -> bool:
     """Also true for a folder that `lmworks quantize` wrote."""
     return folder is not None and (folder / "config.json").is_file() and not (folder / "spec.toml").exists()
+
+
+def adds_special_tokens(folder: Path | None) -> bool:
+    """Whether text prompts begin as `transformers` has them: of Hugging Face folders, and of runs post-trained so."""
+    if folder is None or is_hf(folder):
+        return folder is not None
+    kept = template_folder(folder)
+    return kept != folder and (kept / TOKENIZER_FILE).is_file()
 
 
 def pick_device(spec: EngineSpec) -> torch.device:

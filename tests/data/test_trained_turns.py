@@ -282,3 +282,18 @@ def test_arguments_of_calls_as_objects_or_json(theirs: Any) -> None:
     assert compile_template(joins, {})(CALLS) == 'weather{"city": "Paris 数"}'
     expected = theirs.apply_chat_template(CALLS, chat_template=dumps, tokenize=False)
     assert compile_template(dumps, {})(CALLS) == expected == 'weather{\n "city": "Paris \\u6570"\n}'
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("qwen", "<|im_end|>"), ("phi", "<|end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>")]
+)
+def test_answers_stop_at_the_end_of_a_turn(tmp_path: Path, name: str, end: str) -> None:
+    """Also where the model's own end-of-text is another token: a base model that is tuned with a template."""
+    from lmworks.data.chat_tokenizer import copy_tokenizer
+    from lmworks.loading import hf_eos
+
+    hf = write_tokenizer(tmp_path / "hf", plain_template(name), eos="<|endoftext|>")
+    (hf / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    copy_tokenizer(DataSpec(), str(hf), tmp_path / "run/tokenizer")
+    encode = ChatTokenizer.open(DataSpec(), str(hf)).encode
+    assert hf_eos(tmp_path / "run/tokenizer") == (*encode("<|endoftext|>"), 3, 4, *encode(end))

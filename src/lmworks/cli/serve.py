@@ -234,11 +234,11 @@ def load_engine_process(
 ) -> LoadedEngine:
     """The factory of EngineProcess: runs in the engine process."""
     prefetch_weights(source)
-    from ..loading import is_hf, is_preset, load_engine
+    from ..loading import adds_special_tokens, is_preset, load_engine
     from ..serve.channel import LoadedEngine
 
     _, engine = load_engine(source, EngineSpec.from_dict(options), step, seed)
     for name, where in adapters.items():
         engine.add_adapter(name, Path(where))
     folder = None if is_preset(source) else Path(source).resolve()
-    return LoadedEngine(engine, folder, is_hf(folder), chat_template)
+    return LoadedEngine(engine, folder, adds_special_tokens(folder), chat_template)

@@ -64,8 +64,7 @@ class Chat:
     @classmethod
     def of(cls, folder: Path | None, tokenizer: Tokenizer, encode: Encode, template: str | None = None) -> Chat:
         """The given template, or that of the model's folder. `encode`: for prompts without a template."""
-        if folder is not None and (folder / TOKENIZER_FOLDER / TEMPLATE).is_file():
-            folder = folder / TOKENIZER_FOLDER
+        folder = template_folder(folder) if folder else None
         config = read_config(folder) if folder else {}
         source = template if template is not None or folder is None else find_template(folder, config)
         if source is None:
@@ -107,6 +106,12 @@ def plain(messages: Sequence[Message], tools: Tools = (), variables: Variables =
 
 
 # --- templates --------------------------------------------------------------------------------------------
+
+
+def template_folder(folder: Path) -> Path:
+    """Where the template and the tokenizer's config of a model are."""
+    kept = folder / TOKENIZER_FOLDER
+    return kept if (kept / TEMPLATE).is_file() else folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from .chat_template import (
     CONFIG,
     DIALOGUE,
     TEMPLATE,
-    TOKENIZER_FOLDER,
     Message,
     Tools,
     around_ends,
@@ -30,6 +29,7 @@ from .chat_template import (
     name_of,
     parse_special,
     read_config,
+    template_folder,
     token_text,
 )
 from .index import INDEX_FILE, TOKENIZER_FILE
@@ -68,8 +68,8 @@ def folder_of_model(folder: Path) -> Path | str:
     """Of a Hugging Face folder, or of a run: the tokenizer that it keeps, or that of its data."""
     if not folder.is_dir():
         raise SpecError(f"{str(folder)!r}: there is no such folder")
-    if (folder / TOKENIZER_FOLDER / TEMPLATE).is_file():
-        return own_or_bytes(folder / TOKENIZER_FOLDER)
+    if (kept := template_folder(folder)) != folder:
+        return own_or_bytes(kept)
     if (folder / "spec.toml").is_file():
         data = load_run(folder / "spec.toml").data
         return own_or_bytes(resolve(next(iter(data.sources))))
@@ -97,11 +97,9 @@ def copy_tokenizer(data: DataSpec, init: str, into: Path) -> None:
     if isinstance(source, Path):
         shutil.copyfile(source / TOKENIZER_FILE, into / TOKENIZER_FILE)
         config = read_config(source) or config
-        for name in ("special_tokens_map.json", "generation_config.json"):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, into / name)
     config.pop("chat_template", None)
     (into / CONFIG).write_text(json.dumps({**config, "eos_token": chat.eos_token}, indent=2), encoding="utf-8")
+    (into / EOS_FILES[0]).write_text(json.dumps({"eos_token_id": chat.stop_tokens}), encoding="utf-8")
     (into / TEMPLATE).write_text(chat.template, encoding="utf-8")
 
 
@@ -128,8 +126,10 @@ class Encoded:
 class ChatTokenizer:
     """Conversations and texts → tokens with the trained ones marked."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, config: dict[str, Any]) -> None:
-        self.tokenizer, self.template, self.config = tokenizer, template, config
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, config: dict[str, Any], declared_eos: Sequence[int] = ()
+    ) -> None:
+        self.tokenizer, self.template, self.config, self.declared_eos = tokenizer, template, config, declared_eos
         self.eos_token = token_text(config.get("eos_token") or name_of(tokenizer, tokenizer.eot))
 
     @classmethod
@@ -144,7 +144,8 @@ class ChatTokenizer:
                 template = path.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise SpecError(f"data.chat_template = {str(path)!r} cannot be read: {error}") from None
-        return cls(tokenizer, DIALOGUE if template is None else template, config)
+        eos = declared_eos(folder) if isinstance(folder, Path) else []
+        return cls(tokenizer, DIALOGUE if template is None else template, config, eos)
 
     @cached_property
     def renderer(self) -> TurnRenderer:
@@ -164,6 +165,22 @@ class ChatTokenizer:
         text = self.tokenizer.inner.to_str() if isinstance(self.tokenizer, FileTokenizer) else BYTES
         rules = json.dumps([text, self.tokenizer.eot, self.template, self.config], sort_keys=True)
         return hashlib.sha256(rules.encode()).hexdigest()
+
+    @cached_property
+    def stop_tokens(self) -> list[int]:
+        """Tokens that end an answer: end-of-text, those that the model names, and the template's end of a turn."""
+        return list(dict.fromkeys([self.tokenizer.eot, *self.declared_eos, *self.end_of_turn()]))
+
+    def end_of_turn(self) -> list[int]:
+        """The special token after the content of an assistant turn; empty where the template has none."""
+        asked, answered = "Well?", "Fine."
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        try:
+            text = self.renderer.conversation(messages)
+        except SpecError:
+            return []
+        after = self.renderer.special.search(text, text.rfind(answered))
+        return self.encode(after.group())[:1] if after else []
 
     # --- tokens -------------------------------------------------------------------------------------------
 
@@ -252,10 +269,15 @@ def read_model_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         return load_tokenizer(folder)
     if name := config.get("eos_token"):
         return read_tokenizer(folder / TOKENIZER_FILE, token_text(name))
+    declared = declared_eos(folder)
+    return read_tokenizer(folder / TOKENIZER_FILE, declared[0]) if declared else load_tokenizer(folder)
+
+
+def declared_eos(folder: Path) -> list[int]:
+    """End-of-text tokens that the model's config names."""
     for file in EOS_FILES:
         if (folder / file).is_file():
             found = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
-            found = found[0] if isinstance(found, list) and found else found
-            if isinstance(found, int):
-                return read_tokenizer(folder / TOKENIZER_FILE, found)
-    return load_tokenizer(folder)
+            if ids := [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]:
+                return ids
+    return []

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..data.chat_template import Message as TemplateMessage
-from ..data.chat_template import find_template, read_config, token_text
+from ..data.chat_template import find_template, read_config, template_folder, token_text
 from ..data.tokenizer import ByteTokenizer
 from . import sse
 from .body import read_body
@@ -184,7 +184,8 @@ def tokenizer_info(serving: Serving, request: Request, model: str | None) -> Tok
     local = local_model(serving, serving.authenticate(request), model)
     prompt_tokenizer = local.backend.prompt_tokenizer
     tokenizer = prompt_tokenizer.require_tokenizer()
-    config = read_config(prompt_tokenizer.folder) if prompt_tokenizer.folder else {}
+    folder = template_folder(prompt_tokenizer.folder) if prompt_tokenizer.folder else None
+    config = read_config(folder) if folder else {}
     names = {name: token_text(config[name]) if config.get(name) else None for name in ("bos_token", "pad_token")}
     return {
         "tokenizer_class": "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokenizer.json",
@@ -192,6 +193,5 @@ def tokenizer_info(serving: Serving, request: Request, model: str | None) -> Tok
         "eos_token": local.token_texts.text(tokenizer.eot),
         "bos_token": names["bos_token"],
         "pad_token": names["pad_token"],
-        "chat_template": prompt_tokenizer.chat_template
-        or (find_template(prompt_tokenizer.folder, config) if prompt_tokenizer.folder else None),
+        "chat_template": prompt_tokenizer.chat_template or (find_template(folder, config) if folder else None),
     }
