@@ -149,6 +149,20 @@ def test_every_method_under_every_strategy(method: str, layout: str, tmp_path: P
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_the_reference_of_an_adapter_is_its_base(method: str, tmp_path: Path) -> None:
+    """As if the base had been loaded a second time."""
+    base = reference_folder(make_spec(tmp_path, method), tmp_path / "base")
+    losses = []
+    for name, reference in (("shared", ""), ("loaded", str(base))):
+        changes = ["lora.rank=4", f"checkpoint.init={base}", f"align.reference={reference}", "data.tokenizer=bytes"]
+        spec = make_spec(tmp_path, method, *changes)
+        trainer_class(spec)(spec, tmp_path / name, quiet=True).run()
+        losses.append([row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert abs(losses[0][-1] - losses[0][0]) > 1e-3
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_a_resumed_run_ends_as_one_that_never_stopped(method: str, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, method)
     whole = trainer_class(spec)(spec, tmp_path / "whole", quiet=True)

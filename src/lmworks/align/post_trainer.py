@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
-from ..data import console_progress
+from ..data import Batch, console_progress
 from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
 from ..data.progress import silent
+from ..model.lora import use_adapter
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.devices.machine import Machine
 from ..spec import RunSpec
@@ -50,9 +52,17 @@ class PostTrainer(Trainer):
         super().build()
         if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
             chosen = self.spec.align.reference
+            if self.spec.adapters and not chosen:
+                self.objective.reference = self.base_forward
+                return
             key = "align.reference" if chosen else "checkpoint.init"
             reference = load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device)
             self.objective.reference = reference.forward
+
+    def base_forward(self, batch: Batch, **options: Any) -> Any:
+        """The model without its adapter: a reference that takes no memory."""
+        with use_adapter(self.parallel_model.parts[0], None):
+            return self.parallel_model.forward(batch, **options)
 
 
 def trainer_class(spec: RunSpec) -> type[Trainer]:

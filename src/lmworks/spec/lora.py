@@ -68,6 +68,11 @@ def check_lora(run: RunSpec) -> None:
         raise SpecError("lora.rank needs parallel.engine = 'native': DeepSpeed would train all weights")
     if layout.strategy == "fsdp1":
         raise SpecError("lora.rank does not combine with parallel.strategy = 'fsdp1'; use 'fsdp2'")
+    if lora.init and run.align.needs_reference and not run.align.reference:
+        raise SpecError(
+            f"lora.init with align.method = {run.align.method!r}: name the model that the adapter made as "
+            "align.reference (`lmworks checkpoint merge` writes it)"
+        )
     if run.precision.dtype == "fp8":
         raise SpecError("lora.rank does not combine with precision.dtype = 'fp8'; use 'bf16'")
 
