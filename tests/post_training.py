@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lmworks.spec import RunSpec
+from lmworks.spec.align import ONLINE_METHODS
 from lmworks.spec.load import apply_overrides
+from lmworks.spec.schema import merge
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 258, "context": 64, "init_std": 0.1}
 
@@ -55,7 +57,7 @@ def write_prompts(path: Path, count: int = 60, largest: int = 9) -> Path:
     return write_lines(path, [{"prompt": question, "answer": str(answer)} for question, answer in sums(count, largest)])
 
 
-WRITERS = {"sft": write_chats, "kto": write_labelled}
+WRITERS = {"sft": write_chats, "kto": write_labelled, **dict.fromkeys(ONLINE_METHODS, write_prompts)}
 
 
 def make_spec(folder: Path, method: str, *overrides: str) -> RunSpec:
@@ -66,7 +68,23 @@ def make_spec(folder: Path, method: str, *overrides: str) -> RunSpec:
     return RunSpec.from_dict(apply_overrides(table(path, method), overrides))
 
 
+DIGITS = """\
+def digits(completions, **columns):
+    return [sum(one.isdigit() for one in text) / 8 for text in completions]
+"""
+
+
 def table(path: Path, method: str) -> dict[str, Any]:
+    """Online methods are rewarded for digits: 4 prompts, 4 answers of up to 8 tokens, two steps a round."""
+    if method in ONLINE_METHODS:
+        reward = path.with_name("rewards.py")
+        reward.write_text(DIGITS)
+        online = {"prompts": 4, "samples": 4, "max_tokens": 8, "rewards": [f"{reward}:digits"]}
+        return merge(offline(path, method), {"align": online})
+    return offline(path, method)
+
+
+def offline(path: Path, method: str) -> dict[str, Any]:
     return {
         "name": method,
         "model": dict(MODEL),

@@ -178,6 +178,7 @@ align.clip_high                     -1.0            [-1, inf)
 align.kl                            "k3"            k1 k2 k3
 align.importance_cap                2.0             [0, inf)
 align.overlong_buffer               -1              [-1, inf)
+align.dynamic_sampling              -1              [-1, inf)
 align.kl_stop                       0.0             [0, inf)
 align.engine_memory                 0.4             (0, 1)
 lora.rank                           0               [0, inf)

@@ -17,7 +17,7 @@ from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.devices.machine import Machine
 from ..spec import RunSpec
 from ..train import Trainer
-from ..train.objective import Objective
+from ..train.objective import Forward, Objective
 from .frozen_model import load_frozen
 from .objectives import AnswerObjective, objective_of
 
@@ -51,13 +51,15 @@ class PostTrainer(Trainer):
     def build(self) -> None:
         super().build()
         if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
-            chosen = self.spec.align.reference
-            if self.spec.adapters and not chosen:
-                self.objective.reference = self.base_forward
-                return
-            key = "align.reference" if chosen else "checkpoint.init"
-            reference = load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device)
-            self.objective.reference = reference.forward
+            self.objective.reference = self.reference_forward()
+
+    def reference_forward(self) -> Forward:
+        """The forward pass of the frozen reference: with adapters, of the model without them."""
+        chosen = self.spec.align.reference
+        if self.spec.adapters and not chosen:
+            return self.base_forward
+        key = "align.reference" if chosen else "checkpoint.init"
+        return load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device).forward
 
     def base_forward(self, batch: Batch, **options: Any) -> Any:
         """The model without its adapter: a reference that takes no memory."""
@@ -67,4 +69,10 @@ class PostTrainer(Trainer):
 
 def trainer_class(spec: RunSpec) -> type[Trainer]:
     """The trainer of a run: pretraining, or post-training where the spec has a method."""
-    return PostTrainer if spec.align.method else Trainer
+    if not spec.align.method:
+        return Trainer
+    if spec.align.online:
+        from .online_trainer import OnlineTrainer  # with the engine, which takes a second to load
+
+        return OnlineTrainer
+    return PostTrainer

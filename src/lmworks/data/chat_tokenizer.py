@@ -263,6 +263,16 @@ def encode_bytes(text: str, spans: Sequence[Span]) -> tuple[list[int], NDArray[n
     return ids, np.concatenate(trained)
 
 
+def end_token_ids(folder: Path) -> tuple[int, ...]:
+    """Tokens that end an answer beside the tokenizer's end-of-text, as `transformers` reads them."""
+    for file in EOS_FILES:
+        if (folder / file).is_file():
+            found = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
+            ids = found if isinstance(found, list) else [found]
+            return tuple(one for one in ids if isinstance(one, int))
+    return ()
+
+
 def read_model_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """With the end-of-text of the tokenizer's config, else that of the model's, else of a prepared folder."""
     if (folder / INDEX_FILE).is_file():

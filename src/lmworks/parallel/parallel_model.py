@@ -7,7 +7,7 @@ tokens of the global batch, so gradients are sums too, under every layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from .mesh import Mesh
 from .precision import autocast_forward
 from .sharding_plan import ShardingPlan
 from .single_rank import SingleRank
+from .state_dict import as_dtensor
 from .tensor_parallel import local_heads
 
 if TYPE_CHECKING:
@@ -123,6 +124,19 @@ class ParallelModel:
         if self.shard_list is None:
             self.shard_list = [shard for strategy in self.strategies.values() for shard in strategy.shards()]
         return self.shard_list
+
+    def names(self) -> list[str]:
+        """Of all weights of this rank's parts, frozen ones too."""
+        return [unwrapped(name) for part in self.parts.values() for name, _ in part.named_parameters()]
+
+    def whole_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline."""
+        for name, parameter in self.parts[0].named_parameters():
+            if names is None or name in names:
+                weight = parameter.detach()
+                weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of FSDP2
+                whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, self.sharding, self.mesh)
+                yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
 
     def replicas(self, shard: Shard) -> int:
         """Ranks (or stages) that hold the same numbers: a norm over the world counts each number once."""

@@ -170,7 +170,9 @@ def compare_layout(
     tolerance, reference, zero = layout.tolerance, one["sgd"], zero_gradients(spec.model)
     many = [records["sgd"] for records in ranks]
     measured = [list(records.values())[-1] for records in ranks]
-    loss = scalar_errors(reference.losses, [record.losses for record in many])
+    # The loss of a policy gradient is 0 but for its KL term: advantages add up to 0.
+    least = 1.0 if spec.align.online else 1e-30
+    loss = scalar_errors(reference.losses, [record.losses for record in many], least)
     norms = scalar_errors(reference.norms, [record.norms for record in many])
     gradient = worst(gradient_errors(reference, many, zero))
     weights = worst(weight_errors(reference, many, zero))

@@ -94,10 +94,10 @@ def weight_errors(reference: RankRecord, ranks: list[RankRecord], zero: tuple[st
     return relative_errors(one, abs_errors(one, of_ranks), zero)
 
 
-def scalar_errors(reference: list[float], ranks: list[list[float]]) -> float:
-    """The largest |Δ| / |reference| of any step on any rank."""
+def scalar_errors(reference: list[float], ranks: list[list[float]], least: float = 1e-30) -> float:
+    """The largest |Δ| / |reference| of any step on any rank; the reference counts as at least `least`."""
     pairs = ((one, other) for values in ranks for one, other in zip(reference, values, strict=True))
-    errors = [abs(one - other) / max(abs(one), 1e-30) for one, other in pairs]
+    errors = [abs(one - other) / max(abs(one), least) for one, other in pairs]
     return float("nan") if any(value != value for value in errors) else max(errors)
 
 

@@ -85,6 +85,11 @@ class AlignSpec(Section):
         "online: tokens before max_tokens over which a reward falls by 1 (-1: a fifth of it for dapo, else 0)",
         ge=-1,
     )
+    dynamic_sampling: int = opt(
+        -1,
+        "online: further draws of prompts for those whose answers have equal rewards (-1: dapo 3, else 0)",
+        ge=-1,
+    )
     kl_stop: float = opt(0.0, "online: end the run where the KL divergence of an answer exceeds this (0: never)", ge=0)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
@@ -93,6 +98,8 @@ class AlignSpec(Section):
             self.derive("beta", DEFAULT_BETA.get(self.method, 0.0))
         if self.clip_high < 0:
             self.derive("clip_high", DAPO_CLIP_HIGH if self.method == "dapo" else self.clip)
+        if self.dynamic_sampling < 0:
+            self.derive("dynamic_sampling", 3 if self.method == "dapo" else 0)
         if self.overlong_buffer < 0:
             self.derive("overlong_buffer", self.max_tokens // 5 if self.method == "dapo" else 0)
         if self.reward_weights and len(self.reward_weights) != len(self.rewards):
@@ -153,6 +160,8 @@ def check_align(run: RunSpec) -> None:
 def check_rounds(run: RunSpec) -> None:
     """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
     align, data = run.align, run.data
+    if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
+        raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     if not align.rewards:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
     if align.samples < 2:

@@ -46,14 +46,21 @@ class Objective:
 
 
 class MetricSums:
-    """Sums and weights of named metrics on the device; their means over all ranks in one all-reduce."""
+    """Sums and weights of named metrics on the device; their means over all ranks in one all-reduce.
+
+    Of names that end in /max, the largest value.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.largest: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
         """Values of a micro-batch, equally weighted where there are no weights."""
         values = values.detach().double()
+        if name.endswith("/max"):
+            self.largest[name] = torch.maximum(values.max(), self.largest.get(name, values.max()))
+            return
         weights = torch.ones_like(values) if weights is None else weights.double()
         both = torch.stack([(values * weights).sum(), weights.sum()])
         self.sums[name] = self.sums[name] + both if name in self.sums else both
@@ -63,7 +70,11 @@ class MetricSums:
         if not self.sums:
             return {}
         table = torch.stack(list(self.sums.values()))
+        largest = torch.stack(list(self.largest.values())) if self.largest else None
         if group is not None:
             dist.all_reduce(table, group=group)
+            if largest is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         totals = zip(self.sums, table.tolist(), strict=True)
-        return {name: total / weight if weight else math.nan for name, (total, weight) in totals}
+        means = {name: total / weight if weight else math.nan for name, (total, weight) in totals}
+        return means | ({} if largest is None else dict(zip(self.largest, largest.tolist(), strict=True)))

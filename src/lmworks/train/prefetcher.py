@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 from ..data import Batch
 from ..data.loader import BatchSource
+
+
+class BatchStream(Protocol):
+    """Batches by cursor, as the training loop takes them."""
+
+    def take(self, cursor: int, ahead: int) -> list[Batch]:
+        """The batch of `cursor`. `ahead`: how many the caller expects to take from there."""
+        ...
+
+    def peek(self, cursor: int) -> list[Batch] | None:
+        """The batch that `take` will return, if it is known already."""
+        ...
+
+    def prefetch(self, cursor: int) -> None:
+        """Read the batch of `cursor` early, if that is possible."""
+
+    def close(self) -> None: ...
 
 
 class Prefetcher:

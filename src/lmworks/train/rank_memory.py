@@ -76,7 +76,7 @@ def measure_rank_memory(rank: int, spec: RunSpec, folder: Path) -> RankMemory:
 
 def train_one_step(trainer: Trainer) -> dict[str, Any]:
     """As the training loop does, without what it records."""
-    values = trainer.train_step(trainer.batches.at(trainer.cursor))
+    values = trainer.train_step(trainer.batches_at(trainer.cursor))
     trainer.step += 1
     trainer.cursor += 1
     return values

@@ -52,7 +52,7 @@ from .health.replicas import check_replicas
 from .objective import Objective
 from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
-from .prefetcher import Prefetcher
+from .prefetcher import BatchStream, Prefetcher
 from .profile import Profiler
 from .progress import Progress, banner, name_device
 from .restart import (
@@ -77,7 +77,7 @@ class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` resumes one."""
 
     held_out: BatchSource
-    prefetcher: Prefetcher | None = None  # while the loop runs
+    prefetcher: BatchStream | None = None  # while the loop runs
     resume_from: int | None = None  # the step to resume from, if the user chose one
     start_step: int | None = None  # at which this attempt began
 
@@ -274,20 +274,29 @@ class Trainer(Stepper):
             raise cause from error
 
     def train(self) -> Evaluation:
-        with closing(Prefetcher(self.batches, self.spec.data.workers, self.device)) as prefetcher:
-            self.prefetcher = prefetcher
-            return self.train_loop(prefetcher)
+        with closing(self.batch_stream()) as stream:
+            self.prefetcher = stream
+            return self.train_loop(stream)
 
-    def train_loop(self, prefetcher: Prefetcher) -> Evaluation:
+    def batches_at(self, cursor: int) -> list[Batch]:
+        """This rank's micro-batches of the step at `cursor`, outside of the loop."""
+        return self.batches.at(cursor)
+
+    def batch_stream(self) -> BatchStream:
+        """Where the loop takes its batches from."""
+        return Prefetcher(self.batches, self.spec.data.workers, self.device)
+
+    def train_loop(self, prefetcher: BatchStream) -> Evaluation:
         spec = self.spec
         evaluation = None
         save_s = ended = 0.0
-        while self.step < spec.optim.steps:
+        last = False
+        while not last:
             self.checkpoints.poll()
             began = time.perf_counter() if self.launcher.pending is None else ended  # its passes run since then
             try:
                 values = self.next_step(prefetcher)
-                last = self.step == spec.optim.steps
+                last = self.is_last_step(values)
                 every = spec.checkpoint.every
                 save_due = last or self.stop_signal or (every and self.step % every == 0)
                 if self.stop_signal:
@@ -320,7 +329,11 @@ class Trainer(Stepper):
         self.event("finish")
         return evaluation or self.evaluate()
 
-    def next_step(self, prefetcher: Prefetcher) -> dict[str, Any]:
+    def is_last_step(self, values: dict[str, Any]) -> bool:
+        """Whether the run ends with the step that has given these metrics."""
+        return self.step == self.spec.optim.steps
+
+    def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         """Wait for the batch at the cursor, and train on it."""
         began = time.perf_counter()
         phase.enter("data", self.step + 1)

@@ -65,14 +65,14 @@ class LiveWeights:
         return written
 
     @torch.no_grad()
-    def share(self, model: nn.Module) -> set[str]:
+    def share(self, model: nn.Module, keep: Collection[str] = ()) -> set[str]:
         """Make the parameters of the training network views of the engine's tensors; returns the names of those.
 
-        Not those in another dtype or on another device, nor those that the engine stores in another form.
+        Not those to `keep`, in another dtype or on another device, nor those that the engine stores in another form.
         """
         shared = set()
         for name, parameter in model.named_parameters():
-            found = self.slots.get(name, [])
+            found = [] if name in keep else self.slots.get(name, [])
             if len(found) == 1 and found[0].whole and matches(parameter, found[0].tensor):
                 found[0].tensor.copy_(parameter)
                 parameter.data = found[0].tensor

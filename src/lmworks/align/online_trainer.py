@@ -1,0 +1,90 @@
+"""The trainer of online methods: the policy samples answers with the engine, rewards judge them, steps follow."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from ..data import Batch, console_progress
+from ..data.chat_template import TOKENIZER_FOLDER
+from ..data.chat_tokenizer import end_token_ids
+from ..data.example_batches import PromptBatches
+from ..data.progress import silent
+from ..parallel.world import run_on_all_ranks, run_on_rank_zero
+from ..spec.run import DataSpec
+from ..train.evaluate import Evaluation
+from ..train.objective import Forward, Objective
+from ..train.prefetcher import BatchStream
+from .policy_objective import PolicyObjective
+from .post_trainer import PostTrainer
+from .rewards import load_rewards
+from .rollout_engine import RolloutEngine
+from .rounds import Rounds, mean_reward
+
+ROLLOUTS = "rollouts"  # folder of a run: the answers of its last rounds
+
+
+class OnlineTrainer(PostTrainer):
+    batches: PromptBatches  # type: ignore[assignment]
+    held_out: PromptBatches  # type: ignore[assignment]
+    rounds: Rounds
+
+    def open_data(self) -> None:
+        """All ranks see all prompts of a round: which of them samples what is decided there."""
+        spec, align = self.spec, self.spec.align
+        run_on_rank_zero(self.prepare_data)
+        source = partial(PromptBatches, init=spec.checkpoint.init, seed=spec.seed)
+        self.batches = run_on_all_ranks(lambda: source(self.prompt_data(align.prompts)))
+        held_out = self.prompt_data(min(align.prompts, spec.log.eval_batches * spec.data.micro_batch or align.prompts))
+        self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
+        self.rewards = run_on_all_ranks(lambda: load_rewards(align.rewards, align.reward_weights))
+
+    def prompt_data(self, prompts: int) -> DataSpec:
+        """So many at once, each short enough for the longest answer to fit beside it."""
+        data = self.spec.data
+        for key, value in (("global_batch", prompts), ("micro_batch", 1)):
+            data = data.with_derived(key, value)
+        return data.with_derived("seq", self.spec.data.seq - self.spec.align.max_tokens + 1)
+
+    def prepare_data(self) -> None:
+        with nullcontext(silent) if self.quiet else console_progress() as progress:
+            PromptBatches(self.prompt_data(1), self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
+
+    def make_objective(self) -> Objective:
+        return PolicyObjective(self.spec.align)
+
+    def build(self) -> None:
+        super().build()
+        assert isinstance(self.objective, PolicyObjective)
+        reference: Forward | None = self.objective.reference
+        ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
+        engine = RolloutEngine(self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device)
+        self.rounds = Rounds(
+            self.spec, self.parallel_model, engine, self.batches, self.rewards, reference, self.folder.path / ROLLOUTS
+        )
+
+    def batches_at(self, cursor: int) -> list[Batch]:
+        return self.rounds.take(cursor, ahead=1)
+
+    def batch_stream(self) -> BatchStream:
+        return self.rounds
+
+    def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
+        values = super().next_step(prefetcher)
+        return values | self.rounds.metrics
+
+    def is_last_step(self, values: dict[str, Any]) -> bool:
+        limit, kl = self.spec.align.kl_stop, values.get("kl", 0.0)
+        of_answer = kl * values["tokens"] / max(1, self.spec.data.global_batch)
+        if limit and of_answer > limit:
+            self.event("early_stop", reason="kl", kl=of_answer, limit=limit)
+            return True
+        return super().is_last_step(values)
+
+    def measure_held_out(self) -> Evaluation:
+        """The mean reward of sampled answers to held-out prompts; the loss is its negative."""
+        self.rounds.engine.hand_over()
+        rollouts = self.rounds.sample(self.held_out, 0, "held-out")
+        reward = mean_reward(rollouts)
+        return Evaluation(-reward, len(rollouts), {"reward/mean": reward})

@@ -1,0 +1,150 @@
+"""The sampled answers of a round: what they are, how they are kept, and the micro-batches that train on them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..data.loader import IGNORED
+from ..data.packing import pack
+from ..spec import CheckpointError
+from ..spec.files import write_whole
+
+
+@dataclass
+class Rollout:
+    """One answer to a prompt, with its reward."""
+
+    prompt: int  # number of the prompt within the round
+    prompt_ids: list[int]
+    token_ids: list[int]  # of the answer, end-of-text included
+    sampler_logps: list[float]  # of its tokens, by the engine that sampled them
+    text: str
+    ended: bool  # by end-of-text, not by its length
+    reward: float = float("nan")  # NaN: no reward function has an opinion
+    rewards: dict[str, float] = field(default_factory=dict)  # by source
+    advantage: float = 0.0
+    old_logps: list[float] | None = None  # by the trainer, before the first update on the round
+    ref_logps: list[float] | None = None  # by the reference model
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.token_ids)
+
+
+def save_round(path: Path, step: int, rollouts: Sequence[Rollout]) -> None:
+    """Whole or not at all. Numbers are kept exactly: a run that resumes inside of a round ends bitwise alike."""
+    buffer = io.BytesIO()
+    table = {"step": step, "rollouts": [asdict(rollout) for rollout in rollouts]}
+    np.savez_compressed(buffer, round=np.frombuffer(json.dumps(table).encode(), np.uint8))
+    write_whole(path, buffer.getvalue())
+
+
+def load_round(path: Path) -> list[Rollout]:
+    try:
+        with np.load(path) as file:
+            table = json.loads(file["round"].tobytes())
+        return [Rollout(**rollout) for rollout in table["rollouts"]]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the answers of the round that this checkpoint is in are missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not the answers of a round ({error})") from None
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices of the answers of each rank, about equally many tokens: longest first, to the rank with the fewest."""
+    loads, shares = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[int]]
+    for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[index]
+        shares[rank].append(index)
+    return [sorted(share) for share in shares]
+
+
+def micro_batches(
+    rollouts: Sequence[Rollout], rank: int, ranks: int, seq: int, rows: int, pad: int
+) -> list[tuple[Batch, list[int]]]:
+    """This rank's share of an optimizer step, packed into rows of `seq` tokens, `rows` at a time.
+
+    With each, which of the answers it holds. All ranks get the same number of micro-batches, since they take part in
+    each other's collectives: one that has none left repeats an answer of which nothing counts.
+    """
+    shares = split_over_ranks([rollout.length for rollout in rollouts], ranks)
+    packed = [pack([rollouts[index].length for index in share], seq) for share in shares]
+    count = max(-(-len(packed_rows) // rows) for packed_rows in packed)
+    mine = [[shares[rank][index] for index in row] for row in packed[rank]]
+    found = []
+    for some in (mine[i : i + rows] for i in range(0, len(mine), rows)):
+        batch = packed_batch([[rollouts[index] for index in row] for row in some], seq, pad)
+        found.append((batch, [index for row in some for index in row]))
+    missing = count - len(found)
+    return [*found, *[(ignored(packed_batch([[rollouts[0]]], seq, pad)), [])] * missing] if missing else found
+
+
+def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch:
+    """Rows of answers with their prompts. `extras` are by answer, (answers, longest):
+
+    index    where the log-probabilities of its tokens are among the rows', flattened
+    mask     which of them there are
+    others   old_logps, ref_logps, sampler_logps where they are known; advantages (answers)
+    """
+    longest = max(len(rollout.token_ids) for row in rows for rollout in row)
+    answers = sum(map(len, rows))
+    tokens = np.full((len(rows), seq), pad, np.int64)
+    targets = np.full((len(rows), seq), IGNORED, np.int64)
+    documents = np.zeros((len(rows), seq), np.int64)
+    index = np.zeros((answers, longest), np.int64)
+    mask = np.zeros((answers, longest), bool)
+    number = 0
+    for row, members in enumerate(rows):
+        place = 0
+        for document, rollout in enumerate(members):
+            ids = [*rollout.prompt_ids, *rollout.token_ids]
+            first, size = place + len(rollout.prompt_ids) - 1, len(rollout.token_ids)
+            tokens[row, place : place + len(ids)] = ids
+            targets[row, first : first + size] = rollout.token_ids
+            documents[row, place:] = document
+            index[number, :size] = row * seq + first + np.arange(size)
+            mask[number, :size] = True
+            place, number = place + len(ids), number + 1
+        documents[row, place:] = len(members)
+    members = [rollout for row in rows for rollout in row]
+    extras = {"index": torch.from_numpy(index), "mask": torch.from_numpy(mask)}
+    extras["advantages"] = torch.tensor([rollout.advantage for rollout in members], dtype=torch.float32)
+    for name in ("old_logps", "ref_logps", "sampler_logps"):
+        columns = [getattr(rollout, name) for rollout in members]
+        if all(column is not None for column in columns):
+            extras[name] = padded(columns, longest)
+    rows_of = [torch.from_numpy(one) for one in (tokens, targets, documents)]
+    return Batch(rows_of[0], rows_of[1], rows_of[2], int(mask.sum()), extras)
+
+
+def padded(columns: Sequence[Sequence[float]], width: int) -> Tensor:
+    table = np.zeros((len(columns), width), np.float32)
+    for row, column in enumerate(columns):
+        table[row, : len(column)] = column
+    return torch.from_numpy(table)
+
+
+def ignored(batch: Batch) -> Batch:
+    """The same shapes with nothing that counts."""
+    extras = {**batch.extras, "mask": torch.zeros_like(batch.extras["mask"])}
+    return Batch(batch.tokens, torch.full_like(batch.targets, IGNORED), batch.documents, 0, extras)
+
+
+def by_answer(values: Tensor, batch: Batch) -> Tensor:
+    """(rows, seq) numbers of the trainer as (answers, longest), 0 outside of the mask."""
+    extras: dict[str, Any] = batch.extras
+    return values.flatten()[extras["index"].to(values.device)] * extras["mask"].to(values.device)

@@ -1,0 +1,259 @@
+"""Rounds of an online method: prompts, sampled answers, rewards, advantages, and the batches of the round's steps.
+
+A round is a function of the weights at its first step, the seed and the prompts. Its answers are kept in the run folder
+(`rollouts/`), so that a run that is resumed inside of a round goes on with them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..data import Batch
+from ..data.example_batches import PromptBatches, PromptExample
+from ..parallel.parallel_model import ParallelModel
+from ..parallel.world import run_on_all_ranks, run_on_rank_zero
+from ..record import phase
+from ..spec import RunSpec
+from ..train.objective import Forward
+from .advantages import best_of_n, dynamic_sampling_mask, group_advantages, overlong_penalty, rloo_advantages
+from .rewards import Rewards
+from .rollout_engine import RolloutEngine, rollout_seed
+from .rollouts import Rollout, by_answer, load_round, micro_batches, save_round
+
+KEPT_ROUNDS = 8  # in the run folder: those that checkpoints may be in
+
+
+class Rounds:
+    """The stream of batches that an online method trains on."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        parallel_model: ParallelModel,
+        engine: RolloutEngine,
+        prompts: PromptBatches,
+        rewards: Rewards,
+        reference: Forward | None,
+        folder: Path,
+    ) -> None:
+        self.spec, self.parallel_model, self.engine = spec, parallel_model, engine
+        self.prompts, self.rewards, self.reference, self.folder = prompts, rewards, reference, folder
+        self.updates = spec.align.updates(spec.data.global_batch)
+        self.number = -1  # of the round at hand
+        self.rollouts: list[Rollout] = []
+        self.metrics: dict[str, float] = {}  # of the round, for the metrics of its first step
+
+    # --- the stream of batches -----------------------------------------------------------------------------
+
+    def take(self, cursor: int, ahead: int) -> list[Batch]:
+        number, update = divmod(cursor, self.updates)
+        self.metrics = {}
+        if number != self.number:
+            if update:
+                self.rollouts = run_on_all_ranks(lambda: load_round(self.path(number)))
+            else:
+                self.begin(number, cursor)
+            self.number = number
+        return [batch for batch, _ in self.batches(self.chosen(update))]
+
+    def peek(self, cursor: int) -> list[Batch] | None:
+        return None  # answers depend on the update before them
+
+    def prefetch(self, cursor: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"round-{number:06d}.npz"
+
+    def chosen(self, update: int) -> list[Rollout]:
+        """The answers of one optimizer step: every epoch is a permutation of the round's."""
+        per_epoch = self.updates // self.spec.align.epochs
+        epoch, part = divmod(update, per_epoch)
+        order = np.random.default_rng([self.spec.seed, self.number, epoch]).permutation(len(self.rollouts))
+        return [self.rollouts[index] for index in sorted(np.array_split(order, per_epoch)[part].tolist())]
+
+    def batches(self, rollouts: Sequence[Rollout]) -> list[tuple[Batch, list[int]]]:
+        model, data = self.parallel_model, self.spec.data
+        rank = 0 if model.mesh is None else model.mesh.rank("dp")
+        pad = self.prompts.tokenizer.eot
+        return micro_batches(rollouts, rank, model.size("dp"), data.seq, data.micro_batch, pad)
+
+    # --- a round --------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, step: int) -> None:
+        """Sample and score the answers of a round."""
+        align, began = self.spec.align, time.perf_counter()
+        phase.enter("hand_over")
+        hand_over = self.engine.hand_over()
+        self.metrics = {"hand_over_s": hand_over.seconds, "hand_over_bytes": float(hand_over.copied_bytes)}
+        rollouts: list[Rollout] = []
+        drawn: list[Rollout] = []
+        for attempt in range(1 + align.dynamic_sampling):
+            sampled = self.sample(self.prompts, number * (1 + align.dynamic_sampling) + attempt)
+            drawn += sampled
+            rollouts += with_signal(sampled, align.samples) if align.dynamic_sampling else sampled
+            if len(rollouts) >= align.prompts * align.samples:
+                break
+        self.metrics |= summary(drawn, align.samples, align.max_tokens)
+        self.metrics["generate_s"] = time.perf_counter() - began
+        # Without any signal all advantages are 0: the step changes nothing but its KL term.
+        self.rollouts = (rollouts or drawn)[: align.prompts * align.samples]
+        phase.enter("score")
+        scored = time.perf_counter()
+        self.score()
+        self.metrics |= sampler_difference(self.rollouts)
+        self.set_advantages()
+        if align.method == "best_of_n":
+            self.rollouts = self.best()
+        self.metrics["score_s"] = time.perf_counter() - scored
+        run_on_rank_zero(lambda: self.keep(number, step))
+
+    def sample(self, prompts: PromptBatches, draw: int, split: str = "") -> list[Rollout]:
+        """Answers to the prompts of a draw, over all ranks, with their rewards."""
+        model = self.parallel_model
+        world, rank = model.size("world"), 0 if model.mesh is None else model.mesh.rank("world")
+        examples = prompts.examples(draw)
+        mine = range(rank, len(examples), world)
+        phase.enter("generate")
+        seeds = [rollout_seed(f"{self.spec.seed}{split}", draw, index) for index in mine]
+        completions = self.engine.generate([examples[index].ids for index in mine], seeds)
+        found = [
+            Rollout(index, list(examples[index].ids), one.token_ids, one.logps, one.text, one.ended)
+            for index, answers in zip(mine, completions, strict=True)
+            for one in answers
+        ]
+        phase.enter("reward")
+        self.reward(found, examples)
+        shares: list[Any] = [found]
+        if world > 1:
+            shares = [None] * world
+            dist.all_gather_object(shares, found)
+        return sorted((one for share in shares for one in share), key=lambda one: one.prompt)
+
+    def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
+        asked = [examples[rollout.prompt] for rollout in rollouts]
+        scores = self.rewards.score(
+            [example.prompt for example in asked],
+            [rollout.text for rollout in rollouts],
+            [example.columns for example in asked],
+            [example.place for example in asked],
+        )
+        penalties = overlong_penalty(
+            torch.tensor([len(rollout.token_ids) for rollout in rollouts]),
+            self.spec.align.max_tokens,
+            self.spec.align.overlong_buffer,
+        )
+        for index, rollout in enumerate(rollouts):
+            rollout.rewards = {
+                name: math.nan if (value := values[index]) is None else value
+                for name, values in scores.by_source.items()
+            }
+            rollout.reward = scores.total[index]
+            if self.spec.align.overlong_buffer:
+                rollout.reward += float(penalties[index])
+
+    def score(self) -> None:
+        """Log-probabilities of the answers before the first update, and those of the reference."""
+        align = self.spec.align
+        in_rewards = align.method == "rloo" and align.beta > 0
+        if self.updates > 1 or in_rewards:
+            self.set_logps("old_logps", self.parallel_model.forward)
+        if self.reference is not None:
+            self.set_logps("ref_logps", self.reference)
+
+    @torch.no_grad()
+    def set_logps(self, name: str, forward: Forward) -> None:
+        own: list[tuple[int, list[float]]] = []
+        for batch, numbers in self.batches(self.rollouts):
+            found = forward(batch, logprobs=True, temperature=self.spec.align.temperature)
+            logps = by_answer(found.logps, batch).tolist()
+            own += [
+                (number, row[: len(self.rollouts[number].token_ids)])
+                for number, row in zip(numbers, logps, strict=False)
+            ]
+        group = None if self.parallel_model.mesh is None else self.parallel_model.mesh.group("dp")
+        shares: list[Any] = [own]
+        if group is not None:
+            shares = [None] * group.size()
+            dist.all_gather_object(shares, own, group=group)
+        for number, logps in (pair for share in shares for pair in share):
+            setattr(self.rollouts[number], name, logps)
+
+    def set_advantages(self) -> None:
+        align = self.spec.align
+        rewards = torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
+        if align.method == "rloo":
+            if self.reference is not None:
+                rewards -= align.beta * torch.tensor([log_ratio(rollout) for rollout in self.rollouts])
+            advantages = rloo_advantages(rewards, align.samples)
+        else:
+            advantages = group_advantages(rewards, align.samples, normalize_by_std=align.method != "dr_grpo")
+        for rollout, advantage in zip(self.rollouts, advantages.tolist(), strict=True):
+            rollout.advantage = advantage
+
+    def best(self) -> list[Rollout]:
+        """The best answer to every prompt that has a reward."""
+        rewards = torch.tensor([rollout.reward for rollout in self.rollouts])
+        return [self.rollouts[index] for index in best_of_n(rewards, self.spec.align.samples).tolist() if index >= 0]
+
+    def keep(self, number: int, step: int) -> None:
+        self.folder.mkdir(exist_ok=True)
+        save_round(self.path(number), step, self.rollouts)
+        for old in sorted(self.folder.glob("round-*.npz"))[:-KEPT_ROUNDS]:
+            old.unlink()
+
+
+def with_signal(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
+    """Answers of groups whose rewards differ."""
+    mask = dynamic_sampling_mask(torch.tensor([rollout.reward for rollout in rollouts]), samples)
+    return [rollout for rollout, kept in zip(rollouts, mask.tolist(), strict=True) if kept]
+
+
+def log_ratio(rollout: Rollout) -> float:
+    """log π(answer) − log π_ref(answer)."""
+    return math.fsum(rollout.old_logps or ()) - math.fsum(rollout.ref_logps or ())
+
+
+def sampler_difference(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the sampler's, where they were computed before the update."""
+    if any(rollout.old_logps is None for rollout in rollouts):
+        return {}
+    pairs = [(rollout.old_logps or [], rollout.sampler_logps) for rollout in rollouts]
+    differences = np.concatenate([np.abs(np.subtract(old, sampler)) for old, sampler in pairs])
+    return {"sampler_diff/mean": float(differences.mean()), "sampler_diff/max": float(differences.max())}
+
+
+def mean_reward(rollouts: Sequence[Rollout]) -> float:
+    known = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    return math.fsum(known) / len(known) if known else math.nan
+
+
+def summary(rollouts: Sequence[Rollout], samples: int, max_tokens: int) -> dict[str, float]:
+    """Metrics of a round's answers."""
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    groups = rewards.reshape(-1, samples)
+    found = {
+        "reward/mean": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
+        "reward/std": float(np.nanstd(groups, axis=1).mean()) if not np.isnan(rewards).all() else math.nan,
+        "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))),
+        "completion/mean_length": float(lengths.mean()),
+        "completion/max_length": float(lengths.max()),
+        "completion/ended": float(np.mean([rollout.ended for rollout in rollouts])),
+        "completion/clipped": float(np.mean(lengths >= max_tokens)),
+    }
+    for name in rollouts[0].rewards:
+        values = np.array([rollout.rewards[name] for rollout in rollouts])
+        found[f"reward/{name}"] = float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
+    return found
