@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lmworks.data.chat_template import Message
 from lmworks.data.tokenizer import train_bpe
@@ -51,6 +51,23 @@ def write_tokenizer(folder: Path, template: str | None = None, bos: str = "<s>",
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+def write_sentencepiece(folder: Path, metaspace: bool) -> Path:
+    """As Llama 2's and Gemma's are converted: a space is part of the word after it, and one is put before a text."""
+    inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if metaspace:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    else:
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=["<unk>", *pieces, *SPECIAL], show_progress=False)
+    inner.train_from_iterator([TEXT * 3], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<|im_end|>"}))
     return folder
 
 
