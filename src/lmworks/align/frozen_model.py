@@ -14,8 +14,9 @@ from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
 from ..parallel.state_dict import as_dtensor
 from ..parallel.world import run_on_all_ranks
+from ..plan.passes import frozen_run
 from ..record import RunFolder
-from ..spec import LoraSpec, ModelSpec, RunSpec, SpecError
+from ..spec import ModelSpec, RunSpec, SpecError
 from ..train.saved_weights import RefusalLog
 
 
@@ -25,13 +26,7 @@ def load_frozen(spec: RunSpec, folder: str, key: str, mesh: Mesh | None, device:
     Without a folder: the weights that the seed gives, from which the run itself starts.
     """
     model = run_on_all_ranks(lambda: model_of(folder, key)) if folder else spec.model
-    frozen = spec.replace(
-        model=model.replace(attention=spec.model.attention),
-        checkpoint=spec.checkpoint.replace(init=folder),
-        align=spec.align.replace(method=""),
-        lora=LoraSpec(),
-        data=spec.data.replace(kind="auto"),
-    )
+    frozen = frozen_run(spec, model, folder)
     parallel_model = parallelize(frozen, mesh, device, run_on_all_ranks(lambda: source_of(frozen)), frozen=True)
     if folder and not is_hf(Path(folder)):
         load_run_weights(parallel_model, folder, key)

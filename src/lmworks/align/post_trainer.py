@@ -15,6 +15,7 @@ from ..data.progress import silent
 from ..model.lora import use_adapter
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.devices.machine import Machine
+from ..plan.passes import REFERENCE, reference_is_base
 from ..spec import RunSpec
 from ..train import Trainer
 from ..train.objective import Forward, Objective
@@ -50,16 +51,19 @@ class PostTrainer(Trainer):
 
     def build(self) -> None:
         super().build()
+        self.frozen.clear()
         if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
             self.objective.reference = self.reference_forward()
 
     def reference_forward(self) -> Forward:
         """The forward pass of the frozen reference: with adapters, of the model without them."""
-        chosen = self.spec.align.reference
-        if self.spec.adapters and not chosen:
+        if reference_is_base(self.spec):
             return self.base_forward
+        chosen = self.spec.align.reference
         key = "align.reference" if chosen else "checkpoint.init"
-        return load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device).forward
+        model = load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device)
+        self.frozen[REFERENCE] = model
+        return model.forward
 
     def base_forward(self, batch: Batch, **options: Any) -> Any:
         """The model without its adapter: a reference that takes no memory."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from ..plan.exact.collectives import collectives
 from ..plan.exact.exchanges import Calls
 from ..plan.exact.shards import local_shapes
-from ..plan.memory.rank_weights import on_host, resident
+from ..plan.memory.rank_weights import frozen_resident, on_host, resident
+from ..plan.passes import held_models
 from ..spec import Grid, RunSpec
 from ..spec.grid import AXES, JOINED, shorten
 from .rank_record import RankRecord
@@ -31,11 +32,11 @@ Table = dict[tuple[str, str], tuple[int, int]]  # (kind, group) → (count, byte
 def disagreements(spec: RunSpec, ranks: list[RankRecord]) -> list[str]:
     """Differences between planner and ranks as sentences; empty if there are none.
 
-    Methods with a loss of their own are not planned to the byte: their frozen models and metrics are not counted.
+    Of methods that sample their answers only the bytes are compared: how many micro-batches they fill, and so what is
+    sent, follows from their lengths.
     """
-    if spec.align.method not in ("", "sft"):
-        return []
     found = []
+    own = {name: model.run for name, model in held_models(spec).items() if not model.trained and not model.weights_of}
     for rank, record in enumerate(ranks):
         for where, real, planned in (
             ("device", record.device, resident(spec, rank)),
@@ -43,18 +44,29 @@ def disagreements(spec: RunSpec, ranks: list[RankRecord]) -> list[str]:
         ):
             if real != planned:
                 found.append(f"rank {rank} holds {real} on its {where}, the planner says {planned}")
+        frozen = {name: frozen_resident(run, rank) for name, run in own.items()}
+        if record.frozen != frozen:
+            found.append(f"rank {rank} holds frozen models {record.frozen}, the planner says {frozen}")
         updated = [(shard.name, shard.index.numel()) for shard in record.shards]
         planned_parts = [(weight.name, math.prod(shape)) for weight, shape in local_shapes(spec, rank)]
         if sorted(updated) != sorted(planned_parts):
             found.append(f"rank {rank} updates other parts of weights than the planner says")
+    if spec.align.online:
+        return found
     return found + traffic_differences(
-        spec, [call_table(record.collectives, spec, rank) for rank, record in enumerate(ranks)]
+        spec,
+        [call_table(record.collectives, spec, rank) for rank, record in enumerate(ranks)],
+        [record.lengths for record in ranks],
     )
 
 
-def traffic_differences(spec: RunSpec, ranks: list[Table]) -> list[str]:
-    """Routing depends on the data, so all-to-all bytes are compared as a sum over ranks, not by rank."""
-    planned, routed = [planned_calls(spec, rank) for rank in range(len(ranks))], spec.parallel.ep > 1
+def traffic_differences(spec: RunSpec, ranks: list[Table], lengths: Sequence[Sequence[int]] = ()) -> list[str]:
+    """Routing depends on the data, so all-to-all bytes are compared as a sum over ranks, not by rank.
+
+    `lengths`: of the rows of each rank's micro-batches, where answers are padded to the longest.
+    """
+    rows = lengths or [()] * len(ranks)
+    planned, routed = [planned_calls(spec, rank, rows[rank]) for rank in range(len(ranks))], spec.parallel.ep > 1
     found = []
     for rank, (real, plan) in enumerate(zip(ranks, planned, strict=True)):
         for (kind, group), ours, theirs in different_calls(plan, real):
@@ -76,8 +88,8 @@ def different_calls(plan: Table, real: Table) -> list[tuple[tuple[str, str], tup
     return [row for row in rows if row[1] != row[2]]
 
 
-def planned_calls(spec: RunSpec, rank: int) -> Table:
-    return call_table(collectives(spec, rank), spec, rank)
+def planned_calls(spec: RunSpec, rank: int, lengths: Sequence[int] = ()) -> Table:
+    return call_table(collectives(spec, rank, lengths), spec, rank)
 
 
 def all_to_all(table: Table) -> int:

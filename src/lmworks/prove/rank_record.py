@@ -25,7 +25,7 @@ from ..parallel.world import all_gather_object
 from ..plan.memory.rank_weights import Resident
 from ..spec import OptimSpec, RunSpec
 from ..train import Trainer
-from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, train_one_step
+from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, held_parameters, sizes, train_one_step
 
 STEPS = 5
 STEPS_MARKER = "parity steps"  # peak memory counts from here on: the warm-up of PyTorch in `build` is not the model's
@@ -54,6 +54,8 @@ class RankRecord:
     collectives: list[Row] = field(default_factory=list)  # of one step
     device: Resident = Resident()  # just before an update
     host: Resident = Resident()  # likewise, with offload
+    frozen: dict[str, Resident] = field(default_factory=dict)  # models that are only evaluated, by name
+    lengths: list[int] = field(default_factory=list)  # of the rows of each micro-batch of the step with `collectives`
     peak_bytes: int = 0  # allocated for model, optimizer and steps, at their highest
 
 
@@ -86,12 +88,15 @@ def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool) -> Rank
             for _ in range(STEPS_BEFORE):
                 record_step(trainer, record)
             reader = ResidencyReader(trainer)
+            if not trainer.spec.align.online:
+                record.lengths = [batch.tokens.shape[1] for batch in trainer.batches.at(trainer.cursor)]
             with CommCounter(trainer.mesh) as traffic:
                 record_step(trainer, record)
     for _ in range(STEPS_BEFORE + 1, STEPS):
         record_step(trainer, record)
     parallel_model = trainer.parallel_model
     record.collectives, record.device, record.host = traffic.table(), reader.device, reader.host
+    record.frozen = {name: sizes(held_parameters(model), [], []) for name, model in trainer.frozen.items()}
     record.shards = [IndexedShard(shard.name, shard_indices(shard, parallel_model)) for shard in parallel_model.shards]
     record.weights = [shard.leaf.detach().clone() for shard in parallel_model.shards]
     record.buffers = parallel_model.buffers()

@@ -63,8 +63,8 @@ def with_initial_shape(data: dict[str, Any]) -> dict[str, Any]:
 SHAPE_FREE = {"attention", "scalar_head", "context", "balance_loss", "balance_bias", "capacity", "init_std"}
 
 
-def shape_of(folder: Path) -> dict[str, Any]:
-    """The model of a Hugging Face or run folder."""
+def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:
+    """The model of a Hugging Face or run folder, which `key` names."""
     if (folder / "spec.toml").is_file():
         shape = RunSpec.from_dict(read_toml(folder / "spec.toml")).model.to_dict()
         return shape | {"scalar_head": False}
@@ -72,7 +72,7 @@ def shape_of(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SpecError(f"checkpoint.init = {str(folder)!r}: neither a run nor a Hugging Face folder") from None
+        raise SpecError(f"{key} = {str(folder)!r}: neither a run nor a Hugging Face folder") from None
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict):

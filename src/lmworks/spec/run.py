@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .align import CONVERSATIONS, DATA_KINDS, AlignSpec, check_align
+from .align import CONVERSATIONS, DATA_KINDS, PREFERENCES, AlignSpec, check_align
 from .errors import SpecError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
 from .hardware import Cluster
@@ -72,6 +72,11 @@ class DataSpec(Section):
     def has_documents(self) -> bool:
         """Whether rows hold several documents that do not attend to each other."""
         return self.document_mask or (self.kind == CONVERSATIONS and self.packing)
+
+    @property
+    def rows_per_example(self) -> int:
+        """Sequences of one example: a pair of answers has two."""
+        return 2 if self.kind == PREFERENCES else 1
 
     @property
     def masks_targets(self) -> bool:
@@ -288,4 +293,5 @@ class RunSpec(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.data.global_batch * self.data.seq
+        """Positions of all rows, padding included."""
+        return self.data.global_batch * self.data.rows_per_example * self.data.seq

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..parallel.comm_counter import CommCounter, Row
 from ..parallel.memory_ledger import GRADIENTS, OPTIMIZER, PARAMETERS, Bytes, MemoryLedger
 from ..parallel.optimizer_offload import HostOptimizer
+from ..parallel.parallel_model import ParallelModel
 from ..plan.memory.rank_weights import Resident
 from ..spec import RunSpec
 from . import Trainer
@@ -151,8 +152,11 @@ def with_gradients(holders: Iterable[Tensor]) -> list[Tensor]:
 
 def parameters(trainer: Trainer) -> list[Tensor]:
     """DeepSpeed's stage 3 empties a weight; this rank's part is beside it."""
-    found = [p for part in trainer.parallel_model.parts.values() for p in part.parameters()]
-    return [getattr(p, "ds_tensor", p) for p in found]
+    return [getattr(p, "ds_tensor", p) for p in held_parameters(trainer.parallel_model)]
+
+
+def held_parameters(model: ParallelModel) -> list[Tensor]:
+    return [p for part in model.parts.values() for p in part.parameters()]
 
 
 def masters(trainer: Trainer) -> list[Tensor]:

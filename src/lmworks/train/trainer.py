@@ -23,6 +23,7 @@ from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
 from ..parallel.initial_weights import source_of
+from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.preflight import check_gpu_available, check_requirements
@@ -140,6 +141,7 @@ class Trainer(Stepper):
         self.weights = run_on_all_ranks(lambda: source_of(spec, None if base is None else base_weights(spec, base)))
         self.open_data()
         self.objective = self.make_objective()
+        self.frozen: dict[str, ParallelModel] = {}  # models that are only evaluated, by name
         run_on_all_ranks(lambda: check_vocabulary(spec, self.batches.vocab_size))
         self.step = self.cursor = 0
         self.skipped_batches = SkippedBatches({})

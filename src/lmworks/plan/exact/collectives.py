@@ -8,11 +8,13 @@ Evaluation and checkpoints are no part of a step. A group of one rank sends noth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...spec import RunSpec, SpecError
 from ...spec.layout import V_SHAPED
+from ..passes import held_models, passes
 from ..pipelines.schedule import actions
 from ..pipelines.stages import Stage
 from .exchanges import BACKWARD, FORWARD, INT64, LAST, STEP, Collective, RankContext, exchanges, pipeline_sends
@@ -31,17 +33,28 @@ from .shards import (
     units,
 )
 
+FP64 = 8
 ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at once
 
 
-def collectives(spec: RunSpec, rank: int = 0) -> list[Collective]:
-    """Experts are taken as evenly visited: every rank sends as many tokens as it gets."""
+# Means of a step that methods with a loss over whole answers report.
+METRICS = {"dpo": 4, "ipo": 4, "simpo": 4, "orpo": 6, "kto": 5, "reward": 4}
+
+
+def collectives(spec: RunSpec, rank: int = 0, lengths: Sequence[int] = ()) -> list[Collective]:
+    """Experts are taken as evenly visited: every rank sends as many tokens as it gets.
+
+    `lengths`: of the rows of each micro-batch, where they are not all data.seq: answers are padded to the longest.
+    """
     if spec.parallel.engine != "native":
         raise SpecError(f"what parallel.engine = '{spec.parallel.engine}' sends is not known; 'native' is")
     ctx, rows = RankContext.of(spec, rank), list[Collective]()
+    shapes = Counter(lengths or [spec.data.seq] * spec.accumulation)
     for stage in ctx.stages:
-        rows += exchanges(ctx, stage)
+        for seq, batches in shapes.items():
+            rows += exchanges(ctx.over(ctx.rows, seq, batches), stage)
         rows += data_parallel(ctx, stage)
+    rows += scoring(ctx, shapes)
     rows += [*pipeline_sends(ctx), *partial_gradients(ctx), *step_scalars(ctx)]
     return merge_rows(row for row in rows if row.ranks > 1 and row.count)
 
@@ -55,6 +68,30 @@ def merge_rows(rows: Iterable[Collective]) -> list[Collective]:
             row = replace(row, count=row.count + found[key].count, bytes=row.bytes + found[key].bytes)
         found[key] = row
     return list(found.values())
+
+
+def scoring(ctx: RankContext, shapes: Mapping[int, int]) -> Iterator[Collective]:
+    """Forward passes without gradients; `shapes`: how many micro-batches have rows of each length.
+
+    After such a pass FSDP2 lets go of all that it gathered, the root too.
+    """
+    models = held_models(ctx.spec)
+    for one in passes(ctx.spec):
+        if one.backward:
+            continue
+        model = models[one.model]
+        here = RankContext.of(model.run, ctx.rank)
+        holder = RankContext.of(models[model.weights_of].run, ctx.rank) if model.weights_of else here
+        for stage in here.stages:
+            for seq, batches in shapes.items():
+                found = exchanges(here.over(one.rows, seq, batches), stage)
+                yield from (replace(row, what=f"{one.model}: {row.what}") for row in found if row.when == FORWARD)
+        if holder.case.sharding == "fsdp2":
+            for stage in holder.stages:
+                for unit in units(holder.case, stage):
+                    size = gathered_bytes(holder.case, unit.block) * unit_size(holder.case, unit)
+                    what = f"{one.model}: weights to score"
+                    yield ctx.collective("all-gather", what, unit.axis, ctx.spec.accumulation, size, FORWARD)
 
 
 # --- data parallel --------------------------------------------------------------------------------------
@@ -191,7 +228,20 @@ def step_scalars(ctx: RankContext) -> Iterator[Collective]:
     """What the training loop itself says to all ranks: loss, ‖g‖², and of each rank its memory and its signal."""
     yield ctx.collective("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * ctx.grid.world), STEP)
     if ctx.spec.data.masks_targets:
-        yield ctx.collective("all-reduce", "targets that count", "dp", 1, INT64, STEP)
+        counts = 2 if ctx.spec.align.method in METRICS else 1  # tokens; pairs or answers
+        yield ctx.collective("all-reduce", "targets that count", "dp", 1, counts * INT64, STEP)
+    yield from answer_figures(ctx)
     for stage in ctx.stages if ctx.spec.model.experts else ():
         size = INT64 * len(stage.layers) * ctx.spec.model.experts
         yield ctx.collective("all-reduce", "visits of experts", "dp_cp", 1, size, STEP)
+
+
+def answer_figures(ctx: RankContext) -> Iterator[Collective]:
+    """Of methods with a loss over whole answers: sum and weight of each mean; KTO's KL, ORPO's tokens and pairs."""
+    align = ctx.spec.align
+    if align.method not in METRICS:
+        return
+    count = METRICS[align.method] + (align.method == "dpo" and align.sft_weight > 0)
+    yield ctx.collective("all-reduce", "means of the step", "dp", 1, 2 * FP64 * count, STEP)
+    if align.method in ("kto", "orpo"):
+        yield ctx.collective("all-reduce", "figures of the global batch", "dp", 1, 2 * FP64, STEP)

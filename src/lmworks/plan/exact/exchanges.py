@@ -14,8 +14,7 @@ needs: not what leaves the MLP, and under the policy `selective`, which keeps wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from ...spec import Grid, RunSpec
@@ -60,17 +59,26 @@ class RankContext:
     rank: int
     coords: dict[str, int]
     stages: list[Stage]
+    rows: int  # sequences of one micro-batch
+    seq: int
+    batches: int  # micro-batches of this shape in a step
 
     @classmethod
     def of(cls, spec: RunSpec, rank: int) -> Self:
         case, grid = Case.of(spec), Grid.of(spec.parallel)
         place = grid.coordinates(rank)
-        return cls(spec, case, grid, rank, place, rank_stages(case, place["pp"]))
+        rows = spec.data.micro_batch * spec.data.rows_per_example
+        stages = rank_stages(case, place["pp"])
+        return cls(spec, case, grid, rank, place, stages, rows, spec.data.seq, spec.accumulation)
 
-    @cached_property
+    def over(self, rows: int, seq: int, batches: int) -> Self:
+        """The same rank with other micro-batches."""
+        return replace(self, rows=rows, seq=seq, batches=batches)
+
+    @property
     def tokens(self) -> int:
         """Of one micro-batch, on each rank that shares its sequences over cp."""
-        return self.spec.data.micro_batch * self.spec.data.seq // self.spec.parallel.cp
+        return self.rows * self.seq // self.spec.parallel.cp
 
     @property
     def width(self) -> int:
@@ -148,7 +156,7 @@ def exchanges(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
         yield from experts(ctx, stage)
     model = ctx.spec.model
     if layout.cp > 1 and model.experts and model.balance_loss:
-        size = FP32 * 2 * ctx.spec.data.micro_batch * model.experts
+        size = FP32 * 2 * ctx.rows * model.experts
         yield from forward_collectives(
             ctx, stage, "all-reduce", "balance of experts", "cp", 1, size, recomputed_layers(ctx, stage)
         )
@@ -164,7 +172,7 @@ def forward_collectives(
     ctx: RankContext, stage: Stage, kind: str, what: str, group: str, calls: int, size: int, repeated: int
 ) -> Iterator[Collective]:
     """`calls` in each layer's forward pass, and as many again in `repeated` layers, which are recomputed."""
-    times = ctx.spec.accumulation
+    times = ctx.batches
     yield ctx.collective(kind, what, group, times * len(stage.layers) * calls, size, FORWARD)
     yield ctx.collective(kind, f"{what}, again", group, times * repeated * calls, size, BACKWARD)
 
@@ -190,7 +198,7 @@ def tensor(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     for what, entered, count, more, less, width in crossings:
         yield from tp_region(ctx, what, entered, count, more, less, width * hidden)
     yield from row_norms(ctx, layers, repeated)
-    if stage.last:
+    if stage.last and not ctx.spec.model.scalar_head:
         yield loss(ctx)
 
 
@@ -200,7 +208,7 @@ def row_norms(ctx: RankContext, layers: int, repeated: int) -> Iterator[Collecti
     for weight in ctx.case.adapters:
         layer = weight.name.partition(f".{ADAPTERS}.")[0]
         if weight.name.endswith(".magnitude") and layer in rows:
-            times, size = ctx.spec.accumulation, FP32 * rows[layer]
+            times, size = ctx.batches, FP32 * rows[layer]
             yield ctx.collective("all-reduce", "norms of rows", "tp", times * layers, size, FORWARD)
             yield ctx.collective("all-reduce", "norms of rows, again", "tp", times * repeated, size, BACKWARD)
 
@@ -212,7 +220,7 @@ def tp_region(
 
     `more`: recomputed; `less`: without a gradient.
     """
-    times = ctx.spec.accumulation
+    times = ctx.batches
     pair = ("all-gather", "reduce-scatter") if ctx.spec.parallel.sp else ("", "all-reduce")
     there, back = pair if entered else pair[::-1]
     what = f"{'into' if entered else 'out of'} {what}"
@@ -224,14 +232,12 @@ def tp_region(
 
 
 def loss(ctx: RankContext) -> Collective:
-    """Two fp32 numbers a token of every rank, one gather for each chunk of logits."""
+    """Two fp32 numbers a token of every rank, one gather for each chunk of logits; so of log-probabilities too."""
     spec, tp = ctx.spec, ctx.spec.parallel.tp
     in_place = software_of(spec).in_place
     rows = int(chunk_rows(ctx.tokens, spec.model.vocab // tp, device_of(spec), ctx.width, in_place))
-    count = spec.accumulation * -(-ctx.tokens // rows)
-    return ctx.bulk_collective(
-        "all-gather", "loss", "tp", count, spec.accumulation * ctx.tokens * tp * 2 * FP32, FORWARD
-    )
+    count = ctx.batches * -(-ctx.tokens // rows)
+    return ctx.bulk_collective("all-gather", "loss", "tp", count, ctx.batches * ctx.tokens * tp * 2 * FP32, FORWARD)
 
 
 # --- context parallel -----------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ def loss(ctx: RankContext) -> Collective:
 def ring_attention(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     spec, hops = ctx.spec, ctx.grid.cp - 1
     block = 2 * ctx.tokens * local_kv_heads(ctx) * attention_core(spec.model).qk_dim  # numbers; values are as wide
-    keys, calls = ctx.width * block, spec.accumulation * len(stage.layers) * hops
+    keys, calls = ctx.width * block, ctx.batches * len(stage.layers) * hops
     for kind in ("send", "recv"):
         repeated = recomputed_layers(ctx, stage, "full")
         yield from forward_collectives(ctx, stage, kind, "keys and values", "cp", hops, keys, repeated)
@@ -251,7 +257,7 @@ def ring_attention(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
 def ulysses(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     spec, cp = ctx.spec, ctx.grid.cp
     heads, kv_heads = spec.model.heads // spec.parallel.tp, max(local_kv_heads(ctx), cp)
-    calls, repeated = spec.accumulation * len(stage.layers), recomputed_layers(ctx, stage)
+    calls, repeated = ctx.batches * len(stage.layers), recomputed_layers(ctx, stage)
     core = attention_core(spec.model)
     inputs = heads * core.qk_dim + kv_heads * (core.qk_dim + core.v_dim)
     for what, count in (("queries, keys, values", inputs), ("attention's result", heads * core.v_dim)):
@@ -268,7 +274,7 @@ def local_kv_heads(ctx: RankContext) -> int:
 
 
 def experts(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
-    model, calls, repeated = ctx.spec.model, ctx.spec.accumulation * len(stage.layers), recomputed_layers(ctx, stage)
+    model, calls, repeated = ctx.spec.model, ctx.batches * len(stage.layers), recomputed_layers(ctx, stage)
     yield from forward_collectives(
         ctx, stage, "all-to-all", "tokens by expert", "ep", 1, INT64 * model.experts, repeated
     )
@@ -293,7 +299,7 @@ def pipeline_sends(ctx: RankContext) -> Iterator[Collective]:
         stage < last and stage + 1 not in own for stage in own
     )  # of its stages, those with a next one elsewhere
     before = sum(stage > 0 and stage - 1 not in own for stage in own)
-    count = ctx.spec.accumulation
+    count = ctx.batches
     yield ctx.collective("send", "hidden states", "pp", count * after, size, FORWARD)
     yield ctx.collective("recv", "hidden states", "pp", count * before, size, FORWARD)
     yield ctx.collective("send", "gradients of hidden states", "pp", count * before, size, BACKWARD)

@@ -332,6 +332,14 @@ def resident(spec: RunSpec, rank: int) -> Resident:
     return on_device(run_weights(spec, rank).resident, spec.parallel.offload)
 
 
+def frozen_resident(spec: RunSpec, rank: int) -> Resident:
+    """Of a model that is only evaluated (`plan.passes.frozen_run`): FSDP2 shards it, all others hold it whole."""
+    found = run_weights(spec, rank)
+    if Case.of(spec).sharding == "fsdp1":
+        return Resident(Case.of(spec).software.weights * found.size)
+    return Resident(found.parameters, parameter_padding=found.parameter_padding)
+
+
 def on_device(state: Resident, offload: str) -> Resident:
     if offload == "full":
         return Resident(*(0 * getattr(state, field.name) for field in fields(state)))
