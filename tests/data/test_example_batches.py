@@ -34,7 +34,7 @@ def decoded(ids: torch.Tensor) -> str:
 def test_packed_rows_by_hand(tmp_path: Path) -> None:
     batches = ExampleBatches(spec(write_lines(tmp_path / "a.jsonl", SHORT), micro_batch=1), seed=0, shuffle=False)
     (batch,) = batches.at(0)
-    assert batches.windows == 1 and batches.fill == 13 / 16
+    assert (batches.windows, batches.report.rows, batches.report.fill) == (1, 1, round(13 / 16, 4))
     assert decoded(batch.tokens[0]) == "abcd|efgh|ij||||"
     assert decoded(batch.targets[0]) == ".cd|.fgh|.j|...."
     assert batch.documents is not None and batch.documents[0].tolist() == [0] * 5 + [1] * 5 + [2] * 3 + [3] * 3
@@ -113,6 +113,8 @@ def test_labelled_answers_and_mismatched_ones(tmp_path: Path) -> None:
     assert [decoded(row).rstrip("|") for row in batch.tokens] == ["abcd", "efgh", "ij", "abfgh", "ej", "icd"]
     assert [decoded(row).rstrip(".") for row in batch.targets] == [".cd|", "fgh|", "j|", ".fgh|", "j|", "cd|"]
     assert batch.extras["label"].tolist() == [False, True, False]
+    held_out = ExampleBatches(spec(path, "unpaired"), seed=0, shuffle=False).held_out_batch(1)
+    assert [decoded(row).rstrip("|") for row in held_out.tokens] == ["ij", "icd"]  # the last one has no neighbour
     moved = batch.map_tensors(lambda tensor: tensor.to(torch.int32))
     assert moved.extras["label"].dtype == torch.int32 and moved.counted == batch.counted
     with pytest.raises(SpecError, match=r"data\.micro_batch = 1: kto compares"):

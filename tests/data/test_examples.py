@@ -234,7 +234,7 @@ def test_workers_and_the_cache_change_nothing(tmp_path: Path, monkeypatch: pytes
     path = write_lines(tmp_path / "a.jsonl", records)
     spec = chats(path, bad_examples="skip", overlong="skip")
     whole = ExampleBatches(spec, seed=0)
-    calls = []
+    calls: list[Any] = []
     monkeypatch.setattr(encode_examples, "encode_files", lambda *a: calls.append(a))
     assert ExampleBatches(spec, seed=0).digest == whole.digest and not calls  # from the cache
     monkeypatch.undo()
@@ -249,3 +249,17 @@ def test_workers_and_the_cache_change_nothing(tmp_path: Path, monkeypatch: pytes
     assert parallel.report == whole.report and "line 78" in parallel.report.first_left_out[0]
     changed = write_lines(path, records[1:])
     assert ExampleBatches(chats(changed, bad_examples="skip", overlong="skip"), seed=0).digest != whole.digest
+
+
+def test_changed_template_is_encoded_again(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": GOOD}])
+    template = tmp_path / "t.jinja"
+    digests = set()
+    for end in ("!", "?"):
+        template.write_text(
+            "{% for m in messages %}{% generation %}{{ m.content }}" + end + "{% endgeneration %}{% endfor %}"
+        )
+        split = open_split(chats(path, chat_template=str(template)), "")
+        assert bytes(split.sequence(0)[0].tolist()).decode() == f"question{end}answer{end}"
+        digests.add(split.examples.digest)
+    assert len(digests) == 2

@@ -108,7 +108,7 @@ def load_examples(
     key = hashlib.sha256(json.dumps([VERSION, data.kind, chat.digest, content]).encode()).hexdigest()
     folder = cache_root() / "examples" / key[:32]
     if not (folder / "meta.json").is_file():
-        keep(encode_files(files, data, init, progress), folder)
+        keep(encode_files(files, data, (data.tokenizer, data.chat_template, init, chat.digest), progress), folder)
     return replace(read_kept(folder), files=tuple(files))
 
 
@@ -145,7 +145,7 @@ class Chunk:
     span: tuple[int, int] = (0, 0)
     records: tuple[Any, ...] | None = None
     kind: str = ""
-    source: tuple[str, str, str] = ("", "", "")  # data.tokenizer, data.chat_template, checkpoint.init
+    source: tuple[str, str, str, str] = ("",) * 4  # data.tokenizer, data.chat_template, checkpoint.init; digest
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,9 @@ class EncodedChunk:
     trained_bytes: int
 
 
-def encode_files(files: Sequence[str], data: DataSpec, init: str, progress: Progress) -> ExampleSet:
-    source = (data.tokenizer, data.chat_template, init)
+def encode_files(
+    files: Sequence[str], data: DataSpec, source: tuple[str, str, str, str], progress: Progress
+) -> ExampleSet:
     chunks = [
         replace(chunk, kind=data.kind, source=source)
         for number, file in enumerate(files)
@@ -172,7 +173,7 @@ def encode_files(files: Sequence[str], data: DataSpec, init: str, progress: Prog
     ]
     done: dict[tuple[int, int], EncodedChunk] = {}
     progress("encode examples", 0, len(chunks))
-    with worker_pool(min(available_cores(), max(1, len(chunks) // 4))) as pool:
+    with worker_pool(min(available_cores(), max(1, len(chunks) // 2))) as pool:
         for place, made in map_as_completed(pool, encode_chunk, chunks):
             done[place] = made
             progress("encode examples", len(done), len(chunks))
@@ -222,7 +223,8 @@ def records_of(chunk: Chunk) -> Iterator[tuple[int, Any]]:
 
 
 @functools.lru_cache(maxsize=1)
-def open_chat(tokenizer: str, chat_template: str, init: str) -> ChatTokenizer:
+def open_chat(tokenizer: str, chat_template: str, init: str, digest: str) -> ChatTokenizer:
+    """Once in a process; `digest` changes when the files do."""
     return ChatTokenizer.open(DataSpec(tokenizer=tokenizer, chat_template=chat_template), init)
 
 

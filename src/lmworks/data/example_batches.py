@@ -7,7 +7,7 @@ is drawn anew in every epoch, so a batch is a function of (seed, cursor) at any 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,10 @@ class ExampleRows(BatchSource):
 
     @property
     def report(self) -> ExamplesReport:
-        return self.split.report
-
-    @property
-    def fill(self) -> float:
-        """Share of the positions of all rows that hold a token of an example."""
-        return float(self.split.lengths().sum()) / (len(self.rows) * self.split.examples.width * self.seq)
+        positions = len(self.rows) * self.split.examples.width * self.seq
+        return replace(
+            self.split.report, rows=len(self.rows), fill=round(float(self.split.lengths().sum()) / positions, 4)
+        )
 
 
 class ExampleBatches(ExampleRows):
@@ -149,8 +147,9 @@ class ExampleBatches(ExampleRows):
 
     def labelled(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
         examples = [int(row[0]) for row in rows]
-        own = [self.split.sequence(one) for one in examples]
-        others = [swapped(one, other, self.seq) for one, other in zip(own, [*own[1:], own[0]], strict=True)]
+        following = [*examples[1:], examples[0]] if len(examples) > 1 else [(examples[0] + 1) % len(self.split)]
+        own, next_ones = ([self.split.sequence(one) for one in some] for some in (examples, following))
+        others = [swapped(one, other, self.seq) for one, other in zip(own, next_ones, strict=True)]
         batch = self.one_a_row([*own, *others])
         batch.extras["label"] = torch.tensor(self.split.examples.labels[self.split.numbers[examples]])
         return batch

@@ -33,6 +33,8 @@ class ExamplesReport:
     split_conversations: int  # that became several examples, since the template shows earlier turns in another way
     left_out: dict[str, int]  # by reason
     first_left_out: tuple[str, ...]
+    rows: int = 0  # of the split that is trained on
+    fill: float = 0.0  # share of their positions that hold a token of an example
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
