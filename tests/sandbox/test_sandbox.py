@@ -134,6 +134,29 @@ def test_locks_of_multiprocessing_need_namespaces(kept: dict[str, Sandbox]) -> N
     assert any("locks of multiprocessing" in gap for gap in describe_isolation("landlock").gaps)
 
 
+def test_all_that_is_visible_is_read_only(kept: dict[str, Sandbox]) -> None:
+    """By the mounts themselves, so that it does not depend on whose files they are."""
+    source = (
+        "import os, sys\n"
+        "paths = ['/', '/usr', '/etc', '/etc/ld.so.cache', '/dev', '/proc', sys.base_prefix, os.__file__]\n"
+        "there = [path for path in paths if os.path.exists(path)]\n"
+        "flags = [os.statvfs(path).f_flag for path in there]\n"
+        "assert len(there) > 5 and all(one & os.ST_RDONLY and one & os.ST_NOSUID for one in flags), (there, flags)\n"
+        "assert os.statvfs('.').f_flag & os.ST_NOSUID and sorted(os.listdir('/dev')) == "
+        "['full', 'null', 'random', 'shm', 'urandom', 'zero']"
+    )
+    result = kept["namespaces"].run(Program(source))
+    assert result.ok, result
+
+
+def test_no_namespace_is_shared_with_the_host(kept: dict[str, Sandbox]) -> None:
+    kinds = ("mnt", "pid", "net", "ipc", "uts")
+    source = f"import os\nprint([os.stat('/proc/self/ns/' + kind).st_ino for kind in {kinds}])"
+    inside = json.loads(kept["namespaces"].run(Program(source)).text)
+    outside = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in kinds]
+    assert len(set(inside) | set(outside)) == 2 * len(kinds)
+
+
 def test_programs_of_one_folder_do_not_see_each_other(sandbox: Sandbox) -> None:
     if sandbox.isolation.kind != "seccomp":  # which writes nothing
         assert sandbox.run(Program("open('left', 'w').write('x')")).ok

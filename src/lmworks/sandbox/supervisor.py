@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import gc
 import json
 import os
 import select
@@ -253,5 +254,6 @@ def receive_bytes(channel: socket.socket, count: int) -> bytes | None:
 def main() -> None:
     """argv: the descriptor of the socket to the caller, the caller's process, the isolation as JSON."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    gc.freeze()  # else each forked process copies the pages of all that was imported when it looks for garbage
     channel, caller, isolation = sys.argv[1:]
     Supervisor(socket.socket(fileno=int(channel)), int(caller), Isolation(**json.loads(isolation))).serve()

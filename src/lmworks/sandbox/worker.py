@@ -53,8 +53,8 @@ class Worker:
 
     def run(self, program: Program, limits: Limits) -> SandboxResult:
         """SandboxError: the program could not be started, or the supervisor is gone; it is not used again then."""
-        files = {name: text.encode(errors="surrogateescape") for name, text in program.files.items()}
-        stdin = program.stdin.encode() if isinstance(program.stdin, str) else program.stdin
+        files = {name: text.encode(errors="replace") for name, text in program.files.items()}
+        stdin = program.stdin.encode(errors="replace") if isinstance(program.stdin, str) else program.stdin
         if isinstance(program.code, str):
             files[MAIN] = program.code.encode(errors="replace")
         job = {
