@@ -123,6 +123,12 @@ def test_no_torch_before_it_is_needed(code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_names_of_test_modules_are_unique() -> None:
+    """pytest imports them by their bare names: of two that are equal, a run of all tests has one."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition("<!-- made: rooms -->\n")

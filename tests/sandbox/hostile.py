@@ -2,7 +2,8 @@
 
 A program that tries to do harm calls `attempt`, which prints HARMED where it was let; one that reaches its end prints
 END, so that a program that broke off early is not taken for one that was refused. Names in angle brackets are filled in
-with canaries of the host (`Host.fill` in test_hostile.py). Harm that a program could do if it were let is to these.
+with canaries of the host (`Host.fill` in test_hostile_programs.py). Harm that a program could do if it were let is to
+these.
 """
 
 from __future__ import annotations
