@@ -106,7 +106,7 @@ PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ('Here it is:\n```json\n{"age": 7}\n```\nGood.', 1.0),
         ('```json\n{"age": 7}\n```\nor\n```json\n{}\n```', 0.0),
         ('{"age": NaN}', 0.0),
-        ("[" * 100_000, 0.0),
+        pytest.param("[" * 100_000, 0.0, id="nested"),
         (assistant('{"age": 7}'), 1.0),
     ],
 )
