@@ -263,3 +263,15 @@ def test_changed_template_is_encoded_again(tmp_path: Path) -> None:
         assert bytes(split.sequence(0)[0].tolist()).decode() == f"question{end}answer{end}"
         digests.add(split.examples.digest)
     assert len(digests) == 2
+
+
+def test_halves_of_surrogate_pairs_become_question_marks(tmp_path: Path) -> None:
+    """JSON can spell what no UTF-8 text can hold."""
+    folder = write_tokenizer(tmp_path / "hf", plain_template("qwen"))
+    call = {"function": {"name": "f", "arguments": {"x": "\ud800"}}}
+    said = [*talk("q\ud800", "a"), {"role": "user", "content": "r"}]
+    said.append({"role": "assistant", "content": "b", "tool_calls": [call]})
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": said}, {"prompt": "\udfff", "completion": "c"}])
+    split = open_split(chats(path, tokenizer=str(folder), seq=200), "")
+    texts = [split.chat.inner.decode(split.sequence(i)[0].tolist(), skip_special_tokens=False) for i in (0, 1)]
+    assert "q?<|im_end|>" in texts[0] and '{"x": "?"}' in texts[0] and texts[1] == "?c<|im_end|>"

@@ -34,7 +34,16 @@ from .chat_template import (
 )
 from .index import INDEX_FILE, TOKENIZER_FILE
 from .pipeline import resolve
-from .tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, read_tokenizer
+from .sources import without_surrogates
+from .tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    convert_panics,
+    load_tokenizer,
+    read_tokenizer,
+)
 from .trained_turns import Rendered, Span, TurnRenderer
 
 if TYPE_CHECKING:
@@ -198,10 +207,12 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Names of special tokens in a rendered text are those tokens."""
-        if self.inner is None:
-            return around_ends(self.tokenizer, text)
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
-        return ids
+        text = without_surrogates(text)
+        return around_ends(self.tokenizer, text) if self.inner is None else list(self.encoding(text).ids)
+
+    def encoding(self, text: str) -> tokenizers.Encoding:
+        with convert_panics("the tokenizer cannot encode this text"):
+            return self.inner.encode(text, add_special_tokens=False)
 
     def turns(self, messages: Sequence[Message], tools: Tools, first: int = 0) -> list[Encoded]:
         """A conversation of which the assistant turns from message `first` on are trained; several texts where the
@@ -210,11 +221,11 @@ class ChatTokenizer:
 
     def encode_rendered(self, rendered: Rendered) -> Encoded:
         """A token is trained where any of its characters is."""
-        text = rendered.text
+        text = without_surrogates(rendered.text)  # of the same length
         if self.inner is None:
             ids, trained = encode_bytes(text, rendered.trained)
         else:
-            encoding = self.inner.encode(text, add_special_tokens=False)
+            encoding = self.encoding(text)
             ids, trained = encoding.ids, np.zeros(len(encoding), np.bool_)
             for start, stop in rendered.trained:
                 trained[tokens_of(encoding, start, stop)] = True

@@ -270,6 +270,8 @@ def encode_example(chat: ChatTokenizer, example: Example, kind: str) -> list[tup
         raise BadExample("not as generated", str(error)) from None
     except SpecError as error:
         raise BadExample("refused by the template", str(error)) from None
+    except DataError as error:
+        raise BadExample("refused by the tokenizer", str(error)) from None
     if kind != PROMPTS and not all(one.trained.any() for sequences in found for one in sequences):
         raise BadExample("no assistant turn", "the chat template marks no token of it as generated")
     return found

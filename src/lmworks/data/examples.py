@@ -18,7 +18,6 @@ from typing import Any
 from ..spec.align import CONVERSATIONS, PREFERENCES, PROMPTS, UNPAIRED
 from ..spec.errors import near_names, suggestion
 from .chat_template import Message, Tools
-from .sources import without_surrogates
 
 Text = str | list[Message]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -181,7 +180,7 @@ def content_of(message: Message) -> str:
 def read_text(record: Mapping[str, Any], name: str) -> Text:
     value = record[name]
     if isinstance(value, str):
-        return without_surrogates(value)
+        return value
     if not isinstance(value, list):
         raise BadExample("wrong type", f"{name!r} is {type_name(value)}; it must be a text or a list of messages")
     return [read_message(one, f"{name}[{number}]") for number, one in enumerate(value)]
@@ -210,7 +209,7 @@ def read_message(message: Any, where: str) -> Message:
 
 def read_content(content: Any, calls: bool, where: str) -> str:
     if isinstance(content, str):
-        return without_surrogates(content)
+        return content
     if content is None and calls:
         return ""
     if isinstance(content, list):
@@ -221,7 +220,7 @@ def read_content(content: Any, calls: bool, where: str) -> str:
                 raise BadExample(
                     "wrong type", f"{where}: a part of its content is {kind!r}, and only texts are supported"
                 )
-            texts.append(without_surrogates(part["text"]))
+            texts.append(part["text"])
         return "".join(texts)
     raise BadExample(
         "wrong type", f"{where}: its content is {type_name(content)}; it must be a text or a list of texts"
