@@ -52,7 +52,7 @@ test-deepspeed: $(VENV)-deepspeed/.ready  ## ZeRO through DeepSpeed on two CPU r
 $(VENV)-trl/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(VENV)-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest "trl==1.16.0" "peft==0.21.2" transformers -e .
+	$(VENV)-trl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest "trl==1.16.0" "peft==0.21.2" "bitsandbytes==0.50.2" transformers -e .
 	@touch $@
 
 $(VENV)-trl-ppo/.ready: pyproject.toml constraints.txt
@@ -62,7 +62,7 @@ $(VENV)-trl-ppo/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of post-training against TRL's trainers, in environments of their own
-	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/data/test_trl_templates.py
+	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/kernels/test_nf4.py tests/data/test_trl_templates.py
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
 
 lint: $(READY)  ## ruff and mypy

@@ -121,6 +121,10 @@ VARIATIONS = [
     "lora-offload-optimizer",
     "dora-tp2-sp",
     "lora-bf16-weights-fsdp2",
+    "qlora-ddp",
+    "qlora-dora-zero-2",
+    "qlora-int8-tp2",
+    "qlora-moe-ep2",
 ]
 
 

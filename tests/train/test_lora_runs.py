@@ -41,7 +41,11 @@ def lora(dataset: Path, base: Path, *overrides: str) -> RunSpec:
     return make_spec(dataset, *LORA, f"checkpoint.init={base}", *overrides)
 
 
-@pytest.mark.parametrize("options", [(), ("lora.dora=true", 'lora.targets=["attention"]')], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("lora.dora=true", 'lora.targets=["attention"]'), ("lora.base=nf4", "lora.dora=true")],
+    ids=["lora", "dora", "qlora"],
+)
 def test_a_checkpoint_holds_what_is_trained_and_resumes_bitwise(
     base: Path, dataset: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -68,8 +72,10 @@ def test_the_base_stays_and_the_adapter_moves(base: Path, dataset: Path, tmp_pat
             assert bool(parameter.any()), name
 
 
-def test_a_trained_adapter_is_loaded_merged(base: Path, dataset: Path, tmp_path: Path) -> None:
-    trainer = train(lora(dataset, base, "lora.dora=true"), tmp_path / "run")
+@pytest.mark.parametrize("form", ["", "int8", "nf4"])
+def test_a_trained_adapter_is_loaded_merged(base: Path, dataset: Path, tmp_path: Path, form: str) -> None:
+    """Over what the base was while it was trained: rounded weights."""
+    trainer = train(lora(dataset, base, "lora.dora=true", f"lora.base={form}"), tmp_path / "run")
     with torch.no_grad():
         expected = trainer.parallel_model.parts[0](TOKENS)
         found = load_trained(tmp_path / "run").model

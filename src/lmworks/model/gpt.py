@@ -30,6 +30,7 @@ from . import rope
 from .activation_checkpointing import checkpointed
 from .attention import Attend, dense
 from .moe import MoE
+from .quantized_weight import QuantizedWeight, quantized_product
 
 if TYPE_CHECKING:
     from .activation_offload import Offload  # which loads the compiler: seconds, and an engine does without it
@@ -42,27 +43,35 @@ Rotary = tuple[Tensor, Tensor] | None  # cos and sin of every position, where th
 class Linear(nn.Linear):
     """nn.Linear without its own initialisation: weights are a function of (seed, name), see `init_weights`.
 
-    `adapters`: low-rank updates of the weight, which `lora.add_adapters` puts here.
+    `adapters`: low-rank updates of the weight, which `lora.add_adapters` puts here; `quantized` is the weight where
+    `quantized_weight.quantize_base` has replaced it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.adapters: LayerAdapters | None = None
+        self.quantized: QuantizedWeight | None = None
 
     def reset_parameters(self) -> None:
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.adapters is None:
+        if self.adapters is None and self.quantized is None:
             return super().forward(x)
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def product(self, x: Tensor, rows: slice | None = None) -> Tensor:
         """x·Wᵀ, or those `rows` of W, with the active adapter; a row-parallel layer sums this over its ranks."""
-        weight = self.weight if rows is None else self.weight[rows]
-        y = F.linear(x, weight)
-        return y if self.adapters is None else self.adapters(x, y, weight, rows)
+        if self.quantized is None:
+            y = F.linear(x, self.weight_rows(rows))
+        else:
+            y = quantized_product(x, self.quantized, rows)
+        return y if self.adapters is None else self.adapters(x, y, self.weight_rows, rows)
+
+    def weight_rows(self, rows: slice | None) -> Tensor:
+        weight = self.weight if self.quantized is None else self.quantized.dequantize()
+        return weight if rows is None else weight[rows]
 
 
 class Embedding(nn.Embedding):

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from .gpt import GPT, Block, Linear
 
 
+WeightRows = Callable[[slice | None], Tensor]  # rows of a layer's weight, or all of them
+
+
 @dataclass
 class ActiveAdapter:
     """Which adapter runs: one object for all layers of a network, or of all its pipeline stages on a rank."""
@@ -70,14 +73,14 @@ class LowRankAdapter(nn.Module):
         # Row-parallel layers: squared norms of rows, of which each rank has some columns, are summed over ranks.
         self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda squares: squares
 
-    def forward(self, x: Tensor, y: Tensor, weight: Tensor, rows: slice | None) -> Tensor:
-        """y = x·Wᵀ with the update; `weight` is W, or those of its `rows` that the layer computes."""
+    def forward(self, x: Tensor, y: Tensor, weight: WeightRows, rows: slice | None) -> Tensor:
+        """y = x·Wᵀ with the update; `weight` gives W, or those of its `rows` that the layer computes."""
         up = self.lora_B if rows is None else self.lora_B[rows]
         y = torch.add(y, F.linear(F.linear(x, self.lora_A), up), alpha=self.scale)
         if self.magnitude is None:
             return y
         magnitude = self.magnitude if rows is None else self.magnitude[rows]
-        return y * (magnitude / self.row_norms(weight, up)).to(y.dtype)
+        return y * (magnitude / self.row_norms(weight(rows), up)).to(y.dtype)
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor, up: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ class LayerAdapters(nn.ModuleDict):
         super().__init__()
         self.active = active
 
-    def forward(self, x: Tensor, y: Tensor, weight: Tensor, rows: slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, weight: WeightRows, rows: slice | None = None) -> Tensor:
         name = self.active.name
         return y if name is None else cast(Tensor, self[name](x, y, weight, rows))
 

@@ -19,6 +19,7 @@ from ..model.gpt import initial_weight
 from ..model.hf import HFWeights, read_config
 from ..model.lora import initial_adapter, split_adapter_name
 from ..model.peft import read_peft
+from ..model.quantized_weight import QuantizedWeight, rounded
 from ..spec import RunSpec, SpecError, components
 from ..spec.components import SCORE
 from ..spec.lora import DEFAULT_ADAPTER
@@ -65,12 +66,22 @@ def with_adapters(spec: RunSpec, base: Source) -> Source:
             return base(name, shape)
         if given is not None and place[1] == DEFAULT_ADAPTER:
             return given.weight(name)
-        of = f"{place[0]}.weight"
-        return initial_adapter(
-            spec.seed, name, shape, lambda: base(of, torch.Size(components.find(spec.model, of).shape))
-        )
+        described = components.find(spec.model, f"{place[0]}.weight")
+
+        def frozen() -> Tensor:
+            return as_stored(spec, described, base(f"{place[0]}.weight", torch.Size(described.shape)))
+
+        return initial_adapter(spec.seed, name, shape, frozen)
 
     return weight
+
+
+def as_stored(spec: RunSpec, described: components.Weight, weight: Tensor) -> Tensor:
+    """A weight of the base as the run's layers have it: rounded by lora.base."""
+    linears = {f"{linear.name}.weight" for linear in components.linears(spec.model)}
+    if not spec.lora.base or described.name not in linears:
+        return weight
+    return rounded(described, weight, spec.lora.base)
 
 
 def is_hf(folder: Path) -> bool:
@@ -94,10 +105,18 @@ def materialise(
     With `master` what bf16 cuts off each weight that is trained is kept for its optimizer.
     """
     part.to_empty(device=weight_device)
+
+    def share_of(name: str, local: torch.Size) -> Tensor:
+        whole = weights(name, sharding.shape(name, local))
+        return sharding.local_part(name, whole, mesh) if mesh is not None else whole
+
+    quantized = {name: module for name, module in part.named_modules() if isinstance(module, QuantizedWeight)}
+    for name, stored in quantized.items():
+        stored.store(share_of(f"{name.rpartition('.')[0]}.weight", stored.shape).to(weight_device))
     for name, parameter in part.named_parameters():
-        whole = weights(name, sharding.shape(name, parameter.shape))
-        share = sharding.local_part(name, whole, mesh) if mesh is not None else whole
-        own = fsdp_shard(parameter, share)
+        if name.rpartition(".")[0] in quantized:
+            continue
+        own = fsdp_shard(parameter, share_of(name, parameter.shape))
         if master and parameter.requires_grad:
             own, low = split(own.float().to(weight_device))
             parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low_bits

@@ -1,6 +1,6 @@
 """The recipe: how a model is parallelized, in the order of `parallelize`.
 
-    pipeline split → adapters → weight format → tensor, sequence, expert parallel → fp8
+    pipeline split → adapters → weight format → tensor, sequence, expert parallel → quantized base, fp8
       → activation checkpointing and offload → compile → autocast → weights → data parallel
 
 Every part is built on the meta device and sharded before it has memory, so no rank holds more than its share. FSDP2
@@ -20,6 +20,7 @@ from ..model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_fo
 from ..model.activation_offload import Offload
 from ..model.gpt import Block, LayerNorm
 from ..model.lora import ActiveAdapter, add_adapters
+from ..model.quantized_weight import quantize_base
 from ..model.training_fusion import fuse_gelu_epilogues
 from ..plan.activation_offload import block_budgets
 from ..plan.pipelines.stages import Stage, stages_of_rank
@@ -73,6 +74,8 @@ def parallelize(
                 experts = expert_names(part)
             if mesh.size("cp") > 1:
                 sum_balance_loss_over_cp(part, mesh.group("cp"))
+        if spec.lora.base:
+            quantize_base(part, spec.lora.base)
         if spec.precision.dtype == "fp8":
             apply_float8(part, spec, device)
         if not frozen:

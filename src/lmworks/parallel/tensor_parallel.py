@@ -129,7 +129,7 @@ class ReplicatedKVLinear(Linear):
         self.rows = slice(head * head_dim, (head + 1) * head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.adapters is None:
+        if self.adapters is None and self.quantized is None:
             return F.linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
         y = self.product(x, self.rows)
         return y if self.bias is None else y + self.bias[self.rows].to(y.dtype)

@@ -59,6 +59,7 @@ class Case:
     device: str = "cuda"  # or "cpu", whose kernels save other tensors
     # Low-rank adapters of a block; where there are any, all other weights are frozen.
     adapters: tuple[components.Weight, ...] = ()
+    frozen_base: str = ""  # format of the frozen weights of linear layers (lora.base)
 
     @classmethod
     def of(cls, spec: RunSpec, gpu: Gpu | None = None) -> Self:
@@ -96,6 +97,7 @@ class Case:
             bucket_mb=layout.bucket_mb,
             documents=spec.data.has_documents,
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
+            frozen_base=spec.lora.base,
         )
 
     def replace(self, **changes: Any) -> Self:

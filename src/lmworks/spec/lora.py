@@ -9,6 +9,7 @@ Several named adapters can stand over one base; `RunSpec.adapters` names those o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 BASES = ("", "int8", "nf4")
 DEFAULT_ADAPTER = "default"  # as PEFT names the first
 ADAPTERS = "adapters"  # the module of a linear layer that holds them: blocks.0.attention.q.adapters.default.lora_A
+NF4_BLOCK, NF4_GROUP = 64, 256  # numbers with one scale; scales with one scale of their own
+MAX_PIECES = 8  # of a quantized weight
 ROUTED = ("mlp.router", "mlp.gate", "mlp.up", "mlp.down")  # of a mixture of experts
 
 
@@ -68,6 +71,14 @@ def check_lora(run: RunSpec) -> None:
         raise SpecError("lora.rank needs parallel.engine = 'native': DeepSpeed would train all weights")
     if layout.strategy == "fsdp1":
         raise SpecError("lora.rank does not combine with parallel.strategy = 'fsdp1'; use 'fsdp2'")
+    if lora.base:
+        check_base_pieces(run)
+    fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
+    if lora.base and fsdp2 and (layout.dp * layout.cp > 1 or layout.offload == "full"):
+        raise SpecError(
+            f"lora.base = {lora.base!r} is whole on every data-parallel rank, which FSDP2 is not made for; use "
+            "parallel.strategy = 'ddp', or 'zero' with parallel.zero = 1 or 2"
+        )
     if lora.init and run.align.needs_reference and not run.align.reference:
         raise SpecError(
             f"lora.init with align.method = {run.align.method!r}: name the model that the adapter made as "
@@ -75,6 +86,18 @@ def check_lora(run: RunSpec) -> None:
         )
     if run.precision.dtype == "fp8":
         raise SpecError("lora.rank does not combine with precision.dtype = 'fp8'; use 'bf16'")
+
+
+def check_base_pieces(run: RunSpec) -> None:
+    tp, linears = run.parallel.tp, {f"{linear.name}.weight" for linear in components.linears(run.model)}
+    for weight in components.block_weights(run.model):
+        if weight.name in linears and weight.sharded(tp) is not None:
+            pieces = quantized_pieces(weight, weight.shape)[1]
+            if pieces % tp:
+                raise SpecError(
+                    f"lora.base = {run.lora.base!r} quantizes {weight.name} in {pieces} pieces, which parallel.tp = "
+                    f"{tp} does not divide"
+                )
 
 
 def target_linears(model: ModelSpec, lora: LoraSpec) -> list[components.Linear]:
@@ -106,6 +129,29 @@ def adapter_weights(linear: components.Linear, lora: LoraSpec, adapter: str) -> 
     yield from (down, up)
     if lora.dora:
         yield Weight(f"{prefix}magnitude", (linear.outputs,), rows, linear.kv_heads, in_tp_region=True)
+
+
+def quantized_pieces(weight: Weight, local: tuple[int, ...]) -> tuple[int, int]:
+    """(dim, pieces): how the shard of shape `local` is cut, each piece quantized on its own.
+
+    A whole weight is cut into 8 along the dimension that tensor parallelism shards (or 4, 2, 1, as it divides), so that
+    ranks hold whole pieces, and numbers do not depend on the layout.
+    """
+    if weight.tp_dim is None:
+        return 0, 1
+    whole, dim = weight.shape, weight.tp_dim
+    pieces = next(count for count in (MAX_PIECES, 4, 2, 1) if whole[dim] % count == 0)
+    return dim, pieces * local[dim] // whole[dim]
+
+
+def quantized_bytes(weight: Weight, local: tuple[int, ...], base: str) -> int:
+    """Of a shard of a frozen weight in the format `lora.base`: kernels/nf4.py, model/quantized_weight.py."""
+    dim, pieces = quantized_pieces(weight, local)
+    size = math.prod(local) // pieces
+    if base == "int8":
+        return pieces * (size + 4 * local[0] // (pieces if dim == 0 else 1))
+    blocks = -(-size // NF4_BLOCK)
+    return pieces * (blocks * (NF4_BLOCK // 2 + 1) + 4 * -(-blocks // NF4_GROUP) + 4)
 
 
 def block_adapter_weights(model: ModelSpec, lora: LoraSpec, adapters: tuple[str, ...]) -> Iterator[Weight]:

@@ -23,8 +23,8 @@ from ..model import GPT
 from ..model.gpt import initial_weight
 from ..model.hf import CONFIG, check_same_network, weight_files
 from ..model.lora import add_adapters, merged_weight, split_adapter_name
-from ..parallel.initial_weights import Source, base_source, is_hf
-from ..spec import CheckpointError, RunSpec, SpecError
+from ..parallel.initial_weights import Source, as_stored, base_source, is_hf
+from ..spec import CheckpointError, RunSpec, SpecError, components
 from ..spec.components import SCORE
 from ..spec.lora import ADAPTERS
 from .saved_weights import find, read_tensor, reader, spec_of
@@ -129,7 +129,8 @@ def merged_reader(spec: RunSpec, base: Source, trained: Callable[[str], Tensor])
     def read(name: str) -> Tensor:
         if name in own:
             return trained(name)
-        weight, layer = base(name, shapes[name]), name.removesuffix(".weight")
+        described = components.find(spec.model, name)
+        weight, layer = as_stored(spec, described, base(name, shapes[name])), name.removesuffix(".weight")
         if layer not in layers or layer == name:
             return weight
         down, up = (trained(f"{layer}.{ADAPTERS}.{adapter}.{key}") for key in ("lora_A", "lora_B"))

@@ -13,8 +13,9 @@ from ..data import Tokenizer
 from ..data.chat_tokenizer import load_model_tokenizer
 from ..model import GPT
 from ..model.lora import add_adapters, merge_adapter
+from ..parallel.initial_weights import as_stored
 from ..record import RunFolder
-from ..spec import CheckpointError, RunSpec, SpecError
+from ..spec import CheckpointError, RunSpec, SpecError, components
 from ..spec.resumed import refused_changes
 from .base_model import base_weights, check_base, find_base
 from .device import pick_device
@@ -65,4 +66,4 @@ def fill_base(model: GPT, spec: RunSpec, manifest: Manifest, where: str) -> None
     weight = base_weights(spec, base)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            parameter.copy_(weight(name, parameter.shape))
+            parameter.copy_(as_stored(spec, components.find(spec.model, name), weight(name, parameter.shape)))

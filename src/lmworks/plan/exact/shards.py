@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...spec import ModelSpec, RunSpec, components
+from ...spec.lora import quantized_bytes
 from ..case import Case
 from ..pipelines.schedule import stages_of
 from ..pipelines.stages import Stage, split_layers
@@ -31,6 +32,7 @@ class Weight:
     expert: bool = False  # other experts lie on other ranks: its gradient meets over "edp"
     partial: bool = False  # whole on every tensor-parallel rank, each of which finds a part of its gradient
     trained: bool = True  # False: frozen, under adapters
+    quantized: int = 0  # bytes, where it is kept in 4 or 8 bits
 
     @property
     def inside(self) -> str:
@@ -94,15 +96,23 @@ def rank_stages(case: Case, pp_rank: int) -> list[Stage]:
 
 def stage_weights(case: Case, stage: Stage) -> list[Weight]:
     """What tensor and expert parallelism leave of each weight, before data parallelism: alike on all their ranks."""
-    return local_weights(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters)
+    return local_weights(stage, *weight_layout(case))
 
 
 def trained_weights(case: Case, stage: Stage) -> list[Weight]:
     return [weight for weight in stage_weights(case, stage) if weight.trained]
 
 
+def weight_layout(case: Case) -> tuple[ModelSpec, int, bool, int, Adapters, str]:
+    """What the local shapes of weights follow from."""
+    return case.model, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters, case.frozen_base
+
+
 @functools.lru_cache(maxsize=2**10)
-def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int, adapters: Adapters) -> list[Weight]:
+def local_weights(
+    stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, adapters: Adapters, base: str
+) -> list[Weight]:
+    linears = {f"{linear.name}.weight" for linear in components.linears(model)} if base else set()
     found, trained = [], {components.SCORE, *(weight.name for weight in adapters)}
     for weight in described(model, stage, adapters):
         shape, expert, dim = list(weight.shape), ep > 1 and weight.experts > 0, weight.sharded(tp)
@@ -111,7 +121,10 @@ def local_weights(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int, ad
         if dim is not None:
             shape[dim] //= tp
         local = Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp))
-        found.append(local if not adapters or local.inside in trained else replace(local, trained=False))
+        if adapters and local.inside not in trained:
+            size = quantized_bytes(weight, local.shape, base) if local.inside in linears else 0
+            local = replace(local, trained=False, quantized=size)
+        found.append(local)
     return found
 
 
@@ -177,13 +190,13 @@ class Unit:
 
 def units(case: Case, stage: Stage) -> list[Unit]:
     """The root and each block. Experts are a unit of their own; so, then, are their router and the shared ones."""
-    return units_of(case.model, stage, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters)
+    return units_of(stage, *weight_layout(case))
 
 
 @functools.lru_cache(maxsize=2**10)
-def units_of(model: ModelSpec, stage: Stage, tp: int, sp: bool, ep: int, adapters: Adapters) -> list[Unit]:
+def units_of(stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, adapters: Adapters, base: str) -> list[Unit]:
     found: dict[tuple[int, str], list[Weight]] = {}
-    for weight in local_weights(model, stage, tp, sp, ep, adapters):
+    for weight in local_weights(stage, model, tp, sp, ep, adapters, base):
         part = ""
         if ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]

@@ -232,8 +232,9 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
     """Bytes of a rank of our own trainer."""
     code, kind, grid = case.software, case.sharding, case.grid
     where = {"shard": place.shard, "edp": place.edp}
-    own = kept = states = allocated = allocated_gradients = copies = low_bits = shards = trained = 0
+    own = kept = states = allocated = allocated_gradients = copies = low_bits = shards = trained = quantized = 0
     for unit, times in held:
+        quantized += times * sum(w.quantized - code.weights * w.size for w in unit.weights if w.quantized)
         trained += times * sum(weight.size for weight in unit.trained)
         for weight, shape in updated_shapes(case, unit, where):
             size = math.prod(shape)
@@ -254,7 +255,7 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
         parameters, gradients = own + kept, own
         padding, gradient_padding = allocated - parameters, allocated_gradients - own
     return {
-        "parameters": code.weights * parameters,
+        "parameters": code.weights * parameters + quantized,
         "gradients": code.gradients * gradients,
         "master": (code.master + code.low_bytes) * own,
         "optimizer": states,
