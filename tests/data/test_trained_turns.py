@@ -261,6 +261,10 @@ def test_run_folder_answers_with_the_template_it_was_trained_with(folder: Path, 
     (encoded,) = trained.turns(talk("q", "a"), ())
     answered, _ = chat.prompt(talk("q"), 100)
     assert encoded.ids[: len(answered)].tolist() == answered and encoded.trained.argmax() == len(answered)
+    own = tmp_path / "own.jinja"
+    own.write_text(tagged("zephyr"), encoding="utf-8")
+    copy_tokenizer(DataSpec(tokenizer="bytes", chat_template=str(own)), "", run / "tokenizer")
+    assert ChatTokenizer.open(DataSpec(), str(run)).template == tagged("zephyr")  # kept, for the next method
     write_tokenizer(tmp_path / "hf", plain_template("qwen"))
     copy_tokenizer(DataSpec(), str(tmp_path / "hf"), run / "tokenizer")
     tokenizer = load_model_tokenizer(run)

@@ -136,25 +136,29 @@ class ChatTokenizer:
     """Conversations and texts → tokens with the trained ones marked."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str, config: dict[str, Any], declared_eos: Sequence[int] = ()
+        self, tokenizer: Tokenizer, template: str, config: dict[str, Any], end_tokens: Sequence[int] = ()
     ) -> None:
-        self.tokenizer, self.template, self.config, self.declared_eos = tokenizer, template, config, declared_eos
+        """`end_tokens`: those that the model's config names beside the tokenizer's."""
+        self.tokenizer, self.template, self.config, self.end_tokens = tokenizer, template, config, end_tokens
         self.eos_token = token_text(config.get("eos_token") or name_of(tokenizer, tokenizer.eot))
 
     @classmethod
     def open(cls, data: DataSpec, init: str) -> ChatTokenizer:
         folder = tokenizer_folder(data, init)
-        config = read_config(folder) if isinstance(folder, Path) else {}
+        home = folder if isinstance(folder, Path) else None
+        if home is None and init and not data.tokenizer:
+            home = template_folder(Path(init))  # of a run on bytes: a template without a tokenizer file
+        config = read_config(home) if home else {}
         tokenizer = read_model_tokenizer(folder, config) if isinstance(folder, Path) else load_tokenizer(BYTES)
-        template = find_template(folder, config) if isinstance(folder, Path) else None
+        template = find_template(home, config) if home else None
         if data.chat_template:
             path = Path(data.chat_template)
             try:
                 template = path.read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise SpecError(f"data.chat_template = {str(path)!r} cannot be read: {error}") from None
-        eos = declared_eos(folder) if isinstance(folder, Path) else []
-        return cls(tokenizer, DIALOGUE if template is None else template, config, eos)
+        ends = end_token_ids(home) if home else ()
+        return cls(tokenizer, DIALOGUE if template is None else template, config, ends)
 
     @cached_property
     def renderer(self) -> TurnRenderer:
@@ -178,7 +182,7 @@ class ChatTokenizer:
     @cached_property
     def stop_tokens(self) -> list[int]:
         """Tokens that end an answer: end-of-text, those that the model names, and the template's end of a turn."""
-        return list(dict.fromkeys([self.tokenizer.eot, *self.declared_eos, *self.end_of_turn()]))
+        return list(dict.fromkeys([self.tokenizer.eot, *self.end_tokens, *self.end_of_turn()]))
 
     def end_of_turn(self) -> list[int]:
         """The special token after the content of an assistant turn; empty where the template has none."""
@@ -188,7 +192,7 @@ class ChatTokenizer:
             text = self.renderer.conversation(messages)
         except SpecError:
             return []
-        after = self.renderer.special.search(text, text.rfind(answered))
+        after = self.renderer.special.search(text, text.rfind(answered)) if answered in text else None
         return self.encode(after.group())[:1] if after else []
 
     # --- tokens -------------------------------------------------------------------------------------------
@@ -290,15 +294,5 @@ def read_model_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         return load_tokenizer(folder)
     if name := config.get("eos_token"):
         return read_tokenizer(folder / TOKENIZER_FILE, token_text(name))
-    declared = declared_eos(folder)
-    return read_tokenizer(folder / TOKENIZER_FILE, declared[0]) if declared else load_tokenizer(folder)
-
-
-def declared_eos(folder: Path) -> list[int]:
-    """End-of-text tokens that the model's config names."""
-    for file in EOS_FILES:
-        if (folder / file).is_file():
-            found = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
-            if ids := [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)]:
-                return ids
-    return []
+    ends = end_token_ids(folder)
+    return read_tokenizer(folder / TOKENIZER_FILE, ends[0]) if ends else load_tokenizer(folder)
