@@ -25,6 +25,7 @@ from lmworks.sandbox import (
     run_program,
     run_programs,
 )
+from lmworks.sandbox.confine import OWN_USERS, switch_user
 from lmworks.sandbox.isolation import choose
 from lmworks.sandbox.processes import descendants
 from lmworks.sandbox.seccomp import KERNEL
@@ -246,35 +247,55 @@ print(json.dumps(made))
 """
 
 
-def test_an_ordinary_user_has_all_three() -> None:
-    if os.geteuid() != 0:
-        said = run_python(ORDINARY)
-    else:  # the interpreter may lie in a home that is closed to others: bound to a place that is not, for this test
-        place = Path(tempfile.mkdtemp(dir="/tmp"))
-        place.chmod(0o755)
-        for name in ("python", "source"):
-            (place / name).mkdir()
+def run_as(code: str, become: Callable[[], None]) -> dict:
+    """In a process of root that has called `become`. The interpreter may lie in a home that is closed to others: it is
+    bound to a place that is not, in a mount namespace of this process."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    place.chmod(0o755)
+    for name in ("python", "source"):
+        (place / name).mkdir()
 
-        def become_ordinary() -> None:
-            linux.unshare(linux.CLONE_NEWNS)
-            linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-            linux.mount(sys.base_prefix, str(place / "python"), None, linux.MS_BIND)
-            linux.mount(str(ROOT / "src"), str(place / "source"), None, linux.MS_BIND)
-            os.setgroups([])
-            os.setresgid(12345, 12345, 12345)
-            os.setresuid(12345, 12345, 12345)
+    def prepare() -> None:
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+        linux.mount(sys.base_prefix, str(place / "python"), None, linux.MS_BIND)
+        linux.mount(str(ROOT / "src"), str(place / "source"), None, linux.MS_BIND)
+        become()
 
+    try:
         python = str(place / "python" / "bin" / Path(os.path.realpath(sys.executable)).name)
-        said = run_python(ORDINARY, python=python, source=place / "source", preexec_fn=become_ordinary, cwd="/", env={})
+        return run_python(code, python=python, source=place / "source", preexec_fn=prepare, cwd="/", env={})
+    finally:
         for name in ("python", "source"):
             (place / name).rmdir()
         place.rmdir()
-    own = f"{12345 if os.geteuid() == 0 else os.geteuid()}\n"
+
+
+def test_an_ordinary_user_has_all_three() -> None:
+    root, user = os.geteuid() == 0, os.geteuid() or 12345
+    said = run_as(ORDINARY, lambda: switch_user(user)) if root else run_python(ORDINARY)
     for kind, (user_namespace, uid, bomb, kill, environ, gaps) in said.items():
-        assert uid == own and kill == 1 and user_namespace == (kind == "namespaces")
+        assert uid == f"{user}\n" and kill == 1 and user_namespace == (kind == "namespaces")
         assert bomb in ("cpu", "wall", "processes", "memory")
         assert environ == (0 if kind == "seccomp" else 1)
         assert (kind == "seccomp") == any("/proc" in gap for gap in gaps)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user is not root without CAP_SYS_ADMIN")
+def test_root_of_a_container_runs_programs_as_another_user() -> None:
+    """Root without CAP_SYS_ADMIN, which may make user namespaces."""
+    drop_from_bounding_set, sys_admin = 24, 21
+    code = (
+        "from lmworks.sandbox import Program, Sandbox\n"
+        "with Sandbox(1, 'namespaces') as sandbox:\n"
+        "    found = sandbox.isolation\n"
+        '    result = sandbox.run(Program(\'import os\\nopen("x", "w").close()\\nprint(os.getuid())\'))\n'
+        "print(json.dumps([found.own_user, found.user_namespace, int(result.text)]))"
+    )
+    own_user, user_namespace, uid = run_as(
+        code, lambda: linux.checked(linux.LIBC.prctl(drop_from_bounding_set, sys_admin, 0, 0, 0), "prctl")
+    )
+    assert own_user and user_namespace and uid >= OWN_USERS
 
 
 @pytest.mark.parametrize("kind", ["namespaces", "landlock"])

@@ -60,10 +60,10 @@ def environment(work: str) -> dict[str, str]:
 
 
 def set_limits(limits: Limits, isolation: Isolation) -> None:
-    if isolation.own_user:
-        tasks = limits.processes
-    elif isolation.user_namespace:
+    if isolation.user_namespace:
         tasks = limits.processes + 2  # process 1 of the namespace, and the one that waits for it
+    elif isolation.own_user:
+        tasks = limits.processes
     else:  # counted with all other processes of this user: a fence far out; the supervisor counts exactly
         tasks = tasks_of_user(os.getuid()) + 8 * limits.processes
     values = {

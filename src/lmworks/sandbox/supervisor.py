@@ -70,9 +70,10 @@ class Supervisor:
     def run(self, folder: str, job: dict[str, Any], limits: Limits) -> dict[str, Any]:
         pipes = [os.pipe() for _ in range(3)]  # standard output, standard error, how it ended
         started = time.monotonic()
+        supervisor = os.getpid()
         first = os.fork()
         if not first:
-            self.start(folder, job, limits, *(write for _, write in pipes))
+            self.start(supervisor, folder, job, limits, *(write for _, write in pipes))
         for _, write in pipes:
             os.close(write)
         watch = Watch(self, first, folder, limits, *(read for read, _ in pipes))
@@ -102,10 +103,14 @@ class Supervisor:
             "isolation": self.isolation.kind,
         }
 
-    def start(self, folder: str, job: dict[str, Any], limits: Limits, out: int, err: int, status: int) -> NoReturn:
+    def start(
+        self, supervisor: int, folder: str, job: dict[str, Any], limits: Limits, out: int, err: int, status: int
+    ) -> NoReturn:
         """In a new process: becomes init of a program, and tells how that ended."""
         try:
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:  # it was killed before it could take us along
+                os._exit(1)
             namespaces.write("/proc/self/oom_score_adj", "1000")  # where memory runs out, this goes first
             if self.isolation.kind == "namespaces":
                 if self.isolation.user_namespace and self.isolation.own_user:
@@ -128,6 +133,7 @@ class Supervisor:
                     os._exit(0)
         except BaseException as error:
             os.write(status, FAILED + f"{type(error).__name__}: {error}".encode())
+        finally:
             os._exit(1)
 
     def become_program(self, folder: str, code: str | list[str], limits: Limits) -> NoReturn:
