@@ -108,6 +108,12 @@ class FakeDevice:
     def add_adapter(self, name: str, folder: Path) -> None:
         pass
 
+    def sleep(self) -> int:
+        return 0
+
+    def wake(self) -> int:
+        return 0
+
     def failed_worker(self) -> str:
         return ""
 

@@ -36,6 +36,7 @@ from .request import (
 )
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
+from .sleep import ASLEEP
 from .step_output import PromptLogprobs, TokenOutput
 
 DRIVEN = "an AsyncEngine runs it; send requests to that, or close it first"
@@ -64,6 +65,14 @@ class RunnerProtocol(Protocol):
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> StepOutput: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
+    def sleep(self) -> int:
+        """Release the memory of the KV cache; returns its bytes."""
+        ...
+
+    def wake(self) -> int:
+        """Take it again; returns how many CUDA graphs have to be captured again."""
+        ...
+
     def failed_worker(self) -> str:
         """Which worker has failed, and why; empty if none has."""
         ...
@@ -114,6 +123,7 @@ class Engine:
         self.structured_requests: set[int] = set()  # ids of requests with a grammar
         self.in_flight: InFlightStep | None = None
         self.pending_outputs: list[OutputDelta] = []
+        self.asleep = False  # without a KV cache: requests are refused
         self.failure: BaseException | None = None
         self.driver: object | None = None  # the only caller that may step it: each delta is returned once
 
@@ -142,6 +152,22 @@ class Engine:
             raise LMWorksError("the weights of an engine cannot change while requests are running")
         self.scheduler.block_manager.reset_prefix_cache()
 
+    def sleep(self) -> int:
+        """Release the memory of the KV cache, cached prefixes with it; returns its bytes. No request may be running."""
+        if self.driver is not None:
+            raise LMWorksError(f"the engine is in use: {DRIVEN}")
+        if self.requests or self.in_flight:
+            raise LMWorksError("an engine cannot sleep while requests are running: let them finish, or cancel them")
+        self.scheduler.block_manager.reset_prefix_cache()
+        released = self.runner.sleep()
+        self.asleep = True
+        return released
+
+    def wake(self) -> None:
+        """Take the memory of the KV cache again; where there is too little, it raises and the engine stays asleep."""
+        self.metrics.graph_recaptures += self.runner.wake()
+        self.asleep = False
+
     def drive(self, driver: object) -> None:
         """Make `driver` the only caller that steps the engine, until it sets `driver` to None."""
         if self.driver is not None or self.requests:
@@ -158,6 +184,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Add a request. One that could never be served gets an error delta from the next step."""
         try:
+            if self.asleep:
+                raise LMWorksError(ASLEEP)
             self.check(request)
             self.create_sequences(request)
         except LMWorksError as error:

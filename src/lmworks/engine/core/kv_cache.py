@@ -20,6 +20,7 @@ from ...kernels.inference.paged_attention import AttentionMetadata, LayerCache, 
 from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from ...spec.components import token_cache
 from .step_input import Batch
+from .virtual_memory import Buffer, OutOfMemory, TorchBuffer, VirtualBuffer, is_supported
 
 CPU_BYTES = 2**30  # default on a CPU; pages that are never written take no memory
 STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -59,19 +60,61 @@ class KVCacheShape:
 
 
 class KVCache:
-    def __init__(self, shape: KVCacheShape, blocks: int, device: torch.device) -> None:
+    """Asleep it has no memory; it wakes with zeros."""
+
+    store: Tensor
+    scales: Tensor | None
+    layers: list[LayerCache]
+
+    def __init__(self, shape: KVCacheShape, blocks: int, device: torch.device, sleepable: bool = False) -> None:
+        """`sleepable`: at addresses that sleeping and waking do not change, where the platform has it."""
         self.shape, self.blocks = shape, blocks
         of_all = (shape.layers, shape.vectors, blocks, shape.kv_heads, shape.size)
+        self.tensors: list[tuple[tuple[int, ...], torch.dtype]] = [((*of_all, shape.head_dim), shape.dtype)]
+        if shape.quantized:
+            self.tensors.append((of_all, torch.float32))
+        kind = VirtualBuffer if sleepable and is_supported(device) else TorchBuffer
+        self.buffers: list[Buffer] = []
+        self.addresses: list[int] = []
         try:
-            # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
-            self.store = torch.zeros(*of_all, shape.head_dim, dtype=shape.dtype, device=device)
-            self.scales = torch.zeros(of_all, device=device) if shape.quantized else None
-        except RuntimeError:  # out of memory, of several types
+            for sizes, dtype in self.tensors:
+                self.buffers.append(kind(math.prod(sizes) * dtype.itemsize, device))
+            self.wake()
+        except OutOfMemory:
             raise LMWorksError(
                 f"a cache of {blocks:,} blocks takes {blocks * shape.block_bytes / 2**30:,.1f} GiB, which the device "
                 "does not have; lower engine.blocks, or leave it at 0 for as many as memory holds"
             ) from None
-        self.layers = [self.layer(index) for index in range(shape.layers)]
+
+    @property
+    def asleep(self) -> bool:
+        return not all(buffer.mapped for buffer in self.buffers)
+
+    def sleep(self) -> int:
+        """Release the memory, and lose what is cached; returns its bytes."""
+        released = sum(buffer.mapped_bytes for buffer in self.buffers)
+        self.store, self.scales, self.layers = torch.empty(0), None, []
+        for buffer in self.buffers:
+            buffer.unmap()
+        return released
+
+    def wake(self) -> bool:
+        """Take memory again, or none if there is too little; returns whether the addresses are those of before."""
+        try:
+            # Zeros: what was never written must be finite, as a masked probability of 0 is multiplied with it.
+            for buffer in self.buffers:
+                buffer.map()
+        except OutOfMemory:
+            for buffer in self.buffers:
+                buffer.unmap()
+            raise
+        self.store, *scales = [
+            buffer.tensor(*tensor) for buffer, tensor in zip(self.buffers, self.tensors, strict=True)
+        ]
+        self.scales = scales[0] if scales else None
+        self.layers = [self.layer(index) for index in range(self.shape.layers)]
+        before, self.addresses = self.addresses, [tensor.data_ptr() for tensor in (self.store, *scales)]
+        return self.addresses == before
 
     def layer(self, index: int) -> LayerCache:
         store = self.store[index]  # one vector is key and value
@@ -109,7 +152,8 @@ def blocks_that_fit(shape: KVCacheShape, room: int, engine: EngineSpec) -> int:
 
 
 def free_on_gpu(device: torch.device, part: float, peak: int) -> int:
-    """Bytes of `part` of the GPU that are left beside other processes and `peak`, the peak of a step."""
+    """Bytes of `part` of the GPU that are left beside `peak`, the peak of a step, and what torch has not allocated:
+    other processes, and caches of sleepable engines in this one."""
     free, total = torch.cuda.mem_get_info(device)
     elsewhere = total - free - torch.cuda.memory_reserved(device)
     return int(total * part) - elsewhere - peak

@@ -53,6 +53,7 @@ class Metrics:
     kv_cache_usage_peak: float = 0.0
     proposed_guesses: int = 0
     accepted_guesses: int = 0
+    graph_recaptures: int = 0  # CUDA graphs that a wake-up invalidated: the cache came to another address
     finished: dict[str, int] = field(default_factory=dict)  # answers by reason
     # seconds
     request_queue_time_seconds: Histogram = field(default_factory=Histogram)

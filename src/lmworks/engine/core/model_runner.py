@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ...model.attention import paged_options
 from ...model.gpt import GPT
-from ...spec import EngineSpec, ModelSpec, SpecError
+from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
 from ..quantization.drift import DriftMonitor
 from ..speculative.draft_model import DraftedTokens, DraftModel
+from . import sleep
 from .cuda_graphs import CUDAGraphs, capture_graphs, captured_metadata, prefill_buckets, profile_cache_memory
 from .fusion import fuse, supports_graphs
 from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, PagedAttention, blocks_that_fit
@@ -48,11 +49,13 @@ class ModelRunner:
         draft: DraftModel | None = None,  # of speculative decoding
         tp_rank: TensorParallelRank | None = None,  # with tensor parallelism: `model` is this rank's shard
         logit_scale: float = 1.0,  # of all logits: 1 / temperature of rollouts, whose log-probabilities contain it
+        sleepable: bool = False,  # the KV cache keeps its addresses when it sleeps, so CUDA graphs stay valid
     ) -> None:
         self.device = torch.device(device)
         self.spec = resolve_spec(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
         self.model, self.valid_vocab, self.logit_scale = model, valid_vocab, logit_scale
+        self.sleepable = sleepable
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
         self.tp_rank = tp_rank
@@ -80,7 +83,7 @@ class ModelRunner:
             blocks = self.blocks_for(shape)
             self.spec = self.spec.replace(blocks=blocks if tp_rank is None else tp_rank.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
-        self.cache = KVCache(shape, self.blocks, self.device)
+        self.cache = KVCache(shape, self.blocks, self.device, sleepable)
         if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and supports_graphs(model):
             largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
             self.graphs = CUDAGraphs(
@@ -111,6 +114,14 @@ class ModelRunner:
         if self.tp_rank is not None or self.draft is not None:
             raise SpecError("weights can be replaced with engine.tp = 1 and without a draft model")
         return LiveWeights(self.model)
+
+    def sleep(self) -> int:
+        """Release the memory of the KV cache; returns its bytes."""
+        return sleep.sleep(self)
+
+    def wake(self) -> int:
+        """Take it again; returns how many CUDA graphs were dropped, for they had other addresses."""
+        return sleep.wake(self)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter on all ranks, or on none."""
@@ -153,12 +164,17 @@ class ModelRunner:
         return "" if self.tp_rank is None else self.tp_rank.failed_worker()
 
     def close(self) -> None:
-        """Stop the workers of other ranks."""
+        """Stop the workers of other ranks, and release the pages of a sleepable cache."""
+        if self.sleepable:
+            for cache in sleep.caches(self):
+                cache.sleep()
         if self.tp_rank is not None:
             self.tp_rank.close()
 
     @torch.no_grad()
     def launch(self, step: Step) -> AsyncStepOutput:
+        if self.cache.asleep:
+            raise LMWorksError(sleep.ASLEEP)
         try:
             return self.execute(step)
         except torch.OutOfMemoryError:

@@ -76,7 +76,7 @@ class DraftModel:
     def allocate_cache(self, blocks: int, graphs: bool) -> None:
         """Allocate as many blocks as the target model has; capture graphs if it does."""
         runner = self.runner
-        self.cache = KVCache(self.shape, blocks, runner.device)
+        self.cache = KVCache(self.shape, blocks, runner.device, runner.sleepable)
         if graphs and supports_graphs(self.model):
             seqs = runner.spec.max_seqs
             self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.max_blocks_per_seq, runner.device)
