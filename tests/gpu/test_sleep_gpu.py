@@ -29,20 +29,24 @@ SMALL = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 512, "vocab": 512, "cont
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {"kv_heads": 2},
     "experts": {"kv_heads": 2, "experts": 4, "top_k": 2, "expert_ffn": 128},
-    "latent": {"kv_lora_rank": 64, "q_lora_rank": 32, "rope_head_dim": 16, "v_head_dim": 64},
+    "latent": {"kv_lora_rank": 48, "q_lora_rank": 32, "rope_head_dim": 16, "v_head_dim": 64},
 }
 PREFIX = [(7 * i) % 500 for i in range(70)]
 PROMPTS = [[*PREFIX, 4], [*PREFIX, 9, 9, 41], list(range(40)), [3]]
 
 
-def make_engine(
-    shape: str = "dense", kv_dtype: str = "auto", sleepable: bool = True, gib: float = 0.5, **spec: Any
-) -> Engine:
-    """With a cache of `gib`."""
+@pytest.fixture(autouse=True)
+def empty_device() -> None:
+    """Engines of tests before this one are gone."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def make_engine(shape: str = "dense", kv_dtype: str = "auto", gib: float = 0.5, sleepable: bool = True) -> Engine:
+    """In fp32, so that graphs and padding change no token; with a cache of `gib`."""
     model = ModelSpec(**{**SMALL, **SHAPES[shape]})
-    engine = EngineSpec(device="cuda", dtype="bf16", kv_dtype=kv_dtype, max_seqs=16, max_batch_tokens=512, **spec)
-    block_bytes = kv_cache.KVCacheShape.of(model, engine, torch.bfloat16).block_bytes
-    blocks = spec.get("blocks", int(gib * GIB) // block_bytes)
+    engine = EngineSpec(device="cuda", dtype="fp32", kv_dtype=kv_dtype, max_seqs=16, max_batch_tokens=512)
+    blocks = int(gib * GIB) // kv_cache.KVCacheShape.of(model, engine, torch.float32).block_bytes
     runner = ModelRunner(GPT(model, seed=1), engine.replace(blocks=blocks), CUDA, model.vocab, sleepable=sleepable)
     return Engine(runner)
 
@@ -52,13 +56,14 @@ def runner_of(engine: Engine) -> ModelRunner:
     return engine.runner
 
 
-def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
-    """Of greedy and sampled requests, twice: the second time, mixed steps are graphs too."""
+def answers(engine: Engine) -> list[list[int]]:
+    """Tokens of greedy and sampled requests, the prefix cache being empty; then again, with it."""
     found = []
+    engine.weights_changed()
     for _ in range(2):
         params = [
-            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0),
-            SamplingParams(temperature=1.0, n=2, max_tokens=12, ignore_eos=True, logprobs=0, seed=3),
+            SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+            SamplingParams(temperature=1.0, n=2, max_tokens=12, ignore_eos=True, seed=3),
         ]
         requests = [Request(list(prompt), each) for each in params for prompt in PROMPTS]
         for request in requests:
@@ -67,7 +72,7 @@ def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
         for request in requests:
             result = done[request.id]
             assert result is not None and result.error is None, result
-            found += [(each.token_ids, [one.logprob for one in each.logprobs or ()]) for each in result.answers]
+            found += [each.token_ids for each in result.answers]
     return found
 
 
@@ -94,7 +99,7 @@ def test_pages_come_and_go_at_one_address() -> None:
     address = numbers.data_ptr()
     assert numbers.device == torch.device("cuda", 0) and not numbers.any()
     numbers += 7
-    assert numbers.sum(dim=1).tolist() == [7.0 * GIB / 16] * 4
+    assert bool((numbers == 7).all())
     buffer.unmap()
     assert before - free_bytes() < 64 * MIB
     other = torch.full((GIB,), 255, dtype=torch.uint8, device=CUDA)  # perhaps on the same pages
@@ -130,12 +135,12 @@ def test_an_engine_that_slept_is_as_before(shape: str, kv_dtype: str) -> None:
     runner = runner_of(engine)
     cache = runner.cache
     assert all(isinstance(buffer, VirtualBuffer) for buffer in cache.buffers)
-    answers(engine)  # captures what is captured when it is first needed
-    engine.weights_changed()  # no prefixes: as after a wake-up
-    want = answers(engine)
+    answers(engine)
+    want = answers(engine)  # graphs of mixed steps are captured when their bucket comes again
     graphs = runner.graphs
     captured = {} if graphs is None else dict(graphs.captured)
-    assert (graphs is not None) == (shape != "latent")  # latent attention reads lengths on the host
+    assert (graphs is not None) == (shape == "dense")  # the others read counts or lengths on the host
+    torch.cuda.empty_cache()
     addresses, awake = list(cache.addresses), free_bytes()
     released = engine.sleep()
     assert released >= cache.blocks * cache.shape.block_bytes
@@ -146,6 +151,7 @@ def test_an_engine_that_slept_is_as_before(shape: str, kv_dtype: str) -> None:
     engine.wake()
     assert abs(free_bytes() - awake) < 8 * MIB
     assert cache.addresses == addresses
+    assert not any(bool(pool.view(torch.uint8).any()) for pool in cache.pools())
     assert answers(engine) == want
     if graphs is not None:
         assert graphs.captured == captured and captured  # the very same, replayed
@@ -160,6 +166,7 @@ def test_without_virtual_memory_graphs_are_captured_again(monkeypatch: pytest.Mo
     assert answers(engine) == want
     assert runner.graphs is not None
     count, before = len(runner.graphs.captured), list(runner.cache.addresses)
+    torch.cuda.empty_cache()
     awake = free_bytes()
     released = engine.sleep()
     assert abs(free_bytes() - awake - released) < 64 * MIB
@@ -173,7 +180,7 @@ def test_without_virtual_memory_graphs_are_captured_again(monkeypatch: pytest.Mo
 
 def test_100_rounds_do_not_grow() -> None:
     """Each with a trainer's allocations in between."""
-    engine = make_engine(gib=4.0, kv_dtype="fp8")
+    engine = make_engine(gib=4.0)
     want = answers(engine)
     reserved, free, seconds = [], [], []
     for _ in range(100):
@@ -208,17 +215,15 @@ def test_waking_without_memory_can_be_tried_again() -> None:
     assert engine.asleep
     del taken
     engine.wake()
-    engine.weights_changed()
     assert answers(engine) == want
 
 
-def test_sizing_leaves_room() -> None:
-    """As many blocks as fit a part of the GPU, beside a sleepable cache of another engine."""
+def test_sizing_counts_sleepable_caches() -> None:
+    """Blocks fill a part of the GPU, in which another engine's sleepable cache lies, though torch does not know it."""
     first = make_engine(gib=20.0)
-    total = torch.cuda.mem_get_info()[1]
-    part = 0.5
-    model = ModelSpec(**{**SMALL, **SHAPES["dense"], "context": 65536})
-    spec = EngineSpec(device="cuda", dtype="bf16", max_seqs=4096, max_batch_tokens=8192, memory=part)
+    total, part = torch.cuda.mem_get_info()[1], 0.5
+    model = ModelSpec(**{**SMALL, "kv_heads": 4, "context": 65536})
+    spec = EngineSpec(device="cuda", dtype="bf16", max_seqs=1024, max_batch_tokens=2048, memory=part, graphs=False)
     runner = ModelRunner(GPT(model, seed=1), spec, CUDA, model.vocab, sleepable=True)
     used = total - free_bytes()
     assert part * total - 4 * GIB < used < part * total + GIB
