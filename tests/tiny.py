@@ -112,13 +112,14 @@ def curve(run_dir: Path) -> list[tuple[Any, ...]]:
     return [tuple(line.get(key) for key in keys) for line in read_metrics(RunFolder(run_dir).metrics_path)]
 
 
-def saved(run_dir: Path, step: int | None = None) -> dict[str, Tensor]:
-    """Everything in the newest checkpoint (or that of `step`): weights, optimizer, random generators, by name."""
+def saved(run_dir: Path, step: int | None = None, *others: str) -> dict[str, Tensor]:
+    """Everything in the newest checkpoint (or that of `step`): weights, optimizer, random generators, by name; and
+    `others`, its further sections."""
 
     def refused(folder: Path, reason: str) -> None:
         raise AssertionError(f"{folder} was refused: {reason}")
 
-    state: dict[str, Any] = {"model": None, "optim": None, "rng": None}
+    state: dict[str, Any] = dict.fromkeys(("model", "optim", "rng", *others))
     found = checkpoint.load(RunFolder(run_dir).checkpoints, state, refused=refused, step=step)
     assert found is not None
     return {"step": torch.tensor(found.step), **flat(state)}

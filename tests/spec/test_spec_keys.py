@@ -155,7 +155,7 @@ health.stats_every                  0               [0, inf)
 watch.timeout_s                     1800.0          (0, inf)
 watch.straggler                     1.5             (1, inf)
 watch.straggler_steps               20              [1, inf)
-align.method                        "" sft reward dpo ipo kto orpo simpo grpo dr_grpo dapo gspo rloo best_of_n
+align.method                        "" sft reward dpo ipo kto orpo simpo grpo dr_grpo dapo gspo rloo best_of_n ppo
 align.reference                     ""
 align.beta                          -1.0            [-1, inf)
 align.label_smoothing               0.0             [0, 0.5)
@@ -180,6 +180,18 @@ align.importance_cap                2.0             [0, inf)
 align.overlong_buffer               -1              [-1, inf)
 align.dynamic_sampling              -1              [-1, inf)
 align.kl_stop                       0.0             [0, inf)
+align.reward_model                  ""
+align.critic                        ""
+align.critic_head                   "zeros"         zeros normal
+align.critic_lr                     0.0             [0, inf)
+align.gamma                         1.0             [0, 1]
+align.lam                           0.95            [0, 1]
+align.value_clip                    0.2             [0, inf)
+align.whiten_rewards                false
+align.whiten_advantages             true
+align.missing_eos_penalty           1.0             [0, inf)
+align.kl_target                     6.0             [0, inf)
+align.kl_horizon                    10000           [1, inf)
 align.engine_memory                 0.4             (0, 1)
 lora.rank                           0               [0, inf)
 lora.alpha                          0.0             [0, inf)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from .. import checkpoint
 from ..model.hf import read_config
 from ..parallel.initial_weights import is_hf, source_of
 from ..parallel.mesh import Mesh
@@ -17,7 +16,7 @@ from ..parallel.world import run_on_all_ranks
 from ..plan.passes import frozen_run
 from ..record import RunFolder
 from ..spec import ModelSpec, RunSpec, SpecError
-from ..train.saved_weights import RefusalLog
+from ..train.saved_weights import RefusalLog, load_weights
 
 
 def load_frozen(spec: RunSpec, folder: str, key: str, mesh: Mesh | None, device: torch.device) -> ParallelModel:
@@ -46,7 +45,6 @@ def load_run_weights(parallel_model: ParallelModel, folder: str, key: str) -> No
     """Of the newest intact checkpoint of a run, straight into the shards."""
     sharding, mesh = parallel_model.sharding, parallel_model.mesh
     weights = {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in parallel_model.shards}
-    state = {"model": weights | parallel_model.buffers()}
-    if checkpoint.load(RunFolder.open(folder).checkpoints, state, refused=RefusalLog()) is None:
+    if not load_weights(RunFolder.open(folder), weights | parallel_model.buffers(), RefusalLog()):
         raise SpecError(f"{key} = {folder!r} has no checkpoint")
     parallel_model.after_load()

@@ -134,7 +134,12 @@ class RewardModel(PairObjective):
     def pair_loss(self, forward: Forward, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         chosen, rejected = answer_rewards(forward, batch).chunk(2)
         margin = batch.extras["margin"].to(chosen.device) if "margin" in batch.extras else 0.0
-        return reward_loss(chosen, rejected, margin, self.spec.reward_center, denominator=SUM)
+        loss, metrics = reward_loss(chosen, rejected, margin, self.spec.reward_center, denominator=SUM)
+        rewards = torch.cat([chosen, rejected]).detach()
+        metrics |= {"rewards/mean": rewards.mean(), "rewards/square": rewards.square().mean()}
+        # How far the probability that the model gives to the choice is from it, squared: 0.25 for a model that guesses.
+        metrics["rewards/brier"] = (chosen - rejected).detach().sigmoid().sub(1).square().mean()
+        return loss, metrics
 
 
 def answer_rewards(forward: Forward, batch: Batch) -> Tensor:

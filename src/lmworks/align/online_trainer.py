@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,8 +17,10 @@ from ..spec.run import DataSpec
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
 from ..train.prefetcher import BatchStream
+from .critic import Critic
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
+from .reward_scorer import RewardScorer
 from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
 from .rounds import Rounds, mean_reward
@@ -29,6 +32,7 @@ class OnlineTrainer(PostTrainer):
     batches: PromptBatches  # type: ignore[assignment]
     held_out: PromptBatches  # type: ignore[assignment]
     rounds: Rounds
+    critic: Critic | None = None  # of PPO
 
     def open_data(self) -> None:
         """All ranks see all prompts of a round: which of them samples what is decided there."""
@@ -38,7 +42,8 @@ class OnlineTrainer(PostTrainer):
         self.batches = run_on_all_ranks(lambda: source(self.prompt_data(align.prompts)))
         held_out = self.prompt_data(min(align.prompts, spec.log.eval_batches * spec.data.micro_batch or align.prompts))
         self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
-        self.rewards = run_on_all_ranks(lambda: load_rewards(align.rewards, align.reward_weights))
+        functions = align.rewards or None  # a reward model may be all there is
+        self.rewards = run_on_all_ranks(lambda: functions and load_rewards(functions, align.reward_weights))
 
     def prompt_data(self, prompts: int) -> DataSpec:
         """So many at once, each short enough for the longest answer to fit beside it."""
@@ -59,16 +64,35 @@ class OnlineTrainer(PostTrainer):
         assert isinstance(self.objective, PolicyObjective)
         reference: Forward | None = self.objective.reference
         ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
+        critic: Critic | None = None
+        if self.spec.align.method == "ppo":
+            critic = self.critic = Critic(self)
+            self.train_state.others["critic"] = critic.state
+        reward_model = self.spec.align.reward_model
+        scorer = RewardScorer(self.spec, reward_model, self.mesh, self.device) if reward_model else None
         engine = RolloutEngine(self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device)
         self.rounds = Rounds(
-            self.spec, self.parallel_model, engine, self.batches, self.rewards, reference, self.folder.path / ROLLOUTS
+            self.spec,
+            self.parallel_model,
+            engine,
+            self.batches,
+            self.rewards,
+            self.folder.path / ROLLOUTS,
+            reference=reference,
+            critic=None if critic is None else critic.parallel_model.forward,
+            reward_model=scorer,
         )
+        self.checkpoints.method_state = self.rounds.adaptive_kl
 
     def batches_at(self, cursor: int) -> list[Batch]:
         return self.rounds.take(cursor, ahead=1)
 
     def batch_stream(self) -> BatchStream:
         return self.rounds
+
+    def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        found = {} if self.critic is None else self.critic.update(list(batches), self.step, self.cursor)
+        return super().train_step(batches) | found
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         values = super().next_step(prefetcher)
@@ -86,5 +110,6 @@ class OnlineTrainer(PostTrainer):
         """The mean reward of sampled answers to held-out prompts; the loss is its negative."""
         self.rounds.engine.hand_over()
         rollouts = self.rounds.sample(self.held_out, 0, "held-out")
+        self.rounds.add_model_rewards(rollouts)
         reward = mean_reward(rollouts)
         return Evaluation(-reward, len(rollouts), {"reward/mean": reward})

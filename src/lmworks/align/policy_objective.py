@@ -10,7 +10,7 @@ from ..train.objective import Forward
 from .logprobs import sft_loss
 from .masked import masked_mean
 from .objectives import SUM, AnswerObjective
-from .policy_losses import Aggregation, grpo_loss, rloo_loss
+from .policy_losses import Aggregation, grpo_loss, ppo_policy_loss, rloo_loss
 from .rollouts import by_answer
 
 AGGREGATION: dict[str, Aggregation] = {"grpo": "grpo", "gspo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo"}
@@ -21,7 +21,7 @@ class PolicyObjective(AnswerObjective):
 
     def __init__(self, spec: AlignSpec) -> None:
         super().__init__(spec)
-        by_token = spec.method in ("dapo", "best_of_n")
+        by_token = spec.method in ("dapo", "best_of_n", "ppo")
         self.unit = "token" if by_token else "answer"
 
     def units(self, batch: Batch) -> int:
@@ -37,6 +37,19 @@ class PolicyObjective(AnswerObjective):
         mask = extras["mask"]
         if spec.method == "best_of_n":
             loss, metrics = sft_loss(logps, mask, denominator=SUM)
+        elif spec.method == "ppo":
+            loss, metrics = ppo_policy_loss(
+                logps,
+                extras["old_logps"],
+                extras["advantages"],
+                mask,
+                spec.clip,
+                clip_high=spec.clip_high,
+                sampler_logps=extras["sampler_logps"] if spec.importance_cap else None,
+                importance_cap=spec.importance_cap or 1.0,
+                entropies=entropies,
+                denominator=SUM,
+            )
         elif spec.method == "rloo":
             loss, metrics = rloo_loss(
                 logps,

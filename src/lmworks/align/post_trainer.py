@@ -3,6 +3,7 @@ policy. Steps, layouts, checkpoints, health and reports are those of pretraining
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +19,11 @@ from ..plan.devices.machine import Machine
 from ..plan.passes import REFERENCE, reference_is_base
 from ..spec import RunSpec
 from ..train import Trainer
+from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
 from .frozen_model import load_frozen
 from .objectives import AnswerObjective, objective_of
+from .reward_scorer import write_stats
 
 
 class PostTrainer(Trainer):
@@ -48,6 +51,13 @@ class PostTrainer(Trainer):
 
     def make_objective(self) -> Objective:
         return objective_of(self.spec.align)
+
+    def run(self) -> Evaluation:
+        result = super().run()
+        if self.spec.align.method == "reward" and self.is_rank_zero:
+            mean, square = result.metrics["rewards/mean"], result.metrics["rewards/square"]
+            write_stats(self.folder.path, mean, math.sqrt(max(square - mean**2, 1e-12)))
+        return result
 
     def build(self) -> None:
         super().build()

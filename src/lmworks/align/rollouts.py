@@ -33,6 +33,9 @@ class Rollout:
     reward: float = float("nan")  # NaN: no reward function has an opinion
     rewards: dict[str, float] = field(default_factory=dict)  # by source
     advantage: float = 0.0
+    advantages: list[float] | None = None  # of its tokens, where a critic estimates their values
+    values: list[float] | None = None  # by the critic, before the first update on the round
+    returns: list[float] | None = None
     old_logps: list[float] | None = None  # by the trainer, before the first update on the round
     ref_logps: list[float] | None = None  # by the reference model
 
@@ -98,7 +101,8 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
 
     index    where the log-probabilities of its tokens are among the rows', flattened
     mask     which of them there are
-    others   old_logps, ref_logps, sampler_logps where they are known; advantages (answers)
+    others   old_logps, ref_logps, sampler_logps, values, returns where they are known
+    advantages   (answers), or (answers, longest) where a critic estimates the values of tokens
     """
     longest = max(len(rollout.token_ids) for row in rows for rollout in row)
     answers = sum(map(len, rows))
@@ -123,7 +127,7 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
     members = [rollout for row in rows for rollout in row]
     extras = {"index": torch.from_numpy(index), "mask": torch.from_numpy(mask)}
     extras["advantages"] = torch.tensor([rollout.advantage for rollout in members], dtype=torch.float32)
-    for name in ("old_logps", "ref_logps", "sampler_logps"):
+    for name in ("old_logps", "ref_logps", "sampler_logps", "advantages", "values", "returns"):
         columns = [getattr(rollout, name) for rollout in members]
         if all(column is not None for column in columns):
             extras[name] = padded(columns, longest)

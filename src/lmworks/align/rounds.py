@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..data import Batch
 from ..data.example_batches import PromptBatches, PromptExample
@@ -24,6 +25,9 @@ from ..record import phase
 from ..spec import RunSpec
 from ..train.objective import Forward
 from .advantages import best_of_n, dynamic_sampling_mask, group_advantages, overlong_penalty, rloo_advantages
+from .kl import AdaptiveKL
+from .ppo import set_token_advantages
+from .reward_scorer import RewardScorer
 from .rewards import Rewards
 from .rollout_engine import RolloutEngine, rollout_seed
 from .rollouts import Rollout, by_answer, load_round, micro_batches, save_round
@@ -40,12 +44,18 @@ class Rounds:
         parallel_model: ParallelModel,
         engine: RolloutEngine,
         prompts: PromptBatches,
-        rewards: Rewards,
-        reference: Forward | None,
+        rewards: Rewards | None,
         folder: Path,
+        *,
+        reference: Forward | None = None,
+        critic: Forward | None = None,
+        reward_model: RewardScorer | None = None,
     ) -> None:
         self.spec, self.parallel_model, self.engine = spec, parallel_model, engine
-        self.prompts, self.rewards, self.reference, self.folder = prompts, rewards, reference, folder
+        self.prompts, self.rewards, self.folder = prompts, rewards, folder
+        self.reference, self.critic, self.reward_model = reference, critic, reward_model
+        align = spec.align
+        self.adaptive_kl = AdaptiveKL(align.beta, align.kl_target or math.inf, align.kl_horizon)
         self.updates = spec.align.updates(spec.data.global_batch)
         self.number = -1  # of the round at hand
         self.rollouts: list[Rollout] = []
@@ -101,6 +111,7 @@ class Rounds:
         drawn: list[Rollout] = []
         for attempt in range(1 + align.dynamic_sampling):
             sampled = self.sample(self.prompts, number * (1 + align.dynamic_sampling) + attempt)
+            self.add_model_rewards(sampled)
             drawn += sampled
             rollouts += with_signal(sampled, align.samples) if align.dynamic_sampling else sampled
             if len(rollouts) >= align.prompts * align.samples:
@@ -142,6 +153,8 @@ class Rounds:
         return sorted((one for share in shares for one in share), key=lambda one: one.prompt)
 
     def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
+        if self.rewards is None:
+            return
         asked = [examples[rollout.prompt] for rollout in rollouts]
         scores = self.rewards.score(
             [example.prompt for example in asked],
@@ -166,32 +179,53 @@ class Rounds:
     def score(self) -> None:
         """Log-probabilities of the answers before the first update, and those of the reference."""
         align = self.spec.align
-        in_rewards = align.method == "rloo" and align.beta > 0
+        in_rewards = align.method == "ppo" or (align.method == "rloo" and align.beta > 0)
+
+        def logps_of(forward: Forward) -> Callable[[Batch], Tensor]:
+            return lambda batch: forward(batch, logprobs=True, temperature=align.temperature).logps
+
         if self.updates > 1 or in_rewards:
-            self.set_logps("old_logps", self.parallel_model.forward)
+            self.set_by_token("old_logps", logps_of(self.parallel_model.forward))
         if self.reference is not None:
-            self.set_logps("ref_logps", self.reference)
+            self.set_by_token("ref_logps", logps_of(self.reference))
+        if self.critic is not None:
+            self.set_by_token("values", self.critic)
 
     @torch.no_grad()
-    def set_logps(self, name: str, forward: Forward) -> None:
+    def set_by_token(self, name: str, compute: Callable[[Batch], Tensor]) -> None:
+        """A number of every token of the answers, on all ranks; `compute` gives those of a micro-batch's rows."""
         own: list[tuple[int, list[float]]] = []
         for batch, numbers in self.batches(self.rollouts):
-            found = forward(batch, logprobs=True, temperature=self.spec.align.temperature)
-            logps = by_answer(found.logps, batch).tolist()
+            table = by_answer(compute(batch), batch).tolist()
             own += [
                 (number, row[: len(self.rollouts[number].token_ids)])
-                for number, row in zip(numbers, logps, strict=False)
+                for number, row in zip(numbers, table, strict=False)  # a filler has no answers
             ]
         group = None if self.parallel_model.mesh is None else self.parallel_model.mesh.group("dp")
         shares: list[Any] = [own]
         if group is not None:
             shares = [None] * group.size()
             dist.all_gather_object(shares, own, group=group)
-        for number, logps in (pair for share in shares for pair in share):
-            setattr(self.rollouts[number], name, logps)
+        for number, values in (pair for share in shares for pair in share):
+            setattr(self.rollouts[number], name, values)
+
+    def add_model_rewards(self, rollouts: Sequence[Rollout]) -> None:
+        """The reward model's opinion, added to the others'."""
+        if self.reward_model is None:
+            return
+        for rollout, score in zip(rollouts, self.reward_model.score(rollouts, self.batches), strict=True):
+            rollout.rewards["reward_model"] = score
+            rollout.reward = score if math.isnan(rollout.reward) else rollout.reward + score
 
     def set_advantages(self) -> None:
         align = self.spec.align
+        if align.method == "ppo":
+            set_token_advantages(self.rollouts, align, self.adaptive_kl.coef)
+            if self.reference is not None:
+                kl = math.fsum(map(log_ratio, self.rollouts)) / len(self.rollouts)
+                self.metrics |= {"kl": kl, "kl_coef": self.adaptive_kl.coef}
+                self.adaptive_kl.update(kl, len(self.rollouts))
+            return
         rewards = torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
         if align.method == "rloo":
             if self.reference is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec import LoraSpec, ModelSpec, RunSpec
+from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec
 from ..spec.load import shape_of
 
 POLICY, REFERENCE = "policy", "reference"
@@ -71,7 +71,7 @@ def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
     return spec.replace(
         model=model.replace(attention=spec.model.attention),
         checkpoint=spec.checkpoint.replace(init=folder),
-        align=spec.align.replace(method=""),
+        align=AlignSpec(method="reward" if model.scalar_head else ""),
         lora=LoraSpec(),
         data=spec.data.replace(kind="auto"),
     )

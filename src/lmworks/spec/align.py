@@ -31,11 +31,12 @@ METHOD_DATA = {
     "gspo": PROMPTS,
     "rloo": PROMPTS,
     "best_of_n": PROMPTS,
+    "ppo": PROMPTS,
 }
 METHODS = tuple(METHOD_DATA)
-DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
+DEFAULT_BETA = {"ppo": 0.15, "dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
 REFERENCE_METHODS = ("dpo", "ipo", "kto")  # compare the policy with a frozen reference model
-KL_METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")  # do so where align.beta > 0
+KL_METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo")  # do so where align.beta > 0
 ONLINE_METHODS = tuple(method for method, kind in METHOD_DATA.items() if kind == PROMPTS)
 DAPO_CLIP_HIGH = 0.28
 
@@ -91,6 +92,19 @@ class AlignSpec(Section):
         ge=-1,
     )
     kl_stop: float = opt(0.0, "online: end the run where the KL divergence of an answer exceeds this (0: never)", ge=0)
+    reward_model: str = opt("", "online: folder of a reward model, whose value at the last token joins the rewards")
+    # PPO: a critic estimates the value of every token.
+    critic: str = opt("", "ppo: folder that the critic starts from (empty: align.reward_model, else checkpoint.init)")
+    critic_head: str = opt("zeros", "ppo: a new scalar head of the critic", choices=("zeros", "normal"))
+    critic_lr: float = opt(0.0, "ppo: peak learning rate of the critic (0: ten times optim.lr)", ge=0)
+    gamma: float = opt(1.0, "ppo: discount of later rewards", ge=0, le=1)
+    lam: float = opt(0.95, "ppo: λ of generalised advantage estimation", ge=0, le=1)
+    value_clip: float = opt(0.2, "ppo: most that a value may move from the old one in the loss (0: not clipped)", ge=0)
+    whiten_rewards: bool = opt(False, "ppo: scale the rewards of a round to a variance of 1; their mean stays")
+    whiten_advantages: bool = opt(True, "ppo: scale and shift the advantages of a round to a variance of 1 and mean 0")
+    missing_eos_penalty: float = opt(1.0, "ppo: taken off the score of an answer without end-of-text", ge=0)
+    kl_target: float = opt(6.0, "ppo: KL divergence of an answer that align.beta is adapted to (0: it stays)", ge=0)
+    kl_horizon: int = opt(10_000, "ppo: answers over which align.beta adapts by a fifth at most", ge=1)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
     def check(self) -> None:
@@ -162,9 +176,9 @@ def check_rounds(run: RunSpec) -> None:
     align, data = run.align, run.data
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
-    if not align.rewards:
+    if not align.rewards and not align.reward_model:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
-    if align.samples < 2:
+    if align.samples < 2 and align.method != "ppo":
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"
         )

@@ -88,7 +88,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     files = {name: absolute(getattr(data, name)) for name in ("path", "tokenizer", "chat_template", "val_path")}
     return spec.replace(
         data=data.replace(mix=mix, **files),
-        align=spec.align.replace(reference=absolute(spec.align.reference)),
+        align=spec.align.replace(
+            **{name: absolute(getattr(spec.align, name)) for name in ("reference", "reward_model", "critic")}
+        ),
         lora=spec.lora.replace(init=absolute(spec.lora.init)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
         cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),

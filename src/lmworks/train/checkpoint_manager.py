@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,13 +22,18 @@ from ..parallel.precision import LossScale
 from ..parallel.world import collective_error, is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import RunFolder
 from ..spec import CheckpointError, DataError, LMWorksError, RunSpec, SpecError
-from ..spec.components import SCORE
 from ..spec.resumed import refused_changes
 from .base_model import Base, check_base, fill_buffers
 from .health.bad_step import Health, HealthState
 from .health.nonfinite import first_nonfinite_tensor, named_tensors
 from .rng import rng_state, set_rng_state, wrong_rng
+from .saved_weights import load_weights
 from .train_state import EventRecorder, Position, TrainState
+
+
+class MethodState(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class CheckpointManager:
@@ -54,6 +59,7 @@ class CheckpointManager:
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
         self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.is_rank_zero else None
+        self.method_state: MethodState | None = None  # of post-training: numbers that a resumed run needs
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
 
@@ -75,6 +81,8 @@ class CheckpointManager:
     def meta(self, cursor: int) -> dict[str, Any]:
         """State that is not tensors."""
         meta = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
+        if self.method_state is not None:
+            meta["align"] = self.method_state.state_dict()
         if self.base is not None:
             meta["base"] = self.base.digest
         return meta | {"health": self.health.state_dict(), "spec": self.run_spec.to_dict()}
@@ -183,6 +191,8 @@ class CheckpointManager:
         set_rng_state(state["rng"])
         self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         self.health.load_state_dict(manifest.meta.get("health", {}))
+        if self.method_state is not None:
+            self.method_state.load_state_dict(manifest.meta["align"])
         return Position(manifest.step, manifest.meta["cursor"])
 
     def check(self, manifest: Manifest) -> None:
@@ -224,16 +234,10 @@ class CheckpointManager:
         if not source or is_hf(Path(source)):
             return
         folder = run_on_all_ranks(lambda: RunFolder.open(source))
-        there = run_on_all_ranks(lambda: folder.spec().model)
         weights = self.state.state_dict()["model"]
-        new_head = {SCORE: weights[SCORE]} if SCORE in weights and not there.scalar_head else {}
-        read = {name: weight for name, weight in weights.items() if name not in new_head}
-        if new_head and not there.tie_embeddings:
-            read["head.weight"] = torch.empty(there.vocab, there.hidden)  # a reward model drops the head of its start
-        state = {"model": read}
-        if checkpoint.load(folder.checkpoints, state, refused=self.record_refused) is None:
+        if not load_weights(folder, weights, self.record_refused):
             raise collective_error(SpecError(f"checkpoint.init = {source!r} has no checkpoint to start from"))
-        self.state.load_state_dict({"model": state["model"] | new_head})
+        self.state.load_state_dict({"model": weights})
 
     def set_aside_later(self, step: int, attempt: int, quiet: bool) -> None:
         """After resuming at a chosen step: move later checkpoints away, so that no resume finds them.
@@ -259,7 +263,7 @@ def check_loaded(state: dict[str, Any]) -> None:
     """Refuse what no run can resume from: malformed generator states, NaN or Inf."""
     if why := wrong_rng(state["rng"]):
         raise DamagedError(f"its random states are malformed: {why}")
-    sections = {key: state[key] for key in ("model", "optim")}
+    sections = {key: section for key, section in state.items() if key != "rng"}
     if found := first_failure(lambda: not_finite(first_nonfinite_tensor(named_tensors(sections)))):
         raise DamagedError(found[0])
 

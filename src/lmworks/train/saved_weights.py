@@ -17,7 +17,9 @@ from ..checkpoint.format.manifest import Manifest, refusal_text
 from ..checkpoint.format.survey import CheckpointLocation
 from ..checkpoint.save_plan import as_bytes
 from ..model.tensor_files import TORCH_DTYPES
+from ..record import RunFolder
 from ..spec import CheckpointError, RunSpec
+from ..spec.components import SCORE
 
 
 class RefusalLog:
@@ -88,3 +90,16 @@ def read_tensor(folder: Path, saved: SavedTensor) -> Tensor:
         if buffer is not target:
             target.copy_(buffer)
     return whole
+
+
+def load_weights(folder: RunFolder, weights: dict[str, Tensor], refused: Callable[[Path, str], None]) -> bool:
+    """Fill weights, by name, from the newest intact checkpoint of a run; false without one.
+
+    A reward model or critic may start from a language model: it drops that one's head, and keeps its own.
+    """
+    there = folder.spec().model
+    new_head = SCORE in weights and not there.scalar_head
+    read = {name: weight for name, weight in weights.items() if not (new_head and name == SCORE)}
+    if new_head and not there.tie_embeddings:
+        read["head.weight"] = torch.empty(there.vocab, there.hidden)
+    return checkpoint.load(folder.checkpoints, {"model": read}, refused=refused) is not None

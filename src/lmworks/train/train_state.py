@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class TrainState:
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     engine: DeepSpeedEngine | None
+    others: dict[str, TrainState] = field(default_factory=dict)  # further models that are trained: a critic
 
     def state_dict(self) -> dict[str, Any]:
         """By name: the live tensors, to save, or to load into and then pass to `load_state_dict`."""
@@ -54,6 +55,8 @@ class TrainState:
         model = self.parallel_model
         state = training_state(self.optimizer, model.shards, model.sharding, model.mesh)
         state["model"] |= model.buffers()
+        for name, other in self.others.items():
+            state |= {section_of(name, key): section for key, section in other.state_dict().items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,6 +66,12 @@ class TrainState:
             return
         load_into(self.parallel_model.shards, self.optimizer, state, self.parallel_model.mesh)
         self.parallel_model.after_load()
+        for name, other in self.others.items():
+            sections = {
+                key: state[section_of(name, key)] for key in ("model", "optim") if section_of(name, key) in state
+            }
+            if sections:
+                other.load_state_dict(sections)
 
     def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the state that a checkpoint holds, on its device."""
@@ -74,3 +83,10 @@ class TrainState:
             for key, value in self.optimizer.state.get(shard.leaf, {}).items():
                 yield f"{shard.name}.{key}", value
         yield from self.parallel_model.buffers().items()
+        for name, other in self.others.items():
+            yield from ((f"{name}.{key}", tensor) for key, tensor in other.local_tensors())
+
+
+def section_of(name: str, key: str) -> str:
+    """The section of a checkpoint that has the weights ("model") or states ("optim") of a further model."""
+    return name if key == "model" else f"{name}_{key}"

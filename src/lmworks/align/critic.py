@@ -1,0 +1,99 @@
+"""PPO's critic: a value model that is trained beside the policy, by steps of the same kind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..parallel.initial_weights import Source, is_hf, source_of
+from ..parallel.parallelize import parallelize
+from ..parallel.precision import LossScale
+from ..parallel.world import run_on_all_ranks
+from ..spec import AlignSpec, LoraSpec, RunSpec
+from ..spec.components import SCORE
+from ..train.async_step import PassLauncher
+from ..train.health.bad_step import Health
+from ..train.health.bad_step_recovery import BadStepRecovery
+from ..train.objective import Forward
+from ..train.optim import make_optimizer
+from ..train.step import Stepper
+from ..train.step_scalars import ScalarReader
+from ..train.train_state import TrainState
+from ..train.trainer import Trainer
+from .frozen_model import load_run_weights, model_of
+from .objectives import SUM, AnswerObjective
+from .policy_losses import ppo_value_loss
+from .rollouts import by_answer
+
+
+class ValueObjective(AnswerObjective):
+    """The clipped value loss over the tokens of answers."""
+
+    unit = "token"
+
+    def loss(self, forward: Forward, batch: Batch) -> Tensor:
+        values = by_answer(forward(batch), batch)
+        old, returns, mask = (batch.extras[name].to(values.device) for name in ("values", "returns", "mask"))
+        loss, metrics = ppo_value_loss(values, old, returns, mask, self.spec.value_clip or None, denominator=SUM)
+        self.add_metrics(metrics, batch.count())
+        return loss
+
+
+class Critic(Stepper):
+    def __init__(self, trainer: Trainer) -> None:
+        align = trainer.spec.align
+        self.spec = critic_spec(trainer.spec)
+        self.device, self.mesh, self.folder = trainer.device, trainer.mesh, trainer.folder
+        self.is_rank_zero, self.memory, self.batches = trainer.is_rank_zero, trainer.memory, trainer.batches
+        folder = self.spec.checkpoint.init
+        self.parallel_model = parallelize(self.spec, self.mesh, self.device, self.initial_weights(align.critic_head))
+        if folder and not is_hf(Path(folder)):
+            load_run_weights(self.parallel_model, folder, "align.critic")
+        self.optimizer = make_optimizer(
+            self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
+        )
+        self.engine = None
+        self.objective = ValueObjective(align)
+        self.loss_scale, self.health = LossScale(self.spec.precision), Health(self.spec.health)
+        self.reader = ScalarReader(self.device)
+        self.launcher = PassLauncher(self.parallel_model, self.launch_passes)
+        self.recorder = trainer.recorder
+        self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
+        self.step = self.cursor = self.stop_signal = 0
+        self.state = TrainState(self.parallel_model, self.optimizer, None)
+
+    def initial_weights(self, head: str) -> Source:
+        """Those of the folder; a new head is zero, so that the first values are, or drawn at random."""
+        weights = run_on_all_ranks(lambda: source_of(self.spec))
+        has_head = bool(self.spec.checkpoint.init) and model_of(self.spec.checkpoint.init, "align.critic").scalar_head
+        if has_head or head == "normal":
+            return weights
+        return lambda name, shape: torch.zeros(shape) if name == SCORE else weights(name, shape)
+
+    def update(self, batches: list[Batch], step: int, cursor: int) -> dict[str, float]:
+        """One step on the batch that the policy trains on; its metrics."""
+        began = time.perf_counter()
+        self.step, self.cursor = step, cursor
+        values = self.train_step(batches)
+        found = {name: value for name, value in values.items() if name.startswith("value/")}
+        found |= {"value/loss": values["loss"], "value/grad_norm": values["grad_norm"]}
+        return found | {"critic_s": time.perf_counter() - began}
+
+
+def critic_spec(spec: RunSpec) -> RunSpec:
+    """The critic as a run of its own: its shape, start and learning rate; layout and precision of the policy."""
+    align = spec.align
+    folder = align.critic or align.reward_model or spec.checkpoint.init
+    model = run_on_all_ranks(lambda: model_of(folder, "align.critic")) if folder else spec.model
+    return spec.replace(
+        model=model.replace(scalar_head=True, attention=spec.model.attention),
+        checkpoint=spec.checkpoint.replace(init=folder),
+        align=AlignSpec(method="reward"),
+        data=spec.data.replace(kind="auto", global_batch=spec.data.global_batch),
+        lora=LoraSpec(),
+        optim=spec.optim.replace(lr=align.critic_lr or 10 * spec.optim.lr),
+    )

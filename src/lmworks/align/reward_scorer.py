@@ -1,0 +1,62 @@
+"""Scores of answers by a reward model: its value at their last token, normalised as when it was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..data import Batch
+from ..parallel.mesh import Mesh
+from ..spec import RunSpec, SpecError
+from ..spec.files import write_whole
+from .frozen_model import load_frozen, model_of
+from .rollouts import Rollout
+
+STATS = "reward_stats.json"  # of a reward model's folder: mean and standard deviation of its rewards on held-out pairs
+
+Packed = Callable[[Sequence[Rollout]], list[tuple[Batch, list[int]]]]
+
+
+class RewardScorer:
+    def __init__(self, spec: RunSpec, folder: str, mesh: Mesh | None, device: torch.device) -> None:
+        if not model_of(folder, "align.reward_model").scalar_head:
+            raise SpecError(
+                f"align.reward_model = {folder!r} is no reward model: train one with align.method = 'reward'"
+            )
+        self.model = load_frozen(spec, folder, "align.reward_model", mesh, device)
+        self.mean, self.std = read_stats(Path(folder))
+
+    @torch.no_grad()
+    def score(self, rollouts: Sequence[Rollout], packed: Packed) -> list[float]:
+        """Of all answers, on all ranks; `packed` makes this rank's micro-batches of them."""
+        own: list[tuple[int, float]] = []
+        for batch, numbers in packed(rollouts):
+            values = self.model.forward(batch).flatten()
+            mask, index = batch.extras["mask"], batch.extras["index"]
+            last = index.gather(1, (mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)).squeeze(1) + 1
+            scores = ((values[last.to(values.device)] - self.mean) / self.std).tolist()
+            own += zip(numbers, scores, strict=False)  # a filler has no answers
+        group = None if self.model.mesh is None else self.model.mesh.group("dp")
+        shares: list[Any] = [own]
+        if group is not None:
+            shares = [None] * group.size()
+            dist.all_gather_object(shares, own, group=group)
+        found = dict(pair for share in shares for pair in share)
+        return [found[number] for number in range(len(rollouts))]
+
+
+def read_stats(folder: Path) -> tuple[float, float]:
+    path = folder / STATS
+    if not path.is_file():
+        return 0.0, 1.0
+    table = json.loads(path.read_text())
+    return float(table["mean"]), float(table["std"])
+
+
+def write_stats(folder: Path, mean: float, std: float) -> None:
+    write_whole(folder / STATS, json.dumps({"mean": mean, "std": std}))
