@@ -88,6 +88,12 @@ def test_functions_with_and_without_an_opinion_are_added_up(file: str) -> None:
     assert scores.metrics() == {"reward/own.py:batch": 0.2, "reward/own.py:single": 4.5, "reward/own:named": 1.5}
 
 
+def test_columns_do_not_fill_options_of_built_in_rewards() -> None:
+    records = [{"answer": "7", "tolerance": "x", "completions": "x", "words": 3}] * 2
+    scores = load_rewards(["numeric", "length(words=1)"]).score(PROMPTS, ["7", "8 9"], records)
+    assert scores.by_source == {"numeric": [1.0, 0.0], "length(words=1)": [1.0, 0.0]}
+
+
 def test_without_any_opinion_a_sample_takes_no_part(file: str) -> None:
     scores = load_rewards([f"{file}:batch"]).score(PROMPTS, COMPLETIONS, RECORDS)
     assert scores.total[0] == 0.2 and math.isnan(scores.total[1])
@@ -148,6 +154,7 @@ def test_a_column_that_is_missing_is_named(file: str) -> None:
         (["needs.py:f"], [], r"needs\.py needs the module 'no_such_package'; install it"),
         (["broken.py:f"], [], r"broken\.py cannot be imported: ZeroDivisionError: .* \(broken\.py, line 1\)"),
         (["numeric(tol=1)"], [], r"no argument 'tol'; did you mean 'tolerance'\?"),
+        (["length"], [], r"= 'length': give its argument, as in length\(words=100\)"),
         (["numeric(1)"], [], r"arguments are written as in numeric\(name=1\.5"),
         (["numeric(tolerance=)"], [], r"arguments are written as"),
     ],

@@ -25,6 +25,7 @@ from .verifiers import VERIFIERS
 
 Column = Sequence[Any]
 KEY = "align.rewards"
+OWN = {"prompt", "prompts", "completion", "completions"}
 FORMS = "path/file.py:function, package.module:function or one of: " + ", ".join(VERIFIERS)
 
 
@@ -116,10 +117,10 @@ def call(reward: Reward, batch: Batch) -> list[float | None]:
 def invoke(reward: Reward, batch: Batch) -> Any:
     parameters = inspect.signature(reward.function).parameters
     every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    bound = getattr(reward.function, "keywords", {})  # arguments in the spec go before columns of the same name
-    wanted = [name for name in batch.columns if name not in bound and (every or name in parameters)]
-    columns = {name: batch.columns[name] for name in wanted}
-    given = {"prompt", "prompts", "completion", "completions", *columns}
+    kept = OWN | options_of(reward.function)  # these are not filled by columns of the same name
+    wanted = [name for name in batch.columns if name not in kept and (every or name in parameters)]
+    columns = {name: list(batch.columns[name]) for name in wanted}
+    given = OWN | columns.keys()
     for name, one in parameters.items():
         if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and name not in given:
             there = ", ".join(batch.columns) or "none beside the prompt"
@@ -133,6 +134,15 @@ def invoke(reward: Reward, batch: Batch) -> Any:
         ]
     lists = {"prompts": list(batch.prompts), "completions": list(batch.completions)}
     return reward.function(**{name: value for name, value in lists.items() if every or name in parameters}, **columns)
+
+
+def options_of(function: Callable[..., Any]) -> set[str]:
+    """Arguments given in the spec, and all options of a built-in reward."""
+    if isinstance(function, functools.partial):
+        return {*function.keywords, *options_of(function.func)}
+    if function not in VERIFIERS.values():
+        return set()
+    return {name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY}
 
 
 def failing_sample(reward: Reward, batch: Batch) -> str:
@@ -191,6 +201,10 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
                 options = [one.name for one in known.values() if one.kind is one.KEYWORD_ONLY]
                 raise SpecError(f"{KEY} = {name!r}: no argument {argument!r}{did_you_mean(argument, options)}")
         function = functools.partial(function, **arguments)
+    if target in VERIFIERS:
+        for option, one in inspect.signature(function).parameters.items():
+            if one.kind is one.KEYWORD_ONLY and one.default is one.empty:
+                raise SpecError(f"{KEY} = {name!r}: give its argument, as in {target}({option}=100)")
     return Reward(name, function, weight)
 
 
