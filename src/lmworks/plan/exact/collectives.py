@@ -38,7 +38,7 @@ ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at 
 
 
 # Means of a step that methods with a loss over whole answers report.
-METRICS = {"dpo": 4, "ipo": 4, "simpo": 4, "orpo": 6, "kto": 5, "reward": 4}
+METRICS = {"dpo": 4, "ipo": 4, "simpo": 4, "orpo": 6, "kto": 5, "reward": 7}
 
 
 def collectives(spec: RunSpec, rank: int = 0, lengths: Sequence[int] = ()) -> list[Collective]:
