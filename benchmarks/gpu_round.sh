@@ -31,7 +31,8 @@ for part in "$@"; do
     plan) within 200 python benchmarks/plan_check.py --device cuda --save ;;
     engine)
       within 480 python benchmarks/engine_gpu.py --only throughput,quant,spec,prompts
-      within 90 python benchmarks/speculation_gpu.py ;;
+      within 90 python benchmarks/speculation_gpu.py
+      within 120 python benchmarks/sleep_wake.py --save ;;
     starts) within 240 python benchmarks/engine_gpu.py --only startup ;;
     quant)
       within 240 python benchmarks/quant_gpu.py

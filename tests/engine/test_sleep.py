@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,7 +253,7 @@ def test_pages_are_released() -> None:
 
 def resident_set() -> int:
     """Bytes of the process that are in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @linux

@@ -1,22 +1,28 @@
-"""Sleeping and waking on a GPU: pages go back to the device and come to the same addresses, under the same graphs."""
+"""Sleeping and waking on a GPU: pages go back to the device and come to the same addresses, under the same graphs.
+
+Other processes may use the device: what is free is compared over a few milliseconds, and is the median of several.
+"""
 
 from __future__ import annotations
 
 import gc
-import time
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from lmworks.engine.core import kv_cache, sleep
+from lmworks.engine.core import kv_cache
 from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.kv_cache import KVCacheShape, free_on_gpu
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request
 from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.sleep import resident_memory
 from lmworks.engine.core.virtual_memory import OutOfMemory, VirtualBuffer, is_supported
 from lmworks.model import GPT
-from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
+from lmworks.spec import EngineSpec, ModelSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +31,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 GIB, MIB = 2**30, 2**20
+TOLERANCE = 8 * MIB  # pages of 2 MiB, and the driver's own
 SMALL = {"layers": 4, "hidden": 256, "heads": 4, "ffn": 512, "vocab": 512, "context": 512, "init_std": 0.3}
 SHAPES: dict[str, dict[str, Any]] = {
     "dense": {"kv_heads": 2},
@@ -42,13 +49,12 @@ def empty_device() -> None:
     torch.cuda.empty_cache()
 
 
-def make_engine(shape: str = "dense", kv_dtype: str = "auto", gib: float = 0.5, sleepable: bool = True) -> Engine:
+def make_engine(shape: str = "dense", kv_dtype: str = "auto", gib: float = 0.5) -> Engine:
     """In fp32, so that graphs and padding change no token; with a cache of `gib`."""
     model = ModelSpec(**{**SMALL, **SHAPES[shape]})
     engine = EngineSpec(device="cuda", dtype="fp32", kv_dtype=kv_dtype, max_seqs=16, max_batch_tokens=512)
-    blocks = int(gib * GIB) // kv_cache.KVCacheShape.of(model, engine, torch.float32).block_bytes
-    runner = ModelRunner(GPT(model, seed=1), engine.replace(blocks=blocks), CUDA, model.vocab, sleepable=sleepable)
-    return Engine(runner)
+    blocks = int(gib * GIB) // KVCacheShape.of(model, engine, torch.float32).block_bytes
+    return Engine(ModelRunner(GPT(model, seed=1), engine.replace(blocks=blocks), CUDA, model.vocab, sleepable=True))
 
 
 def runner_of(engine: Engine) -> ModelRunner:
@@ -76,9 +82,16 @@ def answers(engine: Engine) -> list[list[int]]:
     return found
 
 
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
+def rise_of_free_memory(release: Callable[[], Any], take: Callable[[], Any], times: int = 7) -> float:
+    """Bytes that the device has more of after `release`, the median of several times."""
+    rises = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        release()
+        rises.append(torch.cuda.mem_get_info()[0] - before)
+        take()
+    return statistics.median(rises)
 
 
 def test_the_driver_manages_virtual_memory() -> None:
@@ -87,45 +100,38 @@ def test_the_driver_manages_virtual_memory() -> None:
 
 
 def test_pages_come_and_go_at_one_address() -> None:
-    torch.zeros(1, device=CUDA)
-    before = free_bytes()
     buffer = VirtualBuffer(GIB + 5, CUDA)
-    assert buffer.mapped_bytes == 0 and before - free_bytes() < 64 * MIB  # an address range takes no memory
+    assert buffer.mapped_bytes == 0
     buffer.map()
     size = buffer.mapped_bytes
-    assert GIB < size <= GIB + 64 * MIB
-    assert size <= before - free_bytes() < size + 64 * MIB
+    assert GIB < size <= GIB + 64 * MIB  # rounded up to pages
     numbers = buffer.tensor((4, GIB // 16), torch.float32)
     address = numbers.data_ptr()
-    assert numbers.device == torch.device("cuda", 0) and not numbers.any()
+    assert numbers.device == torch.device("cuda", torch.cuda.current_device()) and not numbers.any()
     numbers += 7
     assert bool((numbers == 7).all())
-    buffer.unmap()
-    assert before - free_bytes() < 64 * MIB
-    other = torch.full((GIB,), 255, dtype=torch.uint8, device=CUDA)  # perhaps on the same pages
-    del other
-    torch.cuda.empty_cache()
-    buffer.map()
+    assert abs(rise_of_free_memory(buffer.unmap, buffer.map) - size) < TOLERANCE
     again = buffer.tensor((4, GIB // 16), torch.float32)
     assert again.data_ptr() == address and not again.any()
-    del numbers, again, buffer
-    gc.collect()
-    assert before - free_bytes() < 64 * MIB
+    numbers[0, 5] = 3.0
+    assert again[0, 5].item() == 3.0  # a tensor from before is valid
+
+
+def test_garbage_gives_its_pages_back() -> None:
+    """Buffers that are dropped while mapped: 300 GiB in all, more than the device has."""
+    for _ in range(75):
+        buffer = VirtualBuffer(4 * GIB, CUDA)
+        buffer.map()
+        del buffer
 
 
 def test_out_of_memory_leaves_nothing_mapped() -> None:
-    torch.zeros(1, device=CUDA)
-    torch.cuda.empty_cache()
-    before = free_bytes()
-    buffer = VirtualBuffer(before // 2 // MIB * MIB, CUDA)
-    taken = torch.empty(before * 3 // 4, dtype=torch.uint8, device=CUDA)
-    with pytest.raises(OutOfMemory, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        buffer.map()
-    assert not buffer.mapped
-    del taken  # torch keeps it reserved; `map` releases it
-    buffer.map()
-    assert before - free_bytes() >= buffer.mapped_bytes
-    del buffer
+    buffer = VirtualBuffer(2 * torch.cuda.mem_get_info()[1], CUDA)
+    for _ in range(2):
+        with pytest.raises(OutOfMemory, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            buffer.map()
+        assert not buffer.mapped
+    assert torch.ones(8, device=CUDA).sum().item() == 8  # the context is as it was
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
@@ -138,18 +144,14 @@ def test_an_engine_that_slept_is_as_before(shape: str, kv_dtype: str) -> None:
     answers(engine)
     want = answers(engine)  # graphs of mixed steps are captured when their bucket comes again
     graphs = runner.graphs
-    captured = {} if graphs is None else dict(graphs.captured)
     assert (graphs is not None) == (shape == "dense")  # the others read counts or lengths on the host
-    torch.cuda.empty_cache()
-    addresses, awake = list(cache.addresses), free_bytes()
-    released = engine.sleep()
-    assert released >= cache.blocks * cache.shape.block_bytes
-    assert abs(free_bytes() - awake - released) < 8 * MIB
-    filler = torch.full((GIB // 4,), 255, dtype=torch.uint8, device=CUDA)  # the trainer's
-    del filler
+    captured = {} if graphs is None else dict(graphs.captured)
+    addresses, size = list(cache.addresses), cache.blocks * cache.shape.block_bytes
+    assert abs(rise_of_free_memory(engine.sleep, engine.wake) - size) < TOLERANCE
+    engine.sleep()
+    torch.full((GIB // 2,), 255, dtype=torch.uint8, device=CUDA)  # a trainer's, perhaps on the same pages
     torch.cuda.empty_cache()
     engine.wake()
-    assert abs(free_bytes() - awake) < 8 * MIB
     assert cache.addresses == addresses
     assert not any(bool(pool.view(torch.uint8).any()) for pool in cache.pools())
     assert answers(engine) == want
@@ -166,11 +168,10 @@ def test_without_virtual_memory_graphs_are_captured_again(monkeypatch: pytest.Mo
     assert answers(engine) == want
     assert runner.graphs is not None
     count, before = len(runner.graphs.captured), list(runner.cache.addresses)
-    torch.cuda.empty_cache()
-    awake = free_bytes()
+    reserved = torch.cuda.memory_reserved()
     released = engine.sleep()
-    assert abs(free_bytes() - awake - released) < 64 * MIB
-    blocker = torch.empty(released, dtype=torch.uint8, device=CUDA)  # the trainer's, at the cache's address
+    assert reserved - torch.cuda.memory_reserved() >= released
+    blocker = torch.empty(released, dtype=torch.uint8, device=CUDA)  # a trainer's, where the cache was
     engine.wake()
     moved = runner.cache.addresses != before
     assert engine.metrics.graph_recaptures == (count if moved else 0)
@@ -179,62 +180,40 @@ def test_without_virtual_memory_graphs_are_captured_again(monkeypatch: pytest.Mo
 
 
 def test_100_rounds_do_not_grow() -> None:
-    """Each with a trainer's allocations in between."""
-    engine = make_engine(gib=4.0)
+    """Each with a trainer's allocations in between. Pages that are not released would be 200 GiB."""
+    engine = make_engine(gib=2.0)
     want = answers(engine)
-    reserved, free, seconds = [], [], []
+    reserved = []
     for _ in range(100):
-        began = time.perf_counter()
         engine.sleep()
-        slept = time.perf_counter()
-        update = [torch.ones(GIB // 4, device=CUDA) for _ in range(4)]
+        update = [torch.ones(GIB // 4, device=CUDA) for _ in range(2)]
         del update
-        torch.cuda.synchronize()
-        resumed = time.perf_counter()
         engine.wake()
-        seconds.append((slept - began, time.perf_counter() - resumed))
         answers(engine)
         reserved.append(torch.cuda.memory_reserved())
-        free.append(free_bytes())
     assert answers(engine) == want
-    assert reserved[-1] == reserved[5], reserved
-    assert abs(free[-1] - free[5]) < 8 * MIB, free
+    assert reserved[-1] <= reserved[4], reserved
     assert engine.metrics.graph_recaptures == 0
-    sleeping, waking = (sorted(column)[50] for column in zip(*seconds, strict=True))
-    print(f"sleep {sleeping * 1e3:.1f} ms, wake {waking * 1e3:.1f} ms for a cache of 4 GiB")
-
-
-def test_waking_without_memory_can_be_tried_again() -> None:
-    engine = make_engine(gib=8.0)
-    want = answers(engine)
-    engine.sleep()
-    torch.cuda.empty_cache()
-    taken = torch.empty(free_bytes() - 4 * GIB, dtype=torch.uint8, device=CUDA)
-    with pytest.raises(LMWorksError, match=r"cannot wake: its KV cache takes 8\.00 GiB, of which \d\.\d\d are free"):
-        engine.wake()
-    assert engine.asleep
-    del taken
-    engine.wake()
-    assert answers(engine) == want
 
 
 def test_sizing_counts_sleepable_caches() -> None:
-    """Blocks fill a part of the GPU, in which another engine's sleepable cache lies, though torch does not know it."""
-    first = make_engine(gib=20.0)
-    total, part = torch.cuda.mem_get_info()[1], 0.5
-    model = ModelSpec(**{**SMALL, "kv_heads": 4, "context": 65536})
-    spec = EngineSpec(device="cuda", dtype="bf16", max_seqs=1024, max_batch_tokens=2048, memory=part, graphs=False)
-    runner = ModelRunner(GPT(model, seed=1), spec, CUDA, model.vocab, sleepable=True)
-    used = total - free_bytes()
-    assert part * total - 4 * GIB < used < part * total + GIB
-    runner.close()
-    first.close()
+    """Though torch does not know of them."""
+    buffer = VirtualBuffer(2 * GIB, CUDA)
+    buffer.map()
+    rooms = []
+    for _ in range(7):
+        beside = free_on_gpu(CUDA, 0.9, 0)
+        buffer.unmap()
+        rooms.append(free_on_gpu(CUDA, 0.9, 0) - beside)
+        buffer.map()
+    assert abs(statistics.median(rooms) - 2 * GIB) < TOLERANCE
 
 
-def test_closing_gives_pages_back() -> None:
-    engine = make_engine(gib=4.0)
-    before = free_bytes()
+def test_a_closed_engine_has_no_pages() -> None:
+    engine = make_engine()
+    runner = runner_of(engine)
     engine.close()
-    assert free_bytes() - before >= 4 * GIB - 8 * MIB
-    kept = sleep.resident_memory(runner_of(engine))
-    assert kept["CUDA graphs"] > 0 and kept["weights"] > 0
+    assert all(buffer.mapped_bytes == 0 for buffer in runner.cache.buffers)
+    kept = resident_memory(runner)
+    assert kept["weights"] == sum(each.nbytes for each in (*runner.model.parameters(), *runner.model.buffers()))
+    assert 0 < kept["CUDA graphs"] <= torch.cuda.memory_reserved()
