@@ -14,6 +14,8 @@ from chat_files import talk, write_lines, write_tokenizer
 from chat_templates import plain_template
 
 import typed
+from lmworks.record import RunFolder
+from lmworks.spec import RunSpec
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -142,3 +144,18 @@ def test_preview_marks_trained_tokens(lmworks: Run, tmp_path: Path) -> None:
     assert "1 examples (prompts)" in out
     code, _, err = lmworks("preview", pairs, "--seq", "16")
     assert code == 1 and "42 tokens, more than 16" in err
+
+
+def test_window_of_a_fine_tuning_run_names_lines(lmworks: Run, tmp_path: Path) -> None:
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": talk(f"q{i}", "a" * i)} for i in range(1, 30)])
+    data = {"path": str(chats), "tokenizer": "bytes", "seq": 64, "micro_batch": 2, "packing": False}
+    table = {"model": {"preset": "tiny"}, "data": data, "align": {"method": "sft"}}
+    RunFolder.create(tmp_path / "run", RunSpec.from_dict(table))
+    code, out, err = lmworks("window", tmp_path / "run", "--cursor", "1", "--json")
+    assert code == 0, err
+    row = json.loads(out)["rows"][0]
+    (place,) = row["examples"]
+    line = int(place.removeprefix(f"{chats} line "))
+    assert f"User: q{line}\nAssistant: {'a' * line}" in row["text"]
+    _, out, _ = lmworks("window", tmp_path / "run", "--cursor", "1")
+    assert "lines" in out and f"2 from {chats}" in out

@@ -17,6 +17,7 @@ from .output import Json, print_json, print_table
 if TYPE_CHECKING:
     from ..data.preview import Preview
     from ..data.survey import Survey
+    from ..data.window import Row
 
 app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Prepare and inspect training data."
@@ -245,12 +246,13 @@ def window(
     )
     for source, count in whole["sources"].items():
         typer.echo(f"{count} from {source}")
-    head = ["sample", "window", "documents", "entropy in bits", "top token", "its share", "repeated"]
+    pieces = "lines" if rows[0].examples else "documents"
+    head = ["sample", "window", pieces, "entropy in bits", "top token", "its share", "repeated"]
     cells = [
         [
             row.sample,
             row.window,
-            f"{row.documents[0]} to {row.documents[1]}",
+            lines_of(row) if row.examples else f"{row.documents[0]} to {row.documents[1]}",
             f"{row.entropy_bits:.2f}",
             row.top_token,
             f"{row.top_share:.1%}",
@@ -261,3 +263,9 @@ def window(
     ]
     columns = head + (["text"] if text else [])
     print_table("Sequences", columns, cells, drop=("window", "top token", "its share", "repeated"))
+
+
+def lines_of(row: Row, most: int = 8) -> str:
+    """Lines of the examples of a row in their file."""
+    lines = [place.rsplit(" ", 1)[1] for place in row.examples]
+    return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")

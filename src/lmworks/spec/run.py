@@ -31,8 +31,8 @@ class DataSpec(Section):
 
     path: str = opt(
         "stdlib:bytes",
-        "a folder made by `lmworks data prepare`, or stdlib:TOKENIZER for the embedded corpus; empty in a plan that "
-        "names none, which cannot be started",
+        "a folder made by `lmworks data prepare`, or stdlib:TOKENIZER for the embedded corpus; post-training: a file "
+        "or folder of examples; empty in a plan that names none, which cannot be started",
     )
     mix: dict[str, float] = opt({}, "several such folders with a weight each, instead of path")
     seq: int = opt(128, "tokens in one training sequence", ge=1)
