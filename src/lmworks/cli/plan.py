@@ -24,6 +24,7 @@ from .plan_validate import predict as predict_table
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
     from ..plan.exact.exchanges import Collective
+    from ..plan.memory.phases import PhaseSheet
     from ..plan.predict import Prediction
 
 
@@ -222,6 +223,8 @@ PARTS = {
     "logits": "and their gradients, at the highest moment",
     "buffers": "gathered weights, messages on their way",
     "absent": "gradients not made yet at the highest moment",
+    "frozen": "weights of models that are only evaluated",
+    "engine": "its weights and its KV cache",
 }
 
 
@@ -260,8 +263,8 @@ def memory(
     from ..plan.case import Case
     from ..plan.cluster_request import ClusterRequest, cluster_and_gpu, run_on_cluster
     from ..plan.memory.host_need import machine_need
-    from ..plan.memory.reserve import RISK, capacity, oom_probability, usable
-    from ..plan.memory.sheet import budget, run_budget
+    from ..plan.memory.reserve import RISK, capacity, oom_probability, reserved, usable
+    from ..plan.memory.sheet import budget, run_budget, run_phases
 
     request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = run_on_cluster(spec, overrides or (), request)
@@ -273,7 +276,9 @@ def memory(
     else:
         found, stages = run_budget(run), [run_budget(run, stage).to_dict() for stage in range(run.parallel.pp)]
         shared = machine_need(run, range(ranks), "cuda")
-    room, chance = usable(gpu), float(oom_probability(found.reserved, gpu))
+    phases = run_phases(run, gpu) if run.align.method else None
+    needed = max(float(found.reserved), float(reserved(phases.highest.peak)) if phases else 0.0)
+    room, chance = usable(gpu), float(oom_probability(needed, gpu))
     facts: dict[str, Any] = {
         "name": run.name,
         "gpu": gpu.name,
@@ -288,6 +293,8 @@ def memory(
         "oom_probability": chance,
         "stages": stages,
     }
+    if phases:
+        facts["post_training"] = phases.to_dict()
     if html:
         from ..report.plan_page import memory_page
 
@@ -303,9 +310,11 @@ def memory(
     )
     print_budget(facts)
     print_stages(stages)
+    if phases:
+        print_phases(phases)
     verdict = "fits" if facts["fits"] else "does NOT fit" if chance > 1 - RISK else "may not fit"
     typer.echo(
-        f"{verdict}: {float(found.reserved) / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
+        f"{verdict}: {needed / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"
     )
     print_host_memory(float(found.host), facts["host_per_machine"], ranks, shared)
@@ -336,9 +345,44 @@ def print_budget(facts: dict[str, Any]) -> None:
 
 def print_stages(stages: list[dict[str, float]]) -> None:
     if len(stages) > 1:
-        names = [*PARTS, "reserved"]
+        names = [name for name in [*PARTS, "reserved"] if any(stage[name] for stage in stages)]
         rows = [[rank, *(f"{stage[name] / 2**30:.1f}" for name in names)] for rank, stage in enumerate(stages)]
         print_table("By pipeline rank, GiB", ["rank", *names], rows)
+
+
+def print_phases(sheet: PhaseSheet) -> None:
+    """Models of post-training, and the peak of each phase."""
+    rows = [
+        [
+            model.name,
+            short(model.parameters),
+            short(model.trained) if model.trained else "–",
+            *(binary_bytes(size) for size in (model.weights, model.gradients, model.optimizer)),
+            f"the {model.shares} without its adapters" if model.shares else "",
+        ]
+        for model in sheet.models
+    ]
+    if engine := sheet.engine:
+        shared = f"{binary_bytes(engine.shared)} are the trainer's own" if engine.shared else "a copy"
+        rows.append(["engine", "", "–", binary_bytes(engine.weights), "–", "–", shared])
+        rows.append(["KV cache", "", "–", binary_bytes(engine.cache), "–", "–", "of sampled answers"])
+    print_table(
+        "Models on a rank",
+        ["model", "parameters", "trained", "weights", "gradients", "optimizer states", "note"],
+        rows,
+        ("note",),
+    )
+    columns = ["phase", "runs", "at rest", "gradients", "activations, buffers", "peak"]
+    figures = [
+        [
+            phase.phase,
+            ", ".join(phase.runs),
+            *(binary_bytes(size) for size in (phase.resting, phase.gradients, phase.working, phase.peak)),
+        ]
+        for phase in sheet.phases
+    ]
+    print_table("Phases", columns, figures)
+    typer.echo(f"the highest phase is {sheet.highest.phase}: {both(sheet.highest.peak)}")
 
 
 # --- commands of other files ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec, components
 from ..spec.lora import block_adapter_weights
 from .exact.optimizers import optimizer_of
+from .passes import CROSS_ENTROPY, head_of
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -56,6 +57,7 @@ class Case:
     prefetch: int = 1  # FSDP2: blocks that are gathered ahead
     bucket_mb: float = 25.0  # ZeRO: MiB of gradients that are reduced at once
     documents: bool = False  # attention is masked by document
+    head: str = CROSS_ENTROPY  # what follows the last norm
     device: str = "cuda"  # or "cpu", whose kernels save other tensors
     # Low-rank adapters of a block; where there are any, all other weights are frozen.
     adapters: tuple[components.Weight, ...] = ()
@@ -76,7 +78,7 @@ class Case:
             gpu,
             software_of(spec),
             spec.data.seq,
-            spec.data.micro_batch,
+            spec.data.micro_batch * spec.data.rows_per_example,
             spec.accumulation,
             **degrees,
             virtual=layout.virtual_stages,
@@ -95,7 +97,8 @@ class Case:
             strategy=layout.strategy,
             prefetch=layout.prefetch,
             bucket_mb=layout.bucket_mb,
-            documents=spec.data.has_documents,
+            documents=spec.data.has_documents or spec.align.online,
+            head=head_of(spec, spec.model),
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
             frozen_base=spec.lora.base,
         )

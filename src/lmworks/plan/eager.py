@@ -14,6 +14,7 @@ from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Resid
 from .case import Number
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
+from .passes import LOGPROBS, SCALAR
 
 # As in kernels/training/cross_entropy_triton.py: logits that a program holds in registers, and the shortest
 # row for which it does.
@@ -294,6 +295,44 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
 
 
 def loss(load: Workload) -> list[Op]:
+    """Final norm, head, and what is computed from it."""
+    return {SCALAR: values, LOGPROBS: logprobs}.get(load.head, chunked_cross_entropy)(load)
+
+
+def values(load: Workload) -> list[Op]:
+    """One number a token: a matrix with one row, which keeps its input."""
+    t, h = load.tokens, load.model.hidden
+    saved = (load.width * t * h, 2 * h if load.cast else 0)  # hidden states, and the row as it was cast
+    score = Op("score", "loss", (stream(t * h),), (stream(2 * t * h),), saved)
+    return [norm("final norm", load, readers=0), score]
+
+
+def logprobs(load: Workload) -> list[Op]:
+    """Log-probabilities of targets: the backward pass computes the logits of a chunk again."""
+    t, h, rows, seen = load.tokens, load.model.hidden, load.chunk_rows, load.logit_columns
+    chunks, head = t / rows, load.vocab * h
+    logits = gemm(rows, h, seen, chunks)
+    more = load.width * rows * seen / 4
+    capped = [stream(2 * more, count=chunks)] * components.head(load.model).logit_passes
+    cast = [stream(1.5 * head)] if load.cast else []
+    sums = stream(more, kind="exp", count=chunks)
+    slopes = stream(3 * more, kind="exp", count=chunks)
+    products = (gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks))
+    return [
+        norm("final norm", load, readers=0),
+        Op("head", "loss", (logits,), (logits, *products)),
+        Op(
+            "log-probabilities",
+            "loss",
+            (*cast, *capped, sums),
+            (*cast, *capped, slopes, stream(head)),
+            saved=(load.width * t * h, 4 * t),  # hidden states, log-sum-exp
+            indices=2 * 4 * t,  # and the results: log-probabilities, entropies
+        ),
+    ]
+
+
+def chunked_cross_entropy(load: Workload) -> list[Op]:
     """Final norm, head and chunked cross-entropy: all three GEMMs and both gradients within the forward pass."""
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
     rows, seen = load.chunk_rows, load.logit_columns

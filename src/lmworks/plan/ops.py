@@ -24,6 +24,7 @@ import numpy as np
 from ..spec import ModelSpec, RunSpec, components
 from ..spec.layout import SPLIT_BACKWARD
 from .case import Case, Number
+from .passes import CROSS_ENTROPY, head_of
 from .software import EAGER, Software, software_of
 
 # As in kernels/training/cross_entropy.py, which a test compares.
@@ -98,6 +99,7 @@ class Workload:
     software: Software = EAGER
     cp_method: str = "ring"  # or "ulysses"
     no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
+    head: str = CROSS_ENTROPY  # what follows the last norm
 
     def __post_init__(self) -> None:
         software = self.software
@@ -127,11 +129,11 @@ class Workload:
         data, layout = spec.data, spec.parallel
         return cls(
             spec.model,
-            data.micro_batch,
+            data.micro_batch * data.rows_per_example,
             data.seq,
             spec.precision.dtype,
             device,
-            data.has_documents,
+            data.has_documents or spec.align.online,
             layout.tp,
             layout.sp,
             layout.cp,
@@ -139,13 +141,14 @@ class Workload:
             software_of(spec),
             layout.cp_method,
             layout.recompute in UNFUSED_RECOMPUTE or layout.schedule in SPLIT_BACKWARD,
+            head_of(spec, spec.model),
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
         sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
-        return cls(*sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart)
+        return cls(*sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart, case.head)
 
     def local(self, width: int, shard: components.Shard) -> Any:
         """Of `width` outputs per token, those of one tensor-parallel rank.

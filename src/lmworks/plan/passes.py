@@ -3,7 +3,7 @@ backward pass.
 
     method              score, without gradients               update
     sft, orpo, simpo                                           policy
-    reward                                                     the reward model, which is the policy here
+    reward                                                     reward model
     dpo, ipo            reference over the pairs               policy
     kto                 policy and reference over swapped      policy
                         answers, reference over the own
@@ -21,7 +21,7 @@ from pathlib import Path
 from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec
 from ..spec.load import shape_of
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY, REFERENCE, REWARD = "policy", "reference", "reward model"
 GENERATE, SCORE, UPDATE = "generate", "score", "update"
 # What follows the last norm: the loss, whose gradient is made in the forward pass; log-probabilities of targets, whose
 # logits are computed again in the backward pass; or one number a token.
@@ -49,11 +49,16 @@ class Pass:
 
 
 def held_models(spec: RunSpec) -> dict[str, HeldModel]:
-    models = {POLICY: HeldModel(POLICY, spec, trained=True)}
+    trained = trained_model(spec)
+    models = {trained: HeldModel(trained, spec, trained=True)}
     if spec.align.needs_reference:
         shared = POLICY if reference_is_base(spec) else ""
         models[REFERENCE] = HeldModel(REFERENCE, frozen_run(spec, reference_shape(spec)), False, shared)
     return models
+
+
+def trained_model(spec: RunSpec) -> str:
+    return REWARD if spec.model.scalar_head else POLICY
 
 
 def reference_is_base(spec: RunSpec) -> bool:
@@ -88,7 +93,7 @@ def passes(spec: RunSpec) -> tuple[Pass, ...]:
         scored += (Pass(SCORE, REFERENCE, rows),) if spec.align.needs_reference else ()
     elif spec.align.needs_reference:
         scored = (Pass(SCORE, REFERENCE, rows),)
-    return (*scored, Pass(UPDATE, POLICY, rows, backward=True))
+    return (*scored, Pass(UPDATE, trained_model(spec), rows, backward=True))
 
 
 def head_of(spec: RunSpec, model: ModelSpec) -> str:

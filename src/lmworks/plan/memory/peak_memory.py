@@ -27,6 +27,7 @@ from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
+from ..passes import CROSS_ENTROPY, SCALAR
 from ..pipelines.in_flight import PassKind, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .rank_weights import Place, RankWeights, distinct, distinct_rows, rank_weights
@@ -201,6 +202,9 @@ class Activations:
             return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
         w, g = self.net.load.width, self.net.load.head_gradient
         outside = self.outside(stage) + total(self.net.loss) * last
+        if self.case.head != CROSS_ENTROPY:  # which alone has its gradients when the forward pass is over
+            how = "embedding, position tables, final norm, hidden states"
+            return [*found, row("activations outside blocks", outside, how)]
         loss = (w * self.hidden + g * self.head) * last
         return [
             *found,
@@ -255,6 +259,8 @@ class Activations:
         casts = row("weight casts", self.casts * recomputed, how)
         if self.case.software.loss != "chunked":
             return [casts, *self.whole_loss(stage)]
+        if self.case.head != CROSS_ENTROPY:
+            return [casts, *self.answer_head(stage)]
         logits, chunk = load.chunk_rows * load.logit_columns, chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
         if load.cast:
@@ -270,6 +276,31 @@ class Activations:
                 chunk / logits,
             ),
             row("loss: inputs", inputs * last, "final hidden states, and casts of them and of the head under autocast"),
+        ]
+
+    def answer_head(self, stage: int) -> list[Row]:
+        """Of log-probabilities or of one number a token, at the highest moment of its passes, beside what is kept.
+
+        The backward pass makes a chunk of logits again and turns it into its gradient, while the gradients of the
+        hidden states and of the head are made.
+        """
+        load, last = self.net.load, self.stages.last[stage]
+        states = load.width * self.hidden
+        if self.case.head == SCALAR:
+            return [row("loss: gradients", states * last, "{} B × tokens × hidden", load.width)]
+        forward, backward = logprob_chunk_bytes(load)
+        cast = 2 * self.head if load.cast else 0
+        gradients = states + load.head_gradient * self.head * (not self.case.adapters)
+        inputs = 4 * self.hidden if load.cast else 0
+        in_backward = np.greater(backward + gradients, forward + inputs)
+        logits = load.chunk_rows * load.logit_columns
+        chunk = np.where(in_backward, backward, forward)[()]
+        how = "{:,} tokens × {:,} logits, {:.3g} B each"
+        numbers = load.chunk_rows, load.logit_columns, chunk / logits
+        return [
+            row("loss: chunk of logits", chunk * last, how, *numbers),
+            row("loss: inputs", (cast + np.where(in_backward, 0, inputs)[()]) * last, "casts under autocast"),
+            row("loss: gradients", np.where(in_backward, gradients, 0)[()] * last, "of the hidden states and the head"),
         ]
 
     def whole_loss(self, stage: int) -> list[Row]:
@@ -348,6 +379,19 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
         return held + np.where(cut, 4, 8)[()] * logits
     each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
     return np.maximum(held + each * logits, 2 * logits + 2 * head)
+
+
+def logprob_chunk_bytes(load: Workload) -> tuple[Any, Any]:
+    """Of a chunk of logits with what is made of it: for its log-probabilities, and for its gradient.
+
+    Plain code has the logits, in 16 bits a copy in fp32, and forward the terms of log Σ exp; kernels work in place.
+    """
+    logits = load.chunk_rows * load.logit_columns
+    held = load.width * logits * components.head(load.model).saved_logits
+    if load.in_place:
+        return load.width * logits, held + load.width * logits
+    wide = (load.width + 4 if load.is_16_bit else 4) * logits
+    return wide + 4 * logits, held + wide
 
 
 # --- moments --------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ...spec import Grid, RunSpec, SpecError
+from ...spec import Gpu, Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
 from ..case import Case, Number
 from ..policies import run_case
@@ -26,6 +26,7 @@ from ..saved_activations import total
 from .dp_buffers import dp_buffers
 from .host_need import HostNeed, host_need, host_states, staging
 from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
+from .phases import PhaseSheet, held_beside, phase_sheet
 from .rank_weights import Place, Resident, deepspeed_resident, on_device
 from .reserve import WORKSPACES, reserved
 
@@ -77,11 +78,13 @@ class Budget:
     absent: Number  # gradients that are not made yet at the highest moment
     left: Number  # freed before it, but in blocks that nothing of that moment fits
     host: Number  # in host memory
+    frozen: Number = 0.0  # weights of models that are only evaluated
+    engine: Number = 0.0  # of the engine that samples answers: its weights and its KV cache
 
     @property
     def allocated(self) -> Number:
         there = self.parameters + self.gradients + self.master + self.optimizer
-        return there + self.activations + self.logits + self.buffers - self.absent
+        return there + self.activations + self.logits + self.buffers - self.absent + self.frozen + self.engine
 
     @property
     def reserved(self) -> Number:
@@ -175,10 +178,21 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
     if device == "cpu":
         host.append(row("activations on the host", away.activations, "which is the device"))
         host.append(row("copy for a save", away.staging, "that is written while training goes on"))
+    host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank)
     sheets = {moment: tuple(one for one in (*rows, *host) if one.bytes) for moment, rows in found.moments.items()}
     sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
     return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
+
+
+def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int) -> list[Row]:
+    """What post-training has beside the model that is trained, all the time."""
+    models, engine = held_beside(spec, gpu, rank)
+    found = [row(f"{one.name} model", one.weights, "weights that are only evaluated") for one in models[1:]]
+    if engine is not None:
+        found.append(row("engine: weights", engine.weights, "those that are not the trainer's own"))
+        found.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
+    return found
 
 
 def notes(spec: RunSpec) -> Iterable[str]:
@@ -216,7 +230,21 @@ def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
         stages = sorted({0, min(1, spec.parallel.pp - 1), spec.parallel.pp - 1})
         return max((run_budget(spec, rank) for rank in stages), key=lambda one: float(one.allocated))
     found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
-    return replace(found, host=found.host + staging(spec, rank))
+    models, engine = held_beside(spec, spec.cluster.accelerator, rank)
+    frozen = float(sum(model.weights for model in models[1:]))
+    sampler = float(engine.total) if engine else 0.0
+    return replace(found, host=found.host + staging(spec, rank), frozen=frozen, engine=sampler)
+
+
+def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseSheet:
+    """The phases of a post-training run, of the rank that needs most."""
+    if device == "cuda":
+        found = run_budget(spec)
+        trainer = float(found.allocated - found.frozen - found.engine)
+        return phase_sheet(spec, trainer, float(found.gradients - found.absent), gpu)
+    sheet, beside = memory(spec, device), sum_bytes(beside_rows(spec, None, 0))
+    made = sum_bytes(one for one in sheet.rows if one.name == "gradients")
+    return phase_sheet(spec, sheet.total - beside, made, None)
 
 
 def larger(one: Budget, other: Budget) -> Budget:

@@ -1,0 +1,204 @@
+"""The memory of post-training: what every model of a run holds, and what a rank needs at most in each phase.
+
+    generate   the engine samples: its weights, its KV cache, and the trainer's models and states at rest
+    score      forward passes without gradients (old log-probabilities, reference)
+    update     forward and backward passes of the model that is trained, and its optimizer
+
+Weights, gradients and states are exact (`rank_weights.py`). Nothing is moved away between phases: what rests, stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ...spec import EngineSpec, Gpu, RunSpec
+from ...spec.lora import target_linears
+from ..case import Case
+from ..exact.shards import gathered_bytes
+from ..passes import GENERATE, POLICY, SCALAR, SCORE, UPDATE, HeldModel, held_models, passes
+from ..policies import run_case
+from ..saved_activations import stream_bytes, total
+from ..serving.served_model import Cache
+from .peak_memory import Activations, logprob_chunk_bytes
+from .rank_weights import Place, Resident, frozen_resident, on_device, resident
+from .reserve import WORKSPACES, capacity, reserve
+
+MAX_SEQS = {"cuda": 1024, "cpu": 64}  # as in align/rollout_engine.py, which a test compares
+CPU_CACHE = 2**30  # as in engine/core/kv_cache.py
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Of one model on one rank, in bytes."""
+
+    name: str
+    parameters: int  # of the whole model
+    trained: int  # of them, those with gradients
+    weights: int
+    gradients: int
+    optimizer: int  # states and master weights
+    shares: str = ""  # whose weights it uses
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    weights: int  # of its own, beside those that it shares with the trainer
+    shared: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """`peak` = resting + gradients + working."""
+
+    phase: str
+    runs: tuple[str, ...]  # models at work
+    resting: int  # weights of all models, optimizer states, the engine
+    gradients: int
+    working: int  # activations, logits, gathered weights, messages
+
+    @property
+    def peak(self) -> int:
+        return self.resting + self.gradients + self.working
+
+
+@dataclass(frozen=True)
+class PhaseSheet:
+    models: tuple[ModelMemory, ...]
+    engine: EngineMemory | None
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def highest(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "models": [asdict(model) for model in self.models],
+            "engine": asdict(self.engine) if self.engine else None,
+            "phases": [{**asdict(phase), "peak": phase.peak} for phase in self.phases],
+            "highest_phase": self.highest.phase,
+        }
+
+
+def phase_sheet(spec: RunSpec, update_peak: float, gradients: float, gpu: Gpu | None, rank: int = 0) -> PhaseSheet:
+    """`update_peak`: bytes of the trainer alone at the highest moment of a step, `gradients` of which are gradients."""
+    held = held_models(spec)
+    models, engine = held_beside(spec, gpu, rank)
+    own, more = models[0], sum(model.weights for model in models[1:]) + (engine.total if engine else 0)
+    rest = own.weights + own.optimizer + more
+    found = []
+    if engine is not None:
+        found.append(PhaseMemory(GENERATE, (POLICY,), rest, resting_gradients(spec, own), engine_working(spec)))
+    scored = [one for one in passes(spec) if one.phase == SCORE]
+    if scored:
+        work = max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored)
+        names = tuple(dict.fromkeys(one.model for one in scored))
+        found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), round(work)))
+    working = update_peak - own.weights - own.optimizer - gradients
+    found.append(PhaseMemory(UPDATE, (own.name,), rest, round(gradients), round(working)))
+    return PhaseSheet(models, engine, tuple(found))
+
+
+def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelMemory, ...], EngineMemory | None]:
+    """The models of a run, the trained one first, and its engine."""
+    if spec.parallel.engine != "native":
+        return (), None
+    models = tuple(model_memory(model, rank) for model in held_models(spec).values())
+    return models, engine_memory(spec, models, gpu)
+
+
+def model_memory(model: HeldModel, rank: int) -> ModelMemory:
+    params = model.run.model.params
+    if not model.trained:
+        held = (
+            Resident() if model.weights_of else on_device(frozen_resident(model.run, rank), model.run.parallel.offload)
+        )
+        return ModelMemory(model.name, params, 0, held.parameters + held.parameter_padding, 0, 0, model.weights_of)
+    held, case = resident(model.run, rank), Case.of(model.run)
+    blocks = model.run.model.layers
+    trained = blocks * sum(weight.size for weight in case.adapters)
+    extra = trained  # adapters are no part of ModelSpec.params
+    if model.run.model.scalar_head and trained:
+        trained += model.run.model.hidden
+    return ModelMemory(
+        model.name,
+        params + extra,
+        trained or params,
+        held.parameters + held.parameter_padding,
+        held.gradients + held.gradient_padding,
+        held.optimizer + held.master,
+    )
+
+
+def resting_gradients(spec: RunSpec, policy: ModelMemory) -> int:
+    """DDP keeps its buckets from step to step."""
+    return policy.gradients if Case.of(spec).sharding == "ddp" else 0
+
+
+# --- engine ---------------------------------------------------------------------------------------------
+
+
+def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | None) -> EngineMemory | None:
+    """Of the engine in every rank's process (align/rollout_engine.py).
+
+    It takes align.engine_memory of the GPU for its cache, less what is allocated when it starts: weights of all models
+    and its own. More than all its sequences at full length need it does not take.
+    """
+    if not spec.align.online:
+        return None
+    width = 4 if spec.precision.dtype == "fp32" else 2
+    whole = width * spec.model.params
+    adapted = sum(linear.inputs * linear.outputs for linear in target_linears(spec.model, spec.lora))
+    own = whole
+    if spec.parallel.world == 1 and spec.parallel.offload == "none" and Case.of(spec).software.weights == width:
+        own = width * spec.model.layers * adapted if spec.lora.rank else 0
+    cache = Cache.of(spec.model)
+    block = EngineSpec().block
+    block_bytes = round(block * cache.token_bytes * width / 2)
+    device = "cpu" if gpu is None else "cuda"
+    answers = -(-spec.align.prompts * spec.align.samples // spec.parallel.world)
+    most = min(answers, MAX_SEQS[device]) * -(-spec.data.seq // block)
+    room = float(CPU_CACHE)
+    if gpu is not None:
+        there = sum(model.weights for model in models) + own + engine_working(spec)
+        room = spec.align.engine_memory * capacity(gpu) - reserve().context - there
+    blocks = max(0, min(int(room) // block_bytes, most))
+    return EngineMemory(own, whole - own, blocks * block_bytes)
+
+
+def engine_working(spec: RunSpec) -> int:
+    """Of its largest step: a chunk of prompts through one block, and logits of all sequences in fp32, twice."""
+    engine, m = EngineSpec(), spec.model
+    width = 4 if spec.precision.dtype == "fp32" else 2
+    tokens = engine.max_batch_tokens
+    answers = min(MAX_SEQS["cuda"], -(-spec.align.prompts * spec.align.samples // spec.parallel.world))
+    inside = max(3 * m.ffn, 2 * m.heads * m.head_dim)
+    return width * tokens * (2 * m.hidden + inside) + 2 * 4 * answers * m.vocab
+
+
+# --- passes without gradients ---------------------------------------------------------------------------
+
+
+def forward_working(model: HeldModel, spec: RunSpec, rows: int, rank: int, gpu: Gpu | None) -> float:
+    """Of a forward pass without gradients: the stream and the larger half of one block, or a chunk of logits."""
+    case = run_case(spec, "cpu" if gpu is None else "cuda").replace(model=model.run.model, micro_batch=rows)
+    work = Activations.of(case, Place.of(case.grid, rank))
+    net = work.net
+    inside = 2 * stream_bytes(net) + max(total(half) for half in net.halves)
+    last = 0.0 if case.head == SCALAR else float(logprob_chunk_bytes(net.load)[0])
+    casts = 2.0 * work.head if net.load.cast else 0.0
+    gathered = 0.0
+    if case.sharding == "fsdp2":
+        blocks = 1 + min(case.prefetch, case.model.layers - 1)
+        gathered = case.software.weights * work.weights.gathered_root
+        gathered += gathered_bytes(case, 0) * work.weights.gathered_block * blocks
+    workspaces = WORKSPACES if gpu is not None else 0
+    return float(np.maximum(inside, stream_bytes(net) + last + casts) + gathered + workspaces)

@@ -1,0 +1,90 @@
+"""What log-probabilities and values of answers keep and need at most, against the tensors of real passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lmworks.plan.memory.peak_memory import Activations
+from lmworks.plan.memory.rank_weights import Place
+from lmworks.plan.memory.sheet import memory
+from lmworks.plan.policies import run_case
+from lmworks.spec import RunSpec
+from tracker import Steps
+
+
+def make_run(method: str, dtype: str = "fp32", seq: int = 32, micro_batch: int = 1, **model: Any) -> RunSpec:
+    shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "context": max(32, seq), **model}
+    return RunSpec.from_dict(
+        {
+            "model": shape,
+            "data": {"seq": seq, "micro_batch": micro_batch, "global_batch": micro_batch},
+            "precision": {"dtype": dtype},
+            "align": {"method": method},
+        }
+    )
+
+
+class AnswerSteps(Steps):
+    """Pairs in one micro-batch, and the sum of their log-probabilities or values as a loss."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.tokens = torch.cat([self.tokens, self.tokens])
+
+    def answers(self) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.spec.precision.dtype == "bf16"):
+            if self.spec.model.scalar_head:
+                return self.model(self.tokens)
+            found = self.model(self.tokens, self.tokens, keep_logits=False, logprobs=True)
+            self.entropies = found.entropies
+            return found.logps
+
+    def forward(self) -> Tensor:
+        return self.answers().sum()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["simpo", "reward"])
+def test_what_the_forward_pass_keeps_is_exact(method: str, dtype: str) -> None:
+    spec = make_run(method, dtype)
+    run = AnswerSteps(spec)
+    with run.track() as tracker:
+        values = run.answers()
+        live = tracker.live
+    kept = sum(row.bytes for row in Activations.of(run_case(spec, "cpu"), Place()).kept(0))
+    assert values.requires_grad
+    assert live == kept + (values.nbytes if method == "reward" else 0)
+
+
+def allocated_peak(work: Callable[[], None]) -> int:
+    """Largest sum of what PyTorch's allocator gives out, inside of operations too."""
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
+        work()
+    assert profiler.kineto_results is not None
+    events: list[Any] = profiler.kineto_results.events()
+    live = peak = 0
+    for _, size in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        live += size
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize(("vocab", "seq"), [(96, 32), (4096, 256)])
+def test_the_peak_of_a_step(vocab: int, seq: int, accumulated: bool) -> None:
+    """Where logits are most of it (a chunk has 8 MiB), and where they are little."""
+    spec = make_run("simpo", "fp32", seq, vocab=vocab, tie_embeddings=False)
+    if accumulated:
+        spec = spec.replace(data=spec.data.replace(global_batch=2))
+    run = AnswerSteps(spec)
+    run.step()
+    peak = allocated_peak(run.step)
+    sheet = memory(spec)
+    beside = ("parameters", "optimizer states", "batch", "allocator holes")
+    predicted = sum(row.bytes for row in sheet.rows if row.name not in beside)
+    assert peak == pytest.approx(predicted, rel=0.05), sheet
