@@ -108,8 +108,10 @@ class OnlineTrainer(PostTrainer):
 
     def measure_held_out(self) -> Evaluation:
         """The mean reward of sampled answers to held-out prompts; the loss is its negative."""
+        self.rounds.engine.wake()
         self.rounds.engine.hand_over()
         rollouts = self.rounds.sample(self.held_out, 0, "held-out")
+        self.rounds.engine.sleep()
         self.rounds.add_model_rewards(rollouts)
         reward = mean_reward(rollouts)
         return Evaluation(-reward, len(rollouts), {"reward/mean": reward})

@@ -72,7 +72,9 @@ class RolloutEngine:
         model = MetaModel(spec.model).blank(device, DTYPES[dtype])
         for parameter in model.parameters():  # graphs are captured over finite numbers
             parameter.data.zero_()
-        runner = ModelRunner(model, engine, device, tokenizer.vocab_size, logit_scale=1 / spec.align.temperature)
+        runner = ModelRunner(
+            model, engine, device, tokenizer.vocab_size, sleepable=True, logit_scale=1 / spec.align.temperature
+        )
         self.engine = Engine(runner, tokenizer, eos)
         self.weights = runner.live_weights()
         self.adapted = {f"{layer}.weight" for name in parallel_model.names() if (layer := layer_of(name))}
@@ -156,6 +158,14 @@ class RolloutEngine:
                 ]
             )
         return found
+
+    def sleep(self) -> None:
+        """Release the memory of the KV cache for the update."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        if self.engine.asleep:
+            self.engine.wake()
 
     def close(self) -> None:
         self.engine.close()

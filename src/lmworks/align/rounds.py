@@ -105,6 +105,8 @@ class Rounds:
         """Sample and score the answers of a round."""
         align, began = self.spec.align, time.perf_counter()
         phase.enter("hand_over")
+        self.engine.wake()
+        woken = time.perf_counter()
         hand_over = self.engine.hand_over()
         self.metrics = {"hand_over_s": hand_over.seconds, "hand_over_bytes": float(hand_over.copied_bytes)}
         rollouts: list[Rollout] = []
@@ -117,7 +119,10 @@ class Rounds:
             if len(rollouts) >= align.prompts * align.samples:
                 break
         self.metrics |= summary(drawn, align.samples, align.max_tokens)
-        self.metrics["generate_s"] = time.perf_counter() - began
+        sampled_at = time.perf_counter()
+        self.engine.sleep()
+        self.metrics["generate_s"] = sampled_at - woken
+        self.metrics["sleep_wake_s"] = time.perf_counter() - sampled_at + woken - began
         # Without any signal all advantages are 0: the step changes nothing but its KL term.
         self.rollouts = (rollouts or drawn)[: align.prompts * align.samples]
         phase.enter("score")
