@@ -14,12 +14,13 @@ from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.cli.main import app
 from lmworks.engine.core import kv_cache
+from lmworks.model import GPT
 from lmworks.plan.memory import phases
 from lmworks.plan.memory.phases import held_beside
 from lmworks.plan.memory.sheet import memory, run_phases
 from lmworks.spec import RunSpec
 from lmworks.spec.load import apply_overrides
-from lmworks.train.rank_memory import element_bytes, storage_bytes
+from lmworks.train.rank_memory import element_bytes, held_parameters, storage_bytes, train_one_step
 from post_training import table, write_prompts
 
 
@@ -49,6 +50,28 @@ def test_the_engine_holds_what_is_planned(
     assert models[0].weights == element_bytes(trainer.parallel_model.parts[0].parameters())
 
 
+def test_four_models_hold_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+    path = write_prompts(tmp_path / "prompts.jsonl")
+    judge = tmp_path / "judge"
+    GPT(make_spec(path=path).model.replace(scalar_head=True, layers=1)).save_hf(judge)
+    spec = make_spec("align.method=ppo", f"align.reward_model={judge}", path=path)
+    trainer = trainer_class(spec)(spec, tmp_path / "run", quiet=True, force=True)
+    assert isinstance(trainer, OnlineTrainer)
+    trainer.build()
+    train_one_step(trainer)
+    assert trainer.critic is not None
+    held = {"policy": trainer, "critic": trainer.critic}
+    models, _ = held_beside(spec, None, 0)
+    assert [model.name for model in models] == ["policy", "reference", "reward model", "critic"]
+    for model in models:
+        where = held[model.name].parallel_model if model.trained else trainer.frozen[model.name]
+        assert model.weights == element_bytes(held_parameters(where)), model.name
+        if model.trained:
+            states = held[model.name].optimizer.state.values()
+            assert model.optimizer == storage_bytes(value for state in states for value in state.values()), model.name
+
+
 def test_limits_are_the_engines() -> None:
     assert phases.MAX_SEQS == {"cuda": rollout_engine.MAX_SEQS, "cpu": rollout_engine.MAX_SEQS_CPU}
     assert phases.CPU_CACHE == kv_cache.CPU_BYTES
@@ -74,7 +97,7 @@ def test_models_and_phases_of_a_preference_run() -> None:
     assert (score["phase"], score["runs"], update["phase"]) == ("score", ["reference"], "update")
     assert facts["post_training"]["highest_phase"] == "update"
     assert update["peak"] == pytest.approx(facts["allocated"], rel=1e-6)
-    assert facts["frozen"] == 4 * count
+    assert facts["others"] == 4 * count
 
     shared = command(*options, "lora.rank=16")["post_training"]["models"]
     assert shared[1]["weights"] == 0 and shared[1]["shares"] == "policy"
@@ -108,5 +131,5 @@ def test_a_rollout_engine_takes_its_share_of_the_gpu() -> None:
 def test_the_sheet_of_a_run_has_all_models() -> None:
     spec = make_spec(method="dpo")
     names = {row.name: row.bytes for row in memory(spec).rows}
-    assert names["reference model"] == 4 * spec.model.params
+    assert names["reference: weights"] == 4 * spec.model.params
     assert run_phases(spec, None, "cpu").highest.peak == memory(spec).total

@@ -13,7 +13,8 @@ from ..parallel.initial_weights import Source, is_hf, source_of
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.world import run_on_all_ranks
-from ..spec import AlignSpec, LoraSpec, RunSpec
+from ..plan.passes import critic_run
+from ..spec import RunSpec
 from ..spec.components import SCORE
 from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health
@@ -85,15 +86,7 @@ class Critic(Stepper):
 
 
 def critic_spec(spec: RunSpec) -> RunSpec:
-    """The critic as a run of its own: its shape, start and learning rate; layout and precision of the policy."""
     align = spec.align
     folder = align.critic or align.reward_model or spec.checkpoint.init
     model = run_on_all_ranks(lambda: model_of(folder, "align.critic")) if folder else spec.model
-    return spec.replace(
-        model=model.replace(scalar_head=True, attention=spec.model.attention),
-        checkpoint=spec.checkpoint.replace(init=folder),
-        align=AlignSpec(method="reward"),
-        data=spec.data.replace(kind="auto", global_batch=spec.data.global_batch),
-        lora=LoraSpec(),
-        optim=spec.optim.replace(lr=align.critic_lr or 10 * spec.optim.lr),
-    )
+    return critic_run(spec, model, folder)

@@ -13,6 +13,7 @@ from ..data.chat_tokenizer import end_token_ids
 from ..data.example_batches import PromptBatches
 from ..data.progress import silent
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
+from ..plan.passes import REWARD
 from ..spec.run import DataSpec
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
@@ -70,6 +71,8 @@ class OnlineTrainer(PostTrainer):
             self.train_state.others["critic"] = critic.state
         reward_model = self.spec.align.reward_model
         scorer = RewardScorer(self.spec, reward_model, self.mesh, self.device) if reward_model else None
+        if scorer is not None:
+            self.frozen[REWARD] = scorer.model
         engine = RolloutEngine(self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device)
         self.rounds = Rounds(
             self.spec,

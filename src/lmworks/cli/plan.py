@@ -223,7 +223,7 @@ PARTS = {
     "logits": "and their gradients, at the highest moment",
     "buffers": "gathered weights, messages on their way",
     "absent": "gradients not made yet at the highest moment",
-    "frozen": "weights of models that are only evaluated",
+    "others": "other models: weights, and a critic's optimizer states",
     "engine": "its weights and its KV cache",
 }
 

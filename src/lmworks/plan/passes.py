@@ -7,8 +7,11 @@ backward pass.
     dpo, ipo            reference over the pairs               policy
     kto                 policy and reference over swapped      policy
                         answers, reference over the own
-    grpo and its kind   policy (old log-probabilities),        policy
-                        reference where align.beta > 0
+    grpo and its kind   policy where a round has several       policy
+                        updates, reference where align.beta
+                        > 0, reward model where there is one
+    ppo                 policy, reference, reward model,       policy; then the critic
+                        critic
 
 Memory (`memory/phases.py`), messages (`exact/collectives.py`) and time (`round_time.py`) read this one table.
 """
@@ -20,9 +23,10 @@ from pathlib import Path
 
 from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec
 from ..spec.load import shape_of
+from ..spec.presets import PRESETS
 
-POLICY, REFERENCE, REWARD = "policy", "reference", "reward model"
-GENERATE, SCORE, UPDATE = "generate", "score", "update"
+POLICY, REFERENCE, REWARD, CRITIC = "policy", "reference", "reward model", "critic"
+GENERATE, SCORE, UPDATE, UPDATE_CRITIC = "generate", "score", "update", "update of the critic"
 # What follows the last norm: the loss, whose gradient is made in the forward pass; log-probabilities of targets, whose
 # logits are computed again in the backward pass; or one number a token.
 CROSS_ENTROPY, LOGPROBS, SCALAR = "cross-entropy", "log-probabilities", "scalar"
@@ -51,9 +55,18 @@ class Pass:
 def held_models(spec: RunSpec) -> dict[str, HeldModel]:
     trained = trained_model(spec)
     models = {trained: HeldModel(trained, spec, trained=True)}
-    if spec.align.needs_reference:
+    align = spec.align
+    if align.needs_reference:
         shared = POLICY if reference_is_base(spec) else ""
-        models[REFERENCE] = HeldModel(REFERENCE, frozen_run(spec, reference_shape(spec)), False, shared)
+        shape = planned_shape(align.reference, "align.reference", spec.model)
+        models[REFERENCE] = HeldModel(REFERENCE, frozen_run(spec, shape), False, shared)
+    if align.online and align.reward_model:
+        shape = planned_shape(align.reward_model, "align.reward_model", spec.model).replace(scalar_head=True)
+        models[REWARD] = HeldModel(REWARD, frozen_run(spec, shape), False)
+    if align.method == "ppo":
+        folder = align.critic or align.reward_model or spec.checkpoint.init
+        shape = planned_shape(folder, "align.critic", spec.model)
+        models[CRITIC] = HeldModel(CRITIC, critic_run(spec, shape), True)
     return models
 
 
@@ -66,9 +79,11 @@ def reference_is_base(spec: RunSpec) -> bool:
     return bool(spec.adapters) and not spec.align.reference
 
 
-def reference_shape(spec: RunSpec) -> ModelSpec:
-    folder = spec.align.reference
-    return ModelSpec.from_dict(shape_of(Path(folder), "align.reference")) if folder else spec.model
+def planned_shape(folder: str, key: str, default: ModelSpec) -> ModelSpec:
+    """Of a model folder; the name of a preset, where there is no such folder, stands for its shape."""
+    if folder in PRESETS and not Path(folder).exists():
+        return ModelSpec.from_preset(folder)
+    return ModelSpec.from_dict(shape_of(Path(folder), key)) if folder else default
 
 
 def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
@@ -82,6 +97,18 @@ def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
     )
 
 
+def critic_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
+    """The critic as a run of its own: its shape, start and learning rate; layout and precision of the policy."""
+    return spec.replace(
+        model=model.replace(scalar_head=True, attention=spec.model.attention),
+        checkpoint=spec.checkpoint.replace(init=folder),
+        align=AlignSpec(method="reward"),
+        data=spec.data.replace(kind="auto", global_batch=spec.data.global_batch),
+        lora=LoraSpec(),
+        optim=spec.optim.replace(lr=spec.align.critic_lr or 10 * spec.optim.lr),
+    )
+
+
 def passes(spec: RunSpec) -> tuple[Pass, ...]:
     """Of one micro-batch, in their order."""
     method, rows = spec.align.method, spec.data.micro_batch * spec.data.rows_per_example
@@ -89,11 +116,19 @@ def passes(spec: RunSpec) -> tuple[Pass, ...]:
     if method == "kto":
         scored = (Pass(SCORE, POLICY, rows), Pass(SCORE, REFERENCE, rows), Pass(SCORE, REFERENCE, rows))
     elif spec.align.online:
-        scored = (Pass(SCORE, POLICY, rows),)
-        scored += (Pass(SCORE, REFERENCE, rows),) if spec.align.needs_reference else ()
+        names = [name for name in held_models(spec) if name != POLICY or scores_policy(spec)]
+        scored = tuple(Pass(SCORE, name, rows) for name in names)
     elif spec.align.needs_reference:
         scored = (Pass(SCORE, REFERENCE, rows),)
-    return (*scored, Pass(UPDATE, trained_model(spec), rows, backward=True))
+    found = (*scored, Pass(UPDATE, trained_model(spec), rows, backward=True))
+    return (*found, Pass(UPDATE_CRITIC, CRITIC, rows, backward=True)) if method == "ppo" else found
+
+
+def scores_policy(spec: RunSpec) -> bool:
+    """Whether old log-probabilities differ from those of the update, or are a part of the rewards."""
+    align = spec.align
+    several = align.updates(spec.data.global_batch) > 1
+    return several or align.method == "ppo" or (align.method == "rloo" and align.beta > 0)
 
 
 def head_of(spec: RunSpec, model: ModelSpec) -> str:

@@ -2,13 +2,15 @@
 
     generate   the engine samples: its weights, its KV cache, and the trainer's models and states at rest
     score      forward passes without gradients (old log-probabilities, reference)
-    update     forward and backward passes of the model that is trained, and its optimizer
+    update     forward and backward passes of a model that is trained, and its optimizer; the critic's is a phase of its
+               own
 
 Weights, gradients and states are exact (`rank_weights.py`). Nothing is moved away between phases: what rests, stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from ...spec import EngineSpec, Gpu, RunSpec
 from ...spec.lora import target_linears
 from ..case import Case
 from ..exact.shards import gathered_bytes
-from ..passes import GENERATE, POLICY, SCALAR, SCORE, UPDATE, HeldModel, held_models, passes
+from ..passes import GENERATE, POLICY, SCALAR, SCORE, HeldModel, held_models, passes
 from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
@@ -27,6 +29,7 @@ from .rank_weights import Place, Resident, frozen_resident, on_device, resident
 from .reserve import WORKSPACES, capacity, reserve
 
 MAX_SEQS = {"cuda": 1024, "cpu": 64}  # as in align/rollout_engine.py, which a test compares
+BATCH_TOKENS = {"cuda": 8192, "cpu": 512}  # of one step, as spec/serving.py has it
 CPU_CACHE = 2**30  # as in engine/core/kv_cache.py
 
 
@@ -70,6 +73,14 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
+class Update:
+    """Of one model alone, in bytes: the highest moment of a step, and the gradients that are there then."""
+
+    peak: float
+    gradients: float
+
+
+@dataclass(frozen=True)
 class PhaseSheet:
     models: tuple[ModelMemory, ...]
     engine: EngineMemory | None
@@ -88,22 +99,26 @@ class PhaseSheet:
         }
 
 
-def phase_sheet(spec: RunSpec, update_peak: float, gradients: float, gpu: Gpu | None, rank: int = 0) -> PhaseSheet:
-    """`update_peak`: bytes of the trainer alone at the highest moment of a step, `gradients` of which are gradients."""
+def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, rank: int = 0) -> PhaseSheet:
+    """`updates`: of each model that is trained."""
     held = held_models(spec)
     models, engine = held_beside(spec, gpu, rank)
-    own, more = models[0], sum(model.weights for model in models[1:]) + (engine.total if engine else 0)
-    rest = own.weights + own.optimizer + more
-    found = []
+    own = models[0]
+    rest = sum(model.weights + model.optimizer for model in models) + (engine.total if engine else 0)
+    found, device = list[PhaseMemory](), "cpu" if gpu is None else "cuda"
     if engine is not None:
-        found.append(PhaseMemory(GENERATE, (POLICY,), rest, resting_gradients(spec, own), engine_working(spec)))
+        found.append(PhaseMemory(GENERATE, (POLICY,), rest, resting_gradients(spec, own), engine_working(spec, device)))
     scored = [one for one in passes(spec) if one.phase == SCORE]
     if scored:
         work = max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored)
         names = tuple(dict.fromkeys(one.model for one in scored))
         found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), round(work)))
-    working = update_peak - own.weights - own.optimizer - gradients
-    found.append(PhaseMemory(UPDATE, (own.name,), rest, round(gradients), round(working)))
+    by_name = {model.name: model for model in models}
+    for one in passes(spec):
+        if one.backward:
+            step, model = updates[one.model], by_name[one.model]
+            working = step.peak - model.weights - model.optimizer - step.gradients
+            found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
     return PhaseSheet(models, engine, tuple(found))
 
 
@@ -168,18 +183,16 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     most = min(answers, MAX_SEQS[device]) * -(-spec.data.seq // block)
     room = float(CPU_CACHE)
     if gpu is not None:
-        there = sum(model.weights for model in models) + own + engine_working(spec)
+        there = sum(model.weights for model in models) + own + engine_working(spec, device)
         room = spec.align.engine_memory * capacity(gpu) - reserve().context - there
     blocks = max(0, min(int(room) // block_bytes, most))
     return EngineMemory(own, whole - own, blocks * block_bytes)
 
 
-def engine_working(spec: RunSpec) -> int:
+def engine_working(spec: RunSpec, device: str) -> int:
     """Of its largest step: a chunk of prompts through one block, and logits of all sequences in fp32, twice."""
-    engine, m = EngineSpec(), spec.model
-    width = 4 if spec.precision.dtype == "fp32" else 2
-    tokens = engine.max_batch_tokens
-    answers = min(MAX_SEQS["cuda"], -(-spec.align.prompts * spec.align.samples // spec.parallel.world))
+    m, width, tokens = spec.model, 4 if spec.precision.dtype == "fp32" else 2, BATCH_TOKENS[device]
+    answers = min(MAX_SEQS[device], -(-spec.align.prompts * spec.align.samples // spec.parallel.world))
     inside = max(3 * m.ffn, 2 * m.heads * m.head_dim)
     return width * tokens * (2 * m.hidden + inside) + 2 * 4 * answers * m.vocab
 

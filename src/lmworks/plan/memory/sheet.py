@@ -21,12 +21,13 @@ import numpy as np
 from ...spec import Gpu, Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
 from ..case import Case, Number
+from ..passes import CRITIC, held_models, trained_model
 from ..policies import run_case
 from ..saved_activations import total
 from .dp_buffers import dp_buffers
 from .host_need import HostNeed, host_need, host_states, staging
 from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
-from .phases import PhaseSheet, held_beside, phase_sheet
+from .phases import PhaseSheet, Update, held_beside, phase_sheet
 from .rank_weights import Place, Resident, deepspeed_resident, on_device
 from .reserve import WORKSPACES, reserved
 
@@ -78,13 +79,13 @@ class Budget:
     absent: Number  # gradients that are not made yet at the highest moment
     left: Number  # freed before it, but in blocks that nothing of that moment fits
     host: Number  # in host memory
-    frozen: Number = 0.0  # weights of models that are only evaluated
+    others: Number = 0.0  # other models of post-training: weights, and optimizer states of a critic
     engine: Number = 0.0  # of the engine that samples answers: its weights and its KV cache
 
     @property
     def allocated(self) -> Number:
         there = self.parameters + self.gradients + self.master + self.optimizer
-        return there + self.activations + self.logits + self.buffers - self.absent + self.frozen + self.engine
+        return there + self.activations + self.logits + self.buffers - self.absent + self.others + self.engine
 
     @property
     def reserved(self) -> Number:
@@ -188,7 +189,8 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
 def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int) -> list[Row]:
     """What post-training has beside the model that is trained, all the time."""
     models, engine = held_beside(spec, gpu, rank)
-    found = [row(f"{one.name} model", one.weights, "weights that are only evaluated") for one in models[1:]]
+    found = [row(f"{one.name}: weights", one.weights, "beside those of the model above") for one in models[1:]]
+    found += [row(f"{one.name}: optimizer states", one.optimizer, "at rest") for one in models[1:]]
     if engine is not None:
         found.append(row("engine: weights", engine.weights, "those that are not the trainer's own"))
         found.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
@@ -231,20 +233,32 @@ def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
         return max((run_budget(spec, rank) for rank in stages), key=lambda one: float(one.allocated))
     found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
     models, engine = held_beside(spec, spec.cluster.accelerator, rank)
-    frozen = float(sum(model.weights for model in models[1:]))
+    others = float(sum(model.weights + model.optimizer for model in models[1:]))
     sampler = float(engine.total) if engine else 0.0
-    return replace(found, host=found.host + staging(spec, rank), frozen=frozen, engine=sampler)
+    return replace(found, host=found.host + staging(spec, rank), others=others, engine=sampler)
 
 
 def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseSheet:
     """The phases of a post-training run, of the rank that needs most."""
     if device == "cuda":
         found = run_budget(spec)
-        trainer = float(found.allocated - found.frozen - found.engine)
-        return phase_sheet(spec, trainer, float(found.gradients - found.absent), gpu)
+        trainer = float(found.allocated - found.others - found.engine)
+        updates = {trained_model(spec): Update(trainer, float(found.gradients - found.absent))}
+        return phase_sheet(spec, updates | critic_update(spec, device), gpu)
     sheet, beside = memory(spec, device), sum_bytes(beside_rows(spec, None, 0))
     made = sum_bytes(one for one in sheet.rows if one.name == "gradients")
-    return phase_sheet(spec, sheet.total - beside, made, None)
+    updates = {trained_model(spec): Update(sheet.total - beside, made)}
+    return phase_sheet(spec, updates | critic_update(spec, device), None)
+
+
+def critic_update(spec: RunSpec, device: str) -> dict[str, Update]:
+    """It trains on the rows of the policy."""
+    critic = held_models(spec).get(CRITIC)
+    if critic is None:
+        return {}
+    case = run_case(critic.run, device).replace(micro_batch=spec.data.micro_batch, documents=True)
+    found = budget(case, 0)
+    return {CRITIC: Update(float(found.allocated), float(found.gradients - found.absent))}
 
 
 def larger(one: Budget, other: Budget) -> Budget:
