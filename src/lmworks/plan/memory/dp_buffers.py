@@ -137,9 +137,10 @@ def bucketed(dp: DpState) -> Sizes:
 
 def sharded(dp: DpState) -> Sizes:
     case, own, each, code = dp.case, dp.weights, dp.each, dp.case.software
-    layers, root, block, own_block = own.layers, own.gathered_root, own.gathered_block, own.own_block
+    layers, root, own_block = own.layers, own.reduced_root, own.own_reduced_block
     piped, stays = np.greater(case.pp, 1), case.offload != "full"  # a rank's own gradients go to the host
-    gathered, message = gathered_bytes(case, 0) * block, dp.copies * code.reduce * block
+    gathered = gathered_bytes(case, 0) * own.gathered_block
+    message = dp.copies * code.reduce * own.reduced_block
     keep = (not case.reshard) | (piped & (case.schedule not in ("gpipe", "1f1b")))
     ahead = np.minimum(case.prefetch, layers - 1)
     at_work = np.where(keep, layers, 1 + ahead) * gathered
@@ -149,7 +150,7 @@ def sharded(dp: DpState) -> Sizes:
     done = {LOSS: 0, TOP: 0, LOWEST: layers - 1, END: layers}
     outside = {LOSS: 0, TOP: own.head, LOWEST: own.head, END: root}
     # Of bf16 weights FSDP2 adds up what it will send.
-    summed = max(each, code.reduce) * (root + layers * block)
+    summed = max(each, code.reduce) * (root + layers * own.reduced_block)
     found: Sizes = {}
     for moment, weights_there in whole.items():
         past = done[moment]
@@ -159,13 +160,13 @@ def sharded(dp: DpState) -> Sizes:
             flying = np.where(dp.accumulates & ~piped, message, flying)
         found[moment] = {
             "gradients": np.where(dp.accumulates, summed, sums)[()],
-            "gathered": each * root + weights_there,
+            "gathered": each * own.gathered_root + weights_there,
             "flying": flying[()],
         }
     found[REDUCED] = {
         "gradients": each * (root + layers * own_block * stays),
-        "gathered": each * root,
-        "flying": dp.copies * code.reduce * root + each * own.own_root,
+        "gathered": each * own.gathered_root,
+        "flying": dp.copies * code.reduce * root + each * own.own_reduced_root,
     }
     return found
 

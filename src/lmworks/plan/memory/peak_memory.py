@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ...spec import components
 from ...spec.layout import RESIDENT_BLOCKS, SPLIT_BACKWARD
+from ...spec.lora import ADAPTERS
 from ..activation_offload import offloading_blocks, pinned_bytes
 from ..case import Case, Number
 from ..exact.shards import rank_stages
@@ -151,7 +152,38 @@ class Activations:
 
     @functools.cached_property
     def saved(self) -> dict[str, tuple[Any, Any, str]]:
-        return {policy: saved_bytes(self.net, policy) for policy in self.policy_names}
+        """By policy: bytes of the embedding, of one block, and how the latter are made up."""
+        found = {policy: saved_bytes(self.net, policy) for policy in self.policy_names}
+        return {policy: (stem, block + self.adapted(policy), how) for policy, (stem, block, how) in found.items()}
+
+    def adapted(self, policy: str) -> Any:
+        """Bytes that the adapters of a block save: results of A, and under a selective policy those of B too; DoRA
+        saves what it scales."""
+        load, tp = self.net.load, self.case.tp
+        numbers: Any = 0
+        for weight in self.case.adapters if policy != "full" else ():
+            outputs = weight.shape[0] // (tp if weight.sharded(int(np.max(tp))) is not None else 1)
+            if weight.name.endswith("lora_A"):
+                numbers = numbers + weight.shape[0]
+            elif weight.name.endswith("magnitude") or policy in ("selective", "mlp"):
+                numbers = numbers + outputs
+        return load.width * load.tokens * (numbers - self.unneeded * (policy == "none"))
+
+    @functools.cached_property
+    def unneeded(self) -> Any:
+        """Numbers a token that a block does not save, as all products that read them have frozen weights alone.
+
+        Attention saves its result itself. Of experts and their norm nothing is left out.
+        """
+        targets = {weight.name.partition(f".{ADAPTERS}.")[0] for weight in self.case.adapters}
+        linears = components.linears(self.case.model)
+        needed = {"attention", *(linear.reads for linear in linears if linear.name in targets)}
+        inputs = {
+            linear.reads: linear.inputs / (self.case.tp if linear.shard == "row" else 1)
+            for linear in linears
+            if linear.reads not in needed and not (self.case.model.experts and linear.name.startswith("mlp."))
+        }
+        return sum(inputs.values()) if targets else 0
 
     @property
     def policy_names(self) -> list[str]:
@@ -200,7 +232,7 @@ class Activations:
         found = self.kept_by_blocks(stage, self.policies(stage), away, "")
         if self.case.software.loss != "chunked":  # the loss itself keeps nothing: it is worked out and left at once
             return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
-        w, g = self.net.load.width, self.net.load.head_gradient
+        w, g = self.net.load.width, self.net.load.head_gradient * (not self.case.adapters)
         outside = self.outside(stage) + total(self.net.loss) * last
         if self.case.head != CROSS_ENTROPY:  # which alone has its gradients when the forward pass is over
             how = "embedding, position tables, final norm, hidden states"
@@ -331,17 +363,33 @@ class Activations:
         """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
         below = self.policies(stage, skip=1)
         again = sum(  # by the policy of the topmost block
-            (count - below[policy]) * (recomputed_bytes(self.net, policy) + self.casts * (policy != "none"))
+            (count - below[policy])
+            * (
+                recomputed_bytes(self.net, policy)
+                + (self.casts + self.adapted("none") - self.adapted(policy)) * (policy != "none")
+            )
             for policy, count in self.policies(stage).items()
         )
         return [
             row("recomputed block", again, "what one block saves, less what it kept"),
             row("backward temporaries", self.temporaries, "gradients inside one MLP and of the residual stream"),
+            row("dequantized weight", self.dequantized, "the largest of a block, and what it is made from"),
         ]
 
     @functools.cached_property
+    def dequantized(self) -> Any:
+        """Bytes while a quantized weight is multiplied: 4 for a level and 4 for the product with its scale, 1 for a
+        code; and as it is multiplied, if that is 16 bits."""
+        if not self.case.frozen_base:
+            return 0
+        linears = components.linears(self.case.model)
+        size = max(linear.inputs * linear.outputs for linear in linears) / self.case.tp
+        return (9 + (self.net.load.width == 2) * 2) * size
+
+    @functools.cached_property
     def temporaries(self) -> Any:
-        load, m, g = self.net.load, self.net.load.model, self.net.load.software.gradients
+        load, m = self.net.load, self.net.load.model
+        g = load.software.gradients * (not self.case.adapters)  # of a weight's gradient; adapters' are small
         w, slots = load.width, load.tokens * m.top_k
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
@@ -413,7 +461,8 @@ def candidate_peaks(work: Activations, place: Place) -> dict[str, list[Row]]:
 def at_end(work: Activations) -> list[Row]:
     """The embedding's gradient comes last, and is added to a tied head's."""
     case, code = work.case, work.case.software
-    first, tied = sum(work.stages.first), sum(f & e for f, e in zip(work.stages.first, work.stages.last, strict=True))
+    first = sum(work.stages.first) * (not case.adapters)
+    tied = sum(f & e for f, e in zip(work.stages.first, work.stages.last, strict=True))
     table = work.net.load.vocab * case.model.hidden
     if not case.is_lmworks:
         each = code.gradients if code.master == 0 else work.net.load.width

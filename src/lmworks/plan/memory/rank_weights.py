@@ -40,7 +40,7 @@ from ..exact.shards import (
     own_rows,
     padded_size,
     rank_stages,
-    stage_weights,
+    trained_weights,
     unit_shard,
     unit_size,
     units,
@@ -90,21 +90,24 @@ BEFORE, AT_TOP, AT_LOWEST, AT_END = range(4)
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Elements of the weights of a rank before data parallelism cuts them, unless it says otherwise."""
+    """Elements of the trained weights of a rank before data parallelism cuts them, unless it says otherwise."""
 
     layers: Any  # blocks of all its stages
     size: Any
     block: Any  # mean of its blocks
-    matrices: Any  # of a block, without vectors
+    matrices: Any  # of a block, without vectors; frozen ones too, but for quantized ones
     root: Any  # outside blocks
     head: Any  # whose gradients are there when the blocks' backward pass begins
     tied: Any  # of a tied embedding, whose gradient waits for the head's
     sharding: Any  # `Case.sharding`
-    # As FSDP gathers them, padding included, and this rank's part of each.
+    # As FSDP gathers them, frozen ones too, padding included.
     gathered_root: Any
     gathered_block: Any
-    own_root: Any
-    own_block: Any
+    # Gradients as FSDP reduces them, and this rank's part of each.
+    reduced_root: Any
+    reduced_block: Any
+    own_reduced_root: Any
+    own_reduced_block: Any
     # ZeRO's buckets: of those complete at four places of a backward pass the sum, and the last two; these where all
     # buckets of an earlier micro-batch went before; the last bucket, the last two, and the two largest.
     complete: tuple[Any, ...]
@@ -188,6 +191,9 @@ def distinct_rows(columns: Sequence[Number]) -> tuple[list[list[int]], NDArray[A
     return table[:, first].T.tolist(), codes
 
 
+GATHERED = ("gathered", "reduced", "own_reduced")
+
+
 def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights:
     layers = sum(len(stage.layers) for stage in stages)
     # Units, and how often the rank has each: blocks are alike.
@@ -196,23 +202,25 @@ def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights
         held += [(unit, 1) for unit in units(case, Stage(0, range(0), stage.first, stage.last))]
     # A tied embedding is the head alone where the rank does not hold the first stage.
     head_names = ("norm.", "head.") if any(stage.first for stage in stages) else ("norm.", "head.", "embed.")
-    block = matrices = root = head = tied = 0
-    gathered: dict[str, Any] = dict.fromkeys(("gathered_root", "gathered_block", "own_root", "own_block"), 0)
-    for unit, _ in held:
+    block = matrices = root = head = tied = whole = 0
+    gathered: dict[str, Any] = {f"{of}_{kind}": 0 for of in GATHERED for kind in ("root", "block")}
+    for unit, count in held:
         kind = "root" if unit.block == ROOT else "block"
-        for weight in unit.weights:
+        whole += count * sum(weight.size for weight in unit.weights)
+        matrices += sum(w.size for w in unit.weights if kind == "block" and len(w.shape) > 1 and not w.quantized)
+        for weight in unit.trained:
             if kind == "block":
                 block += weight.size
-                matrices += weight.size * (len(weight.shape) > 1)
             else:
                 root += weight.size
                 head += weight.size * weight.name.startswith(head_names)
                 tied += weight.size * (weight.name == "embed.weight" and case.model.tie_embeddings)
         if case.sharding.startswith("fsdp"):
             gathered[f"gathered_{kind}"] += unit_size(case, unit)
-            gathered[f"own_{kind}"] += unit_shard(case, unit)
+            gathered[f"reduced_{kind}"] += unit_size(case, unit, trained=True)
+            gathered[f"own_reduced_{kind}"] += unit_shard(case, unit, trained=True)
     size = root + layers * block
-    state = resident_of_one(case, place, held, size) if case.is_lmworks else resident_of_others(case, held, size)
+    state = resident_of_one(case, place, held, whole) if case.is_lmworks else resident_of_others(case, held, whole)
     return RankWeights(
         layers=layers,
         size=size,
@@ -312,7 +320,7 @@ def bucket_sizes(case: Case, stages: list[Stage], moments: tuple[int, ...]) -> d
 
 def sizes_in_order(case: Case, stage: Stage) -> list[int]:
     """Elements of each weight of a stage in the order of the network, from those of one block."""
-    found = stage_weights(case, Stage(0, range(1), stage.first, stage.last))
+    found = trained_weights(case, Stage(0, range(1), stage.first, stage.last))
     sizes, inside = [weight.size for weight in found], [n for n, weight in enumerate(found) if weight.unit != ROOT]
     begin, end = inside[0], inside[-1] + 1
     return [*sizes[:begin], *sizes[begin:end] * len(stage.layers), *sizes[end:]]
