@@ -1,12 +1,18 @@
-"""The memory sheet of runs with adapters against the peak of a real step, storage by storage."""
+"""Memory sheet and FLOPs of runs with adapters against a real step."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from lmworks.model import GPT
+from lmworks.model.lora import add_adapters, init_adapters
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.plan.flops import attention_flops_per_token, run_flops_per_token
 from lmworks.plan.memory.rank_weights import Place, resident
 from lmworks.plan.memory.sheet import memory, rank_peaks, run_case
 from lmworks.spec import RunSpec
@@ -51,6 +57,26 @@ def test_one_rank(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> No
 def test_two_ranks(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *SHAPE, "parallel.dp=2", *options)
     check(spec, on_ranks(2, measure_rank_memory, spec, tmp_path / "run")[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"targets": ["attention.q", "mlp.down"]}], ids=str)
+def test_flops_are_those_that_torch_counts(options: dict[str, Any]) -> None:
+    """But for the first layers, whose inputs have no gradient."""
+    spec = RunSpec.from_dict(
+        {"model": {"layers": 6, "hidden": 64, "vocab": 256, "context": 64}, "data": {"seq": 64}, "lora": {"rank": 4}}
+    )
+    spec = spec.replace(lora=spec.lora.replace(**options))
+    model = GPT(spec.model)
+    add_adapters(model, spec.lora, spec.adapters)
+    init_adapters(model, 0)
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens)[1].backward()
+    products = counter.get_flop_counts()["Global"]
+    counted = sum(flops for op, flops in products.items() if "attention" not in str(op))
+    expected = 2 * 64 * (run_flops_per_token(spec) - 3 * attention_flops_per_token(spec.model, 64))
+    first = 2 * 2 * 64 * 3 * 64 * 64  # q, k and v of the first block
+    assert counted == pytest.approx(expected - first, rel=0.02)
 
 
 def test_adapters_take_a_fraction_of_training_all_weights() -> None:

@@ -8,7 +8,8 @@ computed again. Norms, activations, softmax and the optimizer are bound by memor
 
 from __future__ import annotations
 
-from ..spec import ModelSpec, components
+from ..spec import ModelSpec, RunSpec, components
+from ..spec.lora import block_adapter_weights
 
 
 def keys_per_query(seq: int, window: int = 0) -> float:
@@ -31,6 +32,15 @@ def forward_flops_per_token(model: ModelSpec, seq: int) -> float:
 def model_flops_per_token(model: ModelSpec, seq: int) -> float:
     """Training: forward, and a backward pass of twice as much (one product for inputs, one for weights)."""
     return 3 * forward_flops_per_token(model, seq)
+
+
+def run_flops_per_token(spec: RunSpec) -> float:
+    """Model FLOPs of a run. Frozen weights have no gradient of their own, 4 FLOPs of 6; the active adapter has 6."""
+    model, whole = spec.model, model_flops_per_token(spec.model, spec.data.seq)
+    if not spec.adapters:
+        return whole
+    matrices = (w for w in block_adapter_weights(model, spec.lora, spec.adapters[:1]) if len(w.shape) > 1)
+    return whole - 2 * model.matmul_params + 6 * model.layers * sum(weight.size for weight in matrices)
 
 
 def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none") -> float:

@@ -14,7 +14,7 @@ from typing import Any
 from ..spec import RunSpec
 from .case import Case
 from .devices.machine import Machine
-from .flops import hardware_flops_per_token, model_flops_per_token
+from .flops import hardware_flops_per_token, model_flops_per_token, run_flops_per_token
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
 from .policies import policies
@@ -37,7 +37,8 @@ def step_flops(spec: RunSpec) -> StepFlops:
     stages = layout.pp * layout.virtual_stages if layout.recompute == "budget" else 1
     each = policies(spec, range(max(1, model.layers // stages)))
     hardware = statistics.fmean(hardware_flops_per_token(model, seq, policy) for policy in each)
-    return StepFlops(tokens, tokens * model_flops_per_token(model, seq), tokens * hardware)
+    needed = run_flops_per_token(spec)
+    return StepFlops(tokens, tokens * needed, tokens * (hardware + needed - model_flops_per_token(model, seq)))
 
 
 # --- memory and time -------------------------------------------------------------------------------------

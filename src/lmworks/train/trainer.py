@@ -36,7 +36,7 @@ from ..parallel.world import (
     run_on_rank_zero,
 )
 from ..plan.devices.machine import Machine
-from ..plan.flops import model_flops_per_token
+from ..plan.flops import run_flops_per_token
 from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError
@@ -394,7 +394,7 @@ class Trainer(Stepper):
         if not self.is_rank_zero:
             return
         positions = self.spec.tokens_per_step
-        flops = model_flops_per_token(self.spec.model, self.spec.data.seq) * positions / values["step_s"]
+        flops = run_flops_per_token(self.spec) * positions / values["step_s"]
         peak = self.peak_flops * self.spec.parallel.world if self.peak_flops else None
         values |= {
             "tokens_per_s": positions / values["step_s"],
