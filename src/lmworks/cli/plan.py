@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..plan.exact.exchanges import Collective
     from ..plan.memory.phases import PhaseSheet
     from ..plan.predict import Prediction
+    from ..plan.round_time import RunTime
 
 
 class SpecOrCommand(DefaultCommandGroup):
@@ -52,6 +53,9 @@ def run(
     spec: Spec,
     overrides: Overrides = None,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not measure this machine: no step time.")] = False,
+    answer_tokens: Annotated[
+        float, typer.Option("--answer-tokens", min=0, help="Mean length of sampled answers (0: align.max_tokens).")
+    ] = 0.0,
     json: Json = False,
 ) -> None:
     """Predict the memory and the step time of a run on one device.
@@ -68,6 +72,7 @@ def run(
       lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.memory.host_need import machine_need, refusal
+    from ..plan.memory.sheet import run_phases
     from ..plan.ops import device_of
     from ..plan.predict import predict
 
@@ -77,11 +82,18 @@ def run(
     shared = machine_need(job, range(ranks), machine.device if machine else device_of(job))
     there = available_bytes() if is_here(job.cluster) else None
     refused = refusal(job, shared, ranks, there)
+    device = machine.device if machine else device_of(job)
+    phases = run_phases(job, job.cluster.accelerator, device) if job.align.method else None
+    rounds = rounds_of(job, answer_tokens)
     if json:
         calls = [vars(call) for call in sent(job)]
         facts = {**prediction.to_dict(), "host_bytes_per_machine": shared.total}
         facts |= {"host_per_machine_parts": shared.to_dict(), "host_available_bytes": there}
         facts["host_fits"] = None if there is None else not refused
+        if phases:
+            facts["post_training"] = phases.to_dict()
+        if rounds:
+            facts["rounds"] = rounds.to_dict()
         print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
         return
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
@@ -91,6 +103,36 @@ def run(
         typer.echo(f"it would be refused on this machine: {refused}")
     print_calls(job)
     print_time(prediction, job)
+    if phases:
+        print_phases(phases)
+    if rounds:
+        print_rounds(job, rounds)
+
+
+def rounds_of(job: RunSpec, answer_tokens: float) -> RunTime | None:
+    """Where the accelerator is named; SFT is a run of plain steps."""
+    from ..plan.round_time import run_time
+
+    gpu = job.cluster.accelerator
+    return run_time(job, gpu, answer_tokens) if gpu and job.align.method not in ("", "sft") else None
+
+
+def print_rounds(job: RunSpec, time: RunTime) -> None:
+    """Hours and dollars of post-training by phase."""
+    unit = "round" if job.align.online else "step"
+    rows = [
+        [
+            phase.phase,
+            phase.model,
+            duration(phase.seconds),
+            f"{phase.seconds / time.seconds:.0%}",
+            f"{time.rounds * phase.seconds / 3600:.3g} h",
+        ]
+        for phase in time.phases
+    ]
+    print_table(f"Time by phase, {time.rounds:,} {unit}s", ["phase", "runs", f"a {unit}", "share", "in all"], rows)
+    price = f", ${time.dollars:,.0f}" if time.dollars else ""
+    typer.echo(f"{unit} {duration(time.seconds)}; {time.rounds:,} {unit}s take {time.hours:.3g} hours{price}")
 
 
 def is_here(cluster: Cluster) -> bool:

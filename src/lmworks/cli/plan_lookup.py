@@ -13,6 +13,7 @@ import typer
 from ..record.formatting import binary_bytes, duration, short
 from ..spec import PRESETS, Cluster, Gpu, Grid, ModelSpec, RunSpec, SpecError, catalogue, load_run
 from ..spec.hardware import find_gpu_name
+from ..spec.presets import PLAN_ONLY
 from . import options
 from .output import Json, Overrides, Spec, print_json, print_table
 from .ranks import needs_ranks, start_ranks
@@ -127,6 +128,7 @@ def models(json: Json = False) -> None:
         for name, s in specs.items()
     ]
     print_table("Model presets", columns, rows, drop=("kv heads", "heads", "vocab", "context"))
+    typer.echo(f"to plan with, published weights do not load: {', '.join(PLAN_ONLY)}")
 
 
 # --- mesh ------------------------------------------------------------------------------------------------

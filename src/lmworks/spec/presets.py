@@ -51,6 +51,11 @@ def mellum() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """OPT. Two rows of its positions stand for padding. Our network has GELU where OPT has ReLU."""
+    return {**gpt2(layers, hidden, heads), "vocab": 50_272, "context": 2050}
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # Small ones for a CPU. Bytes need 257 rows (256 and end-of-text); 320 keeps the matrix a multiple of 64.
     "tiny": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 320, "context": 128},
@@ -75,4 +80,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-7b": mistral(sliding_window=4096),  # v0.1
     "mixtral-8x7b": mistral(rope_theta=1_000_000.0, experts=8, top_k=2),
     "mellum-4b": mellum(),
+    "opt-350m": opt(24, 1024, 16),
+    "opt-1.3b": opt(24, 2048, 32),
+    "opt-6.7b": opt(32, 4096, 32),
+    "opt-13b": opt(40, 5120, 40),
+    "opt-30b": opt(48, 7168, 56),
+    "opt-66b": opt(64, 9216, 72),
 }
+# Shapes to plan with: published weights of these families do not load, as the network differs in a detail. Of
+# opt-350m the embedding too: OPT projects one of 512 columns and has no final norm.
+PLAN_ONLY = tuple(name for name in PRESETS if name.startswith("opt-"))
