@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp-sp": ("parallel.tp=2", "parallel.sp=true"),
     "pp": ("parallel.pp=2",),
     "cp": ("parallel.cp=2",),
+    "dora-fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2", "lora.rank=3", "lora.dora=true"),
+    "qlora-ddp": ("parallel.dp=2", "lora.rank=3", "lora.base=nf4"),
 }
 
 
