@@ -110,8 +110,8 @@ def needs(row: Row) -> tuple[float, float, float]:
     served = ServedModel.of(spec.model)
     tokens = PROMPT_TOKENS + ANSWER_TOKENS
     cut = served.weight_bytes("bf16", row.tp) + row.answers * row.tp * float(served.cache("bf16", row.tp).held(tokens))
-    update = by_phase["update"].peak - engine.total
-    resting = by_phase["generate"].resting - engine.total
+    update = by_phase["update"].peak - engine.weights
+    resting = by_phase["update"].resting - engine.weights
     own = by_phase["generate"].peak
     return tuple(size / 2**30 for size in (update, resting + cut, own))  # type: ignore[return-value]
 

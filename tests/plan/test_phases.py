@@ -133,3 +133,11 @@ def test_the_sheet_of_a_run_has_all_models() -> None:
     names = {row.name: row.bytes for row in memory(spec).rows}
     assert names["reference: weights"] == 4 * spec.model.params
     assert run_phases(spec, None, "cpu").highest.peak == memory(spec).total
+
+
+def test_the_cache_of_a_sleeping_engine_is_the_trainers() -> None:
+    spec = make_spec("align.prompts=64", "align.samples=32", "data.global_batch=2048", "data.micro_batch=1")
+    sheet = run_phases(spec, None, "cpu")
+    generate, update = sheet.phases[0], sheet.phases[-1]
+    assert sheet.engine is not None and generate.resting - update.resting == sheet.engine.cache
+    assert memory(spec).moment == "generate" and memory(spec).total == generate.peak == sheet.highest.peak

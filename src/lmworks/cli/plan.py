@@ -266,7 +266,7 @@ PARTS = {
     "buffers": "gathered weights, messages on their way",
     "absent": "gradients not made yet at the highest moment",
     "others": "other models: weights, and a critic's optimizer states",
-    "engine": "its weights and its KV cache",
+    "engine": "its weights; its KV cache sleeps during an update",
 }
 
 
@@ -407,7 +407,7 @@ def print_phases(sheet: PhaseSheet) -> None:
     if engine := sheet.engine:
         shared = f"{binary_bytes(engine.shared)} are the trainer's own" if engine.shared else "a copy"
         rows.append(["engine", "", "–", binary_bytes(engine.weights), "–", "–", shared])
-        rows.append(["KV cache", "", "–", binary_bytes(engine.cache), "–", "–", "of sampled answers"])
+        rows.append(["KV cache", "", "–", binary_bytes(engine.cache), "–", "–", "while answers are sampled"])
     print_table(
         "Models on a rank",
         ["model", "parameters", "trained", "weights", "gradients", "optimizer states", "note"],

@@ -1,11 +1,12 @@
 """The memory of post-training: what every model of a run holds, and what a rank needs at most in each phase.
 
-    generate   the engine samples: its weights, its KV cache, and the trainer's models and states at rest
+    generate   the engine samples: its weights, its KV cache, and the trainer's models and states at rest; then the
+               engine sleeps, and the memory of its cache is the trainer's
     score      forward passes without gradients (old log-probabilities, reference)
     update     forward and backward passes of a model that is trained, and its optimizer; the critic's is a phase of its
                own
 
-Weights, gradients and states are exact (`rank_weights.py`). Nothing is moved away between phases: what rests, stays.
+Weights, gradients and states are exact (`rank_weights.py`). Models and states at rest stay where they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...spec import EngineSpec, Gpu, RunSpec
 from ...spec.lora import target_linears
 from ..case import Case
 from ..exact.shards import gathered_bytes
-from ..passes import GENERATE, POLICY, SCALAR, SCORE, HeldModel, held_models, passes
+from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, HeldModel, held_models, passes
 from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
@@ -52,10 +53,6 @@ class EngineMemory:
     shared: int
     cache: int
 
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache
-
 
 @dataclass(frozen=True)
 class PhaseMemory:
@@ -63,7 +60,7 @@ class PhaseMemory:
 
     phase: str
     runs: tuple[str, ...]  # models at work
-    resting: int  # weights of all models, optimizer states, the engine
+    resting: int  # weights of all models, optimizer states, the engine's weights and, while it samples, its cache
     gradients: int
     working: int  # activations, logits, gathered weights, messages
 
@@ -104,15 +101,16 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
     held = held_models(spec)
     models, engine = held_beside(spec, gpu, rank)
     own = models[0]
-    rest = sum(model.weights + model.optimizer for model in models) + (engine.total if engine else 0)
-    found, device = list[PhaseMemory](), "cpu" if gpu is None else "cuda"
+    rest = sum(model.weights + model.optimizer for model in models) + (engine.weights if engine else 0)
+    found: list[PhaseMemory] = []
     if engine is not None:
-        found.append(PhaseMemory(GENERATE, (POLICY,), rest, resting_gradients(spec, own), engine_working(spec, device)))
+        work = generate_working(spec, rank, gpu)
+        found.append(PhaseMemory(GENERATE, (POLICY,), rest + engine.cache, resting_gradients(spec, own), work))
     scored = [one for one in passes(spec) if one.phase == SCORE]
     if scored:
-        work = max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored)
+        work = round(max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored))
         names = tuple(dict.fromkeys(one.model for one in scored))
-        found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), round(work)))
+        found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), work))
     by_name = {model.name: model for model in models}
     for one in passes(spec):
         if one.backward:
@@ -173,7 +171,8 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     whole = width * spec.model.params
     adapted = sum(linear.inputs * linear.outputs for linear in target_linears(spec.model, spec.lora))
     own = whole
-    if spec.parallel.world == 1 and spec.parallel.offload == "none" and Case.of(spec).software.weights == width:
+    as_trained = Case.of(spec).software.weights == width and not spec.lora.base
+    if spec.parallel.world == 1 and spec.parallel.offload == "none" and as_trained:
         own = width * spec.model.layers * adapted if spec.lora.rank else 0
     cache = Cache.of(spec.model)
     block = EngineSpec().block
@@ -195,6 +194,14 @@ def engine_working(spec: RunSpec, device: str) -> int:
     answers = min(MAX_SEQS[device], -(-spec.align.prompts * spec.align.samples // spec.parallel.world))
     inside = max(3 * m.ffn, 2 * m.heads * m.head_dim)
     return width * tokens * (2 * m.hidden + inside) + 2 * 4 * answers * m.vocab
+
+
+def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
+    """Of the engine; a reward model scores answers before it sleeps."""
+    judge, found = held_models(spec).get(REWARD), engine_working(spec, "cpu" if gpu is None else "cuda")
+    if judge is None:
+        return found
+    return max(found, round(forward_working(judge, spec, spec.data.micro_batch, rank, gpu)))
 
 
 # --- passes without gradients ---------------------------------------------------------------------------

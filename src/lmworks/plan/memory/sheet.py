@@ -21,13 +21,13 @@ import numpy as np
 from ...spec import Gpu, Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
 from ..case import Case, Number
-from ..passes import CRITIC, held_models, trained_model
+from ..passes import CRITIC, GENERATE, held_models, trained_model
 from ..policies import run_case
 from ..saved_activations import total
 from .dp_buffers import dp_buffers
 from .host_need import HostNeed, host_need, host_states, staging
 from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
-from .phases import PhaseSheet, Update, held_beside, phase_sheet
+from .phases import PhaseSheet, Update, generate_working, held_beside, phase_sheet
 from .rank_weights import Place, Resident, deepspeed_resident, on_device
 from .reserve import WORKSPACES, reserved
 
@@ -80,7 +80,7 @@ class Budget:
     left: Number  # freed before it, but in blocks that nothing of that moment fits
     host: Number  # in host memory
     others: Number = 0.0  # other models of post-training: weights, and optimizer states of a critic
-    engine: Number = 0.0  # of the engine that samples answers: its weights and its KV cache
+    engine: Number = 0.0  # weights of the engine that samples answers, whose cache sleeps
 
     @property
     def allocated(self) -> Number:
@@ -171,6 +171,17 @@ def overhead_rows(case: Case, work: Activations) -> list[Row]:
 
 def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -> MemorySheet:
     """`copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
+    sheets, away = step_sheets(spec, device, rank, copies)
+    sheets |= generate_sheet(spec, device, rank, sheets)
+    sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
+    moment = max(sums, key=lambda name: sums[name])
+    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
+
+
+def step_sheets(
+    spec: RunSpec, device: str, rank: int = 0, copies: int = 0
+) -> tuple[dict[str, tuple[Row, ...]], HostNeed]:
+    """Rows of every moment of a training step, and what is in host memory."""
     case = run_case(spec, device)
     other = deepspeed_resident(spec) if spec.parallel.engine == "deepspeed" else None
     found = rank_peaks(case, Place.of(case.grid, rank), other, copies or (2 if device == "cpu" else 1))
@@ -181,9 +192,23 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
         host.append(row("copy for a save", away.staging, "that is written while training goes on"))
     host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank)
     sheets = {moment: tuple(one for one in (*rows, *host) if one.bytes) for moment, rows in found.moments.items()}
-    sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
-    moment = max(sums, key=lambda name: sums[name])
-    return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
+    return sheets, away
+
+
+def generate_sheet(
+    spec: RunSpec, device: str, rank: int, step: dict[str, tuple[Row, ...]]
+) -> dict[str, tuple[Row, ...]]:
+    """While the engine of an online method samples."""
+    gpu = spec.cluster.accelerator if device == "cuda" else None
+    _, engine = held_beside(spec, gpu, rank)
+    if engine is None:
+        return {}
+    resting = {"parameters", "padding", "master weights", "optimizer states", "cuBLAS workspaces"}
+    resting |= {one.name for one in beside_rows(spec, gpu, rank)}
+    rows = [one for one in next(iter(step.values())) if one.name in resting]
+    rows.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
+    rows.append(row("engine: activations", generate_working(spec, rank, gpu), "of its largest step"))
+    return {GENERATE: tuple(rows)}
 
 
 def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int) -> list[Row]:
@@ -193,7 +218,6 @@ def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int) -> list[Row]:
     found += [row(f"{one.name}: optimizer states", one.optimizer, "at rest") for one in models[1:]]
     if engine is not None:
         found.append(row("engine: weights", engine.weights, "those that are not the trainer's own"))
-        found.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
     return found
 
 
@@ -236,7 +260,7 @@ def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
     found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
     models, engine = held_beside(spec, spec.cluster.accelerator, rank)
     others = float(sum(model.weights + model.optimizer for model in models[1:]))
-    sampler = float(engine.total) if engine else 0.0
+    sampler = float(engine.weights) if engine else 0.0  # its cache sleeps
     return replace(found, host=found.host + staging(spec, rank), others=others, engine=sampler)
 
 
@@ -247,9 +271,10 @@ def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseShe
         trainer = float(found.allocated - found.others - found.engine)
         updates = {trained_model(spec): Update(trainer, float(found.gradients - found.absent))}
         return phase_sheet(spec, updates | critic_update(spec, device), gpu)
-    sheet, beside = memory(spec, device), sum_bytes(beside_rows(spec, None, 0))
-    made = sum_bytes(one for one in sheet.rows if one.name == "gradients")
-    updates = {trained_model(spec): Update(sheet.total - beside, made)}
+    highest = max(step_sheets(spec, device)[0].values(), key=sum_bytes)
+    beside = sum_bytes(beside_rows(spec, None, 0))
+    made = sum_bytes(one for one in highest if one.name == "gradients")
+    updates = {trained_model(spec): Update(sum_bytes(highest) - beside, made)}
     return phase_sheet(spec, updates | critic_update(spec, device), None)
 
 
