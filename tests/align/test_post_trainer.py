@@ -141,6 +141,26 @@ def test_layouts_give_the_gradients_of_one_rank(method: str, layout: str, tmp_pa
     assert result.tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("dpo", "fsdp2"),
+        ("reward", "tp2-sp"),
+        pytest.param("dpo", "tp2", marks=pytest.mark.slow),
+        pytest.param("ipo", "ddp", marks=pytest.mark.slow),
+        pytest.param("reward", "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_over_layouts(method: str, layout: str, tmp_path: Path) -> None:
+    """The reference is the base; the scalar head of a reward model is trained with the adapter."""
+    make_spec(tmp_path, method)
+    given = table(tmp_path / f"{method}.jsonl", method)
+    with parity({**given, "lora": {"rank": 3}, "optim": {"optimizer": "sgd", "lr": 0.1}}, quick=True) as proof:
+        (chosen,) = choose(layout)
+        result = proof.prove(chosen)
+    assert result.ok, result.failure
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2", "zero-1", "zero-2"])
 @pytest.mark.parametrize("method", METHODS)
