@@ -19,6 +19,8 @@ def budget(weights, activations, logits=0):
         "buffers": 1.0 * GIB,
         "absent": 0.2 * weights * GIB,
         "host": 0.0,
+        "others": 0.0,
+        "engine": 0.0,
     }
     allocated = sum(found.values()) - 2 * found["absent"]
     return found | {"left": 2.0 * GIB, "allocated": allocated, "reserved": allocated + 5 * GIB}

@@ -67,7 +67,7 @@ function piece(left, right, kind, title) {
 // --- memory: one stacked bar a pipeline rank, with the edge of the GPU ---
 
 const HELD = [["parameters", "s0"], ["gradients", "s1"], ["master", "s7"], ["optimizer", "s2"],
-  ["activations", "s3"], ["logits", "s5"], ["buffers", "s6"]];
+  ["activations", "s3"], ["logits", "s5"], ["buffers", "s6"], ["others", "s0 hatched"], ["engine", "s7 hatched"]];
 
 // Bytes at the highest moment: gradients that are not made yet then (`absent`) take no room.
 const there = (stage, name) => name === "gradients" ? stage.gradients - stage.absent : stage[name];
