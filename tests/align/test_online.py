@@ -294,3 +294,14 @@ def test_wrong_specs_are_refused(overrides: list[str], message: str, tmp_path: P
     with pytest.raises(SpecError, match=message.replace(".", r"\.")):
         spec = make_spec(tmp_path, "grpo", *overrides)
         trainer_class(spec)(spec, tmp_path / "run", quiet=True)
+
+
+def test_an_engine_with_other_weights_is_noticed(tmp_path: Path) -> None:
+    trainer = built(make_spec(tmp_path, "grpo", "data.global_batch=16"), tmp_path / "run")
+    trainer.next_step(trainer.rounds)
+    assert not [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]
+    runner: Any = trainer.rounds.engine.engine.runner
+    runner.logit_scale = 0.8  # as if it sampled at another temperature than the loss assumes
+    trainer.next_step(trainer.rounds)
+    (event,) = [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]
+    assert event["difference"] > event["limit"] == 1e-4

@@ -26,6 +26,8 @@ from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
 from .rounds import Rounds, mean_reward
 
+# Mean difference of a token's log-probability between trainer and engine from which an event says so, in nats.
+SAMPLER_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
 ROLLOUTS = "rollouts"  # folder of a run: the answers of its last rounds
 
 
@@ -98,8 +100,11 @@ class OnlineTrainer(PostTrainer):
         return super().train_step(batches) | found
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
-        values = super().next_step(prefetcher)
-        return values | self.rounds.metrics
+        values = super().next_step(prefetcher) | self.rounds.metrics
+        limit = SAMPLER_LIMIT["fp32" if self.spec.precision.dtype == "fp32" else "bf16"]
+        if (difference := values.get("sampler_diff/mean", 0.0)) > limit:
+            self.event("sampler_mismatch", difference=difference, limit=limit)
+        return values
 
     def is_last_step(self, values: dict[str, Any]) -> bool:
         limit, kl = self.spec.align.kl_stop, values.get("kl", 0.0)
@@ -117,4 +122,9 @@ class OnlineTrainer(PostTrainer):
         self.rounds.engine.sleep()
         self.rounds.add_model_rewards(rollouts)
         reward = mean_reward(rollouts)
-        return Evaluation(-reward, len(rollouts), {"reward/mean": reward})
+        return HeldOutReward(-reward, len(rollouts), {"reward/mean": reward}, "answer")
+
+
+class HeldOutReward(Evaluation):
+    def __str__(self) -> str:
+        return f"reward {-self.loss:.4f} over {self.tokens:,} answers to held-out prompts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,37 @@ class Rollout:
         return len(self.prompt_ids) + len(self.token_ids)
 
 
+LISTS = {"prompt_ids": "i4", "token_ids": "i4"}  # of a rollout, kept as arrays
+FLOATS = ("sampler_logps", "old_logps", "ref_logps", "advantages", "values", "returns")
+
+
 def save_round(path: Path, step: int, rollouts: Sequence[Rollout]) -> None:
     """Whole or not at all. Numbers are kept exactly: a run that resumes inside of a round ends bitwise alike."""
+    tables = [vars(rollout) for rollout in rollouts]
+    kinds = LISTS | dict.fromkeys(FLOATS, "f8")
+    arrays = {}
+    for name, kind in kinds.items():
+        rows = [table[name] for table in tables]
+        arrays[f"{name}.sizes"] = np.array([-1 if row is None else len(row) for row in rows])
+        arrays[name] = np.array([value for row in rows for value in row or ()], kind)
+    rest = [{name: value for name, value in table.items() if name not in kinds} for table in tables]
+    arrays["rest"] = np.frombuffer(json.dumps({"step": step, "rollouts": rest}).encode(), np.uint8)
     buffer = io.BytesIO()
-    table = {"step": step, "rollouts": [asdict(rollout) for rollout in rollouts]}
-    np.savez_compressed(buffer, round=np.frombuffer(json.dumps(table).encode(), np.uint8))
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
     write_whole(path, buffer.getvalue())
 
 
 def load_round(path: Path) -> list[Rollout]:
     try:
         with np.load(path) as file:
-            table = json.loads(file["round"].tobytes())
-        return [Rollout(**rollout) for rollout in table["rollouts"]]
+            tables = json.loads(file["rest"].tobytes())["rollouts"]
+            for name in (*LISTS, *FLOATS):
+                values, sizes = file[name].tolist(), file[f"{name}.sizes"].tolist()
+                place = 0
+                for table, size in zip(tables, sizes, strict=True):
+                    table[name] = None if size < 0 else values[place : place + size]
+                    place += max(0, size)
+        return [Rollout(**table) for table in tables]
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the answers of the round that this checkpoint is in are missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

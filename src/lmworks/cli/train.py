@@ -159,9 +159,7 @@ def run_trainer(trainer: Trainer, json: bool) -> None:
         summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}
         print_json({**summary, "report": str(folder.report_path)})
     else:
-        typer.echo(
-            f"done: {trainer.step} steps, loss {result.loss:.4f} nats/token over {result.tokens:,} held-out tokens"
-        )
+        typer.echo(f"done: {trainer.step} steps, {result}")
         typer.echo(f"run: {folder.path}   report: {folder.report_path}")
 
 

@@ -17,6 +17,11 @@ class Evaluation:
     loss: float  # a mean over the objective's units: nats per token
     tokens: int  # those units
     metrics: dict[str, float] = field(default_factory=dict)  # of the objective, where it has any
+    unit: str = "token"
+
+    def __str__(self) -> str:
+        nats = " nats/token" if self.unit == "token" else ""
+        return f"loss {self.loss:.4f}{nats} over {self.tokens:,} held-out {self.unit}s"
 
 
 def held_out(spec: RunSpec) -> Batches:
@@ -39,4 +44,4 @@ def evaluate(
         share = parallel_model.held_out_share(count, batches.held_out_batch)
         objective.before_passes(parallel_model.forward, share, group)
     loss, units = parallel_model.evaluate(count, batches.held_out_batch, objective.loss, objective.units)
-    return Evaluation(loss / max(1, units), units, objective.metrics(group))
+    return Evaluation(loss / max(1, units), units, objective.metrics(group), objective.unit)
