@@ -305,3 +305,12 @@ def test_an_engine_with_other_weights_is_noticed(tmp_path: Path) -> None:
     trainer.next_step(trainer.rounds)
     (event,) = [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]
     assert event["difference"] > event["limit"] == 1e-4
+
+
+def test_answers_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
+    """A run resumed inside of round 1 needs its answers, however many rounds came after."""
+    often = ["checkpoint.every=3", "checkpoint.keep=0"]
+    spec = make_spec(tmp_path, "grpo", "optim.steps=24", "align.max_tokens=2", *often)
+    trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    kept = {int(path.stem.split("-")[1]) for path in (tmp_path / "run" / "rollouts").iterdir()}
+    assert {1, 2, 4, 5, 7, *range(4, 12)} <= kept and 0 not in kept  # steps 3, 9 and 15 are inside of 1, 4 and 7

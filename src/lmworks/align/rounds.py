@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import checkpoint
 from ..data import Batch
 from ..data.example_batches import PromptBatches, PromptExample
 from ..parallel.parallel_model import ParallelModel
@@ -32,7 +33,7 @@ from .rewards import Rewards
 from .rollout_engine import RolloutEngine, rollout_seed
 from .rollouts import Rollout, by_answer, load_round, micro_batches, save_round
 
-KEPT_ROUNDS = 8  # in the run folder: those that checkpoints may be in
+KEPT_ROUNDS = 8  # in the run folder, beside those that checkpoints are in
 
 
 class Rounds:
@@ -249,8 +250,11 @@ class Rounds:
     def keep(self, number: int, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
         save_round(self.path(number), step, self.rollouts)
+        steps = [checkpoint.step_of(path) for path in (self.folder.parent / "checkpoints").glob("step-*")]
+        needed = {self.path(saved // self.updates + later) for saved in steps for later in (0, 1)}
         for old in sorted(self.folder.glob("round-*.npz"))[:-KEPT_ROUNDS]:
-            old.unlink()
+            if old not in needed:
+                old.unlink()
 
 
 def with_signal(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:

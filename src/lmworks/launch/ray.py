@@ -24,11 +24,12 @@ SPEC = """\\
 
 def work(config: dict) -> None:
     """One rank. Ray has set RANK, WORLD_SIZE and the rest, and made the process group."""
+    from lmworks.align.post_trainer import trainer_class
     from lmworks.spec import RunSpec
-    from lmworks.train import Trainer
 
-    trainer = Trainer.resume(RUN) if config["resume"] else Trainer(RunSpec.from_dict(tomllib.loads(SPEC)), RUN)
-    trainer.run()
+    spec = RunSpec.from_dict(tomllib.loads(SPEC))
+    kind = trainer_class(spec)
+    (kind.resume(RUN) if config["resume"] else kind(spec, RUN)).run()
 
 
 if __name__ == "__main__":
