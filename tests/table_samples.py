@@ -338,6 +338,10 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (typed("plan", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_memory plan.print_calls plan.print_time"),
     (measured_links, "plan_validate.print_links"),
     (typed("plan", "memory", "llama3-8b", GPU, *LAYOUT[1:]), "plan.print_budget plan.print_stages"),
+    (
+        typed("plan", "run", "llama3-1b", GPU, "align.method=grpo", 'align.rewards=["exact"]', "data.seq=1024"),
+        "plan.print_phases plan.print_rounds",
+    ),
     (typed("plan", "reliability", "--gpus", "1024", "--every", "50"), "plan_reliability.print_forecasts"),
     (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),

@@ -46,8 +46,8 @@ def drop_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """One of several, on one rank of several; the tokens it had are still counted."""
     run = parallel_model.ParallelModel.forward_backward
 
-    def without_last(self: parallel_model.ParallelModel, batches: list[Any], scale: float) -> Tensor:
-        return run(self, batches[:-1] if dist.is_initialized() and dist.get_rank() == 1 else batches, scale)
+    def without_last(self: parallel_model.ParallelModel, batches: list[Any], *rest: Any) -> Tensor:
+        return run(self, batches[:-1] if dist.is_initialized() and dist.get_rank() == 1 else batches, *rest)
 
     patch.setattr(parallel_model.ParallelModel, "forward_backward", without_last)
 

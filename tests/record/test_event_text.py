@@ -72,6 +72,18 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         {"kind": "hang", "ranks": [3], "cause": "missing", "reports": "hangs/1"},
         "ranks waited for one another (missing)",
     ),
+    (
+        {"kind": "examples", "path": "a.jsonl", "examples": 1200, "trained_tokens": 3400, "left_out": {"over-long": 3}},
+        "1,200 examples of a.jsonl, 3,400 tokens of them trained; left out: 3 over-long",
+    ),
+    (
+        {"kind": "sampler_mismatch", "difference": 0.123, "limit": 0.05},
+        "log-probabilities of trainer and engine differ by 0.12 on average, more than 0.05",
+    ),
+    (
+        {"kind": "early_stop", "kl": 12.345, "limit": 10.0},
+        "ended early: the KL divergence of an answer is 12.3, and align.kl_stop = 10",
+    ),
     ({"kind": "interrupt", "error": "SIGTERM"}, "stopped: SIGTERM"),
     ({"kind": "fail", "error": "line one\n  line two"}, "failed: line one line two"),
     ({"kind": "finish", "step": 300}, "finished after 300 steps"),

@@ -14,7 +14,7 @@ def fill():
             file.write(bytes(1 << 20))
 attempt("huge file", fill)
 """,
-        limits={"disk_bytes": 8 << 20},
+        limit=frozenset({None, "disk"}), limits={"disk_bytes": 8 << 20},
     ),
     Hostile(
         "huge files, many",

@@ -155,8 +155,9 @@ def test_skipped_update_leaves_weights_states_and_steps(dataset: Path, tmp_path:
     trainer = built(make_spec(dataset), tmp_path)
     list(steps_of(trainer, 2))
     before = live(trainer)
-    tokens = trainer.spec.tokens_per_step
-    gate = trainer.gate(trainer.forward_backward(trainer.batches.at(2), tokens), tokens)
+    batches = trainer.batches.at(2)
+    counts = trainer.count(batches)
+    gate = trainer.gate(trainer.forward_backward(batches, counts), counts)
     trainer.optimize(gate.grad_divisor, torch.ones(()))
     assert differences(live(trainer), before) == []
     trainer.optimize(gate.grad_divisor)

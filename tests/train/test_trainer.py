@@ -19,6 +19,7 @@ from lmworks.plan.flops import model_flops_per_token
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train import Trainer, device
+from lmworks.train.health.bad_step import HealthIssue, StepRejected
 from lmworks.train.optim import learning_rate
 from tiny import before_step, built, curve, differences, events, live, make_spec, saved, steps_of, train
 
@@ -357,3 +358,30 @@ def test_emulated_bf16_prints_one_line(
     said = capfd.readouterr().err
     assert said.count("\n") == lines, said
     assert not lines or said.startswith("this CPU has no bf16 instructions: ")
+
+
+def test_a_rewind_at_the_last_step_is_trained_again(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(dataset, "optim.steps=4", "checkpoint.every=2", "health.rewind_steps=1", "optim.warmup=0")
+    trainer = Trainer(spec, tmp_path / "run", quiet=True)
+    rejected = []
+
+    def check(*_: Any) -> None:
+        if trainer.step == 4 and not rejected:
+            rejected.append(trainer.step)
+            raise StepRejected(HealthIssue("nonfinite", "rewind", "a weight is NaN", taken=True))
+
+    monkeypatch.setattr("lmworks.train.trainer.check_state", check)
+    trainer.run()
+    assert rejected and trainer.step == 4
+    assert 4 in [event["step"] for event in trainer.folder.events() if event["kind"] == "save"]
+
+
+def test_a_run_resumed_with_fewer_steps_than_it_has_taken_ends(dataset: Path, tmp_path: Path) -> None:
+    Trainer(make_spec(dataset, "optim.steps=4", "optim.warmup=0"), tmp_path / "run", quiet=True).run()
+    path = tmp_path / "run" / "spec.toml"
+    path.write_text(path.read_text().replace("steps = 4", "steps = 3"))
+    trainer = Trainer.resume(tmp_path / "run", quiet=True)
+    trainer.run()
+    assert trainer.step == 4

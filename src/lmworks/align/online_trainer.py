@@ -88,6 +88,11 @@ class OnlineTrainer(PostTrainer):
             reward_model=scorer,
         )
         self.checkpoints.method_state = self.rounds.adaptive_kl
+        engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
+
+    @property
+    def positions_per_step(self) -> int:
+        return self.rounds.positions
 
     def batches_at(self, cursor: int) -> list[Batch]:
         return self.rounds.take(cursor, ahead=1)
@@ -107,10 +112,9 @@ class OnlineTrainer(PostTrainer):
         return values
 
     def is_last_step(self, values: dict[str, Any]) -> bool:
-        limit, kl = self.spec.align.kl_stop, values.get("kl", 0.0)
-        of_answer = kl * values["tokens"] / max(1, self.spec.data.global_batch)
-        if limit and of_answer > limit:
-            self.event("early_stop", reason="kl", kl=of_answer, limit=limit)
+        limit, kl = self.spec.align.kl_stop, values.get("kl_answer", 0.0)
+        if limit and kl > limit:
+            self.event("early_stop", reason="kl", kl=kl, limit=limit)
             return True
         return super().is_last_step(values)
 
@@ -120,7 +124,7 @@ class OnlineTrainer(PostTrainer):
         self.rounds.engine.hand_over()
         rollouts = self.rounds.sample(self.held_out, 0, "held-out")
         self.rounds.engine.sleep()
-        self.rounds.add_model_rewards(rollouts)
+        self.rounds.finish_rewards(rollouts)
         reward = mean_reward(rollouts)
         return HeldOutReward(-reward, len(rollouts), {"reward/mean": reward}, "answer")
 

@@ -74,7 +74,7 @@ class PolicyObjective(AnswerObjective):
                 max_length=spec.max_tokens,
                 ref_logps=extras.get("ref_logps"),
                 beta=spec.beta,
-                kl="k3" if spec.kl == "k3" else spec.kl,  # type: ignore[arg-type]
+                kl=spec.kl,  # type: ignore[arg-type]
                 sampler_logps=extras["sampler_logps"] if spec.importance_cap else None,
                 importance_cap=spec.importance_cap or 1.0,
                 entropies=entropies,

@@ -104,11 +104,11 @@ class RolloutEngine:
             yield from model.whole_weights(self.weights.slots.keys() - self.shared)
             yield from model.buffers().items()
             return
-        frozen = self.weights.slots.keys() - self.shared - self.adapted - self.loaded
+        buffers = model.buffers()
+        frozen = self.weights.slots.keys() - self.shared - self.adapted - self.loaded - buffers.keys()
         yield from model.whole_weights(frozen)
-        if frozen:
-            yield from model.buffers().items()
-            self.loaded |= set(self.weights.slots) - self.shared - self.adapted
+        yield from buffers.items()  # the choice bias of experts is no weight, and changes
+        self.loaded |= frozen
         base: Tensor | None = None
         matrices: dict[str, Tensor] = {}
         for name, whole in model.whole_weights({*self.adapted, *(name for name in model.names() if layer_of(name))}):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def load_round(path: Path) -> list[Rollout]:
         return [Rollout(**table) for table in tables]
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the answers of the round that this checkpoint is in are missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise CheckpointError(f"{path}: not the answers of a round ({error})") from None
 
 
@@ -162,7 +163,7 @@ def padded(columns: Sequence[Sequence[float]], width: int) -> Tensor:
 
 def ignored(batch: Batch) -> Batch:
     """The same shapes with nothing that counts."""
-    extras = {**batch.extras, "mask": torch.zeros_like(batch.extras["mask"])}
+    extras = {**batch.extras, **{name: torch.zeros_like(batch.extras[name]) for name in ("mask", "advantages")}}
     return Batch(batch.tokens, torch.full_like(batch.targets, IGNORED), batch.documents, 0, extras)
 
 

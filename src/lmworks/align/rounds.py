@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import checkpoint
 from ..data import Batch
 from ..data.example_batches import PromptBatches, PromptExample
 from ..parallel.parallel_model import ParallelModel
@@ -56,7 +55,8 @@ class Rounds:
         self.prompts, self.rewards, self.folder = prompts, rewards, folder
         self.reference, self.critic, self.reward_model = reference, critic, reward_model
         align = spec.align
-        self.adaptive_kl = AdaptiveKL(align.beta, align.kl_target or math.inf, align.kl_horizon)
+        self.adaptive_kl = AdaptiveKL(align.beta, align.kl_target or 1.0, align.kl_horizon)
+        self.positions = 0  # tokens of prompts and answers in the batch taken last
         self.updates = spec.align.updates(spec.data.global_batch)
         self.number = -1  # of the round at hand
         self.rollouts: list[Rollout] = []
@@ -73,7 +73,9 @@ class Rounds:
             else:
                 self.begin(number, cursor)
             self.number = number
-        return [batch for batch, _ in self.batches(self.chosen(update))]
+        chosen = self.chosen(update)
+        self.positions = sum(rollout.length for rollout in chosen)
+        return [batch for batch, _ in self.batches(chosen)]
 
     def peek(self, cursor: int) -> list[Batch] | None:
         return None  # answers depend on the update before them
@@ -114,7 +116,7 @@ class Rounds:
         drawn: list[Rollout] = []
         for attempt in range(1 + align.dynamic_sampling):
             sampled = self.sample(self.prompts, number * (1 + align.dynamic_sampling) + attempt)
-            self.add_model_rewards(sampled)
+            self.finish_rewards(sampled)
             drawn += sampled
             rollouts += with_signal(sampled, align.samples) if align.dynamic_sampling else sampled
             if len(rollouts) >= align.prompts * align.samples:
@@ -130,6 +132,8 @@ class Rounds:
         scored = time.perf_counter()
         self.score()
         self.metrics |= sampler_difference(self.rollouts)
+        if self.reference is not None:
+            self.metrics["kl_answer"] = math.fsum(map(log_ratio, self.rollouts)) / len(self.rollouts)
         self.set_advantages()
         if align.method == "best_of_n":
             self.rollouts = self.best()
@@ -159,7 +163,7 @@ class Rounds:
         return sorted((one for share in shares for one in share), key=lambda one: one.prompt)
 
     def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
-        if self.rewards is None:
+        if self.rewards is None or not rollouts:
             return
         asked = [examples[rollout.prompt] for rollout in rollouts]
         scores = self.rewards.score(
@@ -168,19 +172,12 @@ class Rounds:
             [example.columns for example in asked],
             [example.place for example in asked],
         )
-        penalties = overlong_penalty(
-            torch.tensor([len(rollout.token_ids) for rollout in rollouts]),
-            self.spec.align.max_tokens,
-            self.spec.align.overlong_buffer,
-        )
         for index, rollout in enumerate(rollouts):
             rollout.rewards = {
                 name: math.nan if (value := values[index]) is None else value
                 for name, values in scores.by_source.items()
             }
             rollout.reward = scores.total[index]
-            if self.spec.align.overlong_buffer:
-                rollout.reward += float(penalties[index])
 
     def score(self) -> None:
         """Log-probabilities of the answers before the first update, and those of the reference."""
@@ -215,22 +212,26 @@ class Rounds:
         for number, values in (pair for share in shares for pair in share):
             setattr(self.rollouts[number], name, values)
 
-    def add_model_rewards(self, rollouts: Sequence[Rollout]) -> None:
-        """The reward model's opinion, added to the others'."""
-        if self.reward_model is None:
-            return
-        for rollout, score in zip(rollouts, self.reward_model.score(rollouts, self.batches), strict=True):
-            rollout.rewards["reward_model"] = score
-            rollout.reward = score if math.isnan(rollout.reward) else rollout.reward + score
+    def finish_rewards(self, rollouts: Sequence[Rollout]) -> None:
+        """Add the reward model's opinion to the others', and take the penalty of long answers off."""
+        align = self.spec.align
+        if self.reward_model is not None:
+            for rollout, score in zip(rollouts, self.reward_model.score(rollouts, self.batches), strict=True):
+                rollout.rewards["reward_model"] = score
+                rollout.reward = score if math.isnan(rollout.reward) else rollout.reward + score
+        if align.overlong_buffer:
+            lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
+            penalties = overlong_penalty(lengths, align.max_tokens, align.overlong_buffer)
+            for rollout, penalty in zip(rollouts, penalties.tolist(), strict=True):
+                rollout.reward += penalty
 
     def set_advantages(self) -> None:
         align = self.spec.align
         if align.method == "ppo":
             set_token_advantages(self.rollouts, align, self.adaptive_kl.coef)
-            if self.reference is not None:
-                kl = math.fsum(map(log_ratio, self.rollouts)) / len(self.rollouts)
-                self.metrics |= {"kl": kl, "kl_coef": self.adaptive_kl.coef}
-                self.adaptive_kl.update(kl, len(self.rollouts))
+            self.metrics["kl_coef"] = self.adaptive_kl.coef
+            if self.reference is not None and align.kl_target:
+                self.adaptive_kl.update(self.metrics["kl_answer"], len(self.rollouts))
             return
         rewards = torch.tensor([rollout.reward for rollout in self.rollouts], dtype=torch.float64)
         if align.method == "rloo":
@@ -250,7 +251,8 @@ class Rounds:
     def keep(self, number: int, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
         save_round(self.path(number), step, self.rollouts)
-        steps = [checkpoint.step_of(path) for path in (self.folder.parent / "checkpoints").glob("step-*")]
+        names = [path.name.removeprefix("step-") for path in (self.folder.parent / "checkpoints").glob("step-*")]
+        steps = [int(name) for name in names if name.isdigit()]
         needed = {self.path(saved // self.updates + later) for saved in steps for later in (0, 1)}
         for old in sorted(self.folder.glob("round-*.npz"))[:-KEPT_ROUNDS]:
             if old not in needed:
@@ -264,8 +266,9 @@ def with_signal(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
 
 
 def log_ratio(rollout: Rollout) -> float:
-    """log π(answer) − log π_ref(answer)."""
-    return math.fsum(rollout.old_logps or ()) - math.fsum(rollout.ref_logps or ())
+    """log π(answer) − log π_ref(answer), by the sampler where the trainer has not scored the answer itself."""
+    own = rollout.sampler_logps if rollout.old_logps is None else rollout.old_logps
+    return math.fsum(own) - math.fsum(rollout.ref_logps or ())
 
 
 def sampler_difference(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -163,7 +163,7 @@ def preview(
     line: Annotated[int, typer.Option(min=0, help="Show that of one line instead.")] = 0,
     json: Json = False,
 ) -> None:
-    """Show examples of post-training as the model sees them, with the trained tokens marked.
+    """Show examples of post-training, with the trained tokens marked.
 
     What is trained stands between ⟦ and ⟧. Every example is read, and what cannot be used is counted by its reason.
 

@@ -240,7 +240,22 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
     "lower_lr": lower_lr,
     "straggler": straggler,
     "hang": hang,
+    "examples": lambda event: (
+        f"{event['examples']:,} examples of {event['path']}, {event['trained_tokens']:,} tokens of them trained"
+        + (f"; left out: {left_out(event['left_out'])}" if event["left_out"] else "")
+    ),
+    "sampler_mismatch": lambda event: (
+        f"log-probabilities of trainer and engine differ by {event['difference']:.2g} on average, "
+        f"more than {event['limit']:g}"
+    ),
+    "early_stop": lambda event: (
+        f"ended early: the KL divergence of an answer is {event['kl']:.3g}, and align.kl_stop = {event['limit']:g}"
+    ),
     "interrupt": lambda event: f"stopped: {event['error']}" if event.get("error") else "stopped",
     "fail": lambda event: f"failed: {event['error']}",
     "finish": lambda event: f"finished after {counted(event['step'], 'step')}",
 }
+
+
+def left_out(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())

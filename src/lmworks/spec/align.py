@@ -108,6 +108,8 @@ class AlignSpec(Section):
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
     def check(self) -> None:
+        if -1 < self.beta < 0 or (self.beta == 0 and self.method in DEFAULT_BETA and self.method != "ppo"):
+            raise SpecError(f"align.beta = {self.beta:g} is out of range: more than 0, or -1 for the method's default")
         if self.beta < 0:
             self.derive("beta", DEFAULT_BETA.get(self.method, 0.0))
         if self.clip_high < 0:
@@ -178,6 +180,10 @@ def check_rounds(run: RunSpec) -> None:
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     if not align.rewards and not align.reward_model:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
+    if run.lora.base:
+        raise SpecError(f"lora.base = {run.lora.base!r}: an engine samples from weights that are not quantized")
+    if align.kl_stop and not align.needs_reference:
+        raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
     if align.samples < 2 and align.method != "ppo":
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"

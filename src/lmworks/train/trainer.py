@@ -224,7 +224,7 @@ class Trainer(Stepper):
                     raise cause from error
                 raise
             self.start_step = self.step
-            if self.step == self.spec.optim.steps:
+            if self.step >= self.spec.optim.steps:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
                 return self.measure_held_out()
@@ -309,6 +309,7 @@ class Trainer(Stepper):
                     tensors = self.train_state.local_tensors()
                     check_state(tensors, self.mesh, self.health, self.position, self.recorder)
             except StepRejected as rejected:
+                last = False  # the last step may be the one to be taken again
                 if rejected.issue.action == "rewind":
                     now = rewind(rejected.issue, self.position, self.health, self.checkpoints, self.recorder)
                     self.step, self.cursor = now.step, now.cursor
@@ -333,7 +334,7 @@ class Trainer(Stepper):
 
     def is_last_step(self, values: dict[str, Any]) -> bool:
         """Whether the run ends with the step that has given these metrics."""
-        return self.step == self.spec.optim.steps
+        return self.step >= self.spec.optim.steps
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         """Wait for the batch at the cursor, and train on it."""
@@ -389,11 +390,16 @@ class Trainer(Stepper):
     def measure_held_out(self) -> Evaluation:
         return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches, self.objective)
 
+    @property
+    def positions_per_step(self) -> int:
+        """Positions of the step just taken, as throughput counts them."""
+        return self.spec.tokens_per_step
+
     def report(self, values: dict[str, Any]) -> None:
         """Write one line of metrics.jsonl, with throughput and MFU."""
         if not self.is_rank_zero:
             return
-        positions = self.spec.tokens_per_step
+        positions = self.positions_per_step
         flops = run_flops_per_token(self.spec) * positions / values["step_s"]
         peak = self.peak_flops * self.spec.parallel.world if self.peak_flops else None
         values |= {
