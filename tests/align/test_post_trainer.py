@@ -20,6 +20,8 @@ from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
 from lmworks.spec.layouts import choose
 from lmworks.train import Trainer
+from lmworks.train.evaluate import evaluate, held_out
+from lmworks.train.load_run import load_trained
 from post_training import make_spec, table, write_pairs
 from tiny import differences, saved
 
@@ -228,3 +230,12 @@ def test_a_missing_reference_is_named(tmp_path: Path) -> None:
     trainer: Any = trainer_class(spec)(spec, tmp_path / "run", quiet=True)
     with pytest.raises(SpecError, match=r"align\.reference = '.*nowhere': there is no such folder"):
         trainer.build()
+
+
+def test_the_held_out_loss_of_a_finished_run_is_measured_again(tmp_path: Path) -> None:
+    """What `lmworks eval RUN` does, on examples as on tokens."""
+    spec = make_spec(tmp_path, "sft", "optim.steps=2", "data.val_fraction=0.3")
+    result = trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    trained = load_trained(tmp_path / "run")
+    again = evaluate(trained.model, held_out(trained.spec), trained.spec, spec.log.eval_batches)
+    assert again.tokens == result.tokens and again.loss == pytest.approx(result.loss, rel=1e-6)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..data.example_batches import ExampleBatches, PromptBatches
+from ..data import open_batches
 from ..data.progress import Progress, silent
 from ..spec import RunSpec
 from ..spec.align import ONLINE_METHODS
@@ -37,8 +37,7 @@ def finetune_spec(
         return RunSpec.from_dict(table)
     table["optim"]["steps"] = 1
     spec = RunSpec.from_dict(table)
-    source = PromptBatches if spec.align.online else ExampleBatches
-    rows = source(spec.data, spec.checkpoint.init, seed=spec.seed, progress=progress).windows
+    rows = open_batches(spec.data, spec.checkpoint.init, seed=spec.seed, progress=progress).windows
     return RunSpec.from_dict(merge(table, {"optim": {"steps": steps_of(spec, rows, epochs)}}))
 
 

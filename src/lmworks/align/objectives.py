@@ -59,7 +59,7 @@ class PairObjective(AnswerObjective):
     unit = "pair"
 
     def units(self, batch: Batch) -> int:
-        return batch.targets.shape[0] // 2 if batch.counted is None or batch.counted else 0
+        return half_the_rows(batch)
 
     def loss(self, forward: Forward, batch: Batch) -> Tensor:
         pairs = self.units(batch)
@@ -159,13 +159,13 @@ class KTO(AnswerObjective):
         self.kl = torch.zeros(())
 
     def units(self, batch: Batch) -> int:
-        return batch.targets.shape[0] // 2 if batch.counted is None or batch.counted else 0
+        return half_the_rows(batch)
 
     def before_passes(self, forward: Forward, batches: Sequence[Batch], group: dist.ProcessGroup | None) -> None:
         """The KL estimate of the global batch: the same for all its micro-batches, whatever the layout."""
         shares = []
         for batch in batches:
-            other = second_half(batch)
+            other = half(batch, 1)
             with torch.no_grad():
                 shares.append(kto_kl(self.answer_logps(forward, other), self.reference_logps(other), denominator=SUM))
         units = shares[0].new_tensor(sum(map(self.units, batches)))
@@ -175,7 +175,7 @@ class KTO(AnswerObjective):
         self.kl = (total[0] / total[1].clamp(min=1)).clamp(min=0).float()
 
     def loss(self, forward: Forward, batch: Batch) -> Tensor:
-        spec, own = self.spec, first_half(batch)
+        spec, own = self.spec, half(batch, 0)
         reference = self.reference_logps(own)
         loss, metrics = kto_loss(
             self.answer_logps(forward, own),
@@ -192,17 +192,14 @@ class KTO(AnswerObjective):
         return loss if units else loss * 0.0
 
 
-def first_half(batch: Batch) -> Batch:
-    return rows_of(batch, 0)
-
-
-def second_half(batch: Batch) -> Batch:
-    return rows_of(batch, 1)
-
-
-def rows_of(batch: Batch, half: int) -> Batch:
-    tokens, targets = (rows.chunk(2)[half] for rows in (batch.tokens, batch.targets))
+def half(batch: Batch, which: int) -> Batch:
+    tokens, targets = (rows.chunk(2)[which] for rows in (batch.tokens, batch.targets))
     return Batch(tokens, targets, extras=batch.extras)
+
+
+def half_the_rows(batch: Batch) -> int:
+    """Pairs, or labelled answers, of a micro-batch; none where nothing counts."""
+    return batch.targets.shape[0] // 2 if batch.counted is None or batch.counted else 0
 
 
 OBJECTIVES: dict[str, Any] = {

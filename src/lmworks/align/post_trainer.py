@@ -4,17 +4,13 @@ policy. Steps, layouts, checkpoints, health and reports are those of pretraining
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
-from ..data import Batch, console_progress
+from ..data import Batch
 from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
-from ..data.progress import silent
 from ..model.lora import use_adapter
-from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.devices.machine import Machine
 from ..plan.passes import REFERENCE, reference_is_base
 from ..spec import RunSpec
@@ -29,20 +25,6 @@ from .reward_scorer import write_stats
 class PostTrainer(Trainer):
     batches: ExampleBatches
     held_out: ExampleBatches
-
-    def open_data(self) -> None:
-        spec = self.spec
-        rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
-        run_on_rank_zero(self.prepare_data)
-        source = partial(ExampleBatches, init=spec.checkpoint.init, seed=spec.seed)
-        self.batches = run_on_all_ranks(lambda: source(spec.data, rank=rank, world=world))
-        held_out = spec.data.with_derived("global_batch", spec.data.micro_batch)
-        self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
-
-    def prepare_data(self) -> None:
-        """One rank encodes the examples; the others read them from the cache."""
-        with nullcontext(silent) if self.quiet else console_progress() as progress:
-            ExampleBatches(self.spec.data, self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
 
     def create_folder(self, spec: RunSpec, machine: Machine | None) -> None:
         super().create_folder(spec, machine)

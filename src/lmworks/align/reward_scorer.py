@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..data import Batch
 from ..parallel.mesh import Mesh
+from ..parallel.world import all_gather_object
 from ..spec import RunSpec, SpecError
 from ..spec.files import write_whole
 from .frozen_model import load_frozen, model_of
@@ -42,11 +41,7 @@ class RewardScorer:
             scores = ((values[last.to(values.device)] - self.mean) / self.std).tolist()
             own += zip(numbers, scores, strict=False)  # a filler has no answers
         group = None if self.model.mesh is None else self.model.mesh.group("dp")
-        shares: list[Any] = [own]
-        if group is not None:
-            shares = [None] * group.size()
-            dist.all_gather_object(shares, own, group=group)
-        found = dict(pair for share in shares for pair in share)
+        found = dict(pair for share in all_gather_object(own, group) for pair in share)
         return [found[number] for number in range(len(rollouts))]
 
 

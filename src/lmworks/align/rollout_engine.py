@@ -47,7 +47,6 @@ class HandOver:
 
     seconds: float
     copied_bytes: int  # written to the engine's weights
-    shared_bytes: int  # of weights that trainer and engine have in common
 
 
 class RolloutEngine:
@@ -91,8 +90,7 @@ class RolloutEngine:
         self.engine.weights_changed()
         if self.parallel_model.device.type == "cuda":
             torch.cuda.synchronize(self.parallel_model.device)
-        shared = sum(slot.tensor.nbytes for name in self.shared for slot in self.weights.slots[name])
-        return HandOver(time.perf_counter() - began, copied, shared)
+        return HandOver(time.perf_counter() - began, copied)
 
     def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Weights that the engine does not share and that may have changed, whole, in the same order on all ranks.

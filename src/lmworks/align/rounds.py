@@ -10,17 +10,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Batch
 from ..data.example_batches import PromptBatches, PromptExample
 from ..parallel.parallel_model import ParallelModel
-from ..parallel.world import run_on_all_ranks, run_on_rank_zero
+from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import RunSpec
 from ..train.objective import Forward
@@ -156,11 +154,7 @@ class Rounds:
         ]
         phase.enter("reward")
         self.reward(found, examples)
-        shares: list[Any] = [found]
-        if world > 1:
-            shares = [None] * world
-            dist.all_gather_object(shares, found)
-        return sorted((one for share in shares for one in share), key=lambda one: one.prompt)
+        return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
 
     def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
         if self.rewards is None or not rollouts:
@@ -205,11 +199,7 @@ class Rounds:
                 for number, row in zip(numbers, table, strict=False)  # a filler has no answers
             ]
         group = None if self.parallel_model.mesh is None else self.parallel_model.mesh.group("dp")
-        shares: list[Any] = [own]
-        if group is not None:
-            shares = [None] * group.size()
-            dist.all_gather_object(shares, own, group=group)
-        for number, values in (pair for share in shares for pair in share):
+        for number, values in (pair for share in all_gather_object(own, group) for pair in share):
             setattr(self.rollouts[number], name, values)
 
     def finish_rewards(self, rollouts: Sequence[Rollout]) -> None:

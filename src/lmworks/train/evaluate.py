@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..data import Batches
+from ..data import open_batches
 from ..data.loader import BatchSource
 from ..model import GPT
 from ..parallel.parallel_model import ParallelModel
@@ -24,10 +24,10 @@ class Evaluation:
         return f"loss {self.loss:.4f}{nats} over {self.tokens:,} held-out {self.unit}s"
 
 
-def held_out(spec: RunSpec) -> Batches:
+def held_out(spec: RunSpec) -> BatchSource:
     """The validation split in stored order, one micro-batch at a time."""
-    data = spec.data.replace(global_batch=spec.data.micro_batch)
-    return Batches(data, seed=spec.seed, split="val", shuffle=False)
+    data = spec.data.with_derived("global_batch", spec.data.micro_batch)
+    return open_batches(data, spec.checkpoint.init, seed=spec.seed, split="val", shuffle=False)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 from ..checkpoint.format.digest import new_hash
 from ..checkpoint.format.remote import check_empty
-from ..data import Batch, Batches, console_progress
+from ..data import Batch, console_progress, open_batches
 from ..data.loader import BatchSource
 from ..data.pipeline import check_vocabulary
 from ..data.progress import activity, silent
@@ -153,13 +153,15 @@ class Trainer(Stepper):
         spec = self.spec
         run_on_rank_zero(self.prepare_data)
         rank, world = (0, 1) if self.mesh is None else (self.mesh.rank("dp"), self.mesh.size("dp"))
-        self.batches = run_on_all_ranks(lambda: Batches(spec.data, seed=spec.seed, rank=rank, world=world))
+        init, seed = spec.checkpoint.init, spec.seed
+        self.batches = run_on_all_ranks(lambda: open_batches(spec.data, init, seed=seed, rank=rank, world=world))
         self.held_out = run_on_all_ranks(lambda: held_out(spec))
 
     def prepare_data(self) -> None:
-        """The embedded corpus is created on first use, by one rank."""
+        """One rank creates the embedded corpus on first use, or encodes examples; the others read the result."""
+        data, init = self.spec.data.with_derived("verify", False), self.spec.checkpoint.init
         with nullcontext(silent) if self.quiet else console_progress() as progress:
-            Batches(self.spec.data.replace(verify=False), seed=self.spec.seed, progress=progress)
+            open_batches(data, init, seed=self.spec.seed, progress=progress)
 
     def make_objective(self) -> Objective:
         """What a step minimises: next-token prediction."""
