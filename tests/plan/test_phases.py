@@ -41,6 +41,8 @@ def test_the_engine_holds_what_is_planned(
     assert isinstance(trainer, OnlineTrainer)
     trainer.build()
     engine = trainer.rounds.engine
+    assert storage_bytes([engine.engine.runner.cache.store]) == 0  # it sleeps until a round begins
+    engine.wake()
     models, planned = held_beside(spec, None, 0)
     assert planned is not None
     sizes = {name: sum(slot.tensor.nbytes for slot in slots) for name, slots in engine.weights.slots.items()}
