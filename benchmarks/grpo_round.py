@@ -94,7 +94,7 @@ def measure_ours(options: argparse.Namespace, lengths: list[int]) -> dict[str, A
         })  # fmt: skip
         trainer = OnlineTrainer(spec, root / "run", quiet=True, force=True)
         trainer.build()
-        engine = trainer.rounds.engine
+        engine = trainer.rollout_engine
 
         def generate(prompts: Any, seeds: Any) -> list[list[Completion]]:
             """Answers of given lengths."""

@@ -236,7 +236,7 @@ def test_adapters_are_sampled_from(tmp_path: Path) -> None:
         seen.append({**trainer.next_step(trainer.rounds), "copied": trainer.rounds.metrics["hand_over_bytes"]})
     assert all(one["sampler_diff/max"] < 1e-5 for one in seen)
     assert seen[0]["kl"] == pytest.approx(0, abs=1e-7) and seen[2]["kl"] > 1e-6
-    adapted = sum(p.nbytes for name, p in trainer.model.named_parameters() if name in trainer.rounds.engine.adapted)
+    adapted = sum(p.nbytes for name, p in trainer.model.named_parameters() if name in trainer.rollout_engine.adapted)
     assert seen[0]["copied"] == seen[1]["copied"] == adapted  # frozen weights are shared, the rest is merged
 
 
@@ -303,7 +303,7 @@ def test_an_engine_with_other_weights_is_noticed(tmp_path: Path) -> None:
     trainer = built(make_spec(tmp_path, "grpo", "data.global_batch=16"), tmp_path / "run")
     trainer.next_step(trainer.rounds)
     assert not [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]
-    runner: Any = trainer.rounds.engine.engine.runner
+    runner: Any = trainer.rollout_engine.engine.runner
     runner.logit_scale = 0.8  # as if it sampled at another temperature than the loss assumes
     trainer.next_step(trainer.rounds)
     (event,) = [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]

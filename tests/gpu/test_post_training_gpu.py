@@ -71,7 +71,7 @@ def test_the_engine_samples_from_the_trained_weights(shape: list[str], tmp_path:
         # A token whose router is undecided goes to another expert when its logits are rounded otherwise.
         assert values["sampler_diff/mean"] < 0.03 and (shape == MOE or values["sampler_diff/max"] < 0.5)
         assert 0.95 < values["importance_weight/mean"] < 1.05
-    assert trainer.rounds.engine.engine.metrics.graph_recaptures == 0
+    assert trainer.rollout_engine.engine.metrics.graph_recaptures == 0
 
 
 def test_memory_does_not_grow_over_a_hundred_rounds(tmp_path: Path) -> None:
@@ -83,4 +83,4 @@ def test_memory_does_not_grow_over_a_hundred_rounds(tmp_path: Path) -> None:
         free, total = torch.cuda.mem_get_info()
         used.append((torch.cuda.memory_reserved(), total - free))
     assert used[-1][0] <= used[20][0] and used[-1][1] <= used[20][1]
-    assert trainer.rounds.engine.engine.metrics.graph_recaptures == 0
+    assert trainer.rollout_engine.engine.metrics.graph_recaptures == 0

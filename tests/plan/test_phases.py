@@ -40,7 +40,7 @@ def test_the_engine_holds_what_is_planned(
     trainer = trainer_class(spec)(spec, tmp_path / "run", quiet=True, force=True)
     assert isinstance(trainer, OnlineTrainer)
     trainer.build()
-    engine = trainer.rounds.engine
+    engine = trainer.rollout_engine
     assert storage_bytes([engine.engine.runner.cache.store]) == 0  # it sleeps until a round begins
     engine.wake()
     models, planned = held_beside(spec, None, 0)

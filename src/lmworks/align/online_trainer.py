@@ -25,6 +25,7 @@ from .reward_scorer import RewardScorer
 from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
 from .rounds import Rounds, mean_reward
+from .sampler import EngineSampler
 
 # Mean difference of a token's log-probability between trainer and engine from which an event says so, in nats.
 SAMPLER_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
@@ -35,6 +36,7 @@ class OnlineTrainer(PostTrainer):
     batches: PromptBatches  # type: ignore[assignment]
     held_out: PromptBatches  # type: ignore[assignment]
     rounds: Rounds
+    rollout_engine: RolloutEngine
     critic: Critic | None = None  # of PPO
 
     def open_data(self) -> None:
@@ -75,13 +77,15 @@ class OnlineTrainer(PostTrainer):
         scorer = RewardScorer(self.spec, reward_model, self.mesh, self.device) if reward_model else None
         if scorer is not None:
             self.frozen[REWARD] = scorer.model
-        engine = RolloutEngine(self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device)
+        engine = self.rollout_engine = RolloutEngine(
+            self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device
+        )
+        rank, ranks = (0, 1) if self.mesh is None else (self.mesh.rank("world"), self.mesh.size("world"))
         self.rounds = Rounds(
             self.spec,
             self.parallel_model,
-            engine,
-            self.batches,
-            self.rewards,
+            EngineSampler(self.spec, engine, self.batches, self.held_out, self.rewards, rank, ranks),
+            self.batches.tokenizer.eot,
             self.folder.path / ROLLOUTS,
             reference=reference,
             critic=None if critic is None else critic.parallel_model.forward,
@@ -96,6 +100,10 @@ class OnlineTrainer(PostTrainer):
 
     def batches_at(self, cursor: int) -> list[Batch]:
         return self.rounds.take(cursor, ahead=1)
+
+    def save(self, wait: bool = True) -> float:
+        self.rounds.sampler.settle()
+        return super().save(wait)
 
     def batch_stream(self) -> BatchStream:
         return self.rounds
@@ -120,10 +128,7 @@ class OnlineTrainer(PostTrainer):
 
     def measure_held_out(self) -> Evaluation:
         """The mean reward of sampled answers to held-out prompts; the loss is its negative."""
-        self.rounds.engine.wake()
-        self.rounds.engine.hand_over()
-        rollouts = self.rounds.sample(self.held_out, 0, "held-out")
-        self.rounds.engine.sleep()
+        rollouts = self.rounds.sampler.sample_held_out()
         self.rounds.finish_rewards(rollouts)
         reward = mean_reward(rollouts)
         return HeldOutReward(-reward, len(rollouts), {"reward/mean": reward}, "answer")

@@ -39,6 +39,7 @@ class Rollout:
     returns: list[float] | None = None
     old_logps: list[float] | None = None  # by the trainer, before the first update on the round
     ref_logps: list[float] | None = None  # by the reference model
+    version: int = 0  # of the weights that sampled it: the round that trains them next
 
     @property
     def length(self) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..data.example_batches import PromptBatches, PromptExample
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
@@ -26,9 +25,8 @@ from .advantages import best_of_n, dynamic_sampling_mask, group_advantages, over
 from .kl import AdaptiveKL
 from .ppo import set_token_advantages
 from .reward_scorer import RewardScorer
-from .rewards import Rewards
-from .rollout_engine import RolloutEngine, rollout_seed
 from .rollouts import Rollout, by_answer, load_round, micro_batches, save_round
+from .sampler import Sampler
 
 KEPT_ROUNDS = 8  # in the run folder, beside those that checkpoints are in
 
@@ -40,17 +38,16 @@ class Rounds:
         self,
         spec: RunSpec,
         parallel_model: ParallelModel,
-        engine: RolloutEngine,
-        prompts: PromptBatches,
-        rewards: Rewards | None,
+        sampler: Sampler,
+        pad: int,
         folder: Path,
         *,
         reference: Forward | None = None,
         critic: Forward | None = None,
         reward_model: RewardScorer | None = None,
     ) -> None:
-        self.spec, self.parallel_model, self.engine = spec, parallel_model, engine
-        self.prompts, self.rewards, self.folder = prompts, rewards, folder
+        self.spec, self.parallel_model, self.sampler = spec, parallel_model, sampler
+        self.pad, self.folder = pad, folder  # token that fills rows
         self.reference, self.critic, self.reward_model = reference, critic, reward_model
         align = spec.align
         self.adaptive_kl = AdaptiveKL(align.beta, align.kl_target or 1.0, align.kl_horizon)
@@ -69,7 +66,7 @@ class Rounds:
             if update:
                 self.rollouts = run_on_all_ranks(lambda: load_round(self.path(number)))
             else:
-                self.begin(number, cursor)
+                self.begin(number, cursor, last=(cursor + ahead - 1) // self.updates)
             self.number = number
         chosen = self.chosen(update)
         self.positions = sum(rollout.length for rollout in chosen)
@@ -82,7 +79,7 @@ class Rounds:
         pass
 
     def close(self) -> None:
-        self.engine.close()
+        self.sampler.close()
 
     def path(self, number: int) -> Path:
         return self.folder / f"round-{number:06d}.npz"
@@ -97,33 +94,25 @@ class Rounds:
     def batches(self, rollouts: Sequence[Rollout]) -> list[tuple[Batch, list[int]]]:
         model, data = self.parallel_model, self.spec.data
         rank = 0 if model.mesh is None else model.mesh.rank("dp")
-        pad = self.prompts.tokenizer.eot
-        return micro_batches(rollouts, rank, model.size("dp"), data.seq, data.micro_batch, pad)
+        return micro_batches(rollouts, rank, model.size("dp"), data.seq, data.micro_batch, self.pad)
 
     # --- a round --------------------------------------------------------------------------------------------
 
-    def begin(self, number: int, step: int) -> None:
-        """Sample and score the answers of a round."""
-        align, began = self.spec.align, time.perf_counter()
-        phase.enter("hand_over")
-        self.engine.wake()
-        woken = time.perf_counter()
-        hand_over = self.engine.hand_over()
-        self.metrics = {"hand_over_s": hand_over.seconds, "hand_over_bytes": float(hand_over.copied_bytes)}
+    def begin(self, number: int, step: int, last: int) -> None:
+        """Sample and score the answers of a round; `last`: the last round of the run."""
+        align = self.spec.align
+        self.sampler.begin_round(number)
         rollouts: list[Rollout] = []
         drawn: list[Rollout] = []
         for attempt in range(1 + align.dynamic_sampling):
-            sampled = self.sample(self.prompts, number * (1 + align.dynamic_sampling) + attempt)
+            sampled = self.sampler.sample(number * (1 + align.dynamic_sampling) + attempt)
             self.finish_rewards(sampled)
             drawn += sampled
             rollouts += with_signal(sampled, align.samples) if align.dynamic_sampling else sampled
             if len(rollouts) >= align.prompts * align.samples:
                 break
-        self.metrics |= summary(drawn, align.samples, align.max_tokens)
-        sampled_at = time.perf_counter()
-        self.engine.sleep()
-        self.metrics["generate_s"] = sampled_at - woken
-        self.metrics["sleep_wake_s"] = time.perf_counter() - sampled_at + woken - began
+        self.sampler.end_round(number, last)
+        self.metrics = self.sampler.metrics | summary(drawn, align.samples, align.max_tokens)
         # Without any signal all advantages are 0: the step changes nothing but its KL term.
         self.rollouts = (rollouts or drawn)[: align.prompts * align.samples]
         phase.enter("score")
@@ -137,41 +126,6 @@ class Rounds:
             self.rollouts = self.best()
         self.metrics["score_s"] = time.perf_counter() - scored
         run_on_rank_zero(lambda: self.keep(number, step))
-
-    def sample(self, prompts: PromptBatches, draw: int, split: str = "") -> list[Rollout]:
-        """Answers to the prompts of a draw, over all ranks, with their rewards."""
-        model = self.parallel_model
-        world, rank = model.size("world"), 0 if model.mesh is None else model.mesh.rank("world")
-        examples = prompts.examples(draw)
-        mine = range(rank, len(examples), world)
-        phase.enter("generate")
-        seeds = [rollout_seed(f"{self.spec.seed}{split}", draw, index) for index in mine]
-        completions = self.engine.generate([examples[index].ids for index in mine], seeds)
-        found = [
-            Rollout(index, list(examples[index].ids), one.token_ids, one.logps, one.text, one.ended)
-            for index, answers in zip(mine, completions, strict=True)
-            for one in answers
-        ]
-        phase.enter("reward")
-        self.reward(found, examples)
-        return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
-
-    def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
-        if self.rewards is None or not rollouts:
-            return
-        asked = [examples[rollout.prompt] for rollout in rollouts]
-        scores = self.rewards.score(
-            [example.prompt for example in asked],
-            [rollout.text for rollout in rollouts],
-            [example.columns for example in asked],
-            [example.place for example in asked],
-        )
-        for index, rollout in enumerate(rollouts):
-            rollout.rewards = {
-                name: math.nan if (value := values[index]) is None else value
-                for name, values in scores.by_source.items()
-            }
-            rollout.reward = scores.total[index]
 
     def score(self) -> None:
         """Log-probabilities of the answers before the first update, and those of the reference."""

@@ -1,0 +1,127 @@
+"""Answers to the prompts of a round: sampled by the engine of this rank, rewarded, gathered from all ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..data.example_batches import PromptBatches, PromptExample
+from ..parallel.world import all_gather_object
+from ..record import phase
+from ..spec import RunSpec
+from .rewards import Rewards
+from .rollout_engine import RolloutEngine, rollout_seed
+from .rollouts import Rollout
+
+HELD_OUT = "held-out"  # prompts that are not trained on
+
+
+class Sampler(Protocol):
+    """Where the rounds of a run get their answers from; called by all ranks of the trainer."""
+
+    metrics: dict[str, float]  # of the round at hand
+
+    def begin_round(self, number: int) -> None:
+        """The weights are those that round `number` trains first."""
+
+    def sample(self, draw: int) -> list[Rollout]:
+        """Answers to the prompts of a draw, with the rewards of functions."""
+
+    def end_round(self, number: int, last: int) -> None:
+        """All draws of the round are there; `last`: the last round of the run."""
+
+    def sample_held_out(self) -> list[Rollout]:
+        """Answers to held-out prompts with the weights as they are."""
+
+    def settle(self) -> None:
+        """Called before a checkpoint: write what a resumed run could not sample again."""
+
+    def close(self) -> None: ...
+
+
+class EngineSampler:
+    """Samples with the engine in this process; ranks share the prompts of a draw."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        engine: RolloutEngine,
+        prompts: PromptBatches,
+        held_out: PromptBatches,
+        rewards: Rewards | None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.spec, self.engine, self.rewards = spec, engine, rewards
+        self.prompts, self.held_out = prompts, held_out
+        self.rank, self.ranks = rank, ranks
+        self.version = 0  # of the weights: the round that trains them next
+        self.metrics: dict[str, float] = {}
+
+    def begin_round(self, number: int) -> None:
+        self.began = time.perf_counter()
+        phase.enter("hand_over")
+        self.engine.wake()
+        self.woken = time.perf_counter()
+        hand_over = self.engine.hand_over()
+        self.version = number
+        self.metrics = {"hand_over_s": hand_over.seconds, "hand_over_bytes": float(hand_over.copied_bytes)}
+
+    def sample(self, draw: int) -> list[Rollout]:
+        return self.answers(self.prompts, draw)
+
+    def end_round(self, number: int, last: int) -> None:
+        ended = time.perf_counter()
+        self.engine.sleep()
+        self.metrics["generate_s"] = ended - self.woken
+        self.metrics["sleep_wake_s"] = time.perf_counter() - ended + self.woken - self.began
+
+    def sample_held_out(self) -> list[Rollout]:
+        self.engine.wake()
+        self.engine.hand_over()
+        rollouts = self.answers(self.held_out, 0, HELD_OUT)
+        self.engine.sleep()
+        return rollouts
+
+    def answers(self, prompts: PromptBatches, draw: int, split: str = "") -> list[Rollout]:
+        """Answers to the prompts of a draw, over all ranks, with their rewards."""
+        examples = prompts.examples(draw)
+        mine = range(self.rank, len(examples), self.ranks)
+        phase.enter("generate")
+        seeds = [rollout_seed(f"{self.spec.seed}{split}", draw, index) for index in mine]
+        completions = self.engine.generate([examples[index].ids for index in mine], seeds)
+        found = [
+            Rollout(
+                index, list(examples[index].ids), one.token_ids, one.logps, one.text, one.ended, version=self.version
+            )
+            for index, answers in zip(mine, completions, strict=True)
+            for one in answers
+        ]
+        phase.enter("reward")
+        self.reward(found, examples)
+        return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
+
+    def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
+        if self.rewards is None or not rollouts:
+            return
+        asked = [examples[rollout.prompt] for rollout in rollouts]
+        scores = self.rewards.score(
+            [example.prompt for example in asked],
+            [rollout.text for rollout in rollouts],
+            [example.columns for example in asked],
+            [example.place for example in asked],
+        )
+        for index, rollout in enumerate(rollouts):
+            rollout.rewards = {
+                name: math.nan if (value := values[index]) is None else value
+                for name, values in scores.by_source.items()
+            }
+            rollout.reward = scores.total[index]
+
+    def settle(self) -> None:
+        """Nothing: a round that was not begun is sampled with the weights of the checkpoint."""
+
+    def close(self) -> None:
+        self.engine.close()
