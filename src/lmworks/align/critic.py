@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,17 @@ class Critic(Stepper):
         found = {name: value for name, value in values.items() if name.startswith("value/")}
         found |= {"value/loss": values["loss"], "value/grad_norm": values["grad_norm"]}
         return found | {"critic_s": time.perf_counter() - began}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is no tensor: `state` has those."""
+        return {"loss_scale": self.loss_scale.state_dict(), "health": self.health.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        now = self.health.state
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.health.load_state_dict(state["health"])
+        if now.acted:  # a rewind: its record of actions goes on, or rewinds would never end
+            self.health.carry_over(now)
 
 
 def critic_spec(spec: RunSpec) -> RunSpec:

@@ -91,7 +91,9 @@ class OnlineTrainer(PostTrainer):
             critic=None if critic is None else critic.parallel_model.forward,
             reward_model=scorer,
         )
-        self.checkpoints.method_state = self.rounds.adaptive_kl
+        self.checkpoints.method_states = {"kl": self.rounds.adaptive_kl, "rounds": self.rounds}
+        if critic is not None:
+            self.checkpoints.method_states["critic"] = critic
         engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
 
     @property
@@ -114,6 +116,7 @@ class OnlineTrainer(PostTrainer):
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         values = super().next_step(prefetcher) | self.rounds.metrics
+        self.rounds.metrics = {}
         limit = SAMPLER_LIMIT["fp32" if self.spec.precision.dtype == "fp32" else "bf16"]
         if (difference := values.get("sampler_diff/mean", 0.0)) > limit:
             self.event("sampler_mismatch", difference=difference, limit=limit)

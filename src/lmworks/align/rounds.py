@@ -10,11 +10,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoint import committed
+from ..checkpoint.format.manifest import read_committed
 from ..data import Batch
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
@@ -55,19 +58,18 @@ class Rounds:
         self.updates = spec.align.updates(spec.data.global_batch)
         self.number = -1  # of the round at hand
         self.rollouts: list[Rollout] = []
-        self.metrics: dict[str, float] = {}  # of the round, for the metrics of its first step
+        self.metrics: dict[str, float] = {}  # of the round, until a step is taken with them
+        self.checkpoint_rounds: dict[Path, int] = {}  # in which the checkpoints of the run were saved
 
     # --- the stream of batches -----------------------------------------------------------------------------
 
     def take(self, cursor: int, ahead: int) -> list[Batch]:
         number, update = divmod(cursor, self.updates)
-        self.metrics = {}
-        if number != self.number:
-            if update:
-                self.rollouts = run_on_all_ranks(lambda: load_round(self.path(number)))
-            else:
-                self.begin(number, cursor, last=(cursor + ahead - 1) // self.updates)
+        if number != self.number:  # where its first batches are skipped, a round begins with the next
+            self.begin(number, cursor, last=(cursor + ahead - 1) // self.updates)
             self.number = number
+        elif not self.rollouts:
+            self.rollouts = run_on_all_ranks(lambda: load_round(self.path(number)))
         chosen = self.chosen(update)
         self.positions = sum(rollout.length for rollout in chosen)
         return [batch for batch, _ in self.batches(chosen)]
@@ -80,6 +82,14 @@ class Rounds:
 
     def close(self) -> None:
         self.sampler.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The answers of that round are read when a step needs them."""
+        self.number, self.rollouts, self.metrics = int(state["number"]), [], {}
+        self.checkpoint_rounds = {}  # a rewind saves some of them again
 
     def path(self, number: int) -> Path:
         return self.folder / f"round-{number:06d}.npz"
@@ -195,12 +205,20 @@ class Rounds:
     def keep(self, number: int, step: int) -> None:
         self.folder.mkdir(exist_ok=True)
         save_round(self.path(number), step, self.rollouts)
-        names = [path.name.removeprefix("step-") for path in (self.folder.parent / "checkpoints").glob("step-*")]
-        steps = [int(name) for name in names if name.isdigit()]
-        needed = {self.path(saved // self.updates + later) for saved in steps for later in (0, 1)}
+        checkpoints = committed(self.folder.parent / "checkpoints")
+        self.checkpoint_rounds = {
+            path: self.checkpoint_rounds[path] if path in self.checkpoint_rounds else round_of(path)
+            for path in checkpoints
+        }
+        needed = {self.path(round_number) for round_number in self.checkpoint_rounds.values()}
         for old in sorted(self.folder.glob("round-*.npz"))[:-KEPT_ROUNDS]:
             if old not in needed:
                 old.unlink()
+
+
+def round_of(checkpoint: Path) -> int:
+    """The round that a checkpoint was saved in: after skipped batches it does not follow from the step."""
+    return int(read_committed(checkpoint).meta["align"]["rounds"]["number"])
 
 
 def with_signal(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:

@@ -59,7 +59,7 @@ class CheckpointManager:
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
         self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.is_rank_zero else None
-        self.method_state: MethodState | None = None  # of post-training: numbers that a resumed run needs
+        self.method_states: dict[str, MethodState] = {}  # of post-training: numbers that a resumed run needs
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
 
@@ -81,8 +81,8 @@ class CheckpointManager:
     def meta(self, cursor: int) -> dict[str, Any]:
         """State that is not tensors."""
         meta = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
-        if self.method_state is not None:
-            meta["align"] = self.method_state.state_dict()
+        if self.method_states:
+            meta["align"] = {name: state.state_dict() for name, state in self.method_states.items()}
         if self.base is not None:
             meta["base"] = self.base.digest
         return meta | {"health": self.health.state_dict(), "spec": self.run_spec.to_dict()}
@@ -191,8 +191,8 @@ class CheckpointManager:
         set_rng_state(state["rng"])
         self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         self.health.load_state_dict(manifest.meta.get("health", {}))
-        if self.method_state is not None:
-            self.method_state.load_state_dict(manifest.meta["align"])
+        for name, method_state in self.method_states.items():
+            method_state.load_state_dict(manifest.meta["align"][name])
         return Position(manifest.step, manifest.meta["cursor"])
 
     def check(self, manifest: Manifest) -> None:
