@@ -17,7 +17,7 @@ from .rollouts import Rollout, padded
 def set_token_advantages(rollouts: Sequence[Rollout], align: AlignSpec, kl_coef: float) -> None:
     """Advantages and returns of every token of a round; whitened over the whole round."""
     width = max(len(rollout.token_ids) for rollout in rollouts)
-    mask = padded([[1.0] * len(rollout.token_ids) for rollout in rollouts], width).bool()
+    mask = padded([rollout.mask for rollout in rollouts], width).bool()
     logps, values = (padded([known(rollout, name) for rollout in rollouts], width) for name in ("old_logps", "values"))
     reference = logps if rollouts[0].ref_logps is None else padded([known(one, "ref_logps") for one in rollouts], width)
     scores = torch.tensor([rollout.reward for rollout in rollouts]).nan_to_num(nan=0.0)

@@ -37,7 +37,7 @@ class RewardScorer:
         for batch, numbers in packed(rollouts):
             values = self.model.forward(batch).flatten()
             mask, index = batch.extras["mask"], batch.extras["index"]
-            last = index.gather(1, (mask.sum(dim=1, keepdim=True) - 1).clamp(min=0)).squeeze(1) + 1
+            last = (index * mask).amax(dim=1) + 1  # an index is of the position before its token
             scores = ((values[last.to(values.device)] - self.mean) / self.std).tolist()
             own += zip(numbers, scores, strict=False)  # a filler has no answers
         group = None if self.model.mesh is None else self.model.mesh.group("dp")

@@ -7,20 +7,16 @@ texts, or lists of messages, as the prompts are.
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
+from .imports import import_module, split_arguments, summary
 from .verifiers import VERIFIERS
 
 Column = Sequence[Any]
@@ -155,12 +151,6 @@ def failing_sample(reward: Reward, batch: Batch) -> str:
     return f"the batch of {batch.place(0)} and {len(batch.completions) - 1} more"
 
 
-def summary(error: Exception) -> str:
-    """'ValueError: … (rewards.py, line 7)'."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
-
-
 def checked(value: Any, reward: Reward, place: str) -> float | None:
     if value is None:
         return None
@@ -188,7 +178,7 @@ def load_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> Rewards
 
 
 def load_reward(name: str, weight: float = 1.0) -> Reward:
-    target, arguments = split_arguments(name)
+    target, arguments = split_arguments(KEY, name)
     function = find_function(name, target)
     if arguments:
         try:
@@ -208,47 +198,15 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
     return Reward(name, function, weight)
 
 
-def split_arguments(name: str) -> tuple[str, dict[str, Any]]:
-    target, parenthesis, rest = name.partition("(")
-    if not parenthesis:
-        return name, {}
-    try:
-        parsed = ast.parse(f"f({rest}", mode="eval").body
-        if not isinstance(parsed, ast.Call) or parsed.args:
-            raise ValueError
-        return target, {str(one.arg): ast.literal_eval(one.value) for one in parsed.keywords}
-    except (SyntaxError, ValueError):
-        raise SpecError(f"{KEY} = {name!r}: arguments are written as in {target}(name=1.5, other='text')") from None
-
-
 def find_function(name: str, target: str) -> Callable[..., Any]:
     if target in VERIFIERS:
         return VERIFIERS[target]
     place, colon, attribute = target.rpartition(":")
     if not colon:
         raise SpecError(f"{KEY} = {name!r}: no such reward{did_you_mean(target, VERIFIERS)}; or give {FORMS}")
-    try:
-        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError:
-        raise SpecError(f"{KEY} = {name!r}: there is no file {place} (paths are from the working directory)") from None
-    except ModuleNotFoundError as error:
-        if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
-            raise SpecError(f"{KEY} = {name!r}: {place} needs the module {error.name!r}; install it") from error
-        raise SpecError(f"{KEY} = {name!r}: there is no module {error.name!r}; give {FORMS}") from None
-    except Exception as error:
-        raise SpecError(f"{KEY} = {name!r}: {place} cannot be imported: {summary(error)}") from error
+    module = import_module(KEY, name, place, FORMS)
     function = getattr(module, attribute, None)
     if not callable(function):
         own = [one for one, value in vars(module).items() if inspect.isfunction(value) and not one.startswith("_")]
         raise SpecError(f"{KEY} = {name!r}: {place} has no function {attribute!r}{did_you_mean(attribute, own)}")
     return function
-
-
-def load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    spec = importlib.util.spec_from_file_location(f"lmworks_reward_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

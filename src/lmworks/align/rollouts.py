@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
+from ..data.chat_template import Message
 from ..data.loader import IGNORED
 from ..data.packing import pack
 from ..spec import CheckpointError
@@ -27,10 +28,12 @@ class Rollout:
 
     prompt: int  # number of the prompt within the round
     prompt_ids: list[int]
-    token_ids: list[int]  # of the answer, end-of-text included
-    sampler_logps: list[float]  # of its tokens, by the engine that sampled them
+    token_ids: list[int]  # of the answer, end-of-text included; of several turns, with the observations between them
+    sampler_logps: list[float]  # of its tokens, by the engine that sampled them; 0 of observations
     text: str
     ended: bool  # by end-of-text, not by its length
+    mask: list[int] = field(default_factory=list)  # 1: sampled by the policy; 0: an observation. Empty: all are sampled
+    messages: list[Message] = field(default_factory=list)  # of several turns: assistant, tool or user, …
     reward: float = float("nan")  # NaN: no reward function has an opinion
     rewards: dict[str, float] = field(default_factory=dict)  # by source
     advantage: float = 0.0
@@ -41,12 +44,15 @@ class Rollout:
     ref_logps: list[float] | None = None  # by the reference model
     version: int = 0  # of the weights that sampled it: the round that trains them next
 
+    def __post_init__(self) -> None:
+        self.mask = self.mask or [1] * len(self.token_ids)
+
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
 
 
-LISTS = {"prompt_ids": "i4", "token_ids": "i4"}  # of a rollout, kept as arrays
+LISTS = {"prompt_ids": "i4", "token_ids": "i4", "mask": "i1"}  # of a rollout, kept as arrays
 FLOATS = ("sampler_logps", "old_logps", "ref_logps", "advantages", "values", "returns")
 
 
@@ -120,7 +126,7 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
     """Rows of answers with their prompts. `extras` are by answer, (answers, longest):
 
     index    where the log-probabilities of its tokens are among the rows', flattened
-    mask     which of them there are
+    mask     which of them the policy has sampled: not padding, not observations
     others   old_logps, ref_logps, sampler_logps, values, returns where they are known
     advantages   (answers), or (answers, longest) where a critic estimates the values of tokens
     """
@@ -138,10 +144,11 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
             ids = [*rollout.prompt_ids, *rollout.token_ids]
             first, size = place + len(rollout.prompt_ids) - 1, len(rollout.token_ids)
             tokens[row, place : place + len(ids)] = ids
-            targets[row, first : first + size] = rollout.token_ids
+            sampled = np.array(rollout.mask, bool)
+            targets[row, first : first + size] = np.where(sampled, rollout.token_ids, IGNORED)
             documents[row, place:] = document
             index[number, :size] = row * seq + first + np.arange(size)
-            mask[number, :size] = True
+            mask[number, :size] = sampled
             place, number = place + len(ids), number + 1
         documents[row, place:] = len(members)
     members = [rollout for row in rows for rollout in row]

@@ -237,8 +237,9 @@ def sampler_difference(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How far the trainer's log-probabilities are from the sampler's, where they were computed before the update."""
     if any(rollout.old_logps is None for rollout in rollouts):
         return {}
-    pairs = [(rollout.old_logps or [], rollout.sampler_logps) for rollout in rollouts]
-    differences = np.concatenate([np.abs(np.subtract(old, sampler)) for old, sampler in pairs])
+    differences = np.concatenate(
+        [np.abs(np.subtract(one.old_logps or [], one.sampler_logps))[np.array(one.mask, bool)] for one in rollouts]
+    )
     return {"sampler_diff/mean": float(differences.mean()), "sampler_diff/max": float(differences.max())}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..data.example_batches import PromptBatches, PromptExample
+from ..data.examples import Text
 from ..parallel.world import all_gather_object
 from ..record import phase
 from ..spec import RunSpec
@@ -109,7 +110,7 @@ class EngineSampler:
         asked = [examples[rollout.prompt] for rollout in rollouts]
         scores = self.rewards.score(
             [example.prompt for example in asked],
-            [rollout.text for rollout in rollouts],
+            [completion_of(rollout, example) for rollout, example in zip(rollouts, asked, strict=True)],
             [example.columns for example in asked],
             [example.place for example in asked],
         )
@@ -125,3 +126,10 @@ class EngineSampler:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def completion_of(rollout: Rollout, example: PromptExample) -> Text:
+    """As reward functions get it: messages where the prompt is messages, else a text."""
+    if isinstance(example.prompt, str):
+        return rollout.text
+    return rollout.messages or [{"role": "assistant", "content": rollout.text}]
