@@ -37,7 +37,7 @@ from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
 if TYPE_CHECKING:
-    from .engine.tensor_parallel.executor import TensorParallelRank
+    from .engine.tensor_parallel.tp_rank import TensorParallelRank
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The engine that samples from the weights that are trained, in the same process.
+"""The engine that samples from the weights that are trained, in the same processes.
 
-Where one rank holds the whole model in the engine's dtype, both use the same tensors: a hand-over moves nothing. Else
-every rank gathers the weights, one at a time, from the trainer's layout into an engine of its own, and samples its
-share of the prompts.
+Every group of align.engine_tp consecutive ranks is one engine (by default each rank), with its share of the prompts and
+on each rank a tensor-parallel shard of weights and KV cache. Where a rank of the trainer holds the same shards in the
+engine's dtype, both use the same tensors: a hand-over moves nothing. Else weights are gathered one at a time from the
+trainer's layout, and each rank keeps its shard.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,7 +23,10 @@ from ..engine.core.model_runner import DTYPES, ModelRunner
 from ..engine.core.request import Request
 from ..engine.core.sampling_params import SEEDS, SamplingParams
 from ..engine.quantization.quantized_model import MetaModel
+from ..engine.tensor_parallel.rank_group import GroupRank
+from ..model import GPT
 from ..model.lora import split_adapter_name
+from ..parallel.comm_counter import CommCounter
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.single_rank import SingleRank
 from ..spec import EngineSpec, LMWorksError, RunSpec
@@ -46,7 +51,12 @@ class HandOver:
     """What bringing new weights to the engine took."""
 
     seconds: float
-    copied_bytes: int  # written to the engine's weights
+    copied_bytes: int  # written to the engine's weights, on this rank
+    received_bytes: int = 0  # from other ranks, padding of uneven shards included
+
+    def metrics(self) -> dict[str, float]:
+        sizes = {"hand_over_bytes": self.copied_bytes, "hand_over_received_bytes": self.received_bytes}
+        return {"hand_over_s": self.seconds, **{name: float(size) for name, size in sizes.items()}}
 
 
 class RolloutEngine:
@@ -59,8 +69,8 @@ class RolloutEngine:
         device: torch.device,
     ) -> None:
         self.spec, self.parallel_model = spec, parallel_model
-        dtype = "fp32" if spec.precision.dtype == "fp32" else "bf16"
-        answers = -(-spec.align.prompts * spec.align.samples // spec.parallel.world)
+        dtype, tp = "fp32" if spec.precision.dtype == "fp32" else "bf16", spec.align.engine_tp
+        answers = -(-spec.align.prompts * spec.align.samples * tp // spec.parallel.world)
         engine = EngineSpec(
             device=device.type,
             dtype=dtype,
@@ -68,48 +78,65 @@ class RolloutEngine:
             max_seqs=min(answers, MAX_SEQS if device.type == "cuda" else MAX_SEQS_CPU),
             memory=spec.align.engine_memory,
         )
-        model = MetaModel(spec.model).blank(device, DTYPES[dtype])
-        for parameter in model.parameters():  # graphs are captured over finite numbers
-            parameter.data.zero_()
+        self.group = None if tp == 1 else GroupRank(tp, device, parallel_model.mesh)
         runner = ModelRunner(
-            model, engine, device, tokenizer.vocab_size, sleepable=True, logit_scale=1 / spec.align.temperature
+            zeros(spec, device, DTYPES[dtype], self.group),
+            engine,
+            device,
+            tokenizer.vocab_size,
+            tp_rank=self.group,
+            sleepable=True,
+            logit_scale=1 / spec.align.temperature,
         )
-        self.engine = Engine(runner, tokenizer, eos)
+        self.runner, self.engine = runner, Engine(runner, tokenizer, eos)  # followers have one, and do not step it
+        if self.group is not None:
+            self.group.workers_ready = True
         self.weights = runner.live_weights()
         self.adapted = {f"{layer}.weight" for name in parallel_model.names() if (layer := layer_of(name))}
         self.shared: set[str] = set()
         self.loaded: set[str] = set()  # frozen weights that the engine has a copy of
-        if isinstance(parallel_model.strategies[0], SingleRank) and parallel_model.mesh is None:
+        # DoRA scales whole rows, of which a tensor-parallel rank may have a part.
+        self.same_parts = parallel_model.size("tp") == tp and not spec.lora.dora
+        if isinstance(parallel_model.strategies[0], SingleRank) and parallel_model.size("tp") == tp:
             self.shared = self.weights.share(parallel_model.parts[0], self.adapted)
 
     @torch.no_grad()
     def hand_over(self) -> HandOver:
         """Bring the trainer's weights to the engine; collective where they are sharded."""
         began = time.perf_counter()
-        copied = self.weights.load(self.changed_weights(), self.shared | self.loaded)
+        with CommCounter() as counter:
+            copied = self.weights.load(self.own_shards(), self.shared | self.loaded)
         self.engine.weights_changed()
         if self.parallel_model.device.type == "cuda":
             torch.cuda.synchronize(self.parallel_model.device)
-        return HandOver(time.perf_counter() - began, copied)
+        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls)  # all are all-gathers
+        return HandOver(time.perf_counter() - began, copied, received)
+
+    def own_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the weights that have changed, what this rank's engine holds."""
+        for name, weight in self.changed_weights():
+            yield name, weight if self.group is None else self.group.shard_of(name, weight, cut=not self.same_parts)
 
     def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights that the engine does not share and that may have changed, whole, in the same order on all ranks.
+        """Weights that the engine does not share and that may have changed, in the same order on all ranks: whole, or
+        tensor-parallel parts where trainer and engine have the same.
 
         With adapters: once those that are frozen, and every time the products of the layers that have one.
         """
-        model = self.parallel_model
+        model, parts = self.parallel_model, self.same_parts
         if not self.adapted:
-            yield from model.whole_weights(self.weights.slots.keys() - self.shared)
+            yield from model.whole_weights(self.weights.slots.keys() - self.shared, parts)
             yield from model.buffers().items()
             return
         buffers = model.buffers()
         frozen = self.weights.slots.keys() - self.shared - self.adapted - self.loaded - buffers.keys()
-        yield from model.whole_weights(frozen)
+        yield from model.whole_weights(frozen, parts)
         yield from buffers.items()  # the choice bias of experts is no weight, and changes
         self.loaded |= frozen
         base: Tensor | None = None
         matrices: dict[str, Tensor] = {}
-        for name, whole in model.whole_weights({*self.adapted, *(name for name in model.names() if layer_of(name))}):
+        adapters = {name for name in model.names() if layer_of(name)}
+        for name, whole in model.whole_weights(self.adapted | adapters, parts):
             if name in self.adapted:
                 base, matrices = whole, {}
                 continue
@@ -119,7 +146,23 @@ class RolloutEngine:
                 yield f"{layer_of(name)}.weight", merged(base, matrices, self.spec.lora.scale)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[Completion]]:
-        """align.samples answers to each prompt; the same seeds give the same answers."""
+        """align.samples answers to each prompt; the same seeds give the same answers.
+
+        Called by all ranks of a group, each with prompts of its own.
+        """
+        if self.group is None:
+            return self.sample(prompts, seeds)
+        return self.group.together(self.runner, (prompts, seeds), self.sample_shares)
+
+    def sample_shares(
+        self, shares: Sequence[tuple[Sequence[Sequence[int]], Sequence[int]]]
+    ) -> list[list[list[Completion]]]:
+        """Answers to the prompts of every rank of a group, all at once."""
+        prompts, seeds = ([one for share in part for one in share] for part in zip(*shares, strict=True))
+        answers = iter(self.sample(prompts, seeds))
+        return [list(islice(answers, len(own))) for own, _ in shares]
+
+    def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[Completion]]:
         align = self.spec.align
         requests = [
             Request(
@@ -167,6 +210,16 @@ class RolloutEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def zeros(spec: RunSpec, device: torch.device, dtype: torch.dtype, group: GroupRank | None) -> GPT:
+    """The engine's network before its first weights: graphs are captured over finite numbers."""
+    if group is not None:
+        return group.load_shards(MetaModel(spec.model), dtype, lambda _name, shape: torch.zeros(()).expand(shape))
+    model = MetaModel(spec.model).blank(device, dtype)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
 
 
 def layer_of(name: str) -> str:

@@ -66,9 +66,8 @@ class EngineSampler:
         phase.enter("hand_over")
         self.engine.wake()
         self.woken = time.perf_counter()
-        hand_over = self.engine.hand_over()
+        self.metrics = self.engine.hand_over().metrics()
         self.version = number
-        self.metrics = {"hand_over_s": hand_over.seconds, "hand_over_bytes": float(hand_over.copied_bytes)}
 
     def sample(self, draw: int) -> list[Rollout]:
         return self.answers(self.prompts, draw)

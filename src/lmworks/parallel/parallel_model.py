@@ -129,13 +129,19 @@ class ParallelModel:
         """Of all weights of this rank's parts, frozen ones too."""
         return [unwrapped(name) for part in self.parts.values() for name, _ in part.named_parameters()]
 
-    def whole_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline."""
+    def whole_weights(
+        self, names: Collection[str] | None = None, tp_parts: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline.
+
+        `tp_parts`: as tensor parallelism cuts them, each rank its own.
+        """
+        sharding = self.sharding.without("tp", self.mesh) if tp_parts and self.mesh is not None else self.sharding
         for name, parameter in self.parts[0].named_parameters():
             if names is None or name in names:
                 weight = parameter.detach()
                 weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of FSDP2
-                whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, self.sharding, self.mesh)
+                whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, sharding, self.mesh)
                 yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
 
     def replicas(self, shard: Shard) -> int:

@@ -20,6 +20,13 @@ class WeightShard:
     shape: torch.Size  # of the whole weight
     axes: dict[str, int] = field(default_factory=dict)  # mesh axis ("ep", "tp") → dimension that it shards
 
+    def without(self, axis: str, ranks: int) -> WeightShard:
+        """Of a rank's part along `axis`, taken for the whole."""
+        if axis not in self.axes:
+            return self
+        sizes = [size // ranks if dim == self.axes[axis] else size for dim, size in enumerate(self.shape)]
+        return WeightShard(torch.Size(sizes), {other: dim for other, dim in self.axes.items() if other != axis})
+
 
 @dataclass
 class ShardingPlan:
@@ -42,6 +49,10 @@ class ShardingPlan:
         for axis, dim in self.axes(name).items():
             whole = whole.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
         return whole
+
+    def without(self, axis: str, mesh: Mesh) -> ShardingPlan:
+        """The same where the parts of `axis` are taken for whole weights."""
+        return ShardingPlan({name: weight.without(axis, mesh.size(axis)) for name, weight in self.by_name.items()})
 
     def axes(self, name: str) -> dict[str, int]:
         return self.by_name[name].axes if name in self.by_name else {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .errors import SpecError
+from .layout import indivisible
 from .schema import Section, opt
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class AlignSpec(Section):
     missing_eos_penalty: float = opt(1.0, "ppo: taken off the score of an answer without end-of-text", ge=0)
     kl_target: float = opt(6.0, "ppo: KL divergence of an answer that align.beta is adapted to (0: it stays)", ge=0)
     kl_horizon: int = opt(10_000, "ppo: answers over which align.beta adapts by a fifth at most", ge=1)
+    engine_tp: int = opt(1, "online: ranks that are one engine: each has a tensor-parallel shard of it", ge=1)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
     def check(self) -> None:
@@ -176,6 +178,7 @@ def check_align(run: RunSpec) -> None:
 def check_rounds(run: RunSpec) -> None:
     """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
     align, data = run.align, run.data
+    check_engine_tp(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     if not align.rewards and not align.reward_model:
@@ -197,3 +200,13 @@ def check_rounds(run: RunSpec) -> None:
             f"a round has {align.answers} answers (align.prompts × align.samples), not a multiple of "
             f"data.global_batch = {data.global_batch}"
         )
+
+
+def check_engine_tp(run: RunSpec) -> None:
+    """The ranks are a whole number of engines, and those of one can share its layers."""
+    tp, world = run.align.engine_tp, run.parallel.world
+    if world % tp:
+        fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
+        raise SpecError(f"align.engine_tp = {tp} does not divide the {world} ranks of the layout; use {fitting}")
+    if found := indivisible(run.model, "align.engine_tp", tp):
+        raise SpecError(found[0])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import SpecError
 
 if TYPE_CHECKING:
+    from .model import ModelSpec
     from .run import ParallelSpec, RunSpec
 
 LOOPED = ("interleaved", "looped-bfs", "interleaved-zero-bubble")  # several stages a rank, each rank's in a loop
@@ -42,22 +43,28 @@ def machines(run: RunSpec) -> list[str]:
 
 
 def tensor(run: RunSpec) -> list[str]:
-    model, tp, found = run.model, run.parallel.tp, []
+    tp, found = run.parallel.tp, indivisible(run.model, "parallel.tp", run.parallel.tp)
+    local = run.data.seq // run.parallel.cp
+    if tp > 1 and run.parallel.sp and local % tp:
+        found.append(f"parallel.sp = true needs data.seq / cp = {local} divisible by parallel.tp = {tp}")
+    return found
+
+
+def indivisible(model: ModelSpec, key: str, tp: int) -> list[str]:
+    """What `key` = `tp` tensor-parallel ranks cannot share evenly."""
     if tp == 1:
         return []
+    found = []
     widths = {"model.heads": model.heads, "model.vocab": model.vocab}
     if model.experts:
         widths["model.expert_ffn"] = model.expert_ffn
     else:
         widths["model.ffn"] = model.ffn
-    for key, size in widths.items():
+    for width, size in widths.items():
         if size % tp:
-            found.append(f"parallel.tp = {tp} does not divide {key} = {size}{pad(key, size, tp)}")
+            found.append(f"{key} = {tp} does not divide {width} = {size}{pad(width, size, tp)}")
     if model.kv_heads % tp and tp % model.kv_heads:
-        found.append(f"parallel.tp = {tp} and model.kv_heads = {model.kv_heads}: one must divide the other")
-    local = run.data.seq // run.parallel.cp
-    if run.parallel.sp and local % tp:
-        found.append(f"parallel.sp = true needs data.seq / cp = {local} divisible by parallel.tp = {tp}")
+        found.append(f"{key} = {tp} and model.kv_heads = {model.kv_heads}: one must divide the other")
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...model.gpt import GPT
 from ...spec import LMWorksError
+from ..tensor_parallel.tp_shards import RowParallelLinear
 from .fusion import AddNorm, FusedAttention, FusedBlock, FusedMLP, RowByRow, Unfused
 from .latent_attention import AbsorbedLatentAttention
 
@@ -39,7 +40,7 @@ class Slot:
 
 
 class LiveWeights:
-    """The weights of a fused network by their names in the training network."""
+    """The weights of a fused network (of a tensor-parallel rank's shard of it) by their names in the training one."""
 
     def __init__(self, model: GPT) -> None:
         self.slots: dict[str, list[Slot]] = {}
@@ -48,7 +49,7 @@ class LiveWeights:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], shared: Collection[str] = ()) -> int:
-        """Copy whole weights, cast to the engine's dtype; returns the bytes written.
+        """Copy weights, cast to the engine's dtype; returns the bytes written.
 
         All must come but those that are `shared`.
         """
@@ -133,7 +134,7 @@ def whole(at: str, module: nn.Module) -> Iterator[tuple[str, Slot]]:
         assert isinstance(inner, nn.Module)
         module = inner
     for name, parameter in module.named_parameters():
-        yield f"{at}.{name}", Slot(parameter.data)
+        yield f"{at}.{name.replace('part.', '')}", Slot(parameter.data)  # of a RowParallelLinear
     for name, buffer in module.named_buffers():
         yield f"{at}.{name}", Slot(buffer)
 
@@ -146,4 +147,5 @@ def merged(at: str, names: Iterable[str], layer: nn.Module, sizes: list[int]) ->
 
 
 def columns(layer: nn.Module) -> int:
+    layer = layer.part if isinstance(layer, RowParallelLinear) else layer
     return cast(Tensor, layer.weight).shape[1]

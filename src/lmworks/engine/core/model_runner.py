@@ -32,7 +32,7 @@ from .step_input import Batch, Layout, Packer, decode_bucket, unpack
 from .step_output import AsyncStepOutput, PromptLogprobsQuery, prompt_logprobs, prompt_logprobs_queries
 
 if TYPE_CHECKING:
-    from ..tensor_parallel.executor import TensorParallelRank
+    from ..tensor_parallel.tp_rank import TensorParallelRank
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,8 +110,9 @@ class ModelRunner:
         self.sampler.admit(sequence.slot, sequence)
 
     def live_weights(self) -> LiveWeights:
-        """The network's weights, to be replaced while it runs."""
-        if self.tp_rank is not None or self.draft is not None:
+        """The network's weights on this rank, to be replaced while it runs."""
+        served = self.tp_rank is not None and not self.tp_rank.called_on_all_ranks
+        if served or self.draft is not None:
             raise SpecError("weights can be replaced with engine.tp = 1 and without a draft model")
         return LiveWeights(self.model)
 

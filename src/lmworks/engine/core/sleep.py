@@ -25,8 +25,8 @@ ASLEEP = "the engine is asleep, without a KV cache: call wake() before requests 
 
 
 def sleep(runner: ModelRunner) -> int:
-    """Release the memory of the KV cache; returns its bytes."""
-    if runner.tp_rank is not None:
+    """Release the memory of the KV cache on this rank; returns its bytes."""
+    if runner.tp_rank is not None and not runner.tp_rank.called_on_all_ranks:
         raise SpecError(f"an engine can sleep with engine.tp = 1, not {runner.tp_rank.tp}")
     return sum(cache.sleep() for cache in caches(runner))
 

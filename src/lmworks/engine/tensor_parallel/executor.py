@@ -13,7 +13,6 @@ is raised on rank 0.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pickle
@@ -22,34 +21,20 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ...model.gpt import GPT
-from ...parallel.collectives import all_gather
-from ...parallel.collectives import all_reduce as reduce_over_group
-from ...parallel.initial_weights import Source, materialise
 from ...parallel.mesh import Mesh
-from ...parallel.sharding_plan import ShardingPlan
-from ...parallel.tensor_parallel import apply_tensor_parallel
-from ...parallel.tensor_parallel import local_heads as heads_of_rank
 from ...parallel.world import BACKENDS
-from ...spec import EngineSpec, Grid, LMWorksError, ModelSpec, ParallelSpec, SpecError
-from ..core.scheduler import Step
-from ..core.step_input import Layout
-from ..core.step_output import PromptLogprobsQuery
-from ..quantization.quantized_model import MetaModel, QuantLinear
-from .tp_shards import LinearShard, attach_quantized_shards, check_tp_divides, detach_linears, linear_shards, make_plain
+from ...spec import EngineSpec, Grid, LMWorksError, SpecError
+from .tp_rank import TensorParallelRank
 
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
@@ -70,17 +55,6 @@ class WorkerConfig(NamedTuple):
     threads: int
 
 
-class StepMessage(NamedTuple):
-    """A step, as it is sent to workers."""
-
-    copies: list[tuple[int, int]]
-    buffer: np.ndarray
-    layout: Layout
-    prompt_queries: list[int]  # positions whose logits rank 0 needs for log-probabilities of prompts
-    drafted: bool  # draft tokens are broadcast after this
-    adapters: np.ndarray | None  # (tokens): the index of the adapter of each
-
-
 class AddAdapter(NamedTuple):
     """Load an adapter; workers reply."""
 
@@ -92,106 +66,6 @@ class RemoveAdapter(NamedTuple):
     """Unload an adapter that another rank could not load."""
 
     name: str
-
-
-class TensorParallelRank:
-    """This process as one of `tp` ranks, after init_process_group."""
-
-    workers_ready = False  # workers wait for steps; until then all ranks run the same code
-
-    def __init__(self, rank: int, spec: EngineSpec, device: torch.device, store: Store) -> None:
-        self.rank, self.tp, self.device, self.deterministic = rank, spec.tp, device, spec.batch_invariant
-        self.shards: dict[str, LinearShard] = {}  # by layer, once the model is sharded
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            BACKENDS[device.type], store=store, rank=rank, world_size=self.tp, timeout=COLLECTIVE_TIMEOUT
-        )
-        self.mesh = Mesh(Grid(tp=self.tp), device.type)
-        self.group = self.mesh.group("tp")
-
-    def load_shards(
-        self,
-        meta_model: MetaModel,
-        dtype: torch.dtype,
-        weights: Source,
-        quantized: Callable[[str], QuantLinear] | None = None,  # unsharded quantized layers, by name
-    ) -> GPT:
-        """This rank's shard of a network; of each weight only the shard is kept."""
-        check_tp_divides(meta_model, self.tp)
-        sharding_plan = ShardingPlan()
-        with torch.device("meta"):
-            model = GPT(meta_model.spec).to(dtype)
-        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, sharding_plan)
-        self.shards = linear_shards(model, sharding_plan, self.rank)
-        taken = {} if quantized is None else detach_linears(model)
-        materialise(model, sharding_plan, self.mesh, self.device, weights, self.device)
-        if quantized is None:
-            make_plain(model, self.all_reduce)
-        else:
-            attach_quantized_shards(model, taken, self.shards, quantized, self.all_reduce, self.device)
-        return model.eval()
-
-    def all_reduce(self, product: Tensor) -> Tensor:
-        """Sum of all ranks' partial products.
-
-        The order of a library's all-reduce may depend on the batch size. Where results must not depend on it, partial
-        products are all-gathered and added in rank order on every rank.
-        """
-        if not self.deterministic:
-            return reduce_over_group(product, self.group)
-        return functools.reduce(torch.add, all_gather(product.unsqueeze(0), 0, self.group).unbind())
-
-    def local_heads(self, spec: ModelSpec) -> slice:
-        return heads_of_rank(spec, self.mesh)
-
-    def gather_logits(self, project: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """All-gather the logits, of which each rank computes a range of the vocabulary."""
-        return lambda states, weight: all_gather(project(states, weight), -1, self.group)
-
-    def min_over_ranks(self, number: int) -> int:
-        """All-reduce (min)."""
-        least = torch.tensor(number, device=self.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
-
-    def broadcast(self, numbers: Tensor) -> Tensor:
-        """Broadcast from rank 0, in place."""
-        if self.workers_ready:
-            dist.broadcast(numbers, src=0)
-        return numbers
-
-    def broadcast_step(
-        self,
-        step: Step,
-        buffer: Tensor,
-        layout: Layout,
-        prompt_queries: list[PromptLogprobsQuery],
-        drafted: bool,
-        adapters: np.ndarray | None,
-    ) -> None:
-        """Send a step to the workers before it is run."""
-        if self.workers_ready:
-            places = [place for each in prompt_queries for place in range(each.at, each.at + each.count)]
-            drafted = drafted and any(chunk.num_logits > 1 for chunk in step.chunks)
-            self.send_to_workers(StepMessage(step.copies, buffer.numpy(), layout, places, drafted, adapters))
-
-    def send_to_workers(self, message: Any) -> None:
-        """Nothing to do on a worker."""
-
-    def add_adapter(self, name: str, folder: Path) -> None:
-        """Nothing to do on a worker."""
-
-    def root_cause(self, error: Exception) -> Exception:
-        """A worker has no other cause."""
-        return error
-
-    def failed_worker(self) -> str:
-        """Workers monitor no others."""
-        return ""
-
-    def close(self) -> None:
-        """Nothing to do on a worker."""
 
 
 class Executor(TensorParallelRank):
@@ -226,7 +100,8 @@ class Executor(TensorParallelRank):
             for rank, replies in self.replies.items():
                 if (error := replies.answers.get()) is not None:
                     raise LMWorksError(f"rank {rank}: {error}")
-            super().__init__(0, spec, rank_device(device, 0), store)
+            device = rank_device(device, 0)
+            super().__init__(init_group(0, spec, device, store), device, spec.batch_invariant)
         except BaseException:
             self.close()
             raise
@@ -338,7 +213,16 @@ def join_group(config: WorkerConfig, replies: IO[str]) -> TensorParallelRank:
     spec = EngineSpec.from_dict(config.spec)
     store = TCPStore(HOST, config.port, is_master=False)
     reply(replies, None)
-    return TensorParallelRank(config.rank, spec, rank_device(torch.device(spec.device), config.rank), store)
+    device = rank_device(torch.device(spec.device), config.rank)
+    return TensorParallelRank(init_group(config.rank, spec, device, store), device, spec.batch_invariant)
+
+
+def init_group(rank: int, spec: EngineSpec, device: torch.device, store: Store) -> Mesh:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = BACKENDS[device.type]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=spec.tp, timeout=COLLECTIVE_TIMEOUT)
+    return Mesh(Grid(tp=spec.tp), device.type)
 
 
 def reply(replies: IO[str], error: str | None, last: bool = False) -> None:

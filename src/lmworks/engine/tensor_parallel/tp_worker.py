@@ -10,7 +10,8 @@ import torch
 from ..core.model_runner import ModelRunner
 from ..core.step_input import unpack
 from ..core.step_output import split_by_logits_memory
-from .executor import AddAdapter, RemoveAdapter, StepMessage, describe_error, reply
+from .executor import AddAdapter, RemoveAdapter, describe_error, reply
+from .tp_rank import StepMessage
 
 
 @torch.no_grad()
