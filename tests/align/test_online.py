@@ -236,7 +236,9 @@ def test_adapters_are_sampled_from(tmp_path: Path) -> None:
         seen.append(trainer.next_step(trainer.rounds))
     assert all(one["sampler_diff/max"] < 1e-5 for one in seen)
     assert seen[0]["kl"] == pytest.approx(0, abs=1e-7) and seen[2]["kl"] > 1e-6
-    adapted = sum(p.nbytes for name, p in trainer.model.named_parameters() if name in trainer.rollout_engine.adapted)
+    adapted = sum(
+        p.nbytes for name, p in trainer.model.named_parameters() if name in trainer.rollout_engine.updates.adapted
+    )
     copied = [one["hand_over_bytes"] for one in seen[:2]]
     assert copied == [adapted, adapted]  # frozen weights are shared, the rest is merged
 

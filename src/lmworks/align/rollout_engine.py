@@ -25,12 +25,11 @@ from ..engine.core.sampling_params import SEEDS, SamplingParams
 from ..engine.quantization.quantized_model import MetaModel
 from ..engine.tensor_parallel.rank_group import GroupRank
 from ..model import GPT
-from ..model.lora import split_adapter_name
 from ..parallel.comm_counter import CommCounter
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.single_rank import SingleRank
 from ..spec import EngineSpec, LMWorksError, RunSpec
-from ..spec.lora import DEFAULT_ADAPTER
+from .weight_updates import WeightUpdates
 
 MAX_SEQS = 1024  # sequences that run at once on a GPU
 MAX_SEQS_CPU = 64
@@ -92,20 +91,19 @@ class RolloutEngine:
         if self.group is not None:
             self.group.workers_ready = True
         self.weights = runner.live_weights()
-        self.adapted = {f"{layer}.weight" for name in parallel_model.names() if (layer := layer_of(name))}
+        self.updates = WeightUpdates(spec, parallel_model)
         self.shared: set[str] = set()
-        self.loaded: set[str] = set()  # frozen weights that the engine has a copy of
         # DoRA scales whole rows, of which a tensor-parallel rank may have a part.
         self.same_parts = parallel_model.size("tp") == tp and not spec.lora.dora
         if isinstance(parallel_model.strategies[0], SingleRank) and parallel_model.size("tp") == tp:
-            self.shared = self.weights.share(parallel_model.parts[0], self.adapted)
+            self.shared = self.weights.share(parallel_model.parts[0], self.updates.adapted)
 
     @torch.no_grad()
     def hand_over(self) -> HandOver:
         """Bring the trainer's weights to the engine; collective where they are sharded."""
         began = time.perf_counter()
         with CommCounter() as counter:
-            copied = self.weights.load(self.own_shards(), self.shared | self.loaded)
+            copied = self.weights.load(self.own_shards(), self.shared | self.updates.sent)
         self.engine.weights_changed()
         if self.parallel_model.device.type == "cuda":
             torch.cuda.synchronize(self.parallel_model.device)
@@ -114,36 +112,8 @@ class RolloutEngine:
 
     def own_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Of the weights that have changed, what this rank's engine holds."""
-        for name, weight in self.changed_weights():
+        for name, weight in self.updates.changed(self.shared, self.same_parts):
             yield name, weight if self.group is None else self.group.shard_of(name, weight, cut=not self.same_parts)
-
-    def changed_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights that the engine does not share and that may have changed, in the same order on all ranks: whole, or
-        tensor-parallel parts where trainer and engine have the same.
-
-        With adapters: once those that are frozen, and every time the products of the layers that have one.
-        """
-        model, parts = self.parallel_model, self.same_parts
-        if not self.adapted:
-            yield from model.whole_weights(self.weights.slots.keys() - self.shared, parts)
-            yield from model.buffers().items()
-            return
-        buffers = model.buffers()
-        frozen = self.weights.slots.keys() - self.shared - self.adapted - self.loaded - buffers.keys()
-        yield from model.whole_weights(frozen, parts)
-        yield from buffers.items()  # the choice bias of experts is no weight, and changes
-        self.loaded |= frozen
-        base: Tensor | None = None
-        matrices: dict[str, Tensor] = {}
-        adapters = {name for name in model.names() if layer_of(name)}
-        for name, whole in model.whole_weights(self.adapted | adapters, parts):
-            if name in self.adapted:
-                base, matrices = whole, {}
-                continue
-            matrices[name.rpartition(".")[2]] = whole
-            assert base is not None  # a layer's adapters come after its weight
-            if len(matrices) == (3 if self.spec.lora.dora else 2):
-                yield f"{layer_of(name)}.weight", merged(base, matrices, self.spec.lora.scale)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[Completion]]:
         """align.samples answers to each prompt; the same seeds give the same answers.
@@ -220,20 +190,6 @@ def zeros(spec: RunSpec, device: torch.device, dtype: torch.dtype, group: GroupR
     for parameter in model.parameters():
         parameter.data.zero_()
     return model
-
-
-def layer_of(name: str) -> str:
-    """The layer of an adapter's weight, of the adapter that is trained; empty for other weights."""
-    place = split_adapter_name(name)
-    return place[0] if place is not None and place[1] == DEFAULT_ADAPTER else ""
-
-
-def merged(weight: Tensor, matrices: dict[str, Tensor], scale: float) -> Tensor:
-    """W + scale · B·A; with DoRA's magnitudes, its rows scaled to those norms."""
-    updated = torch.addmm(weight.float(), matrices["lora_B"].float(), matrices["lora_A"].float(), alpha=scale)
-    if "magnitude" not in matrices:
-        return updated
-    return updated * (matrices["magnitude"].float() / updated.norm(dim=1)).unsqueeze(1)
 
 
 def rollout_seed(run: str, draw: int, prompt: int) -> int:

@@ -1,0 +1,62 @@
+"""What a sampler needs of the trained weights: those that it does not have yet, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from ..model.lora import split_adapter_name
+from ..parallel.parallel_model import ParallelModel
+from ..spec import RunSpec
+from ..spec.lora import DEFAULT_ADAPTER
+
+
+class WeightUpdates:
+    """With adapters a sampler gets the frozen weights once, and every time the products of layers that have one."""
+
+    def __init__(self, spec: RunSpec, parallel_model: ParallelModel) -> None:
+        self.spec, self.parallel_model = spec, parallel_model
+        self.names = {name for name in parallel_model.names() if split_adapter_name(name) is None}
+        self.adapted = {f"{layer}.weight" for name in parallel_model.names() if (layer := layer_of(name))}
+        self.sent: set[str] = set()  # frozen weights that the sampler has a copy of
+
+    @torch.no_grad()
+    def changed(self, shared: Collection[str] = (), tp_parts: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Weights that may have changed, in the same order on all ranks, without those that are `shared`: whole, or the
+        parts of the trainer's tensor parallelism."""
+        model = self.parallel_model
+        if not self.adapted:
+            yield from model.whole_weights(self.names - set(shared), tp_parts)
+            yield from model.buffers().items()
+            return
+        frozen = self.names - set(shared) - self.adapted - self.sent
+        yield from model.whole_weights(frozen, tp_parts)
+        yield from model.buffers().items()  # the choice bias of experts is no weight, and changes
+        self.sent |= frozen
+        base: Tensor | None = None
+        matrices: dict[str, Tensor] = {}
+        adapters = {name for name in model.names() if layer_of(name)}
+        for name, whole in model.whole_weights(self.adapted | adapters, tp_parts):
+            if name in self.adapted:
+                base, matrices = whole, {}
+                continue
+            matrices[name.rpartition(".")[2]] = whole
+            assert base is not None  # a layer's adapters come after its weight
+            if len(matrices) == (3 if self.spec.lora.dora else 2):
+                yield f"{layer_of(name)}.weight", merged(base, matrices, self.spec.lora.scale)
+
+
+def layer_of(name: str) -> str:
+    """The layer of an adapter's weight, of the adapter that is trained; empty for other weights."""
+    place = split_adapter_name(name)
+    return place[0] if place is not None and place[1] == DEFAULT_ADAPTER else ""
+
+
+def merged(weight: Tensor, matrices: dict[str, Tensor], scale: float) -> Tensor:
+    """W + scale · B·A; with DoRA's magnitudes, its rows scaled to those norms."""
+    updated = torch.addmm(weight.float(), matrices["lora_B"].float(), matrices["lora_A"].float(), alpha=scale)
+    if "magnitude" not in matrices:
+        return updated
+    return updated * (matrices["magnitude"].float() / updated.norm(dim=1)).unsqueeze(1)
