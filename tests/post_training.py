@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lmworks.spec import RunSpec
+from lmworks.model import GPT
+from lmworks.spec import ModelSpec, RunSpec
 from lmworks.spec.align import ONLINE_METHODS
 from lmworks.spec.load import apply_overrides
 from lmworks.spec.schema import merge
@@ -57,7 +58,12 @@ def write_prompts(path: Path, count: int = 60, largest: int = 9) -> Path:
     return write_lines(path, [{"prompt": question, "answer": str(answer)} for question, answer in sums(count, largest)])
 
 
-WRITERS = {"sft": write_chats, "kto": write_labelled, **dict.fromkeys(ONLINE_METHODS, write_prompts)}
+WRITERS = {
+    "sft": write_chats,
+    "distill": write_chats,
+    "kto": write_labelled,
+    **dict.fromkeys(ONLINE_METHODS, write_prompts),
+}
 
 
 def make_spec(folder: Path, method: str, *overrides: str) -> RunSpec:
@@ -81,7 +87,17 @@ def table(path: Path, method: str) -> dict[str, Any]:
         reward.write_text(DIGITS)
         online = {"prompts": 4, "samples": 4, "max_tokens": 8, "rewards": [f"{reward}:digits"]}
         return merge(offline(path, method), {"align": online})
+    if method == "distill":
+        return merge(offline(path, method), {"align": {"teacher": str(write_teacher(path.with_name("teacher")))}})
     return offline(path, method)
+
+
+def write_teacher(folder: Path, **shape: Any) -> Path:
+    """Wider than the student and less deep, with a head of its own."""
+    if not folder.exists():
+        changes = {"hidden": 48, "layers": 1, "tie_embeddings": False, **shape}
+        GPT(ModelSpec.from_dict({**MODEL, **changes}), seed=9).save_hf(folder)
+    return folder
 
 
 def offline(path: Path, method: str) -> dict[str, Any]:

@@ -36,11 +36,16 @@ CASES = {
     **{f"{method}, {layout}": (method, layout, []) for method in ("kto", "reward") for layout in ("fsdp2", "tp-sp")},
     **{f"{method}, ddp": (method, "ddp", []) for method in ("kto", "ipo", "orpo", "simpo", "reward")},
     "kto with adapters, fsdp2": ("kto", "fsdp2", LORA),
+    **{f"distill, {layout}": ("distill", layout, []) for layout in LAYOUTS},
+    "distill with adapters, fsdp2": ("distill", "fsdp2", LORA),
+    "distill of experts, tp": ("distill", "tp", ["model.experts=4", "model.top_k=2", "model.expert_ffn=16"]),
+    "distill by jsd, tp": ("distill", "tp", ["align.divergence=jsd"]),
     "dpo, rows shorter than data.seq": ("dpo", "tp", ["data.seq=128", "model.context=128"]),
 }
 QUICK = (
     "dpo, one rank", "dpo, fsdp2", "dpo, offloaded states", "dpo, rows shorter than data.seq",
-    "dpo with adapters, fsdp2", "kto, fsdp2", "reward, tp-sp",
+    "dpo with adapters, fsdp2", "kto, fsdp2", "reward, tp-sp", "distill, fsdp2",
+    "distill by jsd, tp",
 )  # fmt: skip
 
 
@@ -79,4 +84,5 @@ def test_every_rank_holds_and_sends_what_is_planned(recorded: Recorded) -> None:
 def test_a_reference_under_adapters_has_no_weights_of_its_own(recorded: Recorded) -> None:
     for name, (spec, ranks) in recorded.items():
         own = spec.align.needs_reference and not spec.lora.rank
-        assert all(list(record.frozen) == ["reference"] * own for record in ranks), name
+        frozen = ["teacher"] if spec.align.method == "distill" else ["reference"] * own
+        assert all(list(record.frozen) == frozen for record in ranks), name

@@ -15,7 +15,16 @@ from ..spec.load import apply_overrides, with_initial_shape
 from ..spec.schema import merge
 
 # Peak learning rates for all weights; adapters take ten times as much.
-LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "dpo": 5e-7, "ipo": 5e-7, "kto": 5e-7, "orpo": 8e-6, "simpo": 8e-7}
+LEARNING_RATES = {
+    "sft": 2e-5,
+    "distill": 2e-5,
+    "reward": 1e-5,
+    "dpo": 5e-7,
+    "ipo": 5e-7,
+    "kto": 5e-7,
+    "orpo": 8e-6,
+    "simpo": 8e-7,
+}
 ONLINE_LEARNING_RATE, LORA_FACTOR = 1e-6, 10.0
 MAX_SEQ = 1024  # tokens of a row, where the model's context is longer
 MICRO_BATCH, GLOBAL_BATCH = 4, 16
@@ -32,6 +41,8 @@ def finetune_spec(
 ) -> RunSpec:
     """`overrides` change anything; without optim.steps among them, the run makes `epochs` passes over the examples."""
     table = with_initial_shape(apply_overrides(defaults(model, data, method, lora), overrides))
+    if method not in ONLINE_METHODS and not table["align"].get("on_policy"):
+        table["data"].setdefault("global_batch", GLOBAL_BATCH)
     table["data"].setdefault("seq", min(MAX_SEQ, table["model"].get("context", MAX_SEQ)))
     if "steps" in table["optim"]:
         return RunSpec.from_dict(table)
@@ -50,8 +61,7 @@ def steps_of(spec: RunSpec, rows: int, epochs: float) -> int:
 
 
 def defaults(model: str, data: str, method: str, lora: int) -> dict[str, Any]:
-    online = method in ONLINE_METHODS
-    rate = ONLINE_LEARNING_RATE if online else LEARNING_RATES.get(method, ONLINE_LEARNING_RATE)
+    rate = LEARNING_RATES.get(method, ONLINE_LEARNING_RATE)
     table: dict[str, Any] = {
         "name": f"{Path(model).name}-{method}",
         "checkpoint": {"init": model},
@@ -60,6 +70,4 @@ def defaults(model: str, data: str, method: str, lora: int) -> dict[str, Any]:
         "align": {"method": method},
         "log": {"every": 1},
     }
-    if not online:
-        table["data"]["global_batch"] = GLOBAL_BATCH
     return merge(table, {"lora": {"rank": lora}}) if lora else table

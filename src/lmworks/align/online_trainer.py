@@ -19,11 +19,14 @@ from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
 from ..train.prefetcher import BatchStream
 from .critic import Critic
+from .distill_objective import DistillObjective
+from .objectives import AnswerObjective
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
 from .reward_scorer import RewardScorer
 from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
+from .rollouts import Rollout
 from .rounds import Rounds, mean_reward
 from .sampler import EngineSampler
 
@@ -62,11 +65,11 @@ class OnlineTrainer(PostTrainer):
             PromptBatches(self.prompt_data(1), self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
 
     def make_objective(self) -> Objective:
-        return PolicyObjective(self.spec.align)
+        return super().make_objective() if self.spec.align.method == "distill" else PolicyObjective(self.spec.align)
 
     def build(self) -> None:
         super().build()
-        assert isinstance(self.objective, PolicyObjective)
+        assert isinstance(self.objective, AnswerObjective)
         reference: Forward | None = self.objective.reference
         ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
         critic: Critic | None = None
@@ -130,11 +133,23 @@ class OnlineTrainer(PostTrainer):
         return super().is_last_step(values)
 
     def measure_held_out(self) -> Evaluation:
-        """The mean reward of sampled answers to held-out prompts; the loss is its negative."""
+        """Mean reward of sampled answers to held-out prompts; the loss is its negative. Of distillation, their loss."""
         rollouts = self.rounds.sampler.sample_held_out()
+        if isinstance(self.objective, DistillObjective):
+            return self.loss_of_answers(rollouts)
         self.rounds.finish_rewards(rollouts)
         reward = mean_reward(rollouts)
         return HeldOutReward(-reward, len(rollouts), {"reward/mean": reward}, "answer")
+
+    def loss_of_answers(self, rollouts: Sequence[Rollout]) -> Evaluation:
+        model, objective = self.parallel_model, self.objective
+        ranks, batches = model.size("dp"), [batch for batch, _ in self.rounds.batches(rollouts)]
+        objective.reset_metrics()
+        loss, units = model.evaluate(
+            ranks * len(batches), lambda index: batches[index // ranks], objective.loss, objective.units
+        )
+        group = None if model.mesh is None else model.mesh.group("dp")
+        return Evaluation(loss / max(1, units), units, objective.metrics(group), objective.unit)
 
 
 class HeldOutReward(Evaluation):

@@ -11,12 +11,14 @@ from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
 from ..model.lora import use_adapter
+from ..parallel.world import run_on_all_ranks
 from ..plan.devices.machine import Machine
-from ..plan.passes import REFERENCE, reference_is_base
+from ..plan.passes import REFERENCE, TEACHER, reference_is_base
 from ..spec import RunSpec
 from ..train import Trainer
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
+from .distill_objective import KEY, DistillObjective, check_teacher
 from .frozen_model import load_frozen
 from .objectives import AnswerObjective, objective_of
 from .reward_scorer import write_stats
@@ -32,7 +34,11 @@ class PostTrainer(Trainer):
         self.folder.event("examples", 0, **self.batches.report.to_dict())
 
     def make_objective(self) -> Objective:
-        return objective_of(self.spec.align)
+        align = self.spec.align
+        if align.method != "distill":
+            return objective_of(align)
+        run_on_all_ranks(lambda: check_teacher(self.spec, self.batches.tokenizer))
+        return DistillObjective(align, align.online and align.updates(self.spec.data.global_batch) == 1)
 
     def run(self) -> Evaluation:
         result = super().run()
@@ -46,6 +52,9 @@ class PostTrainer(Trainer):
         self.frozen.clear()
         if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
             self.objective.reference = self.reference_forward()
+        if isinstance(self.objective, DistillObjective):
+            self.frozen[TEACHER] = load_frozen(self.spec, self.spec.align.teacher, KEY, self.mesh, self.device)
+            self.objective.teacher = self.frozen[TEACHER]
 
     def reference_forward(self) -> Forward:
         """The forward pass of the frozen reference: with adapters, of the model without them."""

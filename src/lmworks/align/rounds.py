@@ -21,6 +21,7 @@ from ..checkpoint.format.manifest import read_committed
 from ..data import Batch
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
+from ..plan.passes import scores_policy
 from ..record import phase
 from ..spec import RunSpec
 from ..train.objective import Forward
@@ -140,12 +141,11 @@ class Rounds:
     def score(self) -> None:
         """Log-probabilities of the answers before the first update, and those of the reference."""
         align = self.spec.align
-        in_rewards = align.method == "ppo" or (align.method == "rloo" and align.beta > 0)
 
         def logps_of(forward: Forward) -> Callable[[Batch], Tensor]:
             return lambda batch: forward(batch, logprobs=True, temperature=align.temperature).logps
 
-        if self.updates > 1 or in_rewards:
+        if scores_policy(self.spec):
             self.set_by_token("old_logps", logps_of(self.parallel_model.forward))
         if self.reference is not None:
             self.set_by_token("ref_logps", logps_of(self.reference))
@@ -181,6 +181,8 @@ class Rounds:
 
     def set_advantages(self) -> None:
         align = self.spec.align
+        if align.method == "distill":
+            return
         if align.method == "ppo":
             set_token_advantages(self.rollouts, align, self.adaptive_kl.coef)
             self.metrics["kl_coef"] = self.adaptive_kl.coef
@@ -250,17 +252,21 @@ def mean_reward(rollouts: Sequence[Rollout]) -> float:
 
 def summary(rollouts: Sequence[Rollout], samples: int, max_tokens: int) -> dict[str, float]:
     """Metrics of a round's answers."""
-    rewards = np.array([rollout.reward for rollout in rollouts])
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
-    groups = rewards.reshape(-1, samples)
     found = {
-        "reward/mean": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
-        "reward/std": float(np.nanstd(groups, axis=1).mean()) if not np.isnan(rewards).all() else math.nan,
-        "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))),
         "completion/mean_length": float(lengths.mean()),
         "completion/max_length": float(lengths.max()),
         "completion/ended": float(np.mean([rollout.ended for rollout in rollouts])),
         "completion/clipped": float(np.mean(lengths >= max_tokens)),
+    }
+    if not rollouts[0].rewards:  # distillation needs none
+        return found
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    groups = rewards.reshape(-1, samples)
+    found |= {
+        "reward/mean": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
+        "reward/std": float(np.nanstd(groups, axis=1).mean()) if not np.isnan(rewards).all() else math.nan,
+        "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))),
     }
     for name in rollouts[0].rewards:
         values = np.array([rollout.rewards[name] for rollout in rollouts])

@@ -24,6 +24,7 @@ from ..kernels.scores import soft_cap
 from ..kernels.swiglu import swiglu
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
 from ..kernels.training.gelu import gelu
+from ..kernels.training.token_divergence import Teacher, TokenDivergence, linear_divergence
 from ..kernels.training.token_logprobs import TokenLogprobs, linear_logprobs
 from ..spec import ModelSpec, components
 from . import rope
@@ -239,6 +240,8 @@ class GPT(nn.Module):
         # (hidden, head weight, targets) → sum of the loss
         self.cross_entropy: Callable[..., Tensor] = linear_cross_entropy
         self.token_logprobs: Callable[..., TokenLogprobs] = linear_logprobs  # (hidden, head weight, targets)
+        # (hidden, head weight, targets, teacher)
+        self.token_divergence: Callable[..., TokenDivergence] = linear_divergence
         self.chunked_loss = True  # False: the loss is computed from all logits, as a quantized head gives them
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
         self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
@@ -272,7 +275,9 @@ class GPT(nn.Module):
         logprobs: bool = False,  # of every target instead of the loss
         temperature: float = 1.0,  # of these log-probabilities
         with_entropy: bool = False,  # entropies beside them
-    ) -> Tensor | tuple[Tensor | None, Tensor] | TokenLogprobs:
+        final_states: bool = False,  # what the head would see, and nothing else: a teacher's
+        teacher: Teacher | None = None,  # the divergence from it instead of the loss
+    ) -> Tensor | tuple[Tensor | None, Tensor] | TokenLogprobs | TokenDivergence:
         if positions is None:
             positions = default_positions(tokens, documents)
         if attend is None:
@@ -285,6 +290,10 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
+        if final_states:
+            return x
+        if teacher is not None:
+            return self.token_divergence(x, self.head_weight, targets, teacher, softcap=self.spec.final_softcap)
         if logprobs:
             options = {"temperature": temperature, "softcap": self.spec.final_softcap, "with_entropy": with_entropy}
             return self.token_logprobs(x, self.head_weight, targets, **options)

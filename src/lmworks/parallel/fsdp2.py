@@ -81,12 +81,14 @@ class FSDP2:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.part(*args, **kwargs)
         if not torch.is_grad_enabled():  # no backward pass will do it, and gathered weights would grow stale
-            self.reshard()
+            self.reshard(root=not kwargs.get("final_states"))
         return result
 
-    def reshard(self) -> None:
+    def reshard(self, root: bool = True) -> None:
+        """Without `root` the head stays: a teacher's, until the student's loss is computed."""
         for unit in self.units:
-            unit.reshard()
+            if root or unit is not self.root:
+                unit.reshard()
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

@@ -172,6 +172,12 @@ class ParallelModel:
         for strategy in self.strategies.values():
             strategy.after_step()
 
+    def reshard(self) -> None:
+        """Let go of weights that a forward pass without gradients left gathered: FSDP2's."""
+        for strategy in self.strategies.values():
+            if hasattr(strategy, "reshard"):
+                strategy.reshard()
+
     def zero_grad(self) -> None:
         """Drop the gradients, and what a step that was not taken has counted."""
         for strategy in self.strategies.values():

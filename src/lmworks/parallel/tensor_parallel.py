@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..kernels.training.cross_entropy import IGNORE, linear_cross_entropy
+from ..kernels.training.token_divergence import linear_divergence
 from ..kernels.training.token_logprobs import VocabShard, linear_logprobs
 from ..model.gpt import GPT, Block, Embedding, Linear
 from ..model.lora import LowRankAdapter
@@ -223,7 +224,9 @@ class TensorParallelizer:
                 part.score_grad_share = 1 / self.mesh.size("tp")
             else:
                 part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
-                part.token_logprobs = partial(linear_logprobs, shard=vocab_shard(part.head_weight, self.mesh))
+                shard = vocab_shard(part.head_weight, self.mesh)
+                part.token_logprobs = partial(linear_logprobs, shard=shard)
+                part.token_divergence = partial(linear_divergence, shard=shard)
 
 
 def on_input(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -304,7 +307,7 @@ class VocabParallelCrossEntropy:
 
 
 def vocab_shard(head: Tensor, mesh: Mesh) -> VocabShard:
-    """This rank's range of the vocabulary, for log-probabilities of tokens."""
+    """This rank's range of the vocabulary, for log-probabilities of tokens and divergences."""
     group = mesh.group("tp")
     return VocabShard(mesh.rank("tp") * head.shape[0], lambda own: collectives.all_gather(own.unsqueeze(0), 0, group))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec, components
 from ..spec.lora import block_adapter_weights
 from .exact.optimizers import optimizer_of
-from .passes import CROSS_ENTROPY, head_of
+from .passes import CROSS_ENTROPY, head_of, teacher_shape
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -58,6 +58,7 @@ class Case:
     bucket_mb: float = 25.0  # ZeRO: MiB of gradients that are reduced at once
     documents: bool = False  # attention is masked by document
     head: str = CROSS_ENTROPY  # what follows the last norm
+    teacher: ModelSpec | None = None  # of distillation
     device: str = "cuda"  # or "cpu", whose kernels save other tensors
     # Low-rank adapters of a block; where there are any, all other weights are frozen.
     adapters: tuple[components.Weight, ...] = ()
@@ -99,6 +100,7 @@ class Case:
             bucket_mb=layout.bucket_mb,
             documents=spec.data.has_documents or spec.align.online,
             head=head_of(spec, spec.model),
+            teacher=teacher_shape(spec),
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
             frozen_base=spec.lora.base,
         )

@@ -14,7 +14,9 @@ from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Resid
 from .case import Number
 from .flops import keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
-from .passes import LOGPROBS, SCALAR
+from .passes import DIVERGENCE, LOGPROBS, SCALAR, STATES
+
+COMPARISON_PASSES = 24  # numbers read or written for each logit where distributions are compared, beside exponentials
 
 # As in kernels/training/cross_entropy_triton.py: logits that a program holds in registers, and the shortest
 # row for which it does.
@@ -296,7 +298,33 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
 
 def loss(load: Workload) -> list[Op]:
     """Final norm, head, and what is computed from it."""
-    return {SCALAR: values, LOGPROBS: logprobs}.get(load.head, chunked_cross_entropy)(load)
+    heads = {SCALAR: values, LOGPROBS: logprobs, DIVERGENCE: divergence, STATES: final_states}
+    return heads.get(load.head, chunked_cross_entropy)(load)
+
+
+def final_states(load: Workload) -> list[Op]:
+    """Of a teacher: its head is a part of the student's loss."""
+    return [norm("final norm", load, readers=0)]
+
+
+def divergence(load: Workload) -> list[Op]:
+    """From a teacher, chunk by chunk, with both gradients within the forward pass."""
+    assert load.teacher is not None
+    t, h, rows, seen = load.tokens, load.model.hidden, load.chunk_rows, load.logit_columns
+    chunks, head, theirs = t / rows, load.vocab * h, load.vocab * load.teacher.hidden
+    products = [gemm(rows, h, seen, chunks), gemm(rows, load.teacher.hidden, seen, chunks)]
+    products += [gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
+    logits = rows * seen
+    passes = [stream(8 * logits, kind="exp", count=chunks), stream(COMPARISON_PASSES * logits, count=chunks)]
+    if load.cast:  # both heads, once
+        passes.append(stream(1.5 * (head + theirs)))
+    if load.is_16_bit:  # every chunk adds to the head's gradient
+        passes.append(stream(3 * head, count=chunks))
+    return [
+        norm("final norm", load, readers=0),
+        Op("head", "loss", tuple(products)),
+        Op("divergence", "loss", (*passes, stream(head)), (stream(2 * head), stream(2 * t * h))),
+    ]
 
 
 def values(load: Workload) -> list[Op]:

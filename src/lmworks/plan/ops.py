@@ -24,11 +24,12 @@ import numpy as np
 from ..spec import ModelSpec, RunSpec, components
 from ..spec.layout import SPLIT_BACKWARD
 from .case import Case, Number
-from .passes import CROSS_ENTROPY, head_of
+from .passes import CROSS_ENTROPY, DIVERGENCE, head_of, teacher_shape
 from .software import EAGER, Software, software_of
 
 # As in kernels/training/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+CHUNKS_OF_LOGPROBS = 4  # that a chunk of log-probabilities would be, where a teacher is compared with
 CHUNK_BYTES_IN_PLACE = 2**29
 CHUNK_ROW_MULTIPLE, FEW_CHUNKS = 256, 16
 ALIGNED, VOCAB_MULTIPLE = 8, 64
@@ -100,6 +101,7 @@ class Workload:
     cp_method: str = "ring"  # or "ulysses"
     no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
     head: str = CROSS_ENTROPY  # what follows the last norm
+    teacher: ModelSpec | None = None  # of distillation
 
     def __post_init__(self) -> None:
         software = self.software
@@ -142,13 +144,16 @@ class Workload:
             layout.cp_method,
             layout.recompute in UNFUSED_RECOMPUTE or layout.schedule in SPLIT_BACKWARD,
             head_of(spec, spec.model),
+            teacher_shape(spec),
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
         sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
-        return cls(*sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart, case.head)
+        return cls(
+            *sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart, case.head, case.teacher
+        )
 
     def local(self, width: int, shard: components.Shard) -> Any:
         """Of `width` outputs per token, those of one tensor-parallel rank.
@@ -176,12 +181,16 @@ class Workload:
     @functools.cached_property
     def chunk_rows(self) -> Any:
         """Tokens per chunk of logits."""
+        if self.head == DIVERGENCE:
+            return divergence_rows(self.tokens, self.logit_columns, self.device)
         width = self.width // (2 if self.software.fp32_head else 1)  # twice as many rows
         return chunk_rows(self.tokens, self.logit_columns, self.device, width, self.in_place)
 
     @functools.cached_property
     def head_gradient(self) -> Any:
         """Bytes per element of the head's gradient while it is summed: fp32 over many chunks, else as stored."""
+        if self.head == DIVERGENCE:
+            return 4
         few = FEW_CHUNKS if self.in_place and not self.software.fp32_head else 1
         many = np.greater(self.tokens, few * self.chunk_rows)
         return np.where(many, 4, self.software.gradients)[()]
@@ -213,6 +222,11 @@ class Workload:
     @property
     def backend(self) -> str:
         return components.attention_backend(self.model, self.device)
+
+
+def divergence_rows(tokens: Number, columns: Number, device: str) -> Any:
+    """Tokens per chunk where logits of student and teacher are compared."""
+    return np.minimum(tokens, np.maximum(1, CHUNK_LOGITS[device] // CHUNKS_OF_LOGPROBS // columns))
 
 
 def chunk_rows(tokens: Number, columns: Number, device: str, width: int, in_place: bool) -> Any:

@@ -12,6 +12,8 @@ backward pass.
                         > 0, reward model where there is one
     ppo                 policy, reference, reward model,       policy; then the critic
                         critic
+    distill             teacher, up to its last hidden         policy
+                        states
 
 Memory (`memory/phases.py`), messages (`exact/collectives.py`) and time (`round_time.py`) read this one table.
 """
@@ -25,11 +27,13 @@ from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec
 from ..spec.load import shape_of
 from ..spec.presets import PRESETS
 
-POLICY, REFERENCE, REWARD, CRITIC = "policy", "reference", "reward model", "critic"
+POLICY, REFERENCE, REWARD, CRITIC, TEACHER = "policy", "reference", "reward model", "critic", "teacher"
 GENERATE, SCORE, UPDATE, UPDATE_CRITIC = "generate", "score", "update", "update of the critic"
 # What follows the last norm: the loss, whose gradient is made in the forward pass; log-probabilities of targets, whose
-# logits are computed again in the backward pass; or one number a token.
-CROSS_ENTROPY, LOGPROBS, SCALAR = "cross-entropy", "log-probabilities", "scalar"
+# logits are computed again in the backward pass; one number a token; the divergence from a teacher, like the loss; or
+# nothing: of a teacher the student's loss reads the hidden states.
+CROSS_ENTROPY, LOGPROBS, SCALAR, DIVERGENCE = "cross-entropy", "log-probabilities", "scalar", "divergence"
+STATES = "hidden states"
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ def held_models(spec: RunSpec) -> dict[str, HeldModel]:
     if align.online and align.reward_model:
         shape = planned_shape(align.reward_model, "align.reward_model", spec.model).replace(scalar_head=True)
         models[REWARD] = HeldModel(REWARD, frozen_run(spec, shape), False)
+    if (teacher := teacher_shape(spec)) is not None:
+        models[TEACHER] = HeldModel(TEACHER, frozen_run(spec, teacher), False)
     if align.method == "ppo":
         folder = align.critic or align.reward_model or spec.checkpoint.init
         shape = planned_shape(folder, "align.critic", spec.model)
@@ -84,6 +90,11 @@ def planned_shape(folder: str, key: str, default: ModelSpec) -> ModelSpec:
     if folder in PRESETS and not Path(folder).exists():
         return ModelSpec.from_preset(folder)
     return ModelSpec.from_dict(shape_of(Path(folder), key)) if folder else default
+
+
+def teacher_shape(spec: RunSpec) -> ModelSpec | None:
+    """Of distillation."""
+    return planned_shape(spec.align.teacher, "align.teacher", spec.model) if spec.align.method == "distill" else None
 
 
 def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
@@ -118,6 +129,8 @@ def passes(spec: RunSpec) -> tuple[Pass, ...]:
     elif spec.align.online:
         names = [name for name in held_models(spec) if name != POLICY or scores_policy(spec)]
         scored = tuple(Pass(SCORE, name, rows) for name in names)
+    elif method == "distill":
+        scored = (Pass(SCORE, TEACHER, rows),)
     elif spec.align.needs_reference:
         scored = (Pass(SCORE, REFERENCE, rows),)
     found = (*scored, Pass(UPDATE, trained_model(spec), rows, backward=True))
@@ -127,6 +140,8 @@ def passes(spec: RunSpec) -> tuple[Pass, ...]:
 def scores_policy(spec: RunSpec) -> bool:
     """Whether old log-probabilities differ from those of the update, or are a part of the rewards."""
     align = spec.align
+    if align.method == "distill":
+        return False
     several = align.updates(spec.data.global_batch) > 1
     return several or align.method == "ppo" or (align.method == "rloo" and align.beta > 0)
 
@@ -134,4 +149,6 @@ def scores_policy(spec: RunSpec) -> bool:
 def head_of(spec: RunSpec, model: ModelSpec) -> str:
     if model.scalar_head:
         return SCALAR
+    if spec.align.method == "distill":
+        return DIVERGENCE
     return CROSS_ENTROPY if spec.align.method in ("", "sft") else LOGPROBS

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..spec import Gpu, RunSpec
 from .case import Case
 from .memory.phases import MAX_SEQS
-from .passes import GENERATE, POLICY, SCALAR, held_models, passes
+from .passes import GENERATE, POLICY, SCALAR, STATES, TEACHER, held_models, passes
 from .serving.inference import Deployment, Rates
 from .serving.served_model import ServedModel
 from .step.constants import constants
@@ -115,7 +115,8 @@ def round_seconds(spec: RunSpec, gpu: Gpu, mean_tokens: float = 0.0) -> list[Pha
         case = case.replace(accumulation=max(1, -(-rows // spec.data.micro_batch)))
     models, whole = held_models(spec), align.answers / spec.data.global_batch if align.online else 1.0
     for one in passes(spec):
-        head = SCALAR if models[one.model].run.model.scalar_head else case.head
+        head = STATES if one.model == TEACHER else case.head
+        head = SCALAR if models[one.model].run.model.scalar_head else head
         adapters = case.adapters if one.model == POLICY else ()
         own = case.replace(model=models[one.model].run.model, micro_batch=one.rows, head=head, adapters=adapters)
         seconds = updates * update_seconds(own) if one.backward else whole * forward_seconds(own)

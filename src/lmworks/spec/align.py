@@ -33,6 +33,7 @@ METHOD_DATA = {
     "rloo": PROMPTS,
     "best_of_n": PROMPTS,
     "ppo": PROMPTS,
+    "distill": CONVERSATIONS,  # with align.on_policy: prompts
 }
 METHODS = tuple(METHOD_DATA)
 DEFAULT_BETA = {"ppo": 0.15, "dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
@@ -64,6 +65,15 @@ class AlignSpec(Section):
     undesirable_weight: float = opt(1.0, "kto: weight of undesirable answers", ge=0)
     sft_weight: float = opt(0.0, "dpo: weight of the chosen answers' negative log-likelihood, added to the loss", ge=0)
     reward_center: float = opt(0.0, "reward: weight of the squared sum of both rewards, which centres them", ge=0)
+    # Distillation from a frozen teacher.
+    teacher: str = opt("", "distill: Hugging Face or run folder of the teacher")
+    divergence: str = opt(
+        "forward",
+        "distill: KL(teacher ‖ student) (forward), KL(student ‖ teacher) (reverse), or from their mixture (jsd)",
+        choices=("forward", "reverse", "jsd"),
+    )
+    jsd_beta: float = opt(0.5, "distill: weight of the teacher in the mixture of jsd", gt=0, lt=1)
+    on_policy: bool = opt(False, "distill: learn from answers that the student samples, not from those of data.path")
     # Online methods: rounds of prompts, sampled answers, rewards, and optimizer steps on data.global_batch answers.
     rewards: list[str] = opt([], "online: reward functions: a built-in name, FILE.py:FUNCTION or MODULE:FUNCTION")
     reward_weights: list[float] = opt([], "online: a weight for each of them (empty: 1 each)")
@@ -71,7 +81,7 @@ class AlignSpec(Section):
     samples: int = opt(8, "online: answers to each prompt", ge=1)
     epochs: int = opt(1, "online: passes over the answers of a round", ge=1)
     max_tokens: int = opt(256, "online: longest answer, in tokens", ge=1)
-    temperature: float = opt(1.0, "online: of sampling, and of the log-probabilities in the loss", gt=0)
+    temperature: float = opt(1.0, "online, distill: of sampling, and of the probabilities in the loss", gt=0)
     top_p: float = opt(
         1.0, "online: sample from the likeliest tokens of this probability (biases the loss)", gt=0, le=1
     )
@@ -129,7 +139,7 @@ class AlignSpec(Section):
     @property
     def online(self) -> bool:
         """Whether the policy samples the answers that it learns from."""
-        return self.method in ONLINE_METHODS
+        return self.method in ONLINE_METHODS or (self.method == "distill" and self.on_policy)
 
     @property
     def needs_reference(self) -> bool:
@@ -147,7 +157,8 @@ class AlignSpec(Section):
 
 def check_align(run: RunSpec) -> None:
     """Derive data.kind, and refuse layouts that a method does not support."""
-    method, kind = run.align.method, METHOD_DATA.get(run.align.method, "tokens")
+    method = run.align.method
+    kind = PROMPTS if run.align.online else METHOD_DATA.get(method, "tokens")
     if run.data.kind == "auto":
         run.derive("data", run.data.with_derived("kind", kind))
     elif run.data.kind != kind:
@@ -159,6 +170,8 @@ def check_align(run: RunSpec) -> None:
         return
     if method == "reward" and not run.model.scalar_head:
         run.derive("model", run.model.replace(scalar_head=True))
+    if method == "distill" and not run.align.teacher:
+        raise SpecError("align.method = 'distill' needs a teacher: align.teacher=FOLDER")
     if run.align.online:
         check_rounds(run)
     layout = run.parallel
@@ -181,13 +194,13 @@ def check_rounds(run: RunSpec) -> None:
     check_engine_tp(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
-    if not align.rewards and not align.reward_model:
+    if align.method != "distill" and not align.rewards and not align.reward_model:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
     if run.lora.base:
         raise SpecError(f"lora.base = {run.lora.base!r}: an engine samples from weights that are not quantized")
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
-    if align.samples < 2 and align.method != "ppo":
+    if align.samples < 2 and align.method not in ("ppo", "distill"):
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"
         )

@@ -89,7 +89,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     return spec.replace(
         data=data.replace(mix=mix, **files),
         align=spec.align.replace(
-            **{name: absolute(getattr(spec.align, name)) for name in ("reference", "reward_model", "critic")},
+            **{
+                name: absolute(getattr(spec.align, name)) for name in ("reference", "teacher", "reward_model", "critic")
+            },
             rewards=[absolute(name) if ".py:" in name else name for name in spec.align.rewards],
         ),
         lora=spec.lora.replace(init=absolute(spec.lora.init)),

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ...spec import RunSpec, SpecError
 from ...spec.layout import V_SHAPED
-from ..passes import held_models, passes
+from ..passes import TEACHER, held_models, passes
 from ..pipelines.schedule import actions
 from ..pipelines.stages import Stage
 from .exchanges import BACKWARD, FORWARD, INT64, LAST, STEP, Collective, RankContext, exchanges, pipeline_sends
@@ -37,8 +37,8 @@ FP64 = 8
 ACTIVE_STAGES = 3  # stages of a rank that PyTorch's schedules keep gathered at once
 
 
-# Means of a step that methods with a loss over whole answers report.
-METRICS = {"dpo": 4, "ipo": 4, "simpo": 4, "orpo": 6, "kto": 5, "reward": 7}
+# Means of a step that methods report.
+METRICS = {"dpo": 4, "ipo": 4, "simpo": 4, "orpo": 6, "kto": 5, "reward": 7, "distill": 3}
 
 
 def collectives(spec: RunSpec, rank: int = 0, lengths: Sequence[int] = ()) -> list[Collective]:
@@ -85,7 +85,9 @@ def scoring(ctx: RankContext, shapes: Mapping[int, int]) -> Iterator[Collective]
         for stage in here.stages:
             for seq, batches in shapes.items():
                 found = exchanges(here.over(one.rows, seq, batches), stage)
-                yield from (replace(row, what=f"{one.model}: {row.what}") for row in found if row.when == FORWARD)
+                for row in found:
+                    if row.when == FORWARD and (one.model, row.what) != (TEACHER, "loss"):
+                        yield replace(row, what=f"{one.model}: {row.what}")
         if holder.case.sharding == "fsdp2":
             for stage in holder.stages:
                 for unit in units(holder.case, stage):
@@ -228,7 +230,8 @@ def step_scalars(ctx: RankContext) -> Iterator[Collective]:
     """What the training loop itself says to all ranks: loss, ‖g‖², and of each rank its memory and its signal."""
     yield ctx.collective("all-reduce", "figures of the step", "world", 1, 8 * (2 + 3 * ctx.grid.world), STEP)
     if ctx.spec.data.masks_targets:
-        counts = 2 if ctx.spec.align.method in METRICS else 1  # tokens; pairs or answers
+        method = ctx.spec.align.method
+        counts = 2 if method in METRICS and method != "distill" else 1  # tokens; pairs or answers
         yield ctx.collective("all-reduce", "targets that count", "dp", 1, counts * INT64, STEP)
     yield from answer_figures(ctx)
     for stage in ctx.stages if ctx.spec.model.experts else ():
@@ -237,7 +240,7 @@ def step_scalars(ctx: RankContext) -> Iterator[Collective]:
 
 
 def answer_figures(ctx: RankContext) -> Iterator[Collective]:
-    """Of methods with a loss over whole answers: sum and weight of each mean; KTO's KL, ORPO's tokens and pairs."""
+    """Sum and weight of each mean; KTO's KL, ORPO's tokens and pairs."""
     align = ctx.spec.align
     if align.method not in METRICS:
         return

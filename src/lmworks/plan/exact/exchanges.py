@@ -21,7 +21,7 @@ from ...spec import Grid, RunSpec
 from ...spec.components import attention_core, linears
 from ...spec.lora import ADAPTERS
 from ..case import Case
-from ..ops import chunk_rows, device_of
+from ..ops import chunk_rows, device_of, divergence_rows
 from ..pipelines.stages import Stage
 from ..policies import policies
 from ..software import software_of
@@ -234,10 +234,21 @@ def tp_region(
 def loss(ctx: RankContext) -> Collective:
     """Two fp32 numbers a token of every rank, one gather for each chunk of logits; so of log-probabilities too."""
     spec, tp = ctx.spec, ctx.spec.parallel.tp
+    if spec.align.method == "distill":
+        return divergence(ctx)
     in_place = software_of(spec).in_place
     rows = int(chunk_rows(ctx.tokens, spec.model.vocab // tp, device_of(spec), ctx.width, in_place))
     count = ctx.batches * -(-ctx.tokens // rows)
     return ctx.bulk_collective("all-gather", "loss", "tp", count, ctx.batches * ctx.tokens * tp * 2 * FP32, FORWARD)
+
+
+def divergence(ctx: RankContext) -> Collective:
+    """Two gathers for each chunk, of fp32 numbers of a token: 7 of both distributions, then sums over their range."""
+    spec, tp = ctx.spec, ctx.spec.parallel.tp
+    rows = int(divergence_rows(ctx.tokens, spec.model.vocab // tp, device_of(spec)))
+    numbers = 7 + (2 if spec.align.divergence == "jsd" else 1)
+    size = ctx.batches * ctx.tokens * tp * numbers * FP32
+    return ctx.bulk_collective("all-gather", "loss", "tp", 2 * ctx.batches * -(-ctx.tokens // rows), size, FORWARD)
 
 
 # --- context parallel -----------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
 from ..ops import Workload
-from ..passes import CROSS_ENTROPY, SCALAR
+from ..passes import CROSS_ENTROPY, DIVERGENCE, SCALAR
 from ..pipelines.in_flight import PassKind, pass_states
 from ..saved_activations import recomputed_bytes, saved_bytes, stream_bytes, total
 from .rank_weights import Place, RankWeights, distinct, distinct_rows, rank_weights
 
+COMPARED_TABLES = 5  # of fp32 numbers, as large as a chunk of logits, while distributions are compared
 LOSS, TOP, LOWEST, END = "loss", "backward, top block", "backward, lowest block", "backward, last gradient"
 # Of a pipeline rank that has made gradients of an earlier micro-batch.
 IN_BACKWARD = {LOSS: "a later micro-batch's forward pass", TOP: "a later micro-batch's backward pass"}
@@ -126,11 +127,17 @@ class Activations:
     net: Network
     weights: RankWeights
     stages: RankStages
+    teacher_root: Any = 0.0  # numbers of a teacher's weights outside of blocks that FSDP2 has gathered for the loss
 
     @classmethod
     def of(cls, case: Case, place: Place) -> Self:
         load = replace(Workload.of_case(case), device=case.device, documents=case.documents)
-        return cls(case, network(load), rank_weights(case, place), stages_of_place(case, place))
+        weights = rank_weights(case, place)
+        gathered: Any = 0.0
+        if case.teacher is not None:
+            frozen = rank_weights(case.replace(model=case.teacher, adapters=(), frozen_base=""), place)
+            gathered = np.where(np.equal(weights.sharding, "fsdp2"), frozen.gathered_root, 0)[()]
+        return cls(case, network(load), weights, stages_of_place(case, place), gathered)
 
     @functools.cached_property
     def casts(self) -> Any:
@@ -234,7 +241,7 @@ class Activations:
             return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
         w, g = self.net.load.width, self.net.load.head_gradient * (not self.case.adapters)
         outside = self.outside(stage) + total(self.net.loss) * last
-        if self.case.head != CROSS_ENTROPY:  # which alone has its gradients when the forward pass is over
+        if self.case.head not in (CROSS_ENTROPY, DIVERGENCE):  # which have their gradients when the pass is over
             how = "embedding, position tables, final norm, hidden states"
             return [*found, row("activations outside blocks", outside, how)]
         loss = (w * self.hidden + g * self.head) * last
@@ -291,7 +298,7 @@ class Activations:
         casts = row("weight casts", self.casts * recomputed, how)
         if self.case.software.loss != "chunked":
             return [casts, *self.whole_loss(stage)]
-        if self.case.head != CROSS_ENTROPY:
+        if self.case.head not in (CROSS_ENTROPY, DIVERGENCE):
             return [casts, *self.answer_head(stage)]
         logits, chunk = load.chunk_rows * load.logit_columns, chunk_bytes(load, self.head)
         inputs = load.width * self.hidden + (2 * self.head if load.cast else 0)
@@ -308,6 +315,18 @@ class Activations:
                 chunk / logits,
             ),
             row("loss: inputs", inputs * last, "final hidden states, and casts of them and of the head under autocast"),
+            *self.of_teacher(),
+        ]
+
+    def of_teacher(self) -> list[Row]:
+        """What the divergence from a teacher reads."""
+        if self.case.teacher is None:
+            return []
+        load, width = self.net.load, self.case.teacher.hidden
+        head = self.case.software.weights * self.teacher_root + (2 * load.vocab * width if load.cast else 0)
+        return [
+            row("teacher: hidden states", load.width * load.tokens * width, "{} B × tokens × hidden", load.width),
+            row("teacher: head", head, "as FSDP2 gathers it, and its cast under autocast"),
         ]
 
     def answer_head(self, stage: int) -> list[Row]:
@@ -420,6 +439,8 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     not bf16. Then, where logits were cast, there is the product that is added to the head's gradient.
     """
     logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
+    if load.head == DIVERGENCE:
+        return divergence_chunk_bytes(load)
     held = load.width * logits * components.head(load.model).saved_logits
     if load.in_place:
         return held + load.width * logits
@@ -427,6 +448,16 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
         return held + np.where(cut, 4, 8)[()] * logits
     each = np.where(cut, 6, 6 if load.dtype == "fp16" and load.device == "cuda" else 10)[()]
     return np.maximum(held + each * logits, 2 * logits + 2 * head)
+
+
+def divergence_chunk_bytes(load: Workload) -> Any:
+    """Log-probabilities of student and teacher and what is made of them in fp32; in 16 bits the student's logits too.
+
+    The most that any of the divergences has at once.
+    """
+    logits = load.chunk_rows * load.logit_columns
+    slope = load.width * components.head(load.model).saved_logits
+    return (4 * COMPARED_TABLES + (load.width if load.is_16_bit else 0) + slope) * logits
 
 
 def logprob_chunk_bytes(load: Workload) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from ...spec import EngineSpec, Gpu, RunSpec
 from ...spec.lora import target_linears
 from ..case import Case
 from ..exact.shards import gathered_bytes
-from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, HeldModel, held_models, passes
+from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
 from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
@@ -210,10 +210,12 @@ def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
 def forward_working(model: HeldModel, spec: RunSpec, rows: int, rank: int, gpu: Gpu | None) -> float:
     """Of a forward pass without gradients: the stream and the larger half of one block, or a chunk of logits."""
     case = run_case(spec, "cpu" if gpu is None else "cuda").replace(model=model.run.model, micro_batch=rows)
+    if model.name == TEACHER:
+        case = case.replace(head=STATES, adapters=(), frozen_base="")
     work = Activations.of(case, Place.of(case.grid, rank))
     net = work.net
     inside = 2 * stream_bytes(net) + max(total(half) for half in net.halves)
-    last = 0.0 if case.head == SCALAR else float(logprob_chunk_bytes(net.load)[0])
+    last = 0.0 if case.head in (SCALAR, STATES) else float(logprob_chunk_bytes(net.load)[0])
     casts = 2.0 * work.head if net.load.cast else 0.0
     gathered = 0.0
     if case.sharding == "fsdp2":

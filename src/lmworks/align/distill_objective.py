@@ -1,0 +1,101 @@
+"""The objective of distillation: a student's distributions over the vocabulary against those of a frozen teacher."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..data.chat_tokenizer import load_model_tokenizer
+from ..data.tokenizer import FileTokenizer, Tokenizer
+from ..kernels.training.token_divergence import Teacher
+from ..parallel.parallel_model import ParallelModel
+from ..spec import AlignSpec, LMWorksError, RunSpec, SpecError
+from ..train.objective import Forward
+from .frozen_model import model_of
+from .objectives import AnswerObjective
+from .policy_objective import agreement
+from .rollouts import by_answer
+
+KEY = "align.teacher"
+
+
+class DistillObjective(AnswerObjective):
+    """The divergence at every token that counts, of given answers or of the student's own.
+
+    `scores_sampler`: tokens were sampled by the weights that the loss is computed with, so that both log-probabilities
+    of a token should be equal.
+    """
+
+    unit = "token"
+
+    def __init__(self, spec: AlignSpec, scores_sampler: bool = False) -> None:
+        super().__init__(spec)
+        self.scores_sampler = scores_sampler
+        self.teacher: ParallelModel | None = None  # set once the models are built
+
+    def loss(self, forward: Forward, batch: Batch) -> Tensor:
+        spec, model = self.spec, self.teacher
+        assert model is not None, "align.method = 'distill' needs a teacher"
+        with torch.no_grad():
+            states = model.forward(batch, final_states=True)
+        part = model.parts[0]
+        teacher = Teacher(
+            states,
+            part.head_weight.detach(),
+            part.spec.final_softcap,
+            spec.divergence,  # type: ignore[arg-type]
+            spec.temperature,
+            spec.jsd_beta,
+        )
+        found = forward(batch, teacher=teacher)
+        model.reshard()
+        count = max(1, batch.count())
+        metrics = {
+            "divergence": found.loss.detach() / count,
+            "top1_agreement": found.agreement.sum() / count,
+            "nll": -found.logps.sum() / count,
+        }
+        if self.scores_sampler:
+            mask = batch.extras["mask"].to(states.device)
+            metrics |= agreement(by_answer(found.logps, batch), batch.extras["sampler_logps"].to(states.device), mask)
+        self.add_metrics(metrics, batch.count())
+        return found.loss
+
+
+def check_teacher(spec: RunSpec, tokenizer: Tokenizer) -> None:
+    """Refuse a teacher whose tokens are not the student's. Rows of a head that pad its vocabulary may differ."""
+    folder = spec.align.teacher
+    model, own = model_of(folder, KEY), spec.model
+    if model.scalar_head:
+        raise SpecError(f"{KEY} = {folder!r} is a reward model: it has no probabilities of tokens")
+    if spec.data.seq > model.context:
+        raise SpecError(
+            f"{KEY} = {folder!r} has a context of {model.context} tokens, fewer than data.seq = {spec.data.seq}"
+        )
+    try:
+        theirs = load_model_tokenizer(folder)
+    except LMWorksError:  # it has none
+        theirs = None
+    different = model.vocab != own.vocab
+    if theirs is not None:
+        different = not same_tokens(tokenizer, theirs) or min(model.vocab, own.vocab) < tokenizer.vocab_size
+    if different:
+        raise SpecError(
+            f"{KEY} = {folder!r} has other tokens than the student (vocabularies of {model.vocab:,} and "
+            f"{own.vocab:,}): distillation compares probabilities token by token; use a teacher with the same tokenizer"
+        )
+    if model.vocab != own.vocab and spec.parallel.tp > 1:
+        raise SpecError(
+            f"{KEY} = {folder!r} pads its vocabulary to {model.vocab:,}, the student to {own.vocab:,}: "
+            "ranks of parallel.tp would hold different tokens; use parallel.tp = 1"
+        )
+
+
+def same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    """Whether each of our tokens has the same number there; theirs may have more."""
+    if isinstance(ours, FileTokenizer) and isinstance(theirs, FileTokenizer):
+        numbers = theirs.inner.get_vocab(with_added_tokens=True)
+        own = ours.inner.get_vocab(with_added_tokens=True)
+        return all(numbers.get(token) == number for token, number in own.items())
+    return type(ours) is type(theirs)
