@@ -10,6 +10,7 @@ import torch
 
 from .data import Tokenizer, load_tokenizer
 from .data.chat_template import template_folder
+from .data.chat_tokenizer import end_token_ids
 from .data.index import TOKENIZER_FILE
 from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
@@ -30,9 +31,9 @@ from .engine.speculative.ngram import NgramProposer
 from .engine.speculative.verification import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
-from .model.hf import HFWeights, load_hf, read_config, read_json
+from .model.hf import HFWeights, load_hf, read_config
 from .plan.memory.host import available_bytes
-from .spec import CheckpointError, EngineSpec, LMWorksError, ModelSpec, SpecError
+from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
 from .spec.presets import PRESETS
 
@@ -58,15 +59,15 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     if is_hf(folder):
         if is_quantized(folder):
             model = load_quantized(folder, dtype=dtype, device=device)
-            return LoadedModel(model, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
+            return LoadedModel(model, hf_tokenizer(folder), end_token_ids(folder), quantized_vocab(folder))
         model = load_hf(GPT, folder, dtype=dtype, device=device)
-        return LoadedModel(model.eval(), hf_tokenizer(folder), hf_eos(folder))
+        return LoadedModel(model.eval(), hf_tokenizer(folder), end_token_ids(folder))
     check_source(folder)
     from .train.load_run import load_trained  # imported here: the trainer takes seconds to load
 
     trained = load_trained(folder, step)
     # Loaded on the training device.
-    eos = hf_eos(template_folder(folder))
+    eos = end_token_ids(template_folder(folder))
     return LoadedModel(trained.model.to(device), trained.tokenizer, eos, trained.tokenizer.vocab_size)
 
 
@@ -88,10 +89,10 @@ def load_shard(
                 check_digests(folder)
             stored = QuantizedWeights(folder)
             part = tp_rank.load_shards(stored.meta_model, dtype, stored.tensor, stored.layer)
-            return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder), quantized_vocab(folder))
+            return LoadedModel(part, hf_tokenizer(folder), end_token_ids(folder), quantized_vocab(folder))
         model = read_config(folder)[1]
         part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).weight)
-        return LoadedModel(part, hf_tokenizer(folder), hf_eos(folder))
+        return LoadedModel(part, hf_tokenizer(folder), end_token_ids(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
     parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
     part = tp_rank.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
@@ -171,26 +172,13 @@ def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed
     return model.eval()
 
 
-def hf_eos(folder: Path) -> tuple[int, ...]:
-    """End-of-text tokens as in `transformers`."""
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(type(token) is int for token in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id = {found!r:.60}: a token id, or a list, is expected")
-        return tuple(ids)
-    return ()
-
-
 def hf_tokenizer(folder: Path) -> Tokenizer | None:
     """None where there is no tokenizer.json: prompts are then lists of ids."""
     if is_quantized(folder) and uses_byte_tokenizer(folder):
         return load_tokenizer("bytes")
     if not (folder / "tokenizer.json").is_file():
         return None
-    eos = hf_eos(folder)
+    eos = end_token_ids(folder)
     return read_tokenizer(folder / "tokenizer.json", eos[0]) if eos else load_tokenizer(folder)
 
 

@@ -181,7 +181,7 @@ def test_the_reference_of_an_adapter_is_its_base(method: str, tmp_path: Path) ->
         trainer_class(spec)(spec, tmp_path / name, quiet=True).run()
         losses.append([row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert abs(losses[0][-1] - losses[0][0]) > 1e-3
+    assert abs(losses[0][-1] - losses[0][0]) > 5e-4
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
@@ -196,6 +196,17 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(method: str, tmp_path: Pat
     assert not differences(saved(tmp_path / "whole", 4), saved(tmp_path / "half", 4))
     losses = [[row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("whole", "half")]
     assert losses[0][2:] == losses[1][2:]
+
+
+def test_the_loss_of_kto_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
+    folder = reference_folder(make_spec(tmp_path, "kto"), tmp_path / "reference")
+    losses = {}
+    for size in (1, 2, 8):
+        spec = make_spec(tmp_path, "kto", f"align.reference={folder}", f"data.micro_batch={size}")
+        trainer = built(spec, tmp_path / f"run-{size}")
+        losses[size], _ = gradients(trainer)
+        assert trainer.objective.kl > 0.01  # the estimate counts  # type: ignore[attr-defined]
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6) == pytest.approx(losses[8], rel=1e-6)
 
 
 def test_held_out_metrics_are_recorded(tmp_path: Path) -> None:
@@ -217,6 +228,7 @@ def test_pretraining_has_the_plain_trainer(tmp_path: Path) -> None:
         (["data.kind=conversations"], "needs 'preferences'"),
         (["align.method=dpos"], "align.method = 'dpos' is not one of"),
         (["parallel.engine=deepspeed"], "parallel.engine = 'native'"),
+        (["align.method=kto", "data.global_batch=1", "data.micro_batch=1"], "kto compares prompts with each other's"),
     ],
 )
 def test_wrong_combinations_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from lmworks.align import gae, masked_whiten, ppo_value_loss
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.align.ppo import set_token_advantages
-from lmworks.align.reward_scorer import read_stats
 from lmworks.align.rollouts import Rollout
 from lmworks.model import GPT
+from lmworks.model.reward_stats import STATS, read_stats
 from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
-from lmworks.spec import AlignSpec, RunSpec, SpecError
+from lmworks.spec import AlignSpec, CheckpointError, RunSpec, SpecError
 from lmworks.spec.layouts import choose
+from lmworks.train.export import export
 from post_training import make_spec, table
 from tiny import differences, saved
 
@@ -152,13 +154,22 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(stop: int, tmp_path: Path)
     assert len(set(coefficients)) == 2  # it has adapted
 
 
-def test_a_reward_model_scores_the_answers(tmp_path: Path) -> None:
-    pairs = make_spec(tmp_path, "reward", "optim.steps=2", "data.val_fraction=0.2")
+def reward_model(tmp_path: Path, *overrides: str) -> Path:
+    pairs = make_spec(tmp_path, "reward", "optim.steps=2", "data.val_fraction=0.2", *overrides)
     trainer_class(pairs)(pairs, tmp_path / "reward", quiet=True).run()
-    mean, std = read_stats(tmp_path / "reward")
-    stats = json.loads((tmp_path / "reward" / "reward_stats.json").read_text())
-    assert (mean, std) == (stats["mean"], stats["std"]) and std > 0
-    spec = make_spec(tmp_path, "ppo", "align.rewards=[]", f"align.reward_model={tmp_path / 'reward'}", "optim.steps=2")
+    return tmp_path / "reward"
+
+
+@pytest.mark.parametrize("form", ["run", "exported"])
+def test_a_reward_model_scores_the_answers(form: str, tmp_path: Path) -> None:
+    """Normalised by the rewards of held-out pairs, which are exported with the weights."""
+    folder = reward_model(tmp_path)
+    stats = json.loads((folder / STATS).read_text())
+    if form == "exported":
+        export(folder, tmp_path / "exported")
+        folder = tmp_path / "exported"
+    assert asdict(read_stats(folder)) == stats and stats["std"] > 0 and stats["step"] == 2
+    spec = make_spec(tmp_path, "ppo", "align.rewards=[]", f"align.reward_model={folder}", "optim.steps=2")
     trainer = built(spec, tmp_path / "run")
     trainer.batches_at(0)
     model = trainer.rounds.reward_model
@@ -167,9 +178,20 @@ def test_a_reward_model_scores_the_answers(tmp_path: Path) -> None:
     for one in trainer.rounds.rollouts:
         with torch.no_grad():
             values = network(torch.tensor([[*one.prompt_ids, *one.token_ids]]))
-        assert one.reward == pytest.approx((float(values[0, -1]) - mean) / std, abs=1e-4)
+        assert one.reward == pytest.approx((float(values[0, -1]) - stats["mean"]) / stats["std"], abs=1e-4)
         assert one.rewards["reward_model"] == one.reward and not math.isnan(one.reward)
     assert math.isfinite(trainer.next_step(trainer.rounds)["value/loss"])
+
+
+def test_statistics_of_other_weights_are_not_exported(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path, "checkpoint.every=1", "checkpoint.keep=0")
+    export(folder, tmp_path / "exported")
+    assert (tmp_path / "exported" / STATS).is_file()
+    export(folder, tmp_path / "exported", step=1)
+    assert not (tmp_path / "exported" / STATS).exists()
+    (tmp_path / "exported" / STATS).write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a JSON object with the numbers"):
+        read_stats(tmp_path / "exported")
 
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:

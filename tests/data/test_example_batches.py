@@ -117,10 +117,28 @@ def test_labelled_answers_and_mismatched_ones(tmp_path: Path) -> None:
     assert [decoded(row).rstrip("|") for row in held_out.tokens] == ["ij", "icd"]  # the last one has no neighbour
     moved = batch.map_tensors(lambda tensor: tensor.to(torch.int32))
     assert moved.extras["label"].dtype == torch.int32 and moved.counted == batch.counted
-    with pytest.raises(SpecError, match=r"data\.micro_batch = 1: kto compares"):
-        ExampleBatches(spec(path, "unpaired", micro_batch=1), seed=0)
     cut = ExampleBatches(spec(path, "unpaired", seq=5, micro_batch=3), seed=0, shuffle=False).at(0)[0]
     assert decoded(cut.tokens[3]) == "abfgh" and decoded(cut.targets[3]) == ".fgh."
+
+
+def test_mismatched_answers_follow_from_the_global_batch(tmp_path: Path) -> None:
+    """Each prompt has the answer of the next row, the last the first's: at any micro-batch and number of ranks."""
+    records = [{"prompt": f"{i}=", "completion": f"{i}" * (i + 1), "label": True} for i in range(8)]
+    path = write_lines(tmp_path / "a.jsonl", records)
+
+    def mismatched(world: int, micro_batch: int) -> list[str]:
+        found: list[str] = []
+        for rank in range(world):
+            data = spec(path, "unpaired", seq=32, micro_batch=micro_batch, global_batch=4)
+            for batch in ExampleBatches(data, seed=0, rank=rank, world=world).at(1):
+                found += [decoded(row).rstrip("|") for row in batch.tokens.chunk(2)[1]]
+        return found
+
+    whole = mismatched(1, 4)
+    assert len(set(whole)) == 4 and all(text[0] != text[-1] for text in whole)
+    assert [text[0] for text in whole] == [text[-1] for text in [whole[-1], *whole[:-1]]]
+    for world, micro_batch in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1)):
+        assert mismatched(world, micro_batch) == whole, (world, micro_batch)
 
 
 def test_prompts_come_with_their_columns(tmp_path: Path) -> None:

@@ -299,11 +299,22 @@ def test_arguments_of_calls_as_objects_or_json(theirs: Any) -> None:
 )
 def test_answers_stop_at_the_end_of_a_turn(tmp_path: Path, name: str, end: str) -> None:
     """Also where the model's own end-of-text is another token: a base model that is tuned with a template."""
-    from lmworks.data.chat_tokenizer import copy_tokenizer
-    from lmworks.loading import hf_eos
+    from lmworks.data.chat_tokenizer import copy_tokenizer, end_token_ids
 
     hf = write_tokenizer(tmp_path / "hf", plain_template(name), eos="<|endoftext|>")
     (hf / "config.json").write_text('{"eos_token_id": [3, 4]}')
     copy_tokenizer(DataSpec(), str(hf), tmp_path / "run/tokenizer")
     encode = ChatTokenizer.open(DataSpec(), str(hf)).encode
-    assert hf_eos(tmp_path / "run/tokenizer") == (*encode("<|endoftext|>"), 3, 4, *encode(end))
+    assert end_token_ids(tmp_path / "run/tokenizer") == (*encode("<|endoftext|>"), 3, 4, *encode(end))
+
+
+def test_end_tokens_are_those_of_the_first_file_that_names_any(tmp_path: Path) -> None:
+    """A generation_config.json without eos_token_id says nothing of it: `transformers` takes the model's."""
+    from lmworks.data.chat_tokenizer import end_token_ids
+
+    assert end_token_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert end_token_ids(tmp_path) == (3, 4)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert end_token_ids(tmp_path) == (7,)

@@ -11,6 +11,7 @@ from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
 from ..model.lora import use_adapter
+from ..model.reward_stats import RewardStats, write_stats
 from ..parallel.world import run_on_all_ranks
 from ..plan.devices.machine import Machine
 from ..plan.passes import REFERENCE, TEACHER, reference_is_base
@@ -21,7 +22,6 @@ from ..train.objective import Forward, Objective
 from .distill_objective import KEY, DistillObjective, check_teacher
 from .frozen_model import load_frozen
 from .objectives import AnswerObjective, objective_of
-from .reward_scorer import write_stats
 
 
 class PostTrainer(Trainer):
@@ -44,7 +44,8 @@ class PostTrainer(Trainer):
         result = super().run()
         if self.spec.align.method == "reward" and self.is_rank_zero:
             mean, square = result.metrics["rewards/mean"], result.metrics["rewards/square"]
-            write_stats(self.folder.path, mean, math.sqrt(max(square - mean**2, 1e-12)))
+            std = math.sqrt(max(square - mean**2, 1e-12))
+            write_stats(self.folder.path, RewardStats(mean, std, self.step))
         return result
 
     def build(self) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from ..data import Batch
+from ..model.reward_stats import read_stats
 from ..parallel.mesh import Mesh
 from ..parallel.world import all_gather_object
 from ..spec import RunSpec, SpecError
-from ..spec.files import write_whole
 from .frozen_model import load_frozen, model_of
 from .rollouts import Rollout
-
-STATS = "reward_stats.json"  # of a reward model's folder: mean and standard deviation of its rewards on held-out pairs
 
 Packed = Callable[[Sequence[Rollout]], list[tuple[Batch, list[int]]]]
 
@@ -28,7 +25,7 @@ class RewardScorer:
                 f"align.reward_model = {folder!r} is no reward model: train one with align.method = 'reward'"
             )
         self.model = load_frozen(spec, folder, "align.reward_model", mesh, device)
-        self.mean, self.std = read_stats(Path(folder))
+        self.stats = read_stats(Path(folder))
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], packed: Packed) -> list[float]:
@@ -38,20 +35,8 @@ class RewardScorer:
             values = self.model.forward(batch).flatten()
             mask, index = batch.extras["mask"], batch.extras["index"]
             last = (index * mask).amax(dim=1) + 1  # an index is of the position before its token
-            scores = ((values[last.to(values.device)] - self.mean) / self.std).tolist()
+            scores = ((values[last.to(values.device)] - self.stats.mean) / self.stats.std).tolist()
             own += zip(numbers, scores, strict=False)  # a filler has no answers
         group = None if self.model.mesh is None else self.model.mesh.group("dp")
         found = dict(pair for share in all_gather_object(own, group) for pair in share)
         return [found[number] for number in range(len(rollouts))]
-
-
-def read_stats(folder: Path) -> tuple[float, float]:
-    path = folder / STATS
-    if not path.is_file():
-        return 0.0, 1.0
-    table = json.loads(path.read_text())
-    return float(table["mean"]), float(table["std"])
-
-
-def write_stats(folder: Path, mean: float, std: float) -> None:
-    write_whole(folder / STATS, json.dumps({"mean": mean, "std": std}))

@@ -116,9 +116,10 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
     import torch
 
     from ..data import load_tokenizer, resolve
+    from ..data.chat_tokenizer import end_token_ids
     from ..data.tokenizer import ByteTokenizer
     from ..engine.quantization.folder import is_quantized
-    from ..loading import hf_eos, hf_tokenizer, is_hf
+    from ..loading import hf_tokenizer, is_hf
     from ..model import GPT
     from ..model.hf import load_hf, read_config
     from ..train.load_run import load_trained
@@ -132,7 +133,7 @@ def load(source: Path, calibration: str, tokens: int, step: int | None) -> tuple
             raise SpecError("a Hugging Face folder has no held-out data: give --calibration, a text or a data folder")
         device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
         files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
-        about: dict[str, Any] = {"files": files, "eos": hf_eos(source)}
+        about: dict[str, Any] = {"files": files, "eos": end_token_ids(source)}
         # Calibration data are checked before gigabytes of weights are read.
         text = calibrate_on(calibration, tokens, read_config(source)[1], hf_tokenizer(source))
         with activity() as doing:

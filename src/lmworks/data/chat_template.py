@@ -116,15 +116,17 @@ def template_folder(folder: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    if not path.is_file():
-        return {}
+    return read_json(path) if path.is_file() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict):
+    if not isinstance(table, dict):
         raise SpecError(f"{path}: expected a JSON object")
-    return config
+    return table
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec.errors import SpecError
+from ..spec.errors import CheckpointError, SpecError
 from ..spec.load import load_run
 from ..spec.run import DataSpec
 from .chat_template import (
@@ -29,6 +29,7 @@ from .chat_template import (
     name_of,
     parse_special,
     read_config,
+    read_json,
     template_folder,
     token_text,
 )
@@ -279,12 +280,15 @@ def encode_bytes(text: str, spans: Sequence[Span]) -> tuple[list[int], NDArray[n
 
 
 def end_token_ids(folder: Path) -> tuple[int, ...]:
-    """Tokens that end an answer beside the tokenizer's end-of-text, as `transformers` reads them."""
-    for file in EOS_FILES:
-        if (folder / file).is_file():
-            found = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
-            ids = found if isinstance(found, list) else [found]
-            return tuple(one for one in ids if isinstance(one, int))
+    """Tokens that end an answer, as `transformers` reads them from a model's folder; the first is its end-of-text."""
+    for path in (folder / file for file in EOS_FILES):
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(f"{path}: eos_token_id = {found!r:.60}: a token id, or a list, is expected")
+        return tuple(ids)
     return ()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..spec.align import CONVERSATIONS, PREFERENCES, PROMPTS, UNPAIRED
+from ..spec.align import CONVERSATIONS, PROMPTS, UNPAIRED
 from ..spec.errors import SpecError
 from ..spec.run import DataSpec
 from .example_split import ExampleSplit, ExamplesReport, open_split
@@ -111,27 +111,31 @@ class ExampleBatches(ExampleRows):
 
     conversations   rows of seq tokens: packed examples with document ids, or one example each
     preferences     the chosen answers of micro_batch pairs, then the rejected ones; extras: margin, where all have one
-    unpaired        micro_batch answers, then each prompt with the completion of the next example, for KTO's estimate of
-                    the KL divergence; extras: label, of the first half
+    unpaired        micro_batch answers, then each prompt with the completion of the next example of the global batch,
+                    for KTO's estimate of the KL divergence; extras: label, of the first half
     """
 
     def check(self) -> None:
         if self.kind == PROMPTS:
             raise SpecError("data.kind = 'prompts': prompts have no answers to train on (PromptBatches reads them)")
-        if self.kind == UNPAIRED and self.micro_batch < 2:
-            raise SpecError("data.micro_batch = 1: kto compares prompts with each other's answers; use at least 2")
 
     def at(self, cursor: int) -> list[Batch]:
-        rows = self.locate(self.samples_at(cursor))
-        return [self.make(rows[i : i + self.micro_batch]) for i in range(0, len(rows), self.micro_batch)]
+        samples, first = self.samples_at(cursor), cursor * self.global_batch
+        return [
+            self.make(samples[i : i + self.micro_batch], first, self.global_batch)
+            for i in range(0, len(samples), self.micro_batch)
+        ]
 
     def held_out_batch(self, index: int) -> Batch:
         first = index * self.micro_batch
-        return self.make(self.locate(np.arange(first, min(first + self.micro_batch, self.windows))))
+        return self.make(np.arange(first, min(first + self.micro_batch, self.windows)), 0, self.windows)
 
-    def make(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
-        kinds = {CONVERSATIONS: self.conversations, PREFERENCES: self.pairs, UNPAIRED: self.labelled}
-        return kinds[self.kind](rows)
+    def make(self, samples: NDArray[np.int64], first: int, count: int) -> Batch:
+        """A micro-batch of the `count` rows of a global batch, or of a held-out split, from number `first` on."""
+        rows = self.locate(samples)
+        if self.kind == UNPAIRED:
+            return self.labelled(rows, self.locate(first + (samples - first + 1) % count))
+        return self.conversations(rows) if self.kind == CONVERSATIONS else self.pairs(rows)
 
     def conversations(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
         batch = self.pad([[self.split.sequence(one) for one in row] for row in rows], self.seq)
@@ -145,9 +149,8 @@ class ExampleBatches(ExampleRows):
             batch.extras["margin"] = torch.tensor(margins[self.split.numbers[examples]], dtype=torch.float32)
         return batch
 
-    def labelled(self, rows: Sequence[NDArray[np.int64]]) -> Batch:
-        examples = [int(row[0]) for row in rows]
-        following = [*examples[1:], examples[0]] if len(examples) > 1 else [(examples[0] + 1) % len(self.split)]
+    def labelled(self, rows: Sequence[NDArray[np.int64]], next_rows: Sequence[NDArray[np.int64]]) -> Batch:
+        examples, following = ([int(row[0]) for row in some] for some in (rows, next_rows))
         own, next_ones = ([self.split.sequence(one) for one in some] for some in (examples, following))
         others = [swapped(one, other, self.seq) for one, other in zip(own, next_ones, strict=True)]
         batch = self.one_a_row([*own, *others])

@@ -177,6 +177,8 @@ def check_align(run: RunSpec) -> None:
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")
+    if method == "kto" and run.data.global_batch < 2:
+        raise SpecError("data.global_batch = 1: kto compares prompts with each other's answers; use at least 2")
     if run.data.mix:
         raise SpecError("data.mix is of prepared tokens: post-training reads one file, data.path")
     if method != "sft":

@@ -26,6 +26,7 @@ from ..model import GPT
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.merge import BESIDE
 from ..model.peft import WEIGHTS, write_peft
+from ..model.reward_stats import copy_stats
 from ..parallel.precision import DTYPES
 from ..spec import CheckpointError, RunSpec, SpecError
 from ..spec.files import check_writable, write_whole
@@ -96,6 +97,8 @@ def export(
         progress=lambda done, total: progress("export", done, total),
     )
     finish(out, about, there, tokenizer)
+    if spec.model.scalar_head and place.run:
+        copy_stats(place.run.path, out, manifest.step)
     return Export(
         out,
         manifest.step,
