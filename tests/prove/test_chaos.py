@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from lmworks.prove.chaos import harness
 from lmworks.prove.chaos.compare_runs import exit_save_problem
-from lmworks.prove.chaos.faults import BY_NAME, FAULTS, Trial, sample_trial
+from lmworks.prove.chaos.faults import BY_NAME, FAULTS, ROUND, STEP, Trial, sample_trial
 from lmworks.prove.chaos.harness import Harness, Outcome, open_harness, run_trials
 from lmworks.record import RunFolder
 from lmworks.train import Trainer
@@ -103,6 +103,34 @@ def test_a_full_disk_is_injected_without_permission_to_mount(jobs: Harness, monk
     (outcome,) = inject(jobs, [chosen(("enospc", "save.write", "one", "sync"))])
     assert (outcome.verdict, outcome.problem) == ("stopped", "") and outcome.injected.startswith("RLIMIT_FSIZE")
     assert "File too large" in outcome.cause
+
+
+def kills(method: str, phases: Sequence[str]) -> list[Trial]:
+    return [sample_trial(5, number, "kill-rank", phase, method) for number, phase in enumerate(phases)]
+
+
+def test_a_killed_round_of_grpo_is_repeated_bitwise(jobs: Harness) -> None:
+    (trial,) = kills("grpo", ["generate"])
+    (outcome,) = inject(jobs, [dataclasses.replace(trial, layout="one", rank=0, job="forked")])
+    assert (outcome.verdict, outcome.problem) == ("same", "")
+    assert outcome.repeat.endswith("--phase generate --method grpo")
+
+
+@pytest.mark.slow  # 20 kills of online methods, 6 of the others
+@pytest.mark.parametrize(
+    ("method", "phases"),
+    [
+        ("grpo", (*ROUND, *STEP, "save.commit")),
+        ("ppo", (*ROUND, *STEP, "save.write")),
+        ("dpo", ("forward", "save.commit")),
+        ("sft", ("backward", "load.read")),
+        ("kto", ("reduce", "save.write")),
+    ],
+)
+def test_killed_post_training_ends_bitwise_equal(jobs: Harness, method: str, phases: tuple[str, ...]) -> None:
+    found = inject(jobs, kills(method, phases))
+    assert [(o.phase, o.layout, o.verdict, o.problem) for o in found if not o.ok] == []
+    assert len(found) == len(phases)
 
 
 def test_every_fault_is_covered() -> None:
@@ -202,6 +230,9 @@ def test_a_trial_is_repeated_by_number_and_reported(tmp_path: Path, capsys: pyte
             ["--fault", "slow", "--phase", "load.read"],
             "'slow' cannot be injected in the phase 'load.read', only in: data",
         ),
+        (["--method", "pppo"], "--method pppo: there is no such method; did you mean 'ppo'?"),
+        (["--method", "sft", "--phase", "generate"], "there is no phase 'generate'"),
+        (["--method", "sft", "--fault", "data-missing"], "'data-missing' is a fault of pretraining"),
     ],
 )
 def test_unknown_faults_and_phases_are_refused(

@@ -170,6 +170,9 @@ def chaos(
     trial: Annotated[int | None, typer.Option("--trial", min=0, help="Run only this trial, to repeat it.")] = None,
     fault: Annotated[str, typer.Option("--fault", help="Only this kind of fault (--list shows all).")] = "",
     phase: Annotated[str, typer.Option("--phase", help="Only faults injected in this phase.")] = "",
+    method: Annotated[
+        str, typer.Option("--method", help="Post-training method of the jobs, e.g. grpo (empty: pretraining).")
+    ] = "",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Trials at a time.")] = 1,
     out: Annotated[Path, typer.Option("--out", help="Folder of the report and of failed trials.")] = Path("runs/chaos"),
     listing: Annotated[bool, typer.Option("--list", help="List faults, their phases and expected verdicts.")] = False,
@@ -186,6 +189,7 @@ def chaos(
     Examples:
       lmworks prove chaos --trials 200 --seed 7 --jobs 2
       lmworks prove chaos --fault kill-rank --phase save.commit --trials 5
+      lmworks prove chaos --method grpo --fault kill-rank --trials 20
       lmworks prove chaos --seed 7 --trial 31
       lmworks prove chaos --list
     """
@@ -197,7 +201,7 @@ def chaos(
         print_faults(json, fault_rows())
         return
     numbers = range(trials) if trial is None else [trial]
-    sampled = [sample_trial(seed, number, fault, phase) for number in numbers]
+    sampled = [sample_trial(seed, number, fault, phase, method) for number in numbers]
     began = time.monotonic()
     typer.echo(f"seed {seed}: {len(sampled)} trials, {jobs} at a time", err=True)
     with open_harness(out) as harness:

@@ -24,6 +24,9 @@ COMPARED_METRICS = (
     "grad_norm",
     "tokens",
     "val_loss",
+    "reward/mean",
+    "kl_answer",
+    "value/loss",
 )  # fields of metrics.jsonl other than times and memory
 
 
@@ -69,8 +72,10 @@ def is_close(value: Any, expected: Any) -> bool:
 def load_newest_state(folder: Path) -> dict[str, Any]:
     """All entries of the newest checkpoint, by name."""
     refusals: list[str] = []
-    state: dict[str, Any] = {"model": None, "optim": None, "rng": None}
-    root = RunFolder(folder / "run").checkpoints
+    run = RunFolder(folder / "run")
+    parts = ("model", "optim", "rng", *(("critic", "critic_optim") if run.spec().align.method == "ppo" else ()))
+    state: dict[str, Any] = dict.fromkeys(parts)
+    root = run.checkpoints
     found = checkpoint.load(root, state, refused=lambda _path, reason: refusals.append(reason))
     if found is None or refusals:
         raise LMWorksError(f"the last checkpoint cannot be loaded: {'; '.join(refusals) or 'there is none'}")

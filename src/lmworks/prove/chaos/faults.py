@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ...spec import RunSpec, SpecError
+from ...spec.align import METHODS, ONLINE_METHODS
 from ...spec.errors import did_you_mean
 from ...spec.load import apply_overrides
 from .fault_injection import Injection
@@ -47,6 +50,7 @@ MISMATCH = r"rank {rank} entered all_gather|distributed collective mismatch"
 STEP = ("data", "forward", "backward", "reduce", "optimizer")
 SAVE = ("save.stage", "save.write", "save.seal", "save.commit", "save.prune")
 LOAD = ("load.find", "load.read")
+ROUND = ("hand_over", "generate", "reward", "score")  # of online methods, before the first step of a round
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,19 @@ class Fault:
     external: bool = False  # comes from outside the rank, so it may also hit the middle of a phase
     excluded: tuple[tuple[str, str], ...] = ()  # (layout, phase) pairs in which the cause cannot be detected
 
-    def layouts_for(self, phase: str) -> tuple[str, ...]:
+    def layouts_for(self, phase: str, method: str = "") -> tuple[str, ...]:
         """A pipeline has no phase "backward": its stages interleave forward and backward passes."""
         never = (("pp2", "backward"), *self.excluded)
-        return tuple(name for name in self.layouts if (name, phase) not in never)
+        possible = [name for name in self.layouts if name != "pp2" or method in ("", "sft")]
+        return tuple(name for name in possible if (name, phase) not in never)
+
+    def phases_of(self, method: str) -> tuple[str, ...]:
+        """Those of a job of this post-training method. Its examples are read once, at the start: no data faults."""
+        if not method:
+            return self.phases
+        if self.name.startswith("data"):
+            return ()
+        return (*self.phases, *(ROUND if method in ONLINE_METHODS and self.name in ROUND_FAULTS else ()))
 
 
 FAULTS = (
@@ -119,12 +132,14 @@ FAULTS = (
 )  # fmt: skip
 BY_NAME = {fault.name: fault for fault in FAULTS}
 PAIRS = tuple((fault.name, phase) for fault in FAULTS for phase in fault.phases)
+ROUND_FAULTS = ("kill-rank", "sigterm", "sigstop")
 
 
 # --- trial -----------------------------------------------------------------------------------------------
 
 
 STEPS, SAVE_EVERY, KEEP_LAST = 12, 2, 2
+EXAMPLES, REWARDS = "examples.jsonl", "rewards.py"  # of post-training jobs
 KILL_STEP = 7  # a fault while loading needs a run that was killed before, after two committed checkpoints
 WRITER_PHASES = ("save.write", "save.seal", "save.commit", "save.prune")  # in the writer process of asynchronous saves
 COMMAND_FAULTS, COMMAND_SHARE = ("kill-rank", "sigterm", "sigstop"), 0.15  # share of these that run the real command
@@ -144,6 +159,7 @@ class Trial:
     delay_ms: float
     injection_seed: int
     repeat: str  # the command that repeats this trial
+    method: str = ""  # of post-training; empty: pretraining
 
     @property
     def kind(self) -> Fault:
@@ -164,20 +180,23 @@ class Trial:
         return [injection]
 
     def spec(self, data: str) -> RunSpec:
-        return trial_spec(self.layout, data, self.saves, self.kind.overrides)
+        return trial_spec(self.layout, data, self.saves, self.kind.overrides, self.method)
 
 
-def sample_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Trial:
+def sample_trial(seed: int, number: int, fault: str = "", phase: str = "", method: str = "") -> Trial:
     """The first trials cover every legal (fault, phase) pair once, shuffled by the seed; later trials are random."""
-    pairs = [pair for pair in PAIRS if fault in ("", pair[0]) and phase in ("", pair[1])]
+    check_method(method)
+    legal = [(kind.name, at) for kind in FAULTS for at in kind.phases_of(method)]
+    pairs = [pair for pair in legal if fault in ("", pair[0]) and phase in ("", pair[1])]
     if not pairs:
-        raise SpecError(unknown_fault_message(fault, phase))
+        raise SpecError(unknown_fault_message(fault, phase, method))
     order = random.Random(f"{seed}").sample(pairs, len(pairs))
     draw = random.Random(f"{seed}/{number}")
     name, at = order[number] if number < len(order) else draw.choice(pairs)
-    filters = [f"--fault {fault}"] * bool(fault) + [f"--phase {phase}"] * bool(phase)
+    given = {"fault": fault, "phase": phase, "method": method}
+    filters = [f"--{option} {value}" for option, value in given.items() if value]
     kind = BY_NAME[name]
-    layout = draw.choice(kind.layouts_for(at))
+    layout = draw.choice(kind.layouts_for(at, method))
     world = trial_spec(layout, "", "sync").parallel.world
     command = kind.command or (draw.random() < COMMAND_SHARE and name in COMMAND_FAULTS)
     return Trial(
@@ -193,6 +212,7 @@ def sample_trial(seed: int, number: int, fault: str = "", phase: str = "") -> Tr
         delay_ms=draw.choice([0.0, round(draw.uniform(0, 12), 2)]) if kind.external else 0.0,
         injection_seed=draw.randrange(2**31),
         repeat=" ".join([f"lmworks prove chaos --seed {seed} --trial {number}", *filters]),
+        method=method,
     )
 
 
@@ -202,12 +222,24 @@ def sample_step(phase: str, draw: random.Random) -> int:
         return 6  # the first save after which an old checkpoint is deleted
     if phase.startswith("save"):
         return draw.choice([4, 6])
+    if phase in ROUND:
+        return draw.choice([3, 5])  # a round is two steps
     return draw.randint(3, 6) if "." not in phase and phase not in ("start", "init") else 0
 
 
-def trial_spec(layout: str, data: str, saves: str, overrides: tuple[str, ...] = ()) -> RunSpec:
-    """Two layers of width 32, 12 steps of 4 sequences, a checkpoint every second step."""
-    table = {
+def check_method(method: str) -> None:
+    if method == "distill":
+        raise SpecError("--method distill: a job of chaos has no teacher; try another method")
+    if method and method not in METHODS:
+        raise SpecError(f"--method {method}: there is no such method{did_you_mean(method, METHODS)}")
+
+
+def trial_spec(layout: str, data: str, saves: str, overrides: tuple[str, ...] = (), method: str = "") -> RunSpec:
+    """Two layers of width 32, 12 steps of 4 sequences, a checkpoint every second step.
+
+    Of post-training: `data` has examples.jsonl and rewards.py; a round of an online method is two steps.
+    """
+    table: dict[str, Any] = {
         "name": "chaos",
         "model": {"preset": "tiny", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 258},
         "data": {"path": data or "stdlib:bytes", "seq": 16, "micro_batch": 1, "global_batch": 4},
@@ -217,13 +249,23 @@ def trial_spec(layout: str, data: str, saves: str, overrides: tuple[str, ...] = 
         "log": {"eval_every": 0, "eval_batches": 1},
     }
     asynchronous = ("checkpoint.asynchronous=true",) if saves == "async" else ()
+    if method:
+        table["align"] = {"method": method}
+        table["data"] |= {"path": str(Path(data) / EXAMPLES), "tokenizer": "bytes", "seq": 32}
+    if method in ONLINE_METHODS:
+        prompts = 12 if layout == "ddp3" else 8  # two steps of best-of-n, whose round has one answer to each prompt
+        table["align"] |= {"rewards": [f"{Path(data) / REWARDS}:digits"], "max_tokens": 6, "samples": 2}
+        table["align"] |= {"prompts": prompts if method == "best_of_n" else prompts // 2, "beta": 0.05}
     return RunSpec.from_dict(apply_overrides(table, [*LAYOUTS[layout], *asynchronous, *overrides]))
 
 
-def unknown_fault_message(fault: str, phase: str) -> str:
+def unknown_fault_message(fault: str, phase: str, method: str) -> str:
     if fault and fault not in BY_NAME:
         return f"there is no fault '{fault}'{did_you_mean(fault, BY_NAME)}"
-    phases = sorted({at for _, at in PAIRS})
+    phases = sorted({at for kind in FAULTS for at in kind.phases_of(method)})
     if phase and phase not in phases:
         return f"there is no phase '{phase}'{did_you_mean(phase, phases)}"
-    return f"'{fault}' cannot be injected in the phase '{phase}', only in: {', '.join(BY_NAME[fault].phases)}"
+    possible = BY_NAME[fault].phases_of(method)
+    if not possible:
+        return f"'{fault}' is a fault of pretraining: leave out --method"
+    return f"'{fault}' cannot be injected in the phase '{phase}', only in: {', '.join(possible)}"

@@ -27,8 +27,10 @@ import torch.multiprocessing as mp
 
 from ...record import RunFolder
 from ...spec import RunSpec, TrainingError, dump_toml
+from ...spec.align import METHOD_DATA, ONLINE_METHODS
 from ..parity import write_corpus
 from .compare_runs import compare_runs, exit_save_problem, log_lines
+from .examples import write_examples
 from .fault_injection import FILLER, injections_done, write_injections
 from .faults import Trial, trial_spec
 from .jobs import JobResult, run_command, run_forked
@@ -71,11 +73,20 @@ class Harness:
     def __init__(self, root: Path, data: Path) -> None:
         self.root, self.data = root.absolute(), data.absolute()
 
+    def data_of(self, trial: Trial) -> Path:
+        """Token shards; of a post-training method, its examples."""
+        if not trial.method:
+            return self.data
+        folder = self.data.with_name(f"examples-{METHOD_DATA[trial.method]}")
+        if not folder.exists():
+            write_examples(folder, METHOD_DATA[trial.method])
+        return folder
+
     # --- reference run ----------------------------------------------------------------------------------
 
     def reference_folder(self, trial: Trial) -> Path:
         keys = "".join(f"-{key.replace('=', '-')}" for key in trial.kind.overrides)
-        return self.data.parent / f"straight-{trial.layout}{keys}"
+        return self.data.parent / f"straight-{trial.layout}{keys}{trial.method and f'-{trial.method}'}"
 
     def run_reference(self, trial: Trial) -> None:
         """Always with synchronous saves: asynchronous saves must store the same."""
@@ -86,7 +97,7 @@ class Harness:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         write_injections(work, [])
-        spec = trial_spec(trial.layout, str(self.data), "sync", trial.kind.overrides)
+        spec = trial_spec(trial.layout, str(self.data_of(trial)), "sync", trial.kind.overrides, trial.method)
         world = spec.parallel.world
         ended = run_forked(work, world, train_arguments(work, spec), work / "output-0.txt", distributed=world > 1)
         if not ended.succeeded:
@@ -102,7 +113,7 @@ class Harness:
         folder.mkdir(parents=True)
         disk = SmallDisk(folder / "run") if trial.fault == "enospc" else None
         try:
-            shutil.copytree(self.data, folder / "data")
+            shutil.copytree(self.data_of(trial), folder / "data")
             write_injections(folder, trial.injections)
             ended = self.attempts(trial, folder, disk)
             verdict, cause, problem = self.verdict_of(trial, folder, ended)
@@ -287,6 +298,10 @@ def run_trials(
     harness: Harness, trials: list[Trial], jobs: int, on_outcome: Callable[[Outcome], None]
 ) -> list[Outcome]:
     """Outcomes in the order of trial numbers; `on_outcome` is called as each trial ends."""
+    if any(trial.method in ONLINE_METHODS for trial in trials):
+        importlib.import_module("lmworks.align.online_trainer")
+    for trial in trials:
+        harness.data_of(trial)  # made once, before the processes of trials
     needed = {harness.reference_folder(trial): trial for trial in trials}
     for outcome in run_in_processes(harness.run_reference, list(needed.values()), jobs):
         if isinstance(outcome, str):

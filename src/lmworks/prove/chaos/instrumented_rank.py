@@ -30,6 +30,7 @@ from ...data.loader import BatchSource
 from ...record import phase
 from ...report import run_report
 from ...train import Trainer
+from ...train.prefetcher import BatchStream
 from . import fault_injection
 from .fault_injection import Announce, FaultTrigger, Injection, Injector, ProcessContext
 
@@ -141,9 +142,10 @@ def run_rank(folder: Path, arguments: list[str]) -> None:
     phase.listeners.append(FaultTrigger(context, {**fault_injection.INJECTORS, **NUMERIC_INJECTORS}))
     writer_client.startup.append(partial(fault_injection.install_in_writer, folder, context.rank))
     phase.listeners.append(advance_generators)
-    capture_trainer(context)
+    samples = folder / f"samples-{context.rank}.jsonl"
+    capture_trainer(context, samples)
     run_report.write_report = lambda folder: folder.report_path  # plots take longer than the job
-    record_samples(folder / f"samples-{context.rank}.jsonl")
+    record_samples(samples)
     for listener in phase.listeners:
         listener("start", 0)
     sys.argv = ["lmworks", *arguments]
@@ -157,12 +159,14 @@ def advance_generators(name: str, _step: int) -> None:
         torch.rand(1)
 
 
-def capture_trainer(context: ProcessContext) -> None:
+def capture_trainer(context: ProcessContext, samples: Path) -> None:
     build = Trainer.build
 
     def build_and_capture(self: Trainer) -> None:
         build(self)
         context.trainer = self
+        if self.spec.align.online:
+            record_answers(self, samples)
 
     Trainer.build = build_and_capture  # type: ignore[method-assign]
 
@@ -179,6 +183,27 @@ def record_samples(path: Path) -> None:
                 yield batches
 
     BatchSource.stream = stream_and_record  # type: ignore[method-assign,assignment]
+
+
+def record_answers(trainer: Trainer, path: Path) -> None:
+    """The sampled answers of an online method, which come from its rounds."""
+    open_stream, world = trainer.batch_stream, trainer.parallel_model.size("dp")
+
+    def recorded() -> BatchStream:
+        stream = open_stream()
+        take = stream.take
+
+        def take_and_record(cursor: int, ahead: int) -> list[Batch]:
+            batches = take(cursor, ahead)
+            rows = [row for batch in batches for row in sample_digests(batch)]
+            with path.open("a", encoding="utf-8") as notes:
+                notes.write(json.dumps([phase.step, world, rows]) + "\n")
+            return batches
+
+        stream.take = take_and_record  # type: ignore[method-assign]
+        return stream
+
+    trainer.batch_stream = recorded  # type: ignore[method-assign]
 
 
 def sample_digests(batch: Batch) -> list[str]:
