@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lmworks.kernels.training import token_divergence
+from lmworks.kernels.training.token_divergence import Teacher
+from lmworks.model import GPT
+from lmworks.plan import ops
 from lmworks.plan.memory.peak_memory import Activations
 from lmworks.plan.memory.rank_weights import Place
 from lmworks.plan.memory.sheet import memory
 from lmworks.plan.policies import run_case
 from lmworks.spec import RunSpec
+from lmworks.spec.load import dump_toml
 from tracker import Steps
 
 
@@ -88,3 +94,48 @@ def test_the_peak_of_a_step(vocab: int, seq: int, accumulated: bool) -> None:
     beside = ("parameters", "optimizer states", "batch", "allocator holes")
     predicted = sum(row.bytes for row in sheet.rows if row.name not in beside)
     assert peak == pytest.approx(predicted, rel=0.05), sheet
+
+
+class DistillSteps(Steps):
+    """A student beside a teacher of the same shape; the divergence as a loss."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.teacher = GPT(spec.model, seed=1).requires_grad_(False)
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            states = self.teacher(self.tokens, self.tokens, final_states=True)
+        teacher = Teacher(states, self.teacher.head_weight, kind="jsd")
+        del states
+        found = self.model(self.tokens, self.tokens, teacher=teacher)
+        return found.loss
+
+
+@pytest.mark.parametrize(("vocab", "seq"), [(96, 64), (4096, 512)])
+def test_the_peak_of_a_step_of_distillation(vocab: int, seq: int, tmp_path: Path) -> None:
+    """A chunk has 2 MiB a table, and five tables of it are there at once."""
+    shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab": vocab, "context": seq, "tie_embeddings": False}
+    (tmp_path / "spec.toml").write_text(dump_toml({"model": shape, "data": {"seq": seq}}))
+    data = {"seq": seq, "micro_batch": 1, "global_batch": 1, "packing": False}
+    align = {"method": "distill", "teacher": str(tmp_path), "divergence": "jsd"}
+    spec = RunSpec.from_dict({"model": shape, "data": data, "align": align})
+    run = DistillSteps(spec)
+    run.step()
+    peak = allocated_peak(run.step)
+    sheet = memory(spec)
+    beside = ("parameters", "optimizer states", "batch", "allocator holes", "teacher: weights")
+    predicted = sum(row.bytes for row in sheet.rows if row.name not in beside)
+    assert peak == pytest.approx(predicted, rel=0.05), sheet
+
+
+def test_chunks_of_a_divergence_are_those_of_the_kernel() -> None:
+    for tokens, vocab, device in (
+        (2**16, 50_257, "cpu"),
+        (2**16, 128_256, "cuda"),
+        (10**6, 7, "cpu"),
+        (9, 2**40, "cuda"),
+    ):
+        assert min(tokens, token_divergence.divergence_rows(tokens, vocab, device)) == ops.divergence_rows(
+            tokens, vocab, device
+        )
