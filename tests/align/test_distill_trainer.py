@@ -182,6 +182,9 @@ def test_adapters_learn_from_a_teacher_and_nothing_else_changes(tmp_path: Path) 
     assert changed and all("lora" in name for name in changed)
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[-1] < losses[0]
+    again = make_spec(tmp_path, "distill", f"align.teacher={tmp_path / 'run'}")
+    with pytest.raises(SpecError, match="has adapters over another model; name what `lmworks checkpoint export"):
+        trainer_class(again)(again, tmp_path / "again", quiet=True)
 
 
 @pytest.mark.parametrize(

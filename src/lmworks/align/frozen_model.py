@@ -38,7 +38,15 @@ def model_of(folder: str, key: str) -> ModelSpec:
     path = Path(folder)
     if not path.is_dir():
         raise SpecError(f"{key} = {folder!r}: there is no such folder")
-    return read_config(path)[1] if is_hf(path) else RunFolder.open(path).spec().model
+    if is_hf(path):
+        return read_config(path)[1]
+    run = RunFolder.open(path).spec()
+    if run.adapters:
+        raise SpecError(
+            f"{key} = {folder!r} has adapters over another model; name what `lmworks checkpoint export {folder} OUT` "
+            "writes"
+        )
+    return run.model
 
 
 def load_run_weights(parallel_model: ParallelModel, folder: str, key: str) -> None:
