@@ -424,6 +424,9 @@ def print_phases(sheet: PhaseSheet) -> None:
         for phase in sheet.phases
     ]
     print_table("Phases", columns, figures)
+    if moved := sheet.hand_over:
+        where = f"{binary_bytes(moved.received)} from other ranks, {binary_bytes(moved.copied)} copied"
+        typer.echo(f"a hand-over of weights to the engine: {where} on every rank")
     typer.echo(f"the highest phase is {sheet.highest.phase}: {both(sheet.highest.peak)}")
 
 

@@ -28,7 +28,7 @@ from ..spec.load import shape_of
 from ..spec.presets import PRESETS
 
 POLICY, REFERENCE, REWARD, CRITIC, TEACHER = "policy", "reference", "reward model", "critic", "teacher"
-GENERATE, SCORE, UPDATE, UPDATE_CRITIC = "generate", "score", "update", "update of the critic"
+HAND_OVER, GENERATE, SCORE, UPDATE, UPDATE_CRITIC = "hand over", "generate", "score", "update", "update of the critic"
 # What follows the last norm: the loss, whose gradient is made in the forward pass; log-probabilities of targets, whose
 # logits are computed again in the backward pass; one number a token; the divergence from a teacher, like the loss; or
 # nothing: of a teacher the student's loss reads the hidden states.

@@ -14,6 +14,7 @@ from typing import Any
 from ..spec import RunSpec
 from .case import Case
 from .devices.machine import Machine
+from .exact.hand_over import HandOverBytes, hand_over_bytes
 from .flops import hardware_flops_per_token, model_flops_per_token, run_flops_per_token
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
@@ -51,9 +52,10 @@ class Prediction:
     memory: MemorySheet
     time: StepTime | None  # None where it is unknown
     machine: Machine | None
+    hand_over: HandOverBytes | None = None  # of online methods, from the second round on
 
     def to_dict(self) -> dict[str, Any]:
-        time, machine = self.time, self.machine
+        time, machine, moved = self.time, self.machine, self.hand_over
         return {
             "params": self.params,
             "tokens_per_step": self.flops.tokens,
@@ -71,6 +73,8 @@ class Prediction:
             "quiet": machine.quiet if machine and machine.tag == "measured" else None,
             "noise": machine.noise if machine and machine.tag == "measured" else None,
             "step_parts": time.parts if time else None,
+            "hand_over_bytes": moved.copied if moved else None,
+            "hand_over_received_bytes": moved.received if moved else None,
             "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
             "tags": {"memory": "modelled", **(time.tags if time else {})},
             "notes": [*self.memory.notes, *(time.notes if time else ())],
@@ -80,7 +84,8 @@ class Prediction:
 def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
     """Memory is that of rank 0, which has the most micro-batches in flight under a pipeline."""
     device = machine.device if machine else device_of(spec)
-    return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time_of(spec, machine), machine)
+    moved = hand_over_bytes(spec) if spec.align.online else None
+    return Prediction(spec.model.params, step_flops(spec), memory(spec, device), time_of(spec, machine), machine, moved)
 
 
 def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:

@@ -1,12 +1,13 @@
-"""The time of a step or round of post-training by phase: generation, scoring, updates.
+"""The time of a step or round of post-training by phase: hand-over of weights, generation, scoring, updates.
 
+    hand over  all-gathers of the weights that the engine does not share, and their copies (`exact/hand_over.py`)
     generate   prompts are computed once, then a token of every answer that has not ended in each step of the engine
                (`serving/inference.py`); answers that do not fit at once run in waves
     score      forward passes without gradients, of every model that scores
     update     steps of the policy, and of a critic, by the model of training steps (`step/price.py`)
 
 Where adapters are trained, the products that would give gradients of frozen weights are left out: a third of the
-block's. Rewards by functions, hand-over of weights and the host are not priced.
+block's. Rewards by functions and the host are not priced.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 
 from ..spec import Gpu, RunSpec
 from .case import Case
+from .exact.hand_over import moved_weights
 from .memory.phases import MAX_SEQS
-from .passes import GENERATE, POLICY, SCALAR, STATES, TEACHER, held_models, passes
+from .passes import GENERATE, HAND_OVER, POLICY, SCALAR, STATES, TEACHER, held_models, passes
 from .serving.inference import Deployment, Rates
 from .serving.served_model import ServedModel
+from .step.comm import Links
 from .step.constants import constants
 from .step.pipeline import SlowestRank
 from .step.price import Step, price
@@ -72,6 +75,14 @@ def generate_seconds(engine: Deployment, answers: Answers, at_once: int) -> floa
     return total + waves * float(np.sum(engine.step(decode=batch, context=context)))
 
 
+def hand_over_seconds(spec: RunSpec, case: Case) -> float:
+    """Weights one after the other: gathered, then read and written once by the copy."""
+    links, moved = Links.of(case), moved_weights(spec)
+    sent = [links.seconds(one.axis, "all-gather", one.bytes) for weight in moved for one in weight.gathers]
+    copies = 2 * sum(weight.bytes for weight in moved) / (case.gpu.bandwidth_gbs * 1e9)
+    return copies + sum(float(one.intra_node + one.inter_node) for one in sent)
+
+
 def forward_seconds(case: Case) -> float:
     """Forward passes of all micro-batches of a step, without gradients."""
     step = Step.of(Uncalibrated.of(case), constants())
@@ -104,10 +115,11 @@ def round_seconds(spec: RunSpec, gpu: Gpu, mean_tokens: float = 0.0) -> list[Pha
     updates, case = 1, Case.of(spec, gpu)
     if align.online:
         mean, longest = mean_tokens or float(align.max_tokens), align.max_tokens
-        world = spec.parallel.world
-        prompts = -(-align.prompts // world)
+        prompts = -(-align.prompts * align.engine_tp // spec.parallel.world)
         answers = Answers(prompts, align.samples, spec.data.seq - longest, mean, longest)
-        engine = Deployment(ServedModel.of(spec.model), gpu, Rates.of(ENGINE))
+        engine = Deployment(ServedModel.of(spec.model), gpu, Rates.of(ENGINE), tp=align.engine_tp)
+        if moved_weights(spec):
+            found.append(PhaseTime(HAND_OVER, POLICY, hand_over_seconds(spec, case)))
         found.append(PhaseTime(GENERATE, POLICY, generate_seconds(engine, answers, MAX_SEQS["cuda"])))
         updates = align.updates(spec.data.global_batch)
         # Answers are packed: rows hold as many as fit.

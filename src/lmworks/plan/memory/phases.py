@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ...spec import EngineSpec, Gpu, RunSpec
-from ...spec.lora import target_linears
 from ..case import Case
+from ..exact.hand_over import HandOverBytes, engine_weights, engine_width, hand_over_bytes
 from ..exact.shards import gathered_bytes
 from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
 from ..policies import run_case
@@ -82,6 +82,7 @@ class PhaseSheet:
     models: tuple[ModelMemory, ...]
     engine: EngineMemory | None
     phases: tuple[PhaseMemory, ...]
+    hand_over: HandOverBytes | None = None  # of weights to the engine, in every round
 
     @property
     def highest(self) -> PhaseMemory:
@@ -91,6 +92,7 @@ class PhaseSheet:
         return {
             "models": [asdict(model) for model in self.models],
             "engine": asdict(self.engine) if self.engine else None,
+            "hand_over": asdict(self.hand_over) if self.hand_over else None,
             "phases": [{**asdict(phase), "peak": phase.peak} for phase in self.phases],
             "highest_phase": self.highest.phase,
         }
@@ -117,7 +119,7 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
             step, model = updates[one.model], by_name[one.model]
             working = step.peak - model.weights - model.optimizer - step.gradients
             found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
-    return PhaseSheet(models, engine, tuple(found))
+    return PhaseSheet(models, engine, tuple(found), hand_over_bytes(spec) if engine else None)
 
 
 def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelMemory, ...], EngineMemory | None]:
@@ -160,40 +162,39 @@ def resting_gradients(spec: RunSpec, policy: ModelMemory) -> int:
 
 
 def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | None) -> EngineMemory | None:
-    """Of the engine in every rank's process (align/rollout_engine.py).
+    """Of a rank's shard of an engine (align/rollout_engine.py).
 
     It takes align.engine_memory of the GPU for its cache, less what is allocated when it starts: weights of all models
     and its own. More than all its sequences at full length need it does not take.
     """
     if not spec.align.online:
         return None
-    width = 4 if spec.precision.dtype == "fp32" else 2
-    whole = width * spec.model.params
-    adapted = sum(linear.inputs * linear.outputs for linear in target_linears(spec.model, spec.lora))
-    own = whole
-    as_trained = Case.of(spec).software.weights == width and not spec.lora.base
-    if spec.parallel.world == 1 and spec.parallel.offload == "none" and as_trained:
-        own = width * spec.model.layers * adapted if spec.lora.rank else 0
-    cache = Cache.of(spec.model)
+    weights = engine_weights(spec)
+    own = sum(weight.bytes for weight in weights if not weight.shared)
+    cache = Cache.of(spec.model, tp=spec.align.engine_tp)
     block = EngineSpec().block
-    block_bytes = round(block * cache.token_bytes * width / 2)
+    block_bytes = round(block * cache.token_bytes * engine_width(spec) / 2)
     device = "cpu" if gpu is None else "cuda"
-    answers = -(-spec.align.prompts * spec.align.samples // spec.parallel.world)
-    most = min(answers, MAX_SEQS[device]) * -(-spec.data.seq // block)
+    most = engine_sequences(spec, device) * -(-spec.data.seq // block)
     room = float(CPU_CACHE)
     if gpu is not None:
         there = sum(model.weights for model in models) + own + engine_working(spec, device)
         room = spec.align.engine_memory * capacity(gpu) - reserve().context - there
     blocks = max(0, min(int(room) // block_bytes, most))
-    return EngineMemory(own, whole - own, blocks * block_bytes)
+    return EngineMemory(own, sum(weight.bytes for weight in weights if weight.shared), blocks * block_bytes)
+
+
+def engine_sequences(spec: RunSpec, device: str) -> int:
+    """Answers that one engine runs at once."""
+    answers = -(-spec.align.prompts * spec.align.samples * spec.align.engine_tp // spec.parallel.world)
+    return min(answers, MAX_SEQS[device])
 
 
 def engine_working(spec: RunSpec, device: str) -> int:
     """Of its largest step: a chunk of prompts through one block, and logits of all sequences in fp32, twice."""
-    m, width, tokens = spec.model, 4 if spec.precision.dtype == "fp32" else 2, BATCH_TOKENS[device]
-    answers = min(MAX_SEQS[device], -(-spec.align.prompts * spec.align.samples // spec.parallel.world))
-    inside = max(3 * m.ffn, 2 * m.heads * m.head_dim)
-    return width * tokens * (2 * m.hidden + inside) + 2 * 4 * answers * m.vocab
+    m, width, tokens = spec.model, engine_width(spec), BATCH_TOKENS[device]
+    inside = max(3 * m.ffn, 2 * m.heads * m.head_dim) // spec.align.engine_tp
+    return width * tokens * (2 * m.hidden + inside) + 2 * 4 * engine_sequences(spec, device) * m.vocab
 
 
 def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
