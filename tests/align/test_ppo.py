@@ -42,7 +42,9 @@ def built(spec: RunSpec, run: Path) -> OnlineTrainer:
 def rollout(size: int, reward: float, ended: bool = True) -> Rollout:
     values = [0.1 * (index + 1) for index in range(size)]
     old, reference = [-1.0 - 0.1 * index for index in range(size)], [-1.2] * size
-    return Rollout(0, [1, 2], [5] * size, old, "", ended, reward, old_logps=old, ref_logps=reference, values=values)
+    return Rollout(
+        0, [1, 2], [5] * size, old, "", ended, reward=reward, old_logps=old, ref_logps=reference, values=values
+    )
 
 
 PLAIN = AlignSpec(method="ppo", whiten_advantages=False, missing_eos_penalty=0.0)

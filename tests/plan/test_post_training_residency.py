@@ -40,12 +40,13 @@ CASES = {
     "distill with adapters, fsdp2": ("distill", "fsdp2", LORA),
     "distill of experts, tp": ("distill", "tp", ["model.experts=4", "model.top_k=2", "model.expert_ffn=16"]),
     "distill by jsd, tp": ("distill", "tp", ["align.divergence=jsd"]),
+    **{f"ppo over one base, {layout}": ("ppo", layout, LORA) for layout in ("one rank", "ddp", "fsdp2", "tp-fsdp2")},
     "dpo, rows shorter than data.seq": ("dpo", "tp", ["data.seq=128", "model.context=128"]),
 }
 QUICK = (
     "dpo, one rank", "dpo, fsdp2", "dpo, offloaded states", "dpo, rows shorter than data.seq",
     "dpo with adapters, fsdp2", "kto, fsdp2", "reward, tp-sp", "distill, fsdp2",
-    "distill by jsd, tp",
+    "distill by jsd, tp", "ppo over one base, fsdp2",
 )  # fmt: skip
 
 

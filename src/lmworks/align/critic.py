@@ -1,4 +1,7 @@
-"""PPO's critic: a value model that is trained beside the policy, by steps of the same kind."""
+"""PPO's critic: a value model that is trained beside the policy, by steps of the same kind.
+
+It is a model of its own, or an adapter over the policy's base (`scalar_adapters.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
+from ..parallel.adapter_model import trained_adapter
 from ..parallel.initial_weights import Source, is_hf, source_of
+from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
 from ..parallel.world import run_on_all_ranks
-from ..plan.passes import critic_run
+from ..plan.passes import critic_adapter, critic_run
 from ..spec import RunSpec
 from ..spec.components import SCORE
+from ..spec.lora import CRITIC_ADAPTER
 from ..train.async_step import PassLauncher
 from ..train.health.bad_step import Health
 from ..train.health.bad_step_recovery import BadStepRecovery
@@ -51,10 +57,10 @@ class Critic(Stepper):
         self.spec = critic_spec(trainer.spec)
         self.device, self.mesh, self.folder = trainer.device, trainer.mesh, trainer.folder
         self.is_rank_zero, self.memory, self.batches = trainer.is_rank_zero, trainer.memory, trainer.batches
-        folder = self.spec.checkpoint.init
-        self.parallel_model = parallelize(self.spec, self.mesh, self.device, self.initial_weights(align.critic_head))
-        if folder and not is_hf(Path(folder)):
-            load_run_weights(self.parallel_model, folder, "align.critic")
+        if self.spec.adapters:
+            self.parallel_model: ParallelModel = trained_adapter(trainer.parallel_model, CRITIC_ADAPTER, self.spec)
+        else:
+            self.parallel_model = self.whole_model(align.critic_head)
         self.optimizer = make_optimizer(
             self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
         )
@@ -67,6 +73,13 @@ class Critic(Stepper):
         self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
         self.step = self.cursor = self.stop_signal = 0
         self.state = TrainState(self.parallel_model, self.optimizer, None)
+
+    def whole_model(self, head: str) -> ParallelModel:
+        folder = self.spec.checkpoint.init
+        model = parallelize(self.spec, self.mesh, self.device, self.initial_weights(head))
+        if folder and not is_hf(Path(folder)):
+            load_run_weights(model, folder, "align.critic")
+        return model
 
     def initial_weights(self, head: str) -> Source:
         """Those of the folder; a new head is zero, so that the first values are, or drawn at random."""
@@ -99,6 +112,8 @@ class Critic(Stepper):
 
 def critic_spec(spec: RunSpec) -> RunSpec:
     align = spec.align
+    if lora := run_on_all_ranks(lambda: critic_adapter(spec)):
+        return critic_run(spec, spec.model, lora=lora)
     folder = align.critic or align.reward_model or spec.checkpoint.init
     model = run_on_all_ranks(lambda: model_of(folder, "align.critic")) if folder else spec.model
     return critic_run(spec, model, folder)

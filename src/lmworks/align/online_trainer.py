@@ -12,8 +12,11 @@ from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import end_token_ids
 from ..data.example_batches import PromptBatches
 from ..data.progress import silent
+from ..parallel.adapter_model import AdapterModel
+from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.passes import REWARD
+from ..spec.lora import REWARD_ADAPTER
 from ..spec.run import DataSpec
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
@@ -23,12 +26,13 @@ from .distill_objective import DistillObjective
 from .objectives import AnswerObjective
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
-from .reward_scorer import RewardScorer
+from .reward_scorer import RewardScorer, load_reward_model
 from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
 from .rollouts import Rollout
 from .rounds import Rounds, mean_reward
 from .sampler import EngineSampler
+from .scalar_adapters import find_scalar_adapters
 
 # Mean difference of a token's log-probability between trainer and engine from which an event says so, in nats.
 SAMPLER_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
@@ -41,6 +45,11 @@ class OnlineTrainer(PostTrainer):
     rounds: Rounds
     rollout_engine: RolloutEngine
     critic: Critic | None = None  # of PPO
+
+    def preflight(self, force: bool = False) -> None:
+        super().preflight(force)
+        found = run_on_all_ranks(lambda: find_scalar_adapters(self.spec, self.base))
+        self.scalar_adapters, self.weights = found.adapters, found.source(self.spec, self.weights)
 
     def open_data(self) -> None:
         """All ranks see all prompts of a round: which of them samples what is decided there."""
@@ -76,10 +85,8 @@ class OnlineTrainer(PostTrainer):
         if self.spec.align.method == "ppo":
             critic = self.critic = Critic(self)
             self.train_state.others["critic"] = critic.state
-        reward_model = self.spec.align.reward_model
-        scorer = RewardScorer(self.spec, reward_model, self.mesh, self.device) if reward_model else None
-        if scorer is not None:
-            self.frozen[REWARD] = scorer.model
+        folder = self.spec.align.reward_model
+        scorer = RewardScorer(self.reward_model(folder), folder) if folder else None
         engine = self.rollout_engine = RolloutEngine(
             self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device
         )
@@ -98,6 +105,13 @@ class OnlineTrainer(PostTrainer):
         if critic is not None:
             self.checkpoints.method_states["critic"] = critic
         engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
+
+    def reward_model(self, folder: str) -> ParallelModel:
+        """An adapter over the policy's base, or a model of its own."""
+        if any(adapter.name == REWARD_ADAPTER for adapter in self.scalar_adapters):
+            return AdapterModel(self.parallel_model, REWARD_ADAPTER)
+        model = self.frozen[REWARD] = load_reward_model(self.spec, folder, self.mesh, self.device)
+        return model
 
     @property
     def positions_per_step(self) -> int:

@@ -4,14 +4,12 @@ policy. Steps, layouts, checkpoints, health and reports are those of pretraining
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from ..data import Batch
 from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
-from ..model.lora import use_adapter
 from ..model.reward_stats import RewardStats, write_stats
+from ..parallel.adapter_model import AdapterModel
 from ..parallel.world import run_on_all_ranks
 from ..plan.devices.machine import Machine
 from ..plan.passes import REFERENCE, TEACHER, reference_is_base
@@ -60,17 +58,12 @@ class PostTrainer(Trainer):
     def reference_forward(self) -> Forward:
         """The forward pass of the frozen reference: with adapters, of the model without them."""
         if reference_is_base(self.spec):
-            return self.base_forward
+            return AdapterModel(self.parallel_model, None).forward
         chosen = self.spec.align.reference
         key = "align.reference" if chosen else "checkpoint.init"
         model = load_frozen(self.spec, chosen or self.spec.checkpoint.init, key, self.mesh, self.device)
         self.frozen[REFERENCE] = model
         return model.forward
-
-    def base_forward(self, batch: Batch, **options: Any) -> Any:
-        """The model without its adapter: a reference that takes no memory."""
-        with use_adapter(self.parallel_model.parts[0], None):
-            return self.parallel_model.forward(batch, **options)
 
 
 def trainer_class(spec: RunSpec) -> type[Trainer]:

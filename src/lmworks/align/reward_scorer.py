@@ -10,6 +10,7 @@ import torch
 from ..data import Batch
 from ..model.reward_stats import read_stats
 from ..parallel.mesh import Mesh
+from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object
 from ..spec import RunSpec, SpecError
 from .frozen_model import load_frozen, model_of
@@ -19,13 +20,9 @@ Packed = Callable[[Sequence[Rollout]], list[tuple[Batch, list[int]]]]
 
 
 class RewardScorer:
-    def __init__(self, spec: RunSpec, folder: str, mesh: Mesh | None, device: torch.device) -> None:
-        if not model_of(folder, "align.reward_model").scalar_head:
-            raise SpecError(
-                f"align.reward_model = {folder!r} is no reward model: train one with align.method = 'reward'"
-            )
-        self.model = load_frozen(spec, folder, "align.reward_model", mesh, device)
-        self.stats = read_stats(Path(folder))
+    def __init__(self, model: ParallelModel, folder: str) -> None:
+        """`folder` has the statistics of the model's rewards."""
+        self.model, self.stats = model, read_stats(Path(folder))
 
     @torch.no_grad()
     def score(self, rollouts: Sequence[Rollout], packed: Packed) -> list[float]:
@@ -40,3 +37,9 @@ class RewardScorer:
         group = None if self.model.mesh is None else self.model.mesh.group("dp")
         found = dict(pair for share in all_gather_object(own, group) for pair in share)
         return [found[number] for number in range(len(rollouts))]
+
+
+def load_reward_model(spec: RunSpec, folder: str, mesh: Mesh | None, device: torch.device) -> ParallelModel:
+    if not model_of(folder, "align.reward_model").scalar_head:
+        raise SpecError(f"align.reward_model = {folder!r} is no reward model: train one with align.method = 'reward'")
+    return load_frozen(spec, folder, "align.reward_model", mesh, device)

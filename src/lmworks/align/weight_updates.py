@@ -10,7 +10,7 @@ from torch import Tensor
 from ..model.lora import split_adapter_name
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
-from ..spec.lora import DEFAULT_ADAPTER
+from ..spec.lora import DEFAULT_ADAPTER, adapter_of
 
 
 class WeightUpdates:
@@ -18,7 +18,7 @@ class WeightUpdates:
 
     def __init__(self, spec: RunSpec, parallel_model: ParallelModel) -> None:
         self.spec, self.parallel_model = spec, parallel_model
-        self.names = {name for name in parallel_model.names() if split_adapter_name(name) is None}
+        self.names = {name for name in parallel_model.names() if not adapter_of(name)}
         self.adapted = {f"{layer}.weight" for name in parallel_model.names() if (layer := layer_of(name))}
         self.sent: set[str] = set()  # frozen weights that the sampler has a copy of
 

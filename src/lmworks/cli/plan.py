@@ -24,7 +24,7 @@ from .plan_validate import predict as predict_table
 if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
     from ..plan.exact.exchanges import Collective
-    from ..plan.memory.phases import PhaseSheet
+    from ..plan.memory.phases import ModelMemory, PhaseSheet
     from ..plan.predict import Prediction
     from ..plan.round_time import RunTime
 
@@ -392,6 +392,12 @@ def print_stages(stages: list[dict[str, float]]) -> None:
         print_table("By pipeline rank, GiB", ["rank", *names], rows)
 
 
+def sharing(model: ModelMemory) -> str:
+    if not model.shares:
+        return ""
+    return f"an adapter over the {model.shares}'s base" if model.weights else f"the {model.shares} without its adapters"
+
+
 def print_phases(sheet: PhaseSheet) -> None:
     """Models of post-training, and the peak of each phase."""
     rows = [
@@ -400,7 +406,7 @@ def print_phases(sheet: PhaseSheet) -> None:
             short(model.parameters),
             short(model.trained) if model.trained else "–",
             *(binary_bytes(size) for size in (model.weights, model.gradients, model.optimizer)),
-            f"the {model.shares} without its adapters" if model.shares else "",
+            sharing(model),
         ]
         for model in sheet.models
     ]

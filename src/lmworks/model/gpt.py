@@ -257,6 +257,7 @@ class GPT(nn.Module):
         self.score = Linear(spec.hidden, 1, bias=False) if last and spec.scalar_head else None
         own_head = last and not spec.tie_embeddings and not spec.scalar_head
         self.head = Linear(spec.hidden, spec.vocab, bias=False) if own_head else None
+        self.scalar_heads = nn.ModuleDict()  # of adapters: see `lora.add_scalar_adapter`
         self.score_grad_share = 1.0  # 1/n where n ranks compute the same values and sum the gradients of their input
         if not next(self.parameters()).is_meta:
             self.init_weights(seed)
@@ -285,8 +286,8 @@ class GPT(nn.Module):
         x = self.states(tokens, positions, attend)
         if self.norm is None:
             return x
-        if self.score is not None:
-            return self.values(self.norm(x))
+        if (score := self.scalar_head()) is not None:
+            return self.values(self.norm(x), score)
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
         x = self.norm(x)
@@ -324,12 +325,20 @@ class GPT(nn.Module):
         assert self.norm is not None, "only the last part of a network has a head"
         return soft_cap(self.project(self.norm(states), self.head_weight), self.spec.final_softcap)
 
-    def values(self, states: Tensor) -> Tensor:
-        """One number per token, fp32: the scalar head of a reward model or a critic."""
-        assert self.score is not None
+    def scalar_head(self) -> nn.Module | None:
+        """Of the active adapter, or of the network; None: it is a language model."""
+        for name, head in self.scalar_heads.items():
+            active = self.layers()[0].active_adapter
+            if active is not None and active.name == name:
+                return head
+        return self.score
+
+    def values(self, states: Tensor, score: nn.Module) -> Tensor:
+        """One number per token, fp32: by the scalar head of a reward model or a critic."""
         if self.score_grad_share != 1.0:
             states = ScaleGradient.apply(states, self.score_grad_share)
-        return self.score(states).squeeze(-1).float()
+        values: Tensor = score(states).squeeze(-1).float()
+        return values
 
     def layers(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks.values()))

@@ -2,7 +2,7 @@
 
 `add_adapters` is a pass over a built model: it freezes all weights, and the target layers get one module for each
 adapter name. One adapter is active at a time, or none, which is the base model: a reference model costs nothing, and
-a reward model or a critic costs another adapter.
+a reward model or a critic costs another adapter and a scalar head (`add_scalar_adapter`).
 
     with use_adapter(model, None):      # the base model
         reference = model(tokens)
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec import SpecError, components
-from ..spec.lora import ADAPTERS, LoraSpec, block_adapter_weights, target_linears
+from ..spec.lora import ADAPTERS, LoraSpec, ScalarAdapter, adapter_of, block_adapter_weights, target_linears
 from .moe import MoE
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class LayerAdapters(nn.ModuleDict):
         self.active = active
 
     def forward(self, x: Tensor, y: Tensor, weight: WeightRows, rows: slice | None = None) -> Tensor:
-        name = self.active.name
-        return y if name is None else cast(Tensor, self[name](x, y, weight, rows))
+        name = self.active.name or ""
+        return cast(Tensor, self[name](x, y, weight, rows)) if name in self else y
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scale: float, magnitude: Tensor | None) -> Tensor:
@@ -124,11 +124,33 @@ def add_adapters(model: GPT, lora: LoraSpec, names: tuple[str, ...], active: Act
         for linear, layer in target_layers(block, model, lora):
             layer.adapters = LayerAdapters(active)
             for name in names:
-                adapter = LowRankAdapter(linear.inputs, linear.outputs, lora)
-                layer.adapters[name] = adapter.to(layer.weight.device, layer.weight.dtype)
+                layer.adapters[name] = new_adapter(linear, layer, lora)
             block.attention_linears += 2 * linear.name.startswith("attention.")
         if model.spec.experts:
             cast(MoE, block.mlp).balance_rate = 0.0  # a frozen router keeps its choice bias
+
+
+def add_scalar_adapter(model: GPT, adapter: ScalarAdapter) -> None:
+    """After `add_adapters`: one more adapter, with which the network gives one number per token."""
+    from .gpt import Linear
+
+    model.adapter_weights += tuple(block_adapter_weights(model.spec, adapter.lora, (adapter.name,)))
+    for block in model.layers():
+        active = block.active_adapter
+        assert active is not None
+        for linear, layer in target_layers(block, model, adapter.lora):
+            if layer.adapters is None:  # no target of the first adapter
+                layer.adapters = LayerAdapters(active)
+            added = new_adapter(linear, layer, adapter.lora)
+            layer.adapters[adapter.name] = added.requires_grad_(adapter.trained)
+    if model.norm is not None:
+        weight = next(model.norm.parameters())
+        head = Linear(model.spec.hidden, 1, bias=False, device=weight.device, dtype=weight.dtype)
+        model.scalar_heads[adapter.name] = head.requires_grad_(adapter.trained)
+
+
+def new_adapter(linear: components.Linear, layer: Linear, lora: LoraSpec) -> LowRankAdapter:
+    return LowRankAdapter(linear.inputs, linear.outputs, lora).to(layer.weight.device, layer.weight.dtype)
 
 
 def target_layers(block: Block, model: GPT, lora: LoraSpec) -> list[tuple[components.Linear, Linear]]:
@@ -141,6 +163,8 @@ def use_adapter(model: GPT, name: str | None) -> Iterator[None]:
     block = model.layers()[0]
     if block.active_adapter is None:
         raise SpecError("the model has no adapters: set lora.rank, e.g. 16")
+    if name is not None and name not in (names := {adapter_of(weight.name) for weight in model.adapter_weights}):
+        raise SpecError(f"the model has no adapter {name!r}; it has {', '.join(sorted(names))}")
     with block.active_adapter.use(name):
         yield
 
@@ -178,6 +202,8 @@ def init_adapters(model: GPT, seed: int) -> None:
         if place := split_adapter_name(name):
             base = partial(parameters.__getitem__, f"{place[0]}.weight")
             parameter.copy_(initial_adapter(seed, name, parameter.shape, base))
+        elif adapter_of(name):  # a scalar head
+            parameter.zero_()
 
 
 @torch.no_grad()
@@ -192,4 +218,4 @@ def merge_adapter(model: GPT, name: str) -> None:
                 linear.weight.copy_(merged_weight(linear.weight, one.lora_A, one.lora_B, one.scale, one.magnitude))
                 linear.adapters = None
         block.active_adapter = None
-    model.adapter_weights = ()
+    model.adapter_weights, model.scalar_heads = (), nn.ModuleDict()

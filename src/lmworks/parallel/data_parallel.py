@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..spec.lora import adapter_of
 
 
 @dataclass
@@ -28,6 +30,12 @@ class Shard:
     # The 16 bits below a bf16 leaf with which it is an fp32 number, where its optimizer keeps a master
     # (kernels.training.adamw).
     low: Tensor | None = None
+
+
+def trained_parameters(part: nn.Module, adapter: str = "") -> dict[str, nn.Parameter]:
+    """What a strategy updates: all that is trained, or that of one adapter where several over one base are."""
+    named = {name: weight for name, weight in part.named_parameters() if weight.requires_grad}
+    return {name: weight for name, weight in named.items() if not adapter or adapter_of(name) == adapter}
 
 
 def take_low_bits(weight: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ all-reduced over the copies. Expert weights are cut over "edp", the ranks that h
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ..model import GPT
 from ..spec import PrecisionSpec, RunSpec
-from .data_parallel import Shard, take_low_bits
+from .data_parallel import Shard, take_low_bits, trained_parameters
 from .mesh import Mesh
 
 
@@ -41,7 +42,7 @@ class FSDP2:
 
     loss_factor = 1.0  # gradients are summed
 
-    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str]) -> None:
+    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], adapter: str = "") -> None:
         self.part, self.experts = part, experts
         layout = spec.parallel
         reduce = reduce_dtype(spec.precision)
@@ -67,8 +68,15 @@ class FSDP2:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # else a factor of 1 asks for an operation only NCCL has
         self.prefetch(layout.prefetch)
+        self.adapter = adapter  # whose weights are the shards; empty: all that are trained
         self.shard_list: list[Shard] = []
         self.sharded: list[DTensor] = []  # the parameter behind each of them
+
+    def of_adapter(self, adapter: str) -> FSDP2:
+        """The same units, with the shards of another adapter."""
+        other = copy.copy(self)
+        other.adapter, other.shard_list, other.sharded = adapter, [], []
+        return other
 
     def prefetch(self, ahead: int) -> None:
         """Gather the next `ahead` blocks while one runs."""
@@ -103,9 +111,7 @@ class FSDP2:
         """A rank past the last row of a small weight has an empty leaf."""
         if not self.shard_list:
             self.reshard()
-            for name, parameter in self.part.named_parameters():
-                if not parameter.requires_grad:  # it is sharded and gathered all the same
-                    continue
+            for name, parameter in trained_parameters(self.part, self.adapter).items():  # others are sharded, too
                 assert isinstance(parameter, DTensor)
                 leaf, rows = nn.Parameter(local(parameter)), "edp" if name in self.experts else "shard"
                 self.shard_list.append(Shard(name, leaf, parameter.shape, rows, take_low_bits(parameter)))

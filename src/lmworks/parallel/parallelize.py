@@ -13,13 +13,15 @@ parts take seconds to import.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..model import GPT
 from ..model.activation_checkpointing import SELECTIVE_POLICIES, checkpointed_forward
 from ..model.activation_offload import Offload
 from ..model.gpt import Block, LayerNorm
-from ..model.lora import ActiveAdapter, add_adapters
+from ..model.lora import ActiveAdapter, add_adapters, add_scalar_adapter
 from ..model.quantized_weight import quantize_base
 from ..model.training_fusion import fuse_gelu_epilogues
 from ..plan.activation_offload import block_budgets
@@ -27,6 +29,7 @@ from ..plan.pipelines.stages import Stage, stages_of_rank
 from ..plan.policies import policies
 from ..spec import RunSpec
 from ..spec.layout import SPLIT_BACKWARD
+from ..spec.lora import ScalarAdapter
 from .data_parallel import DataParallel
 from .ddp import DDP
 from .expert_parallel import apply_expert_parallel, expert_names, sum_balance_loss_over_cp
@@ -48,22 +51,27 @@ def parallelize(
     weights: Source,
     stages: list[Stage] | None = None,
     frozen: bool = False,
+    scalar_adapters: Sequence[ScalarAdapter] = (),
 ) -> ParallelModel:
     """This rank's part of the model, ready for its first step; `stages` replace those of its pipeline rank.
 
     `frozen`: a model that is only evaluated (a reference, a reward model). Its weights are sharded like those of the
     policy under tensor and expert parallelism and FSDP2, and whole on every rank under DDP and ZeRO 1 and 2; it has no
-    gradient buffers.
+    gradient buffers. `scalar_adapters`: a critic or a reward model over the same base (`adapter_model.py`).
     """
     sharding = ShardingPlan()
     parts: dict[int, GPT] = {}
     strategies: dict[int, DataParallel] = {}
     active = ActiveAdapter(spec.adapters[0]) if spec.adapters else None  # of all stages of this rank
+    several = any(adapter.trained for adapter in scalar_adapters)
+    own = spec.adapters[0] if several else ""  # what this model updates of the network
     for stage in stages or stages_of_rank(spec, mesh.rank("pp") if mesh else 0):
         with torch.device("meta"):
             part = GPT(spec.model, layers=stage.layers, first=stage.first, last=stage.last)
         if active is not None:
             add_adapters(part, spec.lora, spec.adapters, active)
+            for adapter in scalar_adapters:
+                add_scalar_adapter(part, adapter)
         cast_weights(spec.precision, part)
         experts: set[str] = set()
         if mesh is not None:
@@ -87,7 +95,7 @@ def parallelize(
             compile_blocks(part, spec, mesh)
         if spec.parallel.engine == "native":
             autocast_forward(spec.precision, part, device)
-        strategies[stage.index] = apply_data_parallel(part, spec, mesh, experts, sharding, device, weights, frozen)
+        strategies[stage.index] = apply_data_parallel(part, spec, mesh, experts, sharding, device, weights, frozen, own)
         parts[stage.index] = part
     pipeline = None
     if mesh is not None and mesh.size("pp") > 1:
@@ -132,6 +140,7 @@ def apply_data_parallel(
     device: torch.device,
     weights: Source,
     frozen: bool,
+    adapter: str,
 ) -> DataParallel:
     """Give a part its weights, and wrap it in its data-parallel strategy."""
     layout = spec.parallel
@@ -141,29 +150,32 @@ def apply_data_parallel(
     if mesh is not None and fsdp2 and layout.engine == "native" and not has_no_replicas(spec, mesh):
         from .fsdp2 import FSDP2
 
-        strategy = FSDP2(part, spec, mesh, experts)  # before the part has memory
+        strategy = FSDP2(part, spec, mesh, experts, adapter)  # before the part has memory
         weight_device = torch.device("cpu") if layout.offload == "full" else device
         materialise(part, sharding, mesh, device, weights, weight_device, master)
     else:
         materialise(part, sharding, mesh, device, weights, device, master)
-        strategy = SingleRank(part) if frozen else wrap_data_parallel(part, spec, mesh, experts)
+        strategy = SingleRank(part) if frozen else wrap_data_parallel(part, spec, mesh, experts, adapter)
     return HostOptimizer(strategy) if layout.offload == "optimizer" and not frozen else strategy
 
 
-def wrap_data_parallel(part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str]) -> DataParallel:
+def wrap_data_parallel(
+    part: GPT, spec: RunSpec, mesh: Mesh | None, experts: set[str], adapter: str = ""
+) -> DataParallel:
+    """`adapter`: the one whose weights are updated, where several are trained."""
     layout = spec.parallel
     if mesh is None or has_no_replicas(spec, mesh) or layout.engine == "deepspeed":  # DeepSpeed wraps the part later
-        return SingleRank(part)
+        return SingleRank(part, adapter)
     if layout.strategy == "fsdp1":
         from .fsdp1 import FSDP1
 
         return FSDP1(part, spec, mesh, experts)
     if layout.strategy == "zero":
-        return Zero(part, spec, mesh, experts, layout.zero)
-    if layout.pp > 1 or layout.ep > 1 or len(spec.adapters) > 1:
+        return Zero(part, spec, mesh, experts, layout.zero, adapter)
+    if layout.pp > 1 or layout.ep > 1 or adapter:
         # PyTorch's DDP loses its reduction in a split backward pass, knows one group for all gradients, and waits for
         # those of weights that a pass does not use.
-        return Zero(part, spec, mesh, experts, 0)
+        return Zero(part, spec, mesh, experts, 0, adapter)
     return DDP(part, spec, mesh, experts)
 
 

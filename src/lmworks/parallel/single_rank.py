@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..model import GPT
-from .data_parallel import Shard, take_low_bits
+from .data_parallel import Shard, take_low_bits, trained_parameters
 
 
 class SingleRank:
     loss_factor = 1.0
 
-    def __init__(self, part: GPT) -> None:
+    def __init__(self, part: GPT, adapter: str = "") -> None:
         self.part = part
-        trained = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
-        self.shard_list = [Shard(name, p, p.shape, None, take_low_bits(p)) for name, p in trained]
+        trained = trained_parameters(part, adapter)
+        self.shard_list = [Shard(name, p, p.shape, None, take_low_bits(p)) for name, p in trained.items()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.part(*args, **kwargs)

@@ -220,9 +220,8 @@ class TensorParallelizer:
         if part.norm is not None:
             part.norm.register_forward_hook(on_output(self.region.enter_in_autocast_dtype))
             part.register_forward_pre_hook(check_keep_logits, with_kwargs=True)
-            if part.score is not None:
-                part.score_grad_share = 1 / self.mesh.size("tp")
-            else:
+            part.score_grad_share = 1 / self.mesh.size("tp")
+            if part.score is None:
                 part.cross_entropy = partial(linear_cross_entropy, chunk=VocabParallelCrossEntropy(self.mesh))
                 shard = vocab_shard(part.head_weight, self.mesh)
                 part.token_logprobs = partial(linear_logprobs, shard=shard)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from ..model import GPT
 from ..spec import RunSpec
-from .data_parallel import Shard, take_low_bits
+from .data_parallel import Shard, take_low_bits, trained_parameters
 from .mesh import Mesh
 
 IN_FLIGHT = 2  # buckets: one is filled or emptied while the other is in flight
@@ -39,10 +39,10 @@ class Zero:
 
     loss_factor = 1.0  # gradients are summed
 
-    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], stage: int) -> None:
+    def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], stage: int, adapter: str = "") -> None:
         self.part, self.stage = part, stage
         self.dtype = torch.bfloat16 if spec.precision.reduce == "bf16" else torch.float32
-        named = {name: weight for name, weight in part.named_parameters() if weight.requires_grad}
+        named = trained_parameters(part, adapter)
         order = list(reversed(named))  # gradients come last weight first
         placed: list[tuple[int, Bucket]] = []
         for axis, names in split_by_axis(order, experts, stage).items():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..spec import Cluster, Gpu, Grid, ModelSpec, RunSpec, components
 from ..spec.lora import block_adapter_weights
 from .exact.optimizers import optimizer_of
-from .passes import CROSS_ENTROPY, head_of, teacher_shape
+from .passes import CROSS_ENTROPY, critic_adapter, head_of, teacher_shape
 from .software import Software, software_of
 
 Number = float | NDArray[Any]
@@ -62,6 +62,7 @@ class Case:
     device: str = "cuda"  # or "cpu", whose kernels save other tensors
     # Low-rank adapters of a block; where there are any, all other weights are frozen.
     adapters: tuple[components.Weight, ...] = ()
+    several_adapters: bool = False  # another one over the same base is trained, too: PPO's critic
     frozen_base: str = ""  # format of the frozen weights of linear layers (lora.base)
 
     @classmethod
@@ -102,6 +103,7 @@ class Case:
             head=head_of(spec, spec.model),
             teacher=teacher_shape(spec),
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
+            several_adapters=critic_adapter(spec) is not None,
             frozen_base=spec.lora.base,
         )
 
@@ -164,15 +166,15 @@ class Case:
     def sharding(self) -> str:
         """Of one candidate, as parallelize.py decides: alone, ddp, zero0, zero1, zero2, fsdp1 or fsdp2 (ZeRO-3 too).
 
-        "alone": nobody else has other data, and nothing has to meet. "zero0" is DDP with a group of its own for experts
-        and with gradients that may come in two halves, which PyTorch's DDP can do neither of. FSDP1 without shards is
-        "ddp", but for its flat parameters.
+        "alone": nobody else has other data, and nothing has to meet. "zero0" is DDP with a group of its own for
+        experts, with gradients that may come in two halves, or of one adapter of several: PyTorch's DDP can do none of
+        it. FSDP1 without shards is "ddp", but for its flat parameters.
         """
         kind = self.strategy or ("ddp", "zero", "zero", "fsdp2")[self.zero]
         kind = f"zero{self.zero}" if kind == "zero" else kind
         if self.dp * self.cp == 1 and self.offload != "full":
             return "alone"
-        if kind == "ddp" and (self.pp > 1 or self.ep > 1):
+        if kind == "ddp" and (self.pp > 1 or self.ep > 1 or self.several_adapters):
             return "zero0"
         return "fsdp2" if kind == "zero3" else kind
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec
-from ..spec.load import shape_of
+from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec, SpecError
+from ..spec.load import adapter_options, shape_of
 from ..spec.presets import PRESETS
 
 POLICY, REFERENCE, REWARD, CRITIC, TEACHER = "policy", "reference", "reward model", "critic", "teacher"
@@ -43,7 +43,7 @@ class HeldModel:
     name: str
     run: RunSpec  # of which it is the model
     trained: bool
-    weights_of: str = ""  # the model whose weights it uses ("": its own)
+    weights_of: str = ""  # the model whose weights it uses, with the adapter of `run` if it has one ("": its own)
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,21 @@ def held_models(spec: RunSpec) -> dict[str, HeldModel]:
         shape = planned_shape(align.reference, "align.reference", spec.model)
         models[REFERENCE] = HeldModel(REFERENCE, frozen_run(spec, shape), False, shared)
     if align.online and align.reward_model:
-        shape = planned_shape(align.reward_model, "align.reward_model", spec.model).replace(scalar_head=True)
-        models[REWARD] = HeldModel(REWARD, frozen_run(spec, shape), False)
+        if lora := reward_adapter(spec):
+            run = frozen_run(spec, spec.model.replace(scalar_head=True), lora=lora)
+            models[REWARD] = HeldModel(REWARD, run, False, POLICY)
+        else:
+            shape = planned_shape(align.reward_model, "align.reward_model", spec.model).replace(scalar_head=True)
+            models[REWARD] = HeldModel(REWARD, frozen_run(spec, shape), False)
     if (teacher := teacher_shape(spec)) is not None:
         models[TEACHER] = HeldModel(TEACHER, frozen_run(spec, teacher), False)
     if align.method == "ppo":
-        folder = align.critic or align.reward_model or spec.checkpoint.init
-        shape = planned_shape(folder, "align.critic", spec.model)
-        models[CRITIC] = HeldModel(CRITIC, critic_run(spec, shape), True)
+        if lora := critic_adapter(spec):
+            models[CRITIC] = HeldModel(CRITIC, critic_run(spec, spec.model, lora=lora), True, POLICY)
+        else:
+            folder = align.critic or align.reward_model or spec.checkpoint.init
+            shape = planned_shape(folder, "align.critic", spec.model)
+            models[CRITIC] = HeldModel(CRITIC, critic_run(spec, shape), True)
     return models
 
 
@@ -83,6 +90,32 @@ def trained_model(spec: RunSpec) -> str:
 def reference_is_base(spec: RunSpec) -> bool:
     """Whether the reference is the policy without its adapters: it needs no weights of its own."""
     return bool(spec.adapters) and not spec.align.reference
+
+
+def reward_adapter(spec: RunSpec) -> LoraSpec | None:
+    """Of a reward model that is an adapter over the policy's base; None: it is a whole model."""
+    folder = spec.align.reward_model
+    lora = adapter_options(Path(folder), spec.model) if folder else None
+    if lora is not None and not spec.adapters:
+        raise SpecError(
+            f"align.reward_model = {folder!r} is an adapter, which needs a policy with adapters over the same base: "
+            "set lora.rank, or make a whole model of it with `lmworks checkpoint export`"
+        )
+    return lora
+
+
+def critic_adapter(spec: RunSpec) -> LoraSpec | None:
+    """Of PPO's critic, where it is an adapter over the policy's base; None: it is a whole model.
+
+    So it is where the policy has adapters, unless align.critic names a whole model. It starts as the adapter that
+    align.critic names, else as that of the reward model, else as a new one with the options of the policy's.
+    """
+    align = spec.align
+    if align.method != "ppo" or not spec.adapters:
+        return None
+    if align.critic:
+        return adapter_options(Path(align.critic), spec.model)
+    return reward_adapter(spec) or spec.lora
 
 
 def planned_shape(folder: str, key: str, default: ModelSpec) -> ModelSpec:
@@ -97,25 +130,25 @@ def teacher_shape(spec: RunSpec) -> ModelSpec | None:
     return planned_shape(spec.align.teacher, "align.teacher", spec.model) if spec.align.method == "distill" else None
 
 
-def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
+def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "", lora: LoraSpec | None = None) -> RunSpec:
     """A run with the layout of this one whose model is only evaluated; its weights come from `folder`."""
     return spec.replace(
         model=model.replace(attention=spec.model.attention),
         checkpoint=spec.checkpoint.replace(init=folder),
         align=AlignSpec(method="reward" if model.scalar_head else ""),
-        lora=LoraSpec(),
+        lora=lora or LoraSpec(),
         data=spec.data.replace(kind="auto"),
     )
 
 
-def critic_run(spec: RunSpec, model: ModelSpec, folder: str = "") -> RunSpec:
+def critic_run(spec: RunSpec, model: ModelSpec, folder: str = "", lora: LoraSpec | None = None) -> RunSpec:
     """The critic as a run of its own: its shape, start and learning rate; layout and precision of the policy."""
     return spec.replace(
         model=model.replace(scalar_head=True, attention=spec.model.attention),
         checkpoint=spec.checkpoint.replace(init=folder),
         align=AlignSpec(method="reward"),
         data=spec.data.replace(kind="auto", global_batch=spec.data.global_batch),
-        lora=LoraSpec(),
+        lora=lora or LoraSpec(),
         optim=spec.optim.replace(lr=spec.align.critic_lr or 10 * spec.optim.lr),
     )
 

@@ -129,7 +129,7 @@ def round_seconds(spec: RunSpec, gpu: Gpu, mean_tokens: float = 0.0) -> list[Pha
     for one in passes(spec):
         head = STATES if one.model == TEACHER else case.head
         head = SCALAR if models[one.model].run.model.scalar_head else head
-        adapters = case.adapters if one.model == POLICY else ()
+        adapters = Case.of(models[one.model].run).adapters
         own = case.replace(model=models[one.model].run.model, micro_batch=one.rows, head=head, adapters=adapters)
         seconds = updates * update_seconds(own) if one.backward else whole * forward_seconds(own)
         found.append(PhaseTime(one.phase, one.model, seconds))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ..plan.exact.collectives import collectives
 from ..plan.exact.exchanges import Calls
 from ..plan.exact.shards import local_shapes
-from ..plan.memory.rank_weights import frozen_resident, on_host, resident
+from ..plan.memory.rank_weights import Resident, adapter_resident, frozen_resident, on_host, resident
 from ..plan.passes import held_models
 from ..spec import Grid, RunSpec
 from ..spec.grid import AXES, JOINED, shorten
@@ -36,10 +37,12 @@ def disagreements(spec: RunSpec, ranks: list[RankRecord]) -> list[str]:
     sent, follows from their lengths.
     """
     found = []
-    own = {name: model.run for name, model in held_models(spec).items() if not model.trained and not model.weights_of}
+    models = held_models(spec).values()
+    own = {model.name: model.run for model in models if not model.trained and not model.weights_of}
+    adapters = [model.run for model in models if model.weights_of and model.run.adapters]
     for rank, record in enumerate(ranks):
         for where, real, planned in (
-            ("device", record.device, resident(spec, rank)),
+            ("device", record.device, with_adapters(resident(spec, rank), adapters, rank)),
             ("host", record.host, on_host(spec, rank)),
         ):
             if real != planned:
@@ -57,6 +60,16 @@ def disagreements(spec: RunSpec, ranks: list[RankRecord]) -> list[str]:
         spec,
         [call_table(record.collectives, spec, rank) for rank, record in enumerate(ranks)],
         [record.lengths for record in ranks],
+    )
+
+
+def with_adapters(state: Resident, adapters: list[RunSpec], rank: int) -> Resident:
+    """A model whose network has further adapters: a critic's, a reward model's."""
+    beside = [adapter_resident(run, rank) for run in adapters]
+    return replace(
+        state,
+        parameters=state.parameters + sum(one.parameters for one in beside),
+        parameter_padding=state.parameter_padding + sum(one.parameter_padding for one in beside),
     )
 
 

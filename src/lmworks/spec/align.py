@@ -103,9 +103,17 @@ class AlignSpec(Section):
         ge=-1,
     )
     kl_stop: float = opt(0.0, "online: end the run where the KL divergence of an answer exceeds this (0: never)", ge=0)
-    reward_model: str = opt("", "online: folder of a reward model, whose value at the last token joins the rewards")
+    reward_model: str = opt(
+        "",
+        "online: folder of a reward model, whose value at the last token joins the rewards (with lora.rank it may be "
+        "an adapter over the policy's base)",
+    )
     # PPO: a critic estimates the value of every token.
-    critic: str = opt("", "ppo: folder that the critic starts from (empty: align.reward_model, else checkpoint.init)")
+    critic: str = opt(
+        "",
+        "ppo: folder that the critic starts from (empty: align.reward_model, else checkpoint.init; with lora.rank "
+        "it is a further adapter over the policy's base, unless this names a whole model)",
+    )
     critic_head: str = opt("zeros", "ppo: a new scalar head of the critic", choices=("zeros", "normal"))
     critic_lr: float = opt(0.0, "ppo: peak learning rate of the critic (0: ten times optim.lr)", ge=0)
     gamma: float = opt(1.0, "ppo: discount of later rewards", ge=0, le=1)

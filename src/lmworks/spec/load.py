@@ -9,8 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import components
 from .errors import SpecError, did_you_mean, suggestion
 from .hf_config import spec_of_config
+from .lora import LoraSpec
+from .model import ModelSpec
 from .presets import PRESETS
 from .run import RunSpec
 from .schema import merge
@@ -81,6 +84,29 @@ def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:
         return spec_of_config(config).to_dict()
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
+
+
+def adapter_options(folder: Path, model: ModelSpec) -> LoraSpec | None:
+    """Of a run that trains an adapter, or of a folder in PEFT's format; None: the folder is no adapter.
+
+    PEFT's names of layers are those of the Llama layout; where others stand, every layer is taken to have an adapter.
+    """
+    if (folder / "spec.toml").is_file():
+        lora = RunSpec.from_dict(read_toml(folder / "spec.toml")).lora
+        return lora if lora.rank else None
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpecError(f"{path}: cannot be read as the options of an adapter ({error!r})") from None
+    named = config.get("target_modules")
+    ends = tuple(f".{end}" for end in named) if isinstance(named, list) else ()
+    targets = [linear.name for linear in components.linears(model) if f".{linear.hf}".endswith(ends)]
+    rslora, dora = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    return LoraSpec(rank=rank, alpha=alpha, targets=targets if ends else [], rslora=rslora, dora=dora)
 
 
 def near_examples(path: Path) -> list[str]:

@@ -4,7 +4,8 @@
     DoRA     y = m / ‖W + scale · B·A‖ · (W·x + scale · B·A·x)    the norm of each output row, m trained as well
     QLoRA    either, over frozen weights in 4 or 8 bits
 
-Several named adapters can stand over one base; `RunSpec.adapters` names those of a run.
+Several named adapters can stand over one base: the one that a run trains (`RunSpec.adapters`), and with reinforcement
+learning those of a critic and of a reward model, each with a scalar head of its own (`ScalarAdapter`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 BASES = ("", "int8", "nf4")
 DEFAULT_ADAPTER = "default"  # as PEFT names the first
+CRITIC_ADAPTER, REWARD_ADAPTER = "critic", "reward"
 ADAPTERS = "adapters"  # the module of a linear layer that holds them: blocks.0.attention.q.adapters.default.lora_A
+SCALAR_HEADS = "scalar_heads"  # the module of a network that holds those of adapters: scalar_heads.critic.weight
 NF4_BLOCK, NF4_GROUP = 64, 256  # numbers with one scale; scales with one scale of their own
 MAX_PIECES = 8  # of a quantized weight
 ROUTED = ("mlp.router", "mlp.gate", "mlp.up", "mlp.down")  # of a mixture of experts
@@ -59,6 +62,23 @@ class LoraSpec(Section):
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class ScalarAdapter:
+    """An adapter with a scalar head over the base of a policy: a critic, which is trained, or a reward model."""
+
+    name: str
+    lora: LoraSpec
+    trained: bool
+
+
+def adapter_of(name: str) -> str:
+    """The adapter that a weight belongs to; empty for the weights of the base."""
+    _, found, rest = name.partition(f".{ADAPTERS}.")
+    if not found:
+        _, found, rest = name.partition(f"{SCALAR_HEADS}.")
+    return rest.partition(".")[0] if found else ""
 
 
 def check_lora(run: RunSpec) -> None:

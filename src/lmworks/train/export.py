@@ -80,6 +80,8 @@ def export(
         begin(out, about)
         write_peft(out, spec.model, spec.lora, {name: own_read(name) for name in own}, spec.checkpoint.init)
         finish(out, about, there, tokenizer)
+        if spec.model.scalar_head and place.run:
+            copy_stats(place.run.path, out, manifest.step)
         size = sum(parameter.numel() for parameter in own.values())
         return Export(out, manifest.step, size, [WEIGHTS], isinstance(tokenizer, FileTokenizer))
     with torch.device("meta"):

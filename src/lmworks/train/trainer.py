@@ -41,6 +41,7 @@ from ..plan.predict import predict
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.files import check_writable, with_absolute_paths, write_whole
+from ..spec.lora import ScalarAdapter
 from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .base_model import base_weights, find_base
 from .checkpoint_manager import CheckpointManager
@@ -81,6 +82,7 @@ class Trainer(Stepper):
     prefetcher: BatchStream | None = None  # while the loop runs
     resume_from: int | None = None  # the step to resume from, if the user chose one
     start_step: int | None = None  # at which this attempt began
+    scalar_adapters: tuple[ScalarAdapter, ...] = ()  # over the base of the model, beside the one that is trained
 
     def __init__(
         self,
@@ -175,7 +177,10 @@ class Trainer(Stepper):
         seed_everything(self.spec.seed)
         self.parallel_model = run_on_all_ranks(
             lambda: with_oom_report(
-                self.describe_oom, lambda: parallelize(self.spec, self.mesh, self.device, self.weights)
+                self.describe_oom,
+                lambda: parallelize(
+                    self.spec, self.mesh, self.device, self.weights, scalar_adapters=self.scalar_adapters
+                ),
             )
         )
         self.optimizer = make_optimizer(

@@ -26,7 +26,7 @@ from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
 from .peak_memory import Activations, logprob_chunk_bytes
-from .rank_weights import Place, Resident, frozen_resident, on_device, resident
+from .rank_weights import Place, Resident, adapter_resident, frozen_resident, on_device, resident
 from .reserve import WORKSPACES, capacity, reserve
 
 MAX_SEQS = {"cuda": 1024, "cpu": 64}  # as in align/rollout_engine.py, which a test compares
@@ -44,7 +44,7 @@ class ModelMemory:
     weights: int
     gradients: int
     optimizer: int  # states and master weights
-    shares: str = ""  # whose weights it uses
+    shares: str = ""  # whose weights it uses; those that are counted here are of its adapter
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
         work = round(max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored))
         names = tuple(dict.fromkeys(one.model for one in scored))
         found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), work))
-    by_name = {model.name: model for model in models}
     for one in passes(spec):
         if one.backward:
-            step, model = updates[one.model], by_name[one.model]
-            working = step.peak - model.weights - model.optimizer - step.gradients
+            step, alone = updates[one.model], resident(held[one.model].run, rank)
+            states = alone.parameters + alone.parameter_padding + alone.optimizer + alone.master
+            working = step.peak - states - step.gradients
             found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
     return PhaseSheet(models, engine, tuple(found), hand_over_bytes(spec) if engine else None)
 
@@ -131,26 +131,19 @@ def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelM
 
 
 def model_memory(model: HeldModel, rank: int) -> ModelMemory:
-    params = model.run.model.params
+    run, case = model.run, Case.of(model.run)
+    adapter = run.model.layers * sum(weight.size for weight in case.adapters)
+    parameters = run.model.params + adapter  # adapters are no part of ModelSpec.params
+    if model.weights_of:
+        held = adapter_resident(run, rank) if adapter else Resident()
+    else:
+        held = resident(run, rank) if model.trained else on_device(frozen_resident(run, rank), run.parallel.offload)
+    weights = held.parameters + held.parameter_padding
     if not model.trained:
-        held = (
-            Resident() if model.weights_of else on_device(frozen_resident(model.run, rank), model.run.parallel.offload)
-        )
-        return ModelMemory(model.name, params, 0, held.parameters + held.parameter_padding, 0, 0, model.weights_of)
-    held, case = resident(model.run, rank), Case.of(model.run)
-    blocks = model.run.model.layers
-    trained = blocks * sum(weight.size for weight in case.adapters)
-    extra = trained  # adapters are no part of ModelSpec.params
-    if model.run.model.scalar_head and trained:
-        trained += model.run.model.hidden
-    return ModelMemory(
-        model.name,
-        params + extra,
-        trained or params,
-        held.parameters + held.parameter_padding,
-        held.gradients + held.gradient_padding,
-        held.optimizer + held.master,
-    )
+        return ModelMemory(model.name, parameters, 0, weights, 0, 0, model.weights_of)
+    trained = adapter + run.model.hidden * run.model.scalar_head if adapter else parameters
+    gradients, states = held.gradients + held.gradient_padding, held.optimizer + held.master
+    return ModelMemory(model.name, parameters, trained, weights, gradients, states, model.weights_of)
 
 
 def resting_gradients(spec: RunSpec, policy: ModelMemory) -> int:

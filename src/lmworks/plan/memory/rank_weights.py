@@ -349,6 +349,17 @@ def frozen_resident(spec: RunSpec, rank: int) -> Resident:
     return Resident(found.parameters, parameter_padding=found.parameter_padding)
 
 
+def adapter_resident(spec: RunSpec, rank: int) -> Resident:
+    """Of the adapter of a run and its scalar head alone, over weights that another model holds."""
+    case = Case.of(spec)
+    stages = rank_stages(case, case.grid.coordinates(rank)["pp"])
+    units_held = [unit for stage in stages for unit in units(case, stage) if unit.trained]
+    held = [(replace(unit, weights=unit.trained), 1) for unit in units_held]
+    whole = sum(weight.size for unit, _ in held for weight in unit.weights)
+    state = resident_of_one(case, Place.of(case.grid, rank), held, whole)
+    return on_device(Resident(**{field.name: state[field.name] for field in fields(Resident)}), spec.parallel.offload)
+
+
 def on_device(state: Resident, offload: str) -> Resident:
     if offload == "full":
         return Resident(*(0 * getattr(state, field.name) for field in fields(state)))

@@ -283,7 +283,9 @@ def critic_update(spec: RunSpec, device: str) -> dict[str, Update]:
     critic = held_models(spec).get(CRITIC)
     if critic is None:
         return {}
-    case = run_case(critic.run, device).replace(micro_batch=spec.data.micro_batch, documents=True)
+    several = bool(critic.weights_of)
+    case = run_case(critic.run, device)
+    case = case.replace(micro_batch=spec.data.micro_batch, documents=True, several_adapters=several)
     found = budget(case, 0)
     return {CRITIC: Update(float(found.allocated), float(found.gradients - found.absent))}
 
