@@ -16,9 +16,12 @@ from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.plan.exact.hand_over import hand_over_bytes
 from lmworks.plan.memory.phases import held_beside
+from lmworks.prove.parity import parity
 from lmworks.spec import RunSpec, SpecError
+from lmworks.spec.elastic import sizes
+from lmworks.spec.layouts import choose
 from lmworks.train.rank_memory import storage_bytes
-from post_training import make_spec
+from post_training import make_spec, table
 from tiny import differences, saved
 
 LAYOUTS = {
@@ -136,6 +139,18 @@ def test_every_layout_gives_the_answers_of_one_rank(layout: str, shape: str, tp:
     compare_with_one_rank(make(f"align.engine_tp={tp}", *LAYOUTS[layout]), make(), tmp_path)
 
 
+def test_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
+    """`lmworks prove parity` of a spec whose engines have two ranks."""
+    make_spec(tmp_path, "grpo")
+    given = table(tmp_path / "grpo.jsonl", "grpo")
+    given["align"] |= {"epochs": 5, "engine_tp": 2}
+    given["data"]["global_batch"] = 16
+    with parity({**given, "optim": {"optimizer": "sgd", "lr": 0.1}}, quick=True) as proof:
+        result = proof.prove(choose("fsdp2")[0])
+    assert result.ok, result.failure
+    assert result.tokens > 0
+
+
 def trained_run(_rank: int, spec: RunSpec, run: Path) -> None:
     kind = trainer_class(spec)
     trainer = kind.resume(run, quiet=True) if (run / "spec.toml").exists() else kind(spec, run, quiet=True)
@@ -166,3 +181,8 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(stop: int, tmp_path: Path)
 def test_ranks_that_cannot_be_engines_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=message):
         make_spec(tmp_path, "grpo", *overrides)
+
+
+def test_a_run_goes_on_with_whole_engines(tmp_path: Path) -> None:
+    make = functools.partial(make_spec, tmp_path, "grpo", "parallel.dp=4", "fault.elastic=true")
+    assert (sizes(make("align.engine_tp=2")), sizes(make())) == ([4, 2], [4, 2, 1])

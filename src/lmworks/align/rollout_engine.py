@@ -28,6 +28,7 @@ from ..model import GPT
 from ..parallel.comm_counter import CommCounter
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.single_rank import SingleRank
+from ..parallel.world import group_timeout, set_group_timeouts
 from ..spec import EngineSpec, LMWorksError, RunSpec
 from .weight_updates import WeightUpdates
 
@@ -77,7 +78,10 @@ class RolloutEngine:
             max_seqs=min(answers, MAX_SEQS if device.type == "cuda" else MAX_SEQS_CPU),
             memory=spec.align.engine_memory,
         )
-        self.group = None if tp == 1 else GroupRank(tp, device, parallel_model.mesh)
+        self.group: GroupRank | None = None
+        if tp > 1:
+            self.group = GroupRank(tp, device, parallel_model.mesh)
+            set_group_timeouts(group_timeout(spec.watch.timeout_s))
         runner = ModelRunner(
             zeros(spec, device, DTYPES[dtype], self.group),
             engine,

@@ -67,7 +67,7 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
     # Newer versions rename collectives that the oldest we support, and PyTorch's own FSDP, know by the old names only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
-    limit = timedelta(seconds=1.5 * timeout_s + TIMEOUT_MARGIN_S)
+    limit = group_timeout(timeout_s)
     if not dist.is_initialized():
         record_agent()
         store = private_store(limit) if uses_agent_store() else None
@@ -76,6 +76,11 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
     mesh = Mesh(Grid.of(parallel), device.type)
     set_group_timeouts(limit)
     return mesh
+
+
+def group_timeout(timeout_s: float) -> timedelta:
+    """Of process groups, above that of the watchdog."""
+    return timedelta(seconds=1.5 * timeout_s + TIMEOUT_MARGIN_S)
 
 
 def set_group_timeouts(limit: timedelta) -> None:

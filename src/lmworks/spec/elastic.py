@@ -64,5 +64,6 @@ def shrunk(spec: RunSpec, ranks: int) -> RunSpec | None:
 
 def fixed(spec: RunSpec) -> str:
     layout = spec.parallel
-    degrees = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "ep": layout.ep}
-    return ", ".join(f"parallel.{axis} = {size}" for axis, size in degrees.items() if size > 1) or "one rank a copy"
+    degrees = {f"parallel.{axis}": getattr(layout, axis) for axis in ("pp", "cp", "tp", "ep")}
+    degrees["align.engine_tp"] = spec.align.engine_tp
+    return ", ".join(f"{key} = {size}" for key, size in degrees.items() if size > 1) or "one rank a copy"

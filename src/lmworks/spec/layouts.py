@@ -53,6 +53,8 @@ class Layout:
         kept = {k: self.sections.get(k, {}) for k in self.kept(given) if k != "parallel"}
         table = merge(self.start(given), kept)
         table["data"] = {**table["data"], "micro_batch": 1}
+        if "align" in table:
+            table["align"] = {**table["align"], "engine_tp": 1}
         if dtype:  # and everything kept in fp32
             return RunSpec.from_dict({**table, "precision": {"dtype": dtype}})
         return RunSpec.from_dict(merge(table, {"precision": {"reduce": "fp32"}}))
