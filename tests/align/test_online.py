@@ -291,7 +291,6 @@ def test_a_run_ends_early_where_the_policy_is_too_far_from_the_reference(tmp_pat
         (["align.reward_weights=[1,2]"], "2 numbers for 1 align.rewards"),
         (["align.rewards=['nope']"], "align.rewards"),
         (["align.kl_stop=1"], "set align.beta to more than 0"),
-        (["lora.rank=4", "lora.base=nf4"], "weights that are not quantized"),
         (["align.beta=-0.5"], "or -1 for the method's default"),
     ],
 )

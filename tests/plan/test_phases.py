@@ -31,7 +31,16 @@ def make_spec(*overrides: str, path: Path = Path("prompts.jsonl"), method: str =
     return RunSpec.from_dict(apply_overrides(given, overrides))
 
 
-@pytest.mark.parametrize("overrides", [[], ["lora.rank=4"], ["lora.rank=4", 'lora.targets=["attention.q"]']])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["lora.rank=4"],
+        ["lora.rank=4", 'lora.targets=["attention.q"]'],
+        ["lora.rank=4", "lora.base=nf4"],
+        ["lora.rank=4", "lora.base=int8", 'lora.targets=["attention.q"]'],
+    ],
+)
 def test_the_engine_holds_what_is_planned(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,9 @@ from ..data import Batch
 from ..kernels.training.cross_entropy import IGNORE
 from ..model import GPT
 from ..model.attention import dense
-from ..model.gpt import default_positions
+from ..model.gpt import Linear, default_positions
 from ..model.moe import moe_layers, set_balance_scale, update_balance
+from ..model.quantized_weight import QuantizedWeight
 from ..record import phase
 from ..spec import RunSpec
 from ..spec.layout import V_SHAPED
@@ -126,20 +127,20 @@ class ParallelModel:
         return self.shard_list
 
     def names(self) -> list[str]:
-        """Of all weights of this rank's parts, frozen ones too."""
-        return [unwrapped(name) for part in self.parts.values() for name, _ in part.named_parameters()]
+        """Of all weights of this rank's parts, frozen ones too, in the order of `whole_weights`."""
+        return [unwrapped(name) for part in self.parts.values() for name, _ in named_weights(part)]
 
     def whole_weights(
         self, names: Collection[str] | None = None, tp_parts: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline.
 
-        `tp_parts`: as tensor parallelism cuts them, each rank its own.
+        `tp_parts`: as tensor parallelism cuts them, each rank its own. A quantized weight is dequantized, in fp32.
         """
         sharding = self.sharding.without("tp", self.mesh) if tp_parts and self.mesh is not None else self.sharding
-        for name, parameter in self.parts[0].named_parameters():
+        for name, held in named_weights(self.parts[0]):
             if names is None or name in names:
-                weight = parameter.detach()
+                weight = held.dequantize() if isinstance(held, QuantizedWeight) else held.detach()
                 weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of FSDP2
                 whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, sharding, self.mesh)
                 yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -244,6 +245,17 @@ class ParallelModel:
             dist.all_reduce(total)
         loss_sum, tokens = total.tolist()
         return loss_sum, int(tokens)
+
+
+def named_weights(part: GPT) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+    """As named_parameters, but of a quantized layer its weight instead of what that is stored in, before adapters."""
+    for prefix, module in part.named_modules():
+        if isinstance(module, QuantizedWeight):
+            continue
+        if isinstance(module, Linear) and module.quantized is not None:
+            yield f"{prefix}.weight", module.quantized
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{prefix}.{name}" if prefix else name, parameter
 
 
 def next_token_loss(forward: Callable[..., Any], batch: Batch) -> Tensor:

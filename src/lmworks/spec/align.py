@@ -206,8 +206,6 @@ def check_rounds(run: RunSpec) -> None:
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     if align.method != "distill" and not align.rewards and not align.reward_model:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
-    if run.lora.base:
-        raise SpecError(f"lora.base = {run.lora.base!r}: an engine samples from weights that are not quantized")
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
     if align.samples < 2 and align.method not in ("ppo", "distill"):

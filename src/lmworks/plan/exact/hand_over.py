@@ -4,7 +4,8 @@ The engine has a tensor-parallel shard of every weight over align.engine_tp rank
 trainer, in the same dtype, are the trainer's own tensors. Each of the others is gathered from the trainer's layout:
 over the ranks of FSDP2 (rows, padded to ⌈rows/n⌉ a rank), then over those of tensor parallelism, unless the engine's
 are the same, and of expert parallelism; then a rank copies its shard. With adapters a hand-over gathers and merges the
-layers that have one; the first brings the frozen weights too (`align/rollout_engine.py`).
+layers that have one; the first brings the frozen weights too (`align/rollout_engine.py`). A quantized weight travels
+dequantized, in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...spec import RunSpec, components
 from ...spec.components import Weight
 from ...spec.lora import DEFAULT_ADAPTER, adapter_weights, target_linears
 from ..case import Case
-from .shards import chunk
+from .shards import FP32, chunk
 
 ABSORBED = "attention.kv_b.weight"  # the engine keeps it in two parts: engine/core/latent_attention.py
 
@@ -75,20 +76,24 @@ def engine_weights(spec: RunSpec) -> list[EngineWeight]:
     shares = layout.tp == tp and case.sharding == "alone" and layout.offload == "none"
     shares = shares and case.software.weights == width
     adapted = {linear.name: linear for linear in target_linears(spec.model, spec.lora)} if spec.lora.rank else {}
+    quantized = {f"{linear.name}.weight" for linear in components.linears(spec.model)} if spec.lora.base else set()
     found = []
     for weight in components.weights(spec.model):
         inside = weight.name if weight.layer < 0 else weight.name.split(".", 2)[2]
         linear = adapted.get(inside.removesuffix(".weight"))
         adapters = [] if linear is None else list(adapter_weights(linear, spec.lora, DEFAULT_ADAPTER))
         own = engine_size(weight, tp)
-        same_shape = own == math.prod(tp_part(weight, layout.tp)) and inside != ABSORBED
+        same_shape = own == math.prod(tp_part(weight, layout.tp)) and inside not in (ABSORBED, *quantized)
         found.append(
             EngineWeight(
                 weight.name,
                 width * own,
                 shares and same_shape and linear is None,
                 not spec.lora.rank or linear is not None,
-                tuple(gather for each in (weight, *adapters) for gather in gathers(spec, case, each)),
+                (
+                    *gathers(spec, case, weight, FP32 if inside in quantized else case.software.weights),
+                    *(one for each in adapters for one in gathers(spec, case, each, case.software.weights)),
+                ),
             )
         )
     return [*found, *choice_biases(spec)]
@@ -106,9 +111,9 @@ def tp_part(weight: Weight, tp: int) -> tuple[int, ...]:
     return tuple(size // tp if index == dim else size for index, size in enumerate(weight.shape))
 
 
-def gathers(spec: RunSpec, case: Case, weight: Weight) -> Iterator[Gather]:
-    """Of one weight, the innermost first; groups of one rank gather nothing."""
-    grid, width = case.grid, case.software.weights
+def gathers(spec: RunSpec, case: Case, weight: Weight, width: int) -> Iterator[Gather]:
+    """Of one weight of `width` bytes a number, the innermost first; groups of one rank gather nothing."""
+    grid = case.grid
     expert, tp = case.ep > 1 and weight.experts > 0, grid.tp
     local = tp_part(replace(weight, shape=(weight.shape[0] // grid.ep, *weight.shape[1:])) if expert else weight, tp)
     axis = "edp" if expert else "shard"

@@ -1,0 +1,93 @@
+"""Adapters over a quantized base (QLoRA) under methods that sample: the engine has the rounded weights of the base, and
+with them what the trainer computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.align.online_trainer import OnlineTrainer
+from lmworks.align.post_trainer import trainer_class
+from lmworks.model import GPT
+from lmworks.prove.parity import parity
+from lmworks.record import read_metrics
+from lmworks.spec import RunSpec
+from lmworks.spec.layouts import choose
+from post_training import make_spec, table, write_prompts
+
+EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+
+
+def built(spec: RunSpec, run: Path) -> OnlineTrainer:
+    trainer = trainer_class(spec)(spec, run, quiet=True)
+    assert isinstance(trainer, OnlineTrainer)
+    trainer.build()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora.base=nf4"],
+        ["lora.base=int8", "lora.dora=true", 'lora.targets=["attention"]'],
+        ["lora.base=nf4", *EXPERTS],
+    ],
+    ids=["nf4", "int8", "experts"],
+)
+def test_the_engine_samples_from_the_rounded_base_and_the_adapters(overrides: list[str], tmp_path: Path) -> None:
+    options = ["lora.rank=4", "optim.lr=0.05", "data.global_batch=16", "optim.steps=3", "log.eval_every=0"]
+    spec = make_spec(
+        tmp_path, "grpo", "align.beta=0.1", *options, *overrides
+    )  # a round a step; the base is the reference
+    trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert max(row["sampler_diff/max"] for row in rows) < 1e-5
+    assert abs(rows[-1]["kl_answer"]) > 1e-3  # the adapters have moved the policy
+    assert rows[1]["hand_over_bytes"] == rows[2]["hand_over_bytes"] <= rows[0]["hand_over_bytes"]
+
+
+def test_the_base_is_handed_over_once(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, "grpo", "lora.rank=4", "lora.base=nf4", 'lora.targets=["attention.q"]')
+    trainer = built(spec, tmp_path / "run")
+    engine = trainer.rounds.sampler.engine  # type: ignore[attr-defined]
+    sizes = {name: sum(slot.tensor.nbytes for slot in slots) for name, slots in engine.weights.slots.items()}
+    adapted = sum(size for name, size in sizes.items() if name.endswith("attention.q.weight"))
+    engine.wake()
+    assert engine.hand_over().copied_bytes == sum(size for name, size in sizes.items() if name not in engine.shared)
+    assert engine.hand_over().copied_bytes == adapted
+    whole = GPT(spec.model, seed=spec.seed)
+    k = engine.weights.slots["blocks.1.attention.k.weight"][0].tensor
+    layer = trainer.parallel_model.parts[0].blocks["1"].attention.k  # type: ignore[union-attr]
+    torch.testing.assert_close(k, layer.quantized.dequantize())  # type: ignore[union-attr, operator]
+    assert not torch.equal(k, whole.blocks["1"].attention.k.weight)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("grpo", "tp2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("grpo", "ddp"), ("ppo", "zero-2"), ("rloo", "tp2-sp"))
+        ),
+    ],
+)
+def test_layouts_give_the_gradients_of_one_rank(method: str, layout: str, tmp_path: Path) -> None:
+    write_prompts(tmp_path / f"{method}.jsonl")
+    given: dict[str, Any] = table(tmp_path / f"{method}.jsonl", method)
+    given["align"] |= {"epochs": 5, "beta": 0.1}  # all steps are of one round
+    given["data"]["global_batch"] = 16
+    given |= {"lora": {"rank": 3, "base": "nf4"}, "optim": {"optimizer": "sgd", "lr": 0.1}}
+    with parity(given, quick=True) as proof:
+        (chosen,) = choose(layout)
+        result = proof.prove(chosen)
+    assert result.ok, result.failure
+    assert result.tokens > 0
