@@ -3,6 +3,7 @@ against one rank, a resumed run against one that never stopped."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,43 @@ def test_held_out_metrics_are_recorded(tmp_path: Path) -> None:
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert {"rewards/accuracies", "val_rewards/accuracies", "val_rewards/margins"} <= rows[-1].keys()
     assert result.metrics["rewards/margins"] == rows[-1]["val_rewards/margins"]
+
+
+def test_the_calibration_of_a_reward_model_is_that_of_its_held_out_pairs(tmp_path: Path) -> None:
+    spec = make_spec(
+        tmp_path,
+        "reward",
+        "optim.steps=3",
+        "data.val_fraction=0.3",
+        "log.eval_batches=0",
+        "optim.lr=0.05",
+        "data.micro_batch=4",
+    )
+    trainer = trainer_class(spec)(spec, tmp_path / "run", quiet=True)
+    trainer.run()
+    model, probabilities = load_trained(tmp_path / "run").model, []
+    batches = held_out(spec)
+    assert batches.windows % 4  # the last micro-batch is a smaller one
+    for index in range(-(-batches.windows // 4)):
+        batch = batches.held_out_batch(index)
+        ends = (batch.tokens != 256).sum(1, keepdim=True)
+        chosen, rejected = model(batch.tokens).gather(1, ends).squeeze(1).chunk(2)
+        probabilities += (chosen - rejected).sigmoid().tolist()
+    confidence = torch.tensor([max(one, 1 - one) for one in probabilities])
+    right = torch.tensor([one > 0.5 for one in probabilities]).float()
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    edges = [0.5, 0.6, 0.7, 0.8, 0.9, 1.01]
+    filled = 0
+    for number, (low, high) in enumerate(pairwise(edges)):
+        inside = (confidence >= low) & (confidence < high)
+        assert row[f"val_calibration/share_{number}"] == pytest.approx(float(inside.float().mean()))
+        if not inside.any():
+            assert row[f"val_calibration/accuracy_{number}"] is None
+            continue
+        filled += 1
+        assert row[f"val_calibration/confidence_{number}"] == pytest.approx(float(confidence[inside].mean()), rel=1e-5)
+        assert row[f"val_calibration/accuracy_{number}"] == pytest.approx(float(right[inside].mean()))
+    assert filled > 1 and not any(key.startswith("calibration/") for key in row)
 
 
 def test_pretraining_has_the_plain_trainer(tmp_path: Path) -> None:

@@ -180,6 +180,7 @@ align.importance_cap                2.0             [0, inf)
 align.overlong_buffer               -1              [-1, inf)
 align.dynamic_sampling              -1              [-1, inf)
 align.kl_stop                       0.0             [0, inf)
+align.held_out_stop                 0               [0, inf)
 align.reward_model                  ""
 align.critic                        ""
 align.critic_head                   "zeros"         zeros normal

@@ -20,6 +20,7 @@ from ..train.objective import Forward, MetricSums, Objective
 from .logprobs import sequence_logps, sft_loss
 from .preference_losses import dpo_loss, ipo_loss, kto_kl, kto_loss, orpo_loss, reward_loss, simpo_loss
 
+CALIBRATION_BINS = 5
 SUM = 1.0  # as the denominator of a loss: the trainer divides by the units of the global batch
 
 
@@ -139,7 +140,21 @@ class RewardModel(PairObjective):
         metrics |= {"rewards/mean": rewards.mean(), "rewards/square": rewards.square().mean()}
         # How far the probability that the model gives to the choice is from it, squared: 0.25 for a model that guesses.
         metrics["rewards/brier"] = (chosen - rejected).detach().sigmoid().sub(1).square().mean()
+        if not torch.is_grad_enabled():
+            self.add_calibration((chosen - rejected).sigmoid(), counts=self.units(batch) > 0)
         return loss, metrics
+
+    def add_calibration(self, probabilities: Tensor, counts: bool) -> None:
+        """Of held-out pairs, in bins of the probability that the model gives to its choice, from 0.5 to 1: the mean
+        probability, the share of choices that are right, and the share of pairs in the bin."""
+        confidence = torch.maximum(probabilities, 1 - probabilities)
+        bins = ((confidence - 0.5) * 2 * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
+        right = (probabilities > 0.5).double()
+        for number in range(CALIBRATION_BINS):
+            inside = (bins == number).double() * counts
+            self.sums.add(f"calibration/confidence_{number}", confidence, inside)
+            self.sums.add(f"calibration/accuracy_{number}", right, inside)
+            self.sums.add(f"calibration/share_{number}", inside, torch.full_like(inside, float(counts)))
 
 
 def answer_rewards(forward: Forward, batch: Batch) -> Tensor:

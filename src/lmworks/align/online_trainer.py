@@ -16,6 +16,8 @@ from ..parallel.adapter_model import AdapterModel
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.passes import REWARD
+from ..record.jsonl import LineWriter
+from ..record.samples import has_samples
 from ..spec.lora import REWARD_ADAPTER
 from ..spec.run import DataSpec
 from ..train.evaluate import Evaluation
@@ -23,6 +25,7 @@ from ..train.objective import Forward, Objective
 from ..train.prefetcher import BatchStream
 from .critic import Critic
 from .distill_objective import DistillObjective
+from .early_stop import EarlyStop
 from .objectives import AnswerObjective
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
@@ -32,6 +35,7 @@ from .rollout_engine import RolloutEngine
 from .rollouts import Rollout
 from .rounds import Rounds, mean_reward
 from .sampler import EngineSampler
+from .samples import samples_of
 from .scalar_adapters import find_scalar_adapters
 
 # Mean difference of a token's log-probability between trainer and engine from which an event says so, in nats.
@@ -78,6 +82,7 @@ class OnlineTrainer(PostTrainer):
 
     def build(self) -> None:
         super().build()
+        self.early_stop = EarlyStop(self.spec.align.kl_stop, self.spec.align.held_out_stop)
         assert isinstance(self.objective, AnswerObjective)
         reference: Forward | None = self.objective.reference
         ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
@@ -104,6 +109,7 @@ class OnlineTrainer(PostTrainer):
         self.checkpoints.method_states = {"kl": self.rounds.adaptive_kl, "rounds": self.rounds}
         if critic is not None:
             self.checkpoints.method_states["critic"] = critic
+        self.checkpoints.method_states["early_stop"] = self.early_stop
         engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
 
     def reward_model(self, folder: str) -> ParallelModel:
@@ -133,18 +139,43 @@ class OnlineTrainer(PostTrainer):
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         values = super().next_step(prefetcher) | self.rounds.metrics
+        if self.rounds.metrics:
+            self.write_samples()
         self.rounds.metrics = {}
         limit = SAMPLER_LIMIT["fp32" if self.spec.precision.dtype == "fp32" else "bf16"]
         if (difference := values.get("sampler_diff/mean", 0.0)) > limit:
             self.event("sampler_mismatch", difference=difference, limit=limit)
         return values
 
+    def write_samples(self) -> None:
+        """A few answers of the round that begins with this step."""
+        rounds = -(-self.spec.optim.steps // self.rounds.updates)
+        if self.is_rank_zero and self.rounds.rollouts and has_samples(self.rounds.number, rounds):
+            decode = self.batches.tokenizer.decode
+            answers = samples_of(self.rounds.rollouts, self.spec.seed, self.rounds.number, decode)
+            with LineWriter(self.folder.samples_path) as lines:
+                lines.append({"round": self.rounds.number, "step": self.step, "answers": answers})
+
+    @property
+    def is_finished(self) -> bool:
+        return super().is_finished or bool(self.early_stop.reason)
+
     def is_last_step(self, values: dict[str, Any]) -> bool:
-        limit, kl = self.spec.align.kl_stop, values.get("kl_answer", 0.0)
-        if limit and kl > limit:
-            self.event("early_stop", reason="kl", kl=kl, limit=limit)
-            return True
-        return super().is_last_step(values)
+        self.early_stop.record_step(values)
+        return self.ends_early() or super().is_last_step(values)
+
+    @property
+    def may_stop_early(self) -> bool:  # type: ignore[override]
+        return bool(self.spec.align.held_out_stop)
+
+    def stops_early(self, evaluation: Evaluation) -> bool:
+        self.early_stop.record_evaluation(evaluation.metrics["reward/mean"])
+        return self.ends_early()
+
+    def ends_early(self) -> bool:
+        if self.early_stop.reason:
+            self.event("early_stop", **self.early_stop.facts)
+        return bool(self.early_stop.reason)
 
     def measure_held_out(self) -> Evaluation:
         """Mean reward of sampled answers to held-out prompts; the loss is its negative. Of distillation, their loss."""

@@ -339,6 +339,64 @@ def print_health(found: list[Finding], done: list[dict[str, Any]], folder: RunFo
         typer.echo(f"see its data: lmworks data window {folder.path} --cursor {cursor}")
 
 
+# --- runs samples ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def samples(
+    run: Run,
+    number: Annotated[int | None, typer.Option("--round", help="This round only.")] = None,
+    count: Annotated[int, typer.Option("--rounds", min=2, help="How many rounds, from the first to the last.")] = 4,
+    json: Json = False,
+) -> None:
+    """Show answers of an online method, with rewards by source.
+
+    \b
+    Examples:
+      lmworks runs samples runs/grpo
+      lmworks runs samples runs/grpo --rounds 10
+      lmworks runs samples runs/grpo --round 0 --json
+    """
+    from ..record.run_summary import locate
+    from ..record.samples import read_samples, spread
+
+    folder = locate(run)
+    rounds = read_samples(folder.samples_path)
+    if not rounds:
+        raise SpecError(f"{run} has no {folder.samples_path.name}: online methods (grpo, ppo, …) write it")
+    shown = spread(rounds, count)
+    if number is not None:
+        shown = [line for line in rounds if line["round"] == number]
+        if not shown:
+            near = min(rounds, key=lambda line: abs(line["round"] - number))["round"]
+            raise SpecError(f"--round {number} has no samples; the nearest round that has is {near}")
+    if json:
+        print_json({"run": str(run), "rounds": shown})
+        return
+    for line in shown:
+        print_samples(line)
+    if len(shown) < len(rounds) and number is None:
+        typer.echo(f"{len(shown)} of {len(rounds)} rounds with samples; --rounds or --round shows others")
+
+
+def print_samples(line: Mapping[str, Any]) -> None:
+    from ..record.samples import by_source
+
+    typer.echo(f"─── round {line['round']}, step {line['step']} ───")
+    for sample in line["answers"]:
+        reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3g}"
+        end = "ended" if sample["ended"] else "cut"
+        typer.echo(f"{reward} ({by_source(sample)}), {counted(sample['tokens'], 'token')}, {end}")
+        for name in ("prompt", "answer"):
+            typer.echo(f"  {name}: {printable(sample[name])}")
+
+
+def printable(text: str) -> str:
+    """What a model wrote must not move the cursor or colour the terminal."""
+    shown = "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+    return shown.replace("\n", "\n          ")
+
+
 def counted(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 

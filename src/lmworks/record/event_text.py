@@ -210,6 +210,16 @@ def hang(event: Event) -> str:
     return f"ranks waited for one another ({event['cause']}), because of rank {ranks}; reports: {event['reports']}"
 
 
+def early_stop(event: Event) -> str:
+    if event["reason"] == "kl":
+        return f"ended early: the KL divergence of an answer is {event['kl']:.3g}, align.kl_stop = {event['limit']:g}"
+    return (
+        f"ended early: the reward of held-out prompts has not risen above {event['best']:.4g} for "
+        f"{counted(event['evaluations'], 'evaluation')}, that of training prompts went from "
+        f"{event['training_at_best']:.4g} to {event['training']:.4g}"
+    )
+
+
 def counted(number: int, word: str) -> str:
     return f"{number:,} {word}" + ("" if number == 1 else "es" if word.endswith("ch") else "s")
 
@@ -248,9 +258,7 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
         f"log-probabilities of trainer and engine differ by {event['difference']:.2g} on average, "
         f"more than {event['limit']:g}"
     ),
-    "early_stop": lambda event: (
-        f"ended early: the KL divergence of an answer is {event['kl']:.3g}, and align.kl_stop = {event['limit']:g}"
-    ),
+    "early_stop": early_stop,
     "interrupt": lambda event: f"stopped: {event['error']}" if event.get("error") else "stopped",
     "fail": lambda event: f"failed: {event['error']}",
     "finish": lambda event: f"finished after {counted(event['step'], 'step')}",

@@ -105,6 +105,10 @@ class RunFolder:
         return self.path / "stats.jsonl"
 
     @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

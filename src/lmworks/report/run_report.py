@@ -11,11 +11,12 @@ from ..record import RunFolder, read_metrics
 from ..record.event_text import describe_event
 from ..record.formatting import binary_bytes, clock, duration, short
 from ..record.run_summary import Steps, Summary, summarize
-from ..spec import LMWorksError
+from ..spec import LMWorksError, RunSpec
 from ..spec.files import write_whole
 from . import predicted_vs_measured
 from .html_page import StyledCell, chart_cards, header, note, page, table, tiles
 from .plots import draw_plots
+from .post_training import points, post_training
 from .svg import EventMarks, Line, Points, line_chart, stacked_chart
 
 PARTS = {
@@ -34,13 +35,14 @@ MARKED_EVENTS = (
 
 def write_report(folder: RunFolder) -> Path:
     """Write report.html, and the PNG plots where matplotlib is installed. Safe to call during the run."""
-    summary, steps = summarize(folder), read_metrics(folder.metrics_path)
+    spec, summary, steps = folder.spec(), summarize(folder), read_metrics(folder.metrics_path)
     pngs = draw_plots(folder, steps)
     sections = [
         heading(summary),
         summary_tiles(summary),
         predicted(folder, steps),
-        charts(steps, folder.events(), pngs),
+        charts(spec, steps, folder.events(), pngs),
+        post_training(folder, spec, steps),
         events(folder),
         specification(folder),
     ]
@@ -102,18 +104,19 @@ def event_marks(recorded: Steps) -> list[EventMarks]:
     return found
 
 
-def charts(steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
+def charts(spec: RunSpec, steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
     loss = points(steps, "loss")
+    held_out = [] if spec.align.online else points(steps, "val_loss")  # of online methods it is a reward
     memory, unit = scaled(points(steps, "memory_bytes"))
     cards = {
         "Loss": line_chart(
             [
                 Line("training", loss, "s0 faint"),
                 Line("training, smoothed", smooth(loss), "s0"),
-                Line("validation", points(steps, "val_loss"), "s1", dots=True),
+                Line("validation", held_out, "s1", dots=True),
             ],
             show="{:.4g}".format,
-            y="nats a token",
+            y="nats a token" if spec.align.method in ("", "sft") else "loss",
             marks=event_marks(recorded),
         ),
         "Learning rate": single_line_chart(steps, "lr", "learning rate", "{:.3g}".format),
@@ -167,10 +170,6 @@ def events(folder: RunFolder) -> str:
 def specification(folder: RunFolder) -> str:
     text = folder.spec_path.read_text(encoding="utf-8")
     return f'<h2>Spec</h2><details class="card"><summary>spec.toml</summary><pre>{escape(text)}</pre></details>'
-
-
-def points(steps: Steps, key: str) -> Points:
-    return [(step["step"], step[key]) for step in steps if step.get(key) is not None]
 
 
 def scaled(memory: Points) -> tuple[Points, str]:

@@ -103,6 +103,12 @@ class AlignSpec(Section):
         ge=-1,
     )
     kl_stop: float = opt(0.0, "online: end the run where the KL divergence of an answer exceeds this (0: never)", ge=0)
+    held_out_stop: int = opt(
+        0,
+        "online: end the run where the reward of held-out prompts has not risen for so many evaluations, while that of "
+        "the prompts that are trained on has (0: never)",
+        ge=0,
+    )
     reward_model: str = opt(
         "",
         "online: folder of a reward model, whose value at the last token joins the rewards (with lora.rank it may be "
@@ -208,6 +214,8 @@ def check_rounds(run: RunSpec) -> None:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
+    if align.held_out_stop and (not run.log.eval_every or align.method == "distill"):
+        raise SpecError("align.held_out_stop compares rewards of evaluations: set log.eval_every, and use no 'distill'")
     if align.samples < 2 and align.method not in ("ppo", "distill"):
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"

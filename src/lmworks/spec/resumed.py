@@ -19,6 +19,8 @@ MAY_CHANGE = (  # a section stands for all its keys
     "cluster",
     "checkpoint",  # `init`: not looked at again, but for the base of adapters, which is compared by digest
     "lora.init",  # not looked at again
+    "align.kl_stop",
+    "align.held_out_stop",
     "fault",
     "health",
     "watch",

@@ -231,7 +231,7 @@ class Trainer(Stepper):
                     raise cause from error
                 raise
             self.start_step = self.step
-            if self.step >= self.spec.optim.steps:
+            if self.is_finished:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
                 return self.measure_held_out()
@@ -308,11 +308,13 @@ class Trainer(Stepper):
                 last = self.is_last_step(values)
                 every = spec.checkpoint.every
                 save_due = last or self.stop_signal or (every and self.step % every == 0)
+                evaluation_due = last or (spec.log.eval_every and self.step % spec.log.eval_every == 0)
+                check_due = save_due or (evaluation_due and self.may_stop_early)
                 if self.stop_signal:
                     self.launcher.discard()
-                if spec.health.hash_every and (save_due or self.step % spec.health.hash_every == 0):
+                if spec.health.hash_every and (check_due or self.step % spec.health.hash_every == 0):
                     check_replicas(self.parallel_model, self.optimizer, self.health, self.position, self.recorder)
-                if save_due:
+                if check_due:
                     tensors = self.train_state.local_tensors()
                     check_state(tensors, self.mesh, self.health, self.position, self.recorder)
             except StepRejected as rejected:
@@ -326,10 +328,12 @@ class Trainer(Stepper):
             ended = time.perf_counter()
             values |= {"step_s": ended - began, "checkpoint_s": save_s}
             evaluation = None
-            if last or (spec.log.eval_every and self.step % spec.log.eval_every == 0):
+            if evaluation_due:
                 evaluation = self.evaluate()
                 values["val_loss"] = evaluation.loss
                 values |= {f"val_{name}": value for name, value in evaluation.metrics.items()}
+                if not last and self.may_stop_early and self.stops_early(evaluation):
+                    last = save_due = True
             self.report(values)
             save_s = 0.0
             if save_due:
@@ -338,6 +342,16 @@ class Trainer(Stepper):
                 raise collective_error(Interrupted(self.stop_signal, self.step, self.folder.path))
         self.event("finish")
         return evaluation or self.evaluate()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run that is resumed has no step to take."""
+        return self.step >= self.spec.optim.steps
+
+    may_stop_early = False  # an evaluation can end the run
+
+    def stops_early(self, evaluation: Evaluation) -> bool:
+        return False
 
     def is_last_step(self, values: dict[str, Any]) -> bool:
         """Whether the run ends with the step that has given these metrics."""
