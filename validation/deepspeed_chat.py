@@ -18,7 +18,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.memory.reserve import usable
 from lmworks.plan.memory.sheet import run_phases
 from lmworks.plan.passes import REWARD, held_models
-from lmworks.plan.round_time import Answers, forward_seconds, generate_seconds, update_seconds
+from lmworks.plan.round_time import Answers, forward_seconds, generate_seconds, hand_over_seconds, update_seconds
 from lmworks.plan.serving.inference import Deployment, Rates
 from lmworks.plan.serving.served_model import ServedModel
 from lmworks.spec import RunSpec, load_run
@@ -57,7 +57,9 @@ ASSUMPTIONS = (
     "Two batches: that of the scripts (16 answers a GPU for 13B, else 4), and 1,024 answers a round, the largest that "
     "they allowed, in micro-batches of the script's size. Theirs was 'the largest that fits', and is not published by "
     "model: it lies between the two.",
-    "Not priced: hand-over between training and generation layouts, tokenizing, loading, saving.",
+    "Memory is that of our trainer with align.engine_tp as many ranks; a rank keeps its shard of the engine's weights "
+    "during updates. The hand-over from ZeRO-3 to the engine is a part of generation.",
+    "Not priced: tokenizing, loading, saving.",
 )
 
 
@@ -70,6 +72,7 @@ def spec_of(row: Row, answers: int) -> RunSpec:
             f"data.micro_batch={row.answers}", f"data.global_batch={GPUS * answers}", "precision.dtype=bf16",
             "precision.weights=bf16", f"parallel.dp={GPUS}", "parallel.strategy=fsdp2", "parallel.recompute=full",
             "cluster.gpu=A100-SXM-80GB", f"cluster.gpus_per_node={GPUS}", "align.engine_memory=0.95",
+            f"align.engine_tp={row.tp}",
         ],
     )  # fmt: skip
 
@@ -96,24 +99,18 @@ def predict(row: Row, answers: int) -> Prediction:
     large = case.replace(adapters=())
     score = 2 * forward_seconds(large) + 2 * forward_seconds(small)
     update = update_seconds(case) + update_seconds(small)
-    return Prediction(rounds * generate_seconds(engine, group, group.count), rounds * score, rounds * update)
+    generate = hand_over_seconds(spec, case) + generate_seconds(engine, group, group.count)
+    return Prediction(rounds * generate, rounds * score, rounds * update)
 
 
 def needs(row: Row) -> tuple[float, float, float]:
-    """GiB of a rank: of the update, of generation with DeepSpeed's tensor parallelism, and with an engine a rank."""
+    """GiB of a rank: of the update, of generation, and of generation with an engine a rank."""
     spec = spec_of(row, row.answers)
     gpu = spec.cluster.accelerator
     assert gpu is not None
-    sheet = run_phases(spec, gpu)
-    by_phase, engine = {phase.phase: phase for phase in sheet.phases}, sheet.engine
-    assert engine is not None
-    served = ServedModel.of(spec.model)
-    tokens = PROMPT_TOKENS + ANSWER_TOKENS
-    cut = served.weight_bytes("bf16", row.tp) + row.answers * row.tp * float(served.cache("bf16", row.tp).held(tokens))
-    update = by_phase["update"].peak - engine.weights
-    resting = by_phase["update"].resting - engine.weights
-    own = by_phase["generate"].peak
-    return tuple(size / 2**30 for size in (update, resting + cut, own))  # type: ignore[return-value]
+    whole = spec.replace(align=spec.align.replace(engine_tp=1))
+    peaks, own = ({phase.phase: phase.peak for phase in run_phases(each, gpu).phases} for each in (spec, whole))
+    return peaks["update"] / 2**30, peaks["generate"] / 2**30, own["generate"] / 2**30
 
 
 def main() -> None:
@@ -127,7 +124,7 @@ def main() -> None:
         "",
         "| actor | published, h | predicted, h: batch of the scripts | predicted, h: 1,024 answers a round "
         "| generate / score / update, % (scripts) | update, GiB | generate, GiB | fits "
-        "| one engine a rank (ours), GiB |",
+        "| generate with an engine a rank, GiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:

@@ -70,6 +70,13 @@ def moved_weights(spec: RunSpec, first: bool = False) -> list[EngineWeight]:
     return [weight for weight in engine_weights(spec) if not weight.shared and (weight.changes or first)]
 
 
+def hand_over_working(spec: RunSpec) -> int:
+    """Most bytes of one weight on its way: what is gathered; of layers with adapters also the product, in fp32."""
+    merged = 4 * spec.align.engine_tp // engine_width(spec) if spec.lora.rank else 0
+    moved = moved_weights(spec, first=True)
+    return max((sum(g.bytes for g in weight.gathers) + merged * weight.bytes for weight in moved), default=0)
+
+
 def engine_weights(spec: RunSpec) -> list[EngineWeight]:
     layout, case, width = spec.parallel, Case.of(spec), engine_width(spec)
     tp = spec.align.engine_tp

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...spec import EngineSpec, Gpu, RunSpec
 from ..case import Case
-from ..exact.hand_over import HandOverBytes, engine_weights, engine_width, hand_over_bytes
+from ..exact.hand_over import HandOverBytes, engine_weights, engine_width, hand_over_bytes, hand_over_working
 from ..exact.shards import gathered_bytes
 from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
 from ..policies import run_case
@@ -191,8 +191,9 @@ def engine_working(spec: RunSpec, device: str) -> int:
 
 
 def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
-    """Of the engine; a reward model scores answers before it sleeps."""
-    judge, found = held_models(spec).get(REWARD), engine_working(spec, "cpu" if gpu is None else "cuda")
+    """Of the engine, or of a hand-over while it is awake; a reward model scores answers before it sleeps."""
+    judge = held_models(spec).get(REWARD)
+    found = max(engine_working(spec, "cpu" if gpu is None else "cuda"), hand_over_working(spec))
     if judge is None:
         return found
     return max(found, round(forward_working(judge, spec, spec.data.micro_batch, rank, gpu)))
