@@ -120,7 +120,7 @@ def plain_policy_loss(spec: RunSpec, model: GPT, rollouts: list[Rollout], refere
     for number, one in enumerate(rollouts):
         ids = torch.tensor([[*one.prompt_ids, *one.token_ids]])
         size = len(one.token_ids)
-        mask[number, :size] = 1
+        mask[number, :size] = torch.tensor(one.mask)
 
         def logps(network: GPT, ids: torch.Tensor = ids, size: int = size) -> torch.Tensor:
             logits = network(ids[:, :-1])[0, -size:] / spec.align.temperature

@@ -15,6 +15,7 @@ from lmworks.align.rollouts import Rollout, by_answer, load_round, packed_batch,
 from lmworks.align.rounds import sampler_difference
 from lmworks.data import Batch
 from lmworks.data.loader import IGNORED
+from lmworks.model.reward_stats import RewardStats
 from lmworks.spec import AlignSpec
 from post_training import make_spec, write_lines
 
@@ -74,7 +75,7 @@ def test_a_reward_model_reads_the_last_token_that_was_sampled() -> None:
             return torch.arange(batch.tokens.numel()).view(batch.tokens.shape).float()
 
     scorer = RewardScorer.__new__(RewardScorer)
-    scorer.model, scorer.mean, scorer.std = Positions(), 0.0, 1.0  # type: ignore[assignment]
+    scorer.model, scorer.stats = Positions(), RewardStats(0.0, 1.0)  # type: ignore[assignment]
     rollouts = [Rollout(1, [7], [60, 61], [-1.0, -1.0], "", True), two_turns()]
     assert scorer.score(rollouts, lambda them: [(packed_batch([them], 12, 9), [0, 1])]) == [2.0, 10.0]
 

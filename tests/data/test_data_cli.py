@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chat_files import talk, write_lines, write_tokenizer
-from chat_templates import plain_template
 
 import typed
+from chat_files import talk, write_lines, write_tokenizer
+from chat_templates import plain_template
 from lmworks.record import RunFolder
 from lmworks.spec import RunSpec
 

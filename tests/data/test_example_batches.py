@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from chat_files import talk, write_lines, write_tokenizer
 from chat_templates import plain_template
-
 from lmworks.data import Batch, open_batches
 from lmworks.data.example_batches import ExampleBatches, PromptBatches
 from lmworks.data.window import describe, rows_at, text_of

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from chat_files import talk, write_lines, write_tokenizer
 from chat_templates import plain_template
-
 from lmworks.data.example_batches import ExampleBatches
 from lmworks.data.example_split import open_split
 from lmworks.data.examples import BadExample, read_example

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_files import talk, write_lines
 from torch import Tensor
 
+from chat_files import talk, write_lines
 from lmworks.data.example_batches import ExampleBatches
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from chat_files import talk, write_sentencepiece, write_tokenizer
 from chat_templates import TEMPLATES, plain_template, tagged
-
 from lmworks.data.chat_template import DIALOGUE, Chat, Message, compile_template, plain
 from lmworks.data.chat_tokenizer import ChatTokenizer, Encoded
 from lmworks.data.trained_turns import TurnRenderer, Untrainable

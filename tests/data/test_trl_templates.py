@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from chat_files import talk
 
+from chat_files import talk
 from lmworks.data.chat_template import Message
 from lmworks.data.examples import Text, common_prompt
 from lmworks.data.trained_turns import TurnRenderer, Untrainable

@@ -81,6 +81,10 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         "log-probabilities of trainer and engine differ by 0.12 on average, more than 0.05",
     ),
     (
+        {"kind": "environment_failed", "share": 0.125, "error": "OSError: gone (mine.py, line 3)"},
+        "the environment failed in 12.5% of the episodes: OSError: gone (mine.py, line 3)",
+    ),
+    (
         {"kind": "early_stop", "kl": 12.345, "limit": 10.0},
         "ended early: the KL divergence of an answer is 12.3, and align.kl_stop = 10",
     ),

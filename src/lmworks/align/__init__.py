@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .advantages import overlong_penalty as overlong_penalty
     from .advantages import rloo_advantages as rloo_advantages
     from .distillation import distill_loss as distill_loss
+    from .environments import Environment as Environment
+    from .environments import Step as Step
+    from .environments import Turn as Turn
     from .kl import AdaptiveKL as AdaptiveKL
     from .kl import kl_penalty as kl_penalty
     from .kl import missing_eos_penalty as missing_eos_penalty
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
 
 EXPORTS = {
     "AdaptiveKL": "kl",
+    "Environment": "environments",
+    "Step": "environments",
+    "Turn": "environments",
     "best_of_n": "advantages",
     "distill_loss": "distillation",
     "dpo_loss": "preference_losses",

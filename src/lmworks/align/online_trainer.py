@@ -18,6 +18,7 @@ from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.passes import REWARD
 from ..record.jsonl import LineWriter
 from ..record.samples import has_samples
+from ..spec.errors import DataError
 from ..spec.lora import REWARD_ADAPTER
 from ..spec.run import DataSpec
 from ..train.evaluate import Evaluation
@@ -26,6 +27,7 @@ from ..train.prefetcher import BatchStream
 from .critic import Critic
 from .distill_objective import DistillObjective
 from .early_stop import EarlyStop
+from .environments import EnvironmentFactory, load_environment
 from .objectives import AnswerObjective
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
@@ -65,6 +67,15 @@ class OnlineTrainer(PostTrainer):
         self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
         functions = align.rewards or None  # a reward model may be all there is
         self.rewards = run_on_all_ranks(lambda: functions and load_rewards(functions, align.reward_weights))
+        self.environment = run_on_all_ranks(lambda: self.open_environment() if align.environment else None)
+
+    def open_environment(self) -> EnvironmentFactory:
+        name, record = self.spec.align.environment, self.batches.example(0)
+        kind, factory = load_environment(name)
+        missing = [column for column in kind.columns if column not in record.columns]
+        if missing and not self.rewards and not self.spec.align.reward_model:
+            raise DataError(f"{record.place}: align.environment = {name!r} needs the column {missing[0]!r}")
+        return factory
 
     def prompt_data(self, prompts: int) -> DataSpec:
         """So many at once, each short enough for the longest answer to fit beside it."""
@@ -99,7 +110,7 @@ class OnlineTrainer(PostTrainer):
         self.rounds = Rounds(
             self.spec,
             self.parallel_model,
-            EngineSampler(self.spec, engine, self.batches, self.held_out, self.rewards, rank, ranks),
+            EngineSampler(self.spec, engine, self.batches, self.held_out, self.rewards, rank, ranks, self.environment),
             self.batches.tokenizer.eot,
             self.folder.path / ROLLOUTS,
             reference=reference,
@@ -145,6 +156,9 @@ class OnlineTrainer(PostTrainer):
         limit = SAMPLER_LIMIT["fp32" if self.spec.precision.dtype == "fp32" else "bf16"]
         if (difference := values.get("sampler_diff/mean", 0.0)) > limit:
             self.event("sampler_mismatch", difference=difference, limit=limit)
+        if share := values.get("environment/failures"):
+            error = next((rollout.failure for rollout in self.rounds.rollouts if rollout.failure), "")
+            self.event("environment_failed", share=share, error=error)
         return values
 
     def write_samples(self) -> None:

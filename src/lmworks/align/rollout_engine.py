@@ -37,6 +37,14 @@ MAX_SEQS_CPU = 64
 
 
 @dataclass(frozen=True)
+class PromptRequest:
+    prompt: list[int]
+    seed: int
+    samples: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Completion:
     """A sampled answer."""
 
@@ -119,38 +127,45 @@ class RolloutEngine:
         for name, weight in self.updates.changed(self.shared, self.same_parts):
             yield name, weight if self.group is None else self.group.shard_of(name, weight, cut=not self.same_parts)
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[Completion]]:
-        """align.samples answers to each prompt; the same seeds give the same answers.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        samples: int = 0,
+        max_tokens: Sequence[int] | None = None,
+    ) -> list[list[Completion]]:
+        """`samples` (0: align.samples) answers to each prompt, of at most so many tokens (None: align.max_tokens each);
+        the same seeds give the same answers.
 
         Called by all ranks of a group, each with prompts of its own.
         """
-        if self.group is None:
-            return self.sample(prompts, seeds)
-        return self.group.together(self.runner, (prompts, seeds), self.sample_shares)
+        limits = [self.spec.align.max_tokens] * len(prompts) if max_tokens is None else max_tokens
+        asked = [
+            PromptRequest(list(prompt), seed, samples or self.spec.align.samples, limit)
+            for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
+        ]
+        return self.sample(asked) if self.group is None else self.group.together(self.runner, asked, self.sample_shares)
 
-    def sample_shares(
-        self, shares: Sequence[tuple[Sequence[Sequence[int]], Sequence[int]]]
-    ) -> list[list[list[Completion]]]:
+    def sample_shares(self, shares: Sequence[Sequence[PromptRequest]]) -> list[list[list[Completion]]]:
         """Answers to the prompts of every rank of a group, all at once."""
-        prompts, seeds = ([one for share in part for one in share] for part in zip(*shares, strict=True))
-        answers = iter(self.sample(prompts, seeds))
-        return [list(islice(answers, len(own))) for own, _ in shares]
+        answers = iter(self.sample([one for share in shares for one in share]))
+        return [list(islice(answers, len(own))) for own in shares]
 
-    def sample(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[list[Completion]]:
+    def sample(self, asked: Sequence[PromptRequest]) -> list[list[Completion]]:
         align = self.spec.align
         requests = [
             Request(
-                list(prompt),
+                one.prompt,
                 SamplingParams(
-                    n=align.samples,
-                    max_tokens=align.max_tokens,
+                    n=one.samples,
+                    max_tokens=one.max_tokens,
                     top_p=align.top_p,
                     top_k=align.top_k,
                     logprobs=0,
-                    seed=seed,
+                    seed=one.seed,
                 ),
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for one in asked
         ]
         for request in requests:
             self.engine.add(request)

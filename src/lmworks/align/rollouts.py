@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -33,6 +35,7 @@ class Rollout:
     text: str
     ended: bool  # by end-of-text, not by its length
     mask: list[int] = field(default_factory=list)  # 1: sampled by the policy; 0: an observation. Empty: all are sampled
+    failure: str = ""  # of its environment: the answer has no reward
     messages: list[Message] = field(default_factory=list)  # of several turns: assistant, tool or user, …
     reward: float = float("nan")  # NaN: no reward function has an opinion
     rewards: dict[str, float] = field(default_factory=dict)  # by source
@@ -48,8 +51,18 @@ class Rollout:
         self.mask = self.mask or [1] * len(self.token_ids)
 
     @property
+    def turns(self) -> int:
+        """Of the policy: runs of sampled tokens."""
+        return sum(now > before for before, now in pairwise([0, *self.mask]))
+
+    @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.token_ids)
+
+
+def added_rewards(one: float, other: float) -> float:
+    """NaN: there is none."""
+    return other if math.isnan(one) else one if math.isnan(other) else one + other
 
 
 LISTS = {"prompt_ids": "i4", "token_ids": "i4", "mask": "i1"}  # of a rollout, kept as arrays

@@ -26,10 +26,11 @@ from ..record import phase
 from ..spec import RunSpec
 from ..train.objective import Forward
 from .advantages import best_of_n, dynamic_sampling_mask, group_advantages, overlong_penalty, rloo_advantages
+from .environments.environment import ENVIRONMENT
 from .kl import AdaptiveKL
 from .ppo import set_token_advantages
 from .reward_scorer import RewardScorer
-from .rollouts import Rollout, by_answer, load_round, micro_batches, save_round
+from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, save_round
 from .sampler import Sampler
 
 KEPT_ROUNDS = 8  # in the run folder, beside those that checkpoints are in
@@ -172,7 +173,7 @@ class Rounds:
         if self.reward_model is not None:
             for rollout, score in zip(rollouts, self.reward_model.score(rollouts, self.batches), strict=True):
                 rollout.rewards["reward_model"] = score
-                rollout.reward = score if math.isnan(rollout.reward) else rollout.reward + score
+                rollout.reward = math.nan if rollout.failure else added_rewards(rollout.reward, score)
         if align.overlong_buffer:
             lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
             penalties = overlong_penalty(lengths, align.max_tokens, align.overlong_buffer)
@@ -268,6 +269,10 @@ def summary(rollouts: Sequence[Rollout], samples: int, max_tokens: int) -> dict[
         "reward/std": float(np.nanstd(groups, axis=1).mean()) if not np.isnan(rewards).all() else math.nan,
         "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))),
     }
+    if ENVIRONMENT in rollouts[0].rewards:
+        found["environment/turns"] = float(np.mean([rollout.turns for rollout in rollouts]))
+        found["environment/observation_tokens"] = float(np.mean([one.mask.count(0) for one in rollouts]))
+        found["environment/failures"] = float(np.mean([bool(rollout.failure) for rollout in rollouts]))
     for name in rollouts[0].rewards:
         values = np.array([rollout.rewards[name] for rollout in rollouts])
         found[f"reward/{name}"] = float(np.nanmean(values)) if not np.isnan(values).all() else math.nan

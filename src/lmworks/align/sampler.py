@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..data.example_batches import PromptBatches, PromptExample
@@ -12,9 +12,11 @@ from ..data.examples import Text
 from ..parallel.world import all_gather_object
 from ..record import phase
 from ..spec import RunSpec
+from .environments import EnvironmentFactory
+from .episodes import Episodes
 from .rewards import Rewards
 from .rollout_engine import RolloutEngine, rollout_seed
-from .rollouts import Rollout
+from .rollouts import Rollout, added_rewards
 
 HELD_OUT = "held-out"  # prompts that are not trained on
 
@@ -54,10 +56,14 @@ class EngineSampler:
         rewards: Rewards | None,
         rank: int = 0,
         ranks: int = 1,
+        environment: EnvironmentFactory | None = None,
     ) -> None:
         self.spec, self.engine, self.rewards = spec, engine, rewards
         self.prompts, self.held_out = prompts, held_out
         self.rank, self.ranks = rank, ranks
+        self.episodes: Episodes | None = None
+        if environment is not None:
+            self.episodes = Episodes(spec, engine, environment, prompts.split.chat)
         self.version = 0  # of the weights: the round that trains them next
         self.metrics: dict[str, float] = {}
 
@@ -89,19 +95,23 @@ class EngineSampler:
         """Answers to the prompts of a draw, over all ranks, with their rewards."""
         examples = prompts.examples(draw)
         mine = range(self.rank, len(examples), self.ranks)
-        phase.enter("generate")
-        seeds = [rollout_seed(f"{self.spec.seed}{split}", draw, index) for index in mine]
-        completions = self.engine.generate([examples[index].ids for index in mine], seeds)
-        found = [
-            Rollout(
-                index, list(examples[index].ids), one.token_ids, one.logps, one.text, one.ended, version=self.version
-            )
-            for index, answers in zip(mine, completions, strict=True)
-            for one in answers
-        ]
+        own, run = {index: examples[index] for index in mine}, f"{self.spec.seed}{split}"
+        play = self.single_turns if self.episodes is None else self.episodes.play
+        found = play(own, run, draw, self.version)
         phase.enter("reward")
         self.reward(found, examples)
         return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
+
+    def single_turns(self, examples: Mapping[int, PromptExample], run: str, draw: int, version: int) -> list[Rollout]:
+        """align.samples answers to each example, by its number in the draw; `run`: the seed of the run."""
+        phase.enter("generate")
+        seeds = [rollout_seed(run, draw, number) for number in examples]
+        found = self.engine.generate([example.ids for example in examples.values()], seeds)
+        return [
+            Rollout(number, list(example.ids), one.token_ids, one.logps, one.text, one.ended, version=version)
+            for (number, example), answers in zip(examples.items(), found, strict=True)
+            for one in answers
+        ]
 
     def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
         if self.rewards is None or not rollouts:
@@ -114,11 +124,11 @@ class EngineSampler:
             [example.place for example in asked],
         )
         for index, rollout in enumerate(rollouts):
-            rollout.rewards = {
+            rollout.rewards |= {
                 name: math.nan if (value := values[index]) is None else value
                 for name, values in scores.by_source.items()
             }
-            rollout.reward = scores.total[index]
+            rollout.reward = math.nan if rollout.failure else added_rewards(rollout.reward, scores.total[index])
 
     def settle(self) -> None:
         """Nothing: a round that was not begun is sampled with the weights of the checkpoint."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..sandbox import Limits, Program, run_programs
+from ..sandbox import Limits, Program, SandboxResult, run_programs
 from .answers import completion_text, last_code
 
 # Reads the secret word with which it reports from standard input, so that it stands neither in its text nor in a file:
@@ -69,18 +69,27 @@ def unit_tests(
     for index in asked:
         text = completion_text(completions[index])
         block = last_code(text)
-        listed = [tests[index]] if isinstance(tests[index], str) else list(tests[index])
-        check_tests(listed)
-        programs.append(Program(HARNESS, stdin=json.dumps([word, text if block is None else block, listed])))
+        programs.append(program_of_tests(word, tests[index], code=text if block is None else block))
     limits = Limits(cpu_seconds=seconds, wall_seconds=2 * seconds, memory_bytes=memory_mb << 20)
     results = run_programs(programs, limits=limits, workers=workers, isolation=isolation)
     values: list[float | None] = [None] * len(completions)
     for index, result in zip(asked, results, strict=True):
-        said = [line.split()[1:] for line in result.text.splitlines() if line.startswith(word)]
-        total = next((int(line[1]) for line in said if line[0] == "tests"), 0)
-        share = said.count(["passed"]) / total if total else 0.0
-        values[index] = share if partial else float(share == 1.0)
+        passed, total = passed_tests(word, result)
+        values[index] = (passed / total if total else 0.0) if partial else float(0 < passed == total)
     return values
+
+
+def program_of_tests(word: str, tests: Any, code: str = "", files: Mapping[str, str] | None = None) -> Program:
+    """`word`: with which it reports, secret and new for every program or batch of them."""
+    listed = [tests] if isinstance(tests, str) else list(tests)
+    check_tests(listed)
+    return Program(HARNESS, stdin=json.dumps([word, code, listed]), files=files or {})
+
+
+def passed_tests(word: str, result: SandboxResult) -> tuple[int, int]:
+    """How many tests have passed, and how many there are; 0 where the program ended before it could say so."""
+    said = [line.split()[1:] for line in result.text.splitlines() if line.startswith(word)]
+    return said.count(["passed"]), next((int(line[1]) for line in said if line[0] == "tests"), 0)
 
 
 def check_tests(listed: Sequence[str]) -> None:

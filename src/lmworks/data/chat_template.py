@@ -27,6 +27,7 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 OURS = ("messages", "tools")  # template variables that callers may not set
 NONE: Variables = {}
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+TOOL_CALL = ("<tool_call>", "</tool_call>")  # around the JSON of a call, as most models write it
 # Around what a template renders inside {% generation %}, where that is asked for: noncharacters of Unicode, which no
 # text may interchange.
 GENERATED = ("\ufdd0", "\ufdd1")

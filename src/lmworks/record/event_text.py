@@ -258,6 +258,10 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
         f"log-probabilities of trainer and engine differ by {event['difference']:.2g} on average, "
         f"more than {event['limit']:g}"
     ),
+    "environment_failed": lambda event: (
+        f"the environment failed in {event['share']:.1%} of the episodes"
+        + (f": {event['error']}" if event["error"] else "")
+    ),
     "early_stop": early_stop,
     "interrupt": lambda event: f"stopped: {event['error']}" if event.get("error") else "stopped",
     "fail": lambda event: f"failed: {event['error']}",

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from ..data.chat_template import TOOL_CALL
 from ..engine.core.detokenizer import possible_start
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
@@ -48,7 +49,7 @@ from .response_bodies import (
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = TOOL_CALL
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 

@@ -130,6 +130,11 @@ class AlignSpec(Section):
     missing_eos_penalty: float = opt(1.0, "ppo: taken off the score of an answer without end-of-text", ge=0)
     kl_target: float = opt(6.0, "ppo: KL divergence of an answer that align.beta is adapted to (0: it stays)", ge=0)
     kl_horizon: int = opt(10_000, "ppo: answers over which align.beta adapts by a fifth at most", ge=1)
+    # Several turns: an environment answers the policy's turns with observations, which are not trained on.
+    environment: str = opt(
+        "", "online: a built-in environment (python, file_edit), FILE.py:CLASS or MODULE:CLASS (empty: one turn)"
+    )
+    max_turns: int = opt(8, "online: turns of an episode at most; align.max_tokens is for all, observations too", ge=1)
     engine_tp: int = opt(1, "online: ranks that are one engine: each has a tensor-parallel shard of it", ge=1)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
@@ -210,7 +215,8 @@ def check_rounds(run: RunSpec) -> None:
     check_engine_tp(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
-    if align.method != "distill" and not align.rewards and not align.reward_model:
+    rewarded = align.rewards or align.reward_model or align.environment
+    if align.method != "distill" and not rewarded:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")

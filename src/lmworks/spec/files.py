@@ -83,6 +83,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     def absolute(path: str) -> str:
         return path if path in ("", "bytes") or path.startswith("stdlib:") else str(Path(path).absolute())
 
+    def of_file(name: str) -> str:
+        return absolute(name) if ".py:" in name else name
+
     data = spec.data
     mix = {absolute(path): weight for path, weight in data.mix.items()}
     files = {name: absolute(getattr(data, name)) for name in ("path", "tokenizer", "chat_template", "val_path")}
@@ -93,6 +96,9 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
                 name: absolute(getattr(spec.align, name)) for name in ("reference", "teacher", "reward_model", "critic")
             },
             rewards=[absolute(name) if ".py:" in name else name for name in spec.align.rewards],
+            environment=absolute(spec.align.environment)
+            if ".py:" in spec.align.environment
+            else spec.align.environment,
         ),
         lora=spec.lora.replace(init=absolute(spec.lora.init)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
