@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from ..data import Batch, console_progress
@@ -18,9 +17,10 @@ from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.passes import REWARD
 from ..record.jsonl import LineWriter
 from ..record.samples import has_samples
+from ..spec import RunSpec
 from ..spec.errors import DataError
 from ..spec.lora import REWARD_ADAPTER
-from ..spec.run import DataSpec
+from ..train.device import pick_device
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
 from ..train.prefetcher import BatchStream
@@ -31,12 +31,15 @@ from .environments import EnvironmentFactory, load_environment
 from .objectives import AnswerObjective
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
+from .prompts import open_prompts, prompt_data
+from .remote_sampler import RemoteSampler
 from .reward_scorer import RewardScorer, load_reward_model
 from .rewards import load_rewards
-from .rollout_engine import RolloutEngine
+from .rollout_engine import ColocatedEngine
+from .rollout_link import RolloutLink
 from .rollouts import Rollout
 from .rounds import Rounds, mean_reward
-from .sampler import EngineSampler
+from .sampler import ColocatedSampler, Sampler
 from .samples import samples_of
 from .scalar_adapters import find_scalar_adapters
 
@@ -49,8 +52,15 @@ class OnlineTrainer(PostTrainer):
     batches: PromptBatches  # type: ignore[assignment]
     held_out: PromptBatches  # type: ignore[assignment]
     rounds: Rounds
-    rollout_engine: RolloutEngine
+    rollout_engine: ColocatedEngine  # without rollout ranks
     critic: Critic | None = None  # of PPO
+    link: RolloutLink | None = None  # to rollout ranks
+
+    def init_ranks(self, spec: RunSpec, quiet: bool) -> None:
+        if ranks := spec.align.rollout_ranks:
+            device = pick_device(spec.cluster)
+            self.link = RolloutLink(spec.parallel.world, ranks, device, spec.watch.timeout_s)
+        super().init_ranks(spec, quiet)
 
     def preflight(self, force: bool = False) -> None:
         super().preflight(force)
@@ -58,13 +68,9 @@ class OnlineTrainer(PostTrainer):
         self.scalar_adapters, self.weights = found.adapters, found.source(self.spec, self.weights)
 
     def open_data(self) -> None:
-        """All ranks see all prompts of a round: which of them samples what is decided there."""
         spec, align = self.spec, self.spec.align
         run_on_rank_zero(self.prepare_data)
-        source = partial(PromptBatches, init=spec.checkpoint.init, seed=spec.seed)
-        self.batches = run_on_all_ranks(lambda: source(self.prompt_data(align.prompts)))
-        held_out = self.prompt_data(min(align.prompts, spec.log.eval_batches * spec.data.micro_batch or align.prompts))
-        self.held_out = run_on_all_ranks(lambda: source(held_out, split="val", shuffle=False))
+        self.batches, self.held_out = run_on_all_ranks(lambda: open_prompts(spec))
         functions = align.rewards or None  # a reward model may be all there is
         self.rewards = run_on_all_ranks(lambda: functions and load_rewards(functions, align.reward_weights))
         self.environment = run_on_all_ranks(lambda: self.open_environment() if align.environment else None)
@@ -77,16 +83,9 @@ class OnlineTrainer(PostTrainer):
             raise DataError(f"{record.place}: align.environment = {name!r} needs the column {missing[0]!r}")
         return factory
 
-    def prompt_data(self, prompts: int) -> DataSpec:
-        """So many at once, each short enough for the longest answer to fit beside it."""
-        data = self.spec.data
-        for key, value in (("global_batch", prompts), ("micro_batch", 1)):
-            data = data.with_derived(key, value)
-        return data.with_derived("seq", self.spec.data.seq - self.spec.align.max_tokens + 1)
-
     def prepare_data(self) -> None:
         with nullcontext(silent) if self.quiet else console_progress() as progress:
-            PromptBatches(self.prompt_data(1), self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
+            PromptBatches(prompt_data(self.spec, 1), self.spec.checkpoint.init, seed=self.spec.seed, progress=progress)
 
     def make_objective(self) -> Objective:
         return super().make_objective() if self.spec.align.method == "distill" else PolicyObjective(self.spec.align)
@@ -96,21 +95,16 @@ class OnlineTrainer(PostTrainer):
         self.early_stop = EarlyStop(self.spec.align.kl_stop, self.spec.align.held_out_stop)
         assert isinstance(self.objective, AnswerObjective)
         reference: Forward | None = self.objective.reference
-        ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
         critic: Critic | None = None
         if self.spec.align.method == "ppo":
             critic = self.critic = Critic(self)
             self.train_state.others["critic"] = critic.state
         folder = self.spec.align.reward_model
         scorer = RewardScorer(self.reward_model(folder), folder) if folder else None
-        engine = self.rollout_engine = RolloutEngine(
-            self.spec, self.parallel_model, self.batches.tokenizer, ends, self.device
-        )
-        rank, ranks = (0, 1) if self.mesh is None else (self.mesh.rank("world"), self.mesh.size("world"))
         self.rounds = Rounds(
             self.spec,
             self.parallel_model,
-            EngineSampler(self.spec, engine, self.batches, self.held_out, self.rewards, rank, ranks, self.environment),
+            self.make_sampler(),
             self.batches.tokenizer.eot,
             self.folder.path / ROLLOUTS,
             reference=reference,
@@ -121,7 +115,23 @@ class OnlineTrainer(PostTrainer):
         if critic is not None:
             self.checkpoints.method_states["critic"] = critic
         self.checkpoints.method_states["early_stop"] = self.early_stop
+        if isinstance(self.rounds.sampler, RemoteSampler):
+            self.checkpoints.method_states["sampler"] = self.rounds.sampler
+
+    def make_sampler(self) -> Sampler:
+        spec = self.spec
+        if self.link is not None:
+            return RemoteSampler(spec, self.parallel_model, self.link, self.folder.path / ROLLOUTS)
+        ends = end_token_ids(self.folder.path / TOKENIZER_FOLDER)
+        engine = ColocatedEngine(spec, self.parallel_model, self.batches.tokenizer, ends, self.device)
         engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
+        self.rollout_engine = engine
+        rank, ranks = (0, 1) if self.mesh is None else (self.mesh.rank("world"), self.mesh.size("world"))
+        return ColocatedSampler(spec, engine, self.batches, self.held_out, self.rewards, rank, ranks, self.environment)
+
+    def run(self) -> Evaluation:
+        with nullcontext() if self.link is None else self.link.ending():
+            return super().run()
 
     def reward_model(self, folder: str) -> ParallelModel:
         """An adapter over the policy's base, or a model of its own."""
@@ -154,7 +164,8 @@ class OnlineTrainer(PostTrainer):
             self.write_samples()
         self.rounds.metrics = {}
         limit = SAMPLER_LIMIT["fp32" if self.spec.precision.dtype == "fp32" else "bf16"]
-        if (difference := values.get("sampler_diff/mean", 0.0)) > limit:
+        stale = values.get("staleness/max", 0.0) > 0  # other weights, not other numerics
+        if not stale and (difference := values.get("sampler_diff/mean", 0.0)) > limit:
             self.event("sampler_mismatch", difference=difference, limit=limit)
         if share := values.get("environment/failures"):
             error = next((rollout.failure for rollout in self.rounds.rollouts if rollout.failure), "")

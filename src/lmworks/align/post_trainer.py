@@ -4,6 +4,8 @@ policy. Steps, layouts, checkpoints, health and reports are those of pretraining
 from __future__ import annotations
 
 import math
+import os
+from typing import cast
 
 from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import copy_tokenizer
@@ -71,6 +73,10 @@ def trainer_class(spec: RunSpec) -> type[Trainer]:
     if not spec.align.method:
         return Trainer
     if spec.align.online:
+        if int(os.environ.get("RANK") or 0) >= spec.parallel.world:  # whatever it is called: it is run in the same way
+            from .rollout_worker import RolloutWorker
+
+            return cast(type[Trainer], RolloutWorker)
         from .online_trainer import OnlineTrainer  # with the engine, which takes a second to load
 
         return OnlineTrainer

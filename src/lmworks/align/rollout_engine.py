@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -26,6 +26,7 @@ from ..engine.quantization.quantized_model import MetaModel
 from ..engine.tensor_parallel.rank_group import GroupRank
 from ..model import GPT
 from ..parallel.comm_counter import CommCounter
+from ..parallel.mesh import Mesh
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.single_rank import SingleRank
 from ..parallel.world import group_timeout, set_group_timeouts
@@ -68,17 +69,14 @@ class HandOver:
 
 
 class RolloutEngine:
+    """The engine of a rank, or its part of one."""
+
     def __init__(
-        self,
-        spec: RunSpec,
-        parallel_model: ParallelModel,
-        tokenizer: Tokenizer,
-        eos: Sequence[int],
-        device: torch.device,
+        self, spec: RunSpec, tokenizer: Tokenizer, eos: Sequence[int], device: torch.device, mesh: Mesh | None = None
     ) -> None:
-        self.spec, self.parallel_model = spec, parallel_model
-        dtype, tp = "fp32" if spec.precision.dtype == "fp32" else "bf16", spec.align.engine_tp
-        answers = -(-spec.align.prompts * spec.align.samples * tp // spec.parallel.world)
+        self.spec, self.device = spec, device
+        dtype, tp = engine_dtype(spec), spec.align.engine_tp
+        answers = -(-spec.align.prompts * spec.align.samples * tp // spec.sampling_ranks)
         engine = EngineSpec(
             device=device.type,
             dtype=dtype,
@@ -88,7 +86,7 @@ class RolloutEngine:
         )
         self.group: GroupRank | None = None
         if tp > 1:
-            self.group = GroupRank(tp, device, parallel_model.mesh)
+            self.group = GroupRank(tp, device, mesh)
             set_group_timeouts(group_timeout(spec.watch.timeout_s))
         runner = ModelRunner(
             zeros(spec, device, DTYPES[dtype], self.group),
@@ -103,29 +101,20 @@ class RolloutEngine:
         if self.group is not None:
             self.group.workers_ready = True
         self.weights = runner.live_weights()
-        self.updates = WeightUpdates(spec, parallel_model)
-        self.shared: set[str] = set()
-        # DoRA scales whole rows, of which a tensor-parallel rank may have a part.
-        self.same_parts = parallel_model.size("tp") == tp and not spec.lora.dora
-        if isinstance(parallel_model.strategies[0], SingleRank) and parallel_model.size("tp") == tp:
-            self.shared = self.weights.share(parallel_model.parts[0], self.updates.adapted)
 
     @torch.no_grad()
-    def hand_over(self) -> HandOver:
-        """Bring the trainer's weights to the engine; collective where they are sharded."""
-        began = time.perf_counter()
-        with CommCounter() as counter:
-            copied = self.weights.load(self.own_shards(), self.shared | self.updates.sent)
-        self.engine.weights_changed()
-        if self.parallel_model.device.type == "cuda":
-            torch.cuda.synchronize(self.parallel_model.device)
-        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls)  # all are all-gathers
-        return HandOver(time.perf_counter() - began, copied, received)
+    def load(self, weights: Iterable[tuple[str, Tensor]], known: Collection[str], cut: bool = True) -> int:
+        """Copy new weights; all must come but those that are `known`. Returns the bytes written on this rank.
 
-    def own_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the weights that have changed, what this rank's engine holds."""
-        for name, weight in self.updates.changed(self.shared, self.same_parts):
-            yield name, weight if self.group is None else self.group.shard_of(name, weight, cut=not self.same_parts)
+        `cut`: they are whole, and a tensor-parallel rank takes its shard.
+        """
+        group = self.group
+        shards = ((name, weight if group is None else group.shard_of(name, weight, cut)) for name, weight in weights)
+        copied = self.weights.load(shards, known)
+        self.engine.weights_changed()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return copied
 
     def generate(
         self,
@@ -199,6 +188,39 @@ class RolloutEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class ColocatedEngine(RolloutEngine):
+    """In the processes of the trainer."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        parallel_model: ParallelModel,
+        tokenizer: Tokenizer,
+        eos: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        super().__init__(spec, tokenizer, eos, device, parallel_model.mesh)
+        self.updates = WeightUpdates(spec, parallel_model)
+        self.shared: set[str] = set()
+        same_tp = parallel_model.size("tp") == spec.align.engine_tp
+        self.same_parts = same_tp and not spec.lora.dora  # DoRA scales whole rows, of which a rank may have a part
+        if isinstance(parallel_model.strategies[0], SingleRank) and same_tp:
+            self.shared = self.weights.share(parallel_model.parts[0], self.updates.adapted)
+
+    def hand_over(self) -> HandOver:
+        """Bring the trainer's weights to the engine; collective where they are sharded."""
+        began = time.perf_counter()
+        with CommCounter() as counter:
+            changed = self.updates.changed(self.shared, self.same_parts)
+            copied = self.load(changed, self.shared | self.updates.sent, cut=not self.same_parts)
+        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls)  # all are all-gathers
+        return HandOver(time.perf_counter() - began, copied, received)
+
+
+def engine_dtype(spec: RunSpec) -> str:
+    return "fp32" if spec.precision.dtype == "fp32" else "bf16"
 
 
 def zeros(spec: RunSpec, device: torch.device, dtype: torch.dtype, group: GroupRank | None) -> GPT:

@@ -15,7 +15,7 @@ from ..spec import RunSpec
 from .environments import EnvironmentFactory
 from .episodes import Episodes
 from .rewards import Rewards
-from .rollout_engine import RolloutEngine, rollout_seed
+from .rollout_engine import ColocatedEngine, RolloutEngine, rollout_seed
 from .rollouts import Rollout, added_rewards
 
 HELD_OUT = "held-out"  # prompts that are not trained on
@@ -67,29 +67,8 @@ class EngineSampler:
         self.version = 0  # of the weights: the round that trains them next
         self.metrics: dict[str, float] = {}
 
-    def begin_round(self, number: int) -> None:
-        self.began = time.perf_counter()
-        phase.enter("hand_over")
-        self.engine.wake()
-        self.woken = time.perf_counter()
-        self.metrics = self.engine.hand_over().metrics()
-        self.version = number
-
     def sample(self, draw: int) -> list[Rollout]:
         return self.answers(self.prompts, draw)
-
-    def end_round(self, number: int, last: int) -> None:
-        ended = time.perf_counter()
-        self.engine.sleep()
-        self.metrics["generate_s"] = ended - self.woken
-        self.metrics["sleep_wake_s"] = time.perf_counter() - ended + self.woken - self.began
-
-    def sample_held_out(self) -> list[Rollout]:
-        self.engine.wake()
-        self.engine.hand_over()
-        rollouts = self.answers(self.held_out, 0, HELD_OUT)
-        self.engine.sleep()
-        return rollouts
 
     def answers(self, prompts: PromptBatches, draw: int, split: str = "") -> list[Rollout]:
         """Answers to the prompts of a draw, over all ranks, with their rewards."""
@@ -130,11 +109,38 @@ class EngineSampler:
             }
             rollout.reward = math.nan if rollout.failure else added_rewards(rollout.reward, scores.total[index])
 
-    def settle(self) -> None:
-        """Nothing: a round that was not begun is sampled with the weights of the checkpoint."""
-
     def close(self) -> None:
         self.engine.close()
+
+
+class ColocatedSampler(EngineSampler):
+    """The `Sampler` of a trainer whose ranks have an engine each: it sleeps while they train."""
+
+    engine: ColocatedEngine
+
+    def begin_round(self, number: int) -> None:
+        self.began = time.perf_counter()
+        phase.enter("hand_over")
+        self.engine.wake()
+        self.woken = time.perf_counter()
+        self.metrics = self.engine.hand_over().metrics()
+        self.version = number
+
+    def end_round(self, number: int, last: int) -> None:
+        ended = time.perf_counter()
+        self.engine.sleep()
+        self.metrics["generate_s"] = ended - self.woken
+        self.metrics["sleep_wake_s"] = time.perf_counter() - ended + self.woken - self.began
+
+    def sample_held_out(self) -> list[Rollout]:
+        self.engine.wake()
+        self.engine.hand_over()
+        rollouts = self.answers(self.held_out, 0, HELD_OUT)
+        self.engine.sleep()
+        return rollouts
+
+    def settle(self) -> None:
+        """Nothing: a round that was not begun is sampled with the weights of the checkpoint."""
 
 
 def completion_of(rollout: Rollout, example: PromptExample) -> Text:

@@ -123,7 +123,7 @@ def ray(
     from ..launch import Job, ray_driver
 
     loaded = load_run(spec, overrides or ())
-    world = loaded.parallel.world
+    world = loaded.ranks
     if workers not in (None, world):
         raise SpecError(f"--workers {workers}: the layout has {world} ranks (pp × dp × cp × tp), one a worker")
     folder = Path(run_dir or f"runs/{loaded.name}").absolute()

@@ -52,7 +52,7 @@ class RanksExit:
 def needs_ranks(spec: RunSpec) -> bool:
     """Whether this process must start ranks: it is none itself, and there are several, or one that offloads its
     parameters, for which FSDP2 needs a process group."""
-    return (spec.parallel.world > 1 or spec.parallel.offload == "full") and "RANK" not in os.environ
+    return (spec.ranks > 1 or spec.parallel.offload == "full") and "RANK" not in os.environ
 
 
 def start_ranks(spec: RunSpec, arguments: list[str], force: bool = False) -> None:
@@ -249,7 +249,7 @@ def local_ranks(spec: RunSpec, wanted: int | None = None) -> int:
             f"cluster.nodes = {spec.cluster.nodes}: start the run on every machine with torchrun, "
             "or write a job for all of them with `lmworks launch`"
         )
-    ranks, here = wanted or spec.parallel.world, gpu_count(spec)
+    ranks, here = wanted or spec.ranks, gpu_count(spec)
     if here is None or ranks <= here:
         return ranks
     fewer = sizes(spec, at_most=here) if wanted is None else []

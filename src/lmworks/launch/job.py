@@ -63,7 +63,7 @@ class Job:
 
 def nodes_and_ranks(spec: RunSpec, nodes: int | None, per_node: int | None) -> tuple[int, int]:
     """(nodes, ranks on each); where an option gives one, the other follows from the number of ranks."""
-    world = spec.parallel.world
+    world = spec.ranks
     if nodes is None and per_node is None:
         given = (spec.cluster.nodes, spec.cluster.gpus_per_node)
         name = "cluster.nodes × cluster.gpus_per_node"
@@ -72,8 +72,9 @@ def nodes_and_ranks(spec: RunSpec, nodes: int | None, per_node: int | None) -> t
         name = "--nodes × --gpus-per-node"
     if given[0] * given[1] != world:
         fitting = " | ".join(f"--nodes {world // n} --gpus-per-node {n}" for n in (8, 4, 2, 1) if world % n == 0)
+        rollouts = " + align.rollout_ranks" if spec.align.rollout_ranks else ""
         raise SpecError(
-            f"the layout has {world} ranks (pp × dp × cp × tp), but {name} = {given[0]} × {given[1]} = "
+            f"the layout has {world} ranks (pp × dp × cp × tp{rollouts}), but {name} = {given[0]} × {given[1]} = "
             f"{given[0] * given[1]}; these would fit: {fitting}"
         )
     return given

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..spec import TrainingError
 from .world import error_text
 
+stores: list[TCPStore] = []  # of this rank: one ends with its last reference
 RENDEZVOUS_TIMEOUT_S = 30.0  # it takes a second on one machine, a few on a loaded one
 
 
@@ -37,26 +38,36 @@ class RendezvousTimeout(RankFailed):
     """A rank hung before its work began: a fork copies locks that other threads hold at that moment."""
 
 
-def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, launched: bool = True, timeout: float = 300) -> Any:
+def on_ranks(
+    world: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    launched: bool = True,
+    group: bool = True,
+    timeout: float = 300,
+) -> Any:
     """Call `work(rank, *arguments)` on every rank and return what each returned, in order.
 
     The first failure of any rank is raised here, and the others are killed. `launched` False: one process without
-    RANK and WORLD_SIZE, like a plain `lmworks train`. `timeout` is for deadlocks; set it well above the time that the
+    RANK and WORLD_SIZE, like a plain `lmworks train`. `group` False: as under torchrun, ranks find the store of an
+    agent, and make their process groups themselves. `timeout` is for deadlocks; set it well above the time that the
     work takes on a busy machine.
     """
     for _ in range(2):
         with suppress(RendezvousTimeout):
-            return run_forked(world, work, arguments, launched, timeout)
-    return run_forked(world, work, arguments, launched, timeout)
+            return run_forked(world, work, arguments, launched, group, timeout)
+    return run_forked(world, work, arguments, launched, group, timeout)
 
 
-def run_forked(world: int, work: Callable[..., Any], arguments: tuple[Any, ...], launched: bool, timeout: float) -> Any:
+def run_forked(
+    world: int, work: Callable[..., Any], arguments: tuple[Any, ...], launched: bool, group: bool, timeout: float
+) -> Any:
     context = mp.get_context("fork")
     processes, answers = [], {}
     # Rank 0 inherits the listening socket of the store: the port cannot be taken meanwhile, and no store thread runs
     # in this process, whose locks a fork might copy while they are held.
     with socket.create_server(("127.0.0.1", 0)) as server:
-        init_group = partial(init_gloo_group, server, world) if launched else None
+        init_group = partial(init_gloo_group if group else find_agent_store, server, world) if launched else None
         for rank in range(world):
             parent, child = context.Pipe(duplex=False)
             process = context.Process(
@@ -77,12 +88,22 @@ def run_forked(world: int, work: Callable[..., Any], arguments: tuple[Any, ...],
 
 
 def init_gloo_group(server: socket.socket, world: int, rank: int) -> None:
+    dist.init_process_group("gloo", store=connect(server, world, rank), rank=rank, world_size=world)
+
+
+def find_agent_store(server: socket.socket, world: int, rank: int) -> None:
+    """As under torchrun, whose agent hosts a store; here rank 0 does."""
+    stores.append(connect(server, world, rank))
+    host, port = stores[0].host, stores[0].port
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def connect(server: socket.socket, world: int, rank: int) -> TCPStore:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({key: str(value) for key, value in place.items()})
     host, port = server.getsockname()
     master: dict[str, Any] = {"is_master": True, "master_listen_fd": server.detach()} if rank == 0 else {}
-    store = TCPStore(host, port, world, **master)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return TCPStore(host, port, world, **master)
 
 
 def collect(answers: dict[Connection, int], timeout: float, late: type[RankFailed], what: str) -> list[Any]:

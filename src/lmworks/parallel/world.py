@@ -54,7 +54,8 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
                 f"start it with: torchrun --nproc-per-node {parallel.world} -m lmworks.train …"
             )
         return None
-    started = int(os.environ["WORLD_SIZE"])
+    # A group that exists already may be that of a part of the ranks (align/rollout_link.py).
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if started != parallel.world:
         raise collective_error(
             SpecError(

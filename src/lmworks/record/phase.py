@@ -4,7 +4,7 @@ The watchdog reads them for its reports; listeners are called at every change (f
 listeners, entering a phase costs an assignment.
 
     init, data, forward, backward, reduce, optimizer, evaluate      of a step
-    hand_over, generate, environment, reward, score                 of a round of rollouts
+    hand_over, rollout_wait, generate, environment, reward, score   of a round of rollouts
     save.stage, save.write, save.seal, save.commit, save.prune      of a checkpoint
     load.find, load.read
 """

@@ -90,7 +90,7 @@ class AlignSpec(Section):
     clip_high: float = opt(-1.0, "online: bound above, 1 + clip_high (-1: as clip; dapo: 0.28)", ge=-1)
     kl: str = opt("k3", "online: estimator of the KL divergence from the reference", choices=("k1", "k2", "k3"))
     importance_cap: float = opt(
-        2.0, "online: cap of the weights that correct for the sampler's numerics (0: off)", ge=0
+        2.0, "online: cap of the weights that correct for the sampler's numerics and older weights (0: off)", ge=0
     )
     overlong_buffer: int = opt(
         -1,
@@ -135,6 +135,12 @@ class AlignSpec(Section):
         "", "online: a built-in environment (python, file_edit), FILE.py:CLASS or MODULE:CLASS (empty: one turn)"
     )
     max_turns: int = opt(8, "online: turns of an episode at most; align.max_tokens is for all, observations too", ge=1)
+    rollout_ranks: int = opt(
+        0, "online: ranks beside the layout's that only sample, each with an engine (0: the layout's ranks do)", ge=0
+    )
+    max_staleness: int = opt(
+        1, "online: rounds by which the weights of rollout ranks are behind those that are trained (0: none)", ge=0
+    )
     engine_tp: int = opt(1, "online: ranks that are one engine: each has a tensor-parallel shard of it", ge=1)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
@@ -193,6 +199,10 @@ def check_align(run: RunSpec) -> None:
         raise SpecError("align.method = 'distill' needs a teacher: align.teacher=FOLDER")
     if run.align.online:
         check_rounds(run)
+    elif run.align.rollout_ranks:
+        raise SpecError(
+            f"align.rollout_ranks = {run.align.rollout_ranks}: align.method = {method!r} samples no answers"
+        )
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")
@@ -213,6 +223,7 @@ def check_rounds(run: RunSpec) -> None:
     """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
     align, data = run.align, run.data
     check_engine_tp(run)
+    check_rollout_ranks(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     rewarded = align.rewards or align.reward_model or align.environment
@@ -239,9 +250,25 @@ def check_rounds(run: RunSpec) -> None:
 
 def check_engine_tp(run: RunSpec) -> None:
     """The ranks are a whole number of engines, and those of one can share its layers."""
-    tp, world = run.align.engine_tp, run.parallel.world
+    tp, world = run.align.engine_tp, run.sampling_ranks
     if world % tp:
         fitting = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
-        raise SpecError(f"align.engine_tp = {tp} does not divide the {world} ranks of the layout; use {fitting}")
+        of = "align.rollout_ranks" if run.align.rollout_ranks else "ranks of the layout"
+        raise SpecError(f"align.engine_tp = {tp} does not divide the {world} {of}; use {fitting}")
     if found := indivisible(run.model, "align.engine_tp", tp):
         raise SpecError(found[0])
+
+
+def check_rollout_ranks(run: RunSpec) -> None:
+    align = run.align
+    if not align.rollout_ranks:
+        return
+    if run.fault.elastic:
+        raise SpecError("fault.elastic = true: align.rollout_ranks needs all ranks; use fault.elastic=false")
+    if align.max_staleness and align.method == "rloo":
+        raise SpecError("align.method = 'rloo' has no importance weights for stale answers; use align.max_staleness=0")
+    if align.max_staleness and not align.importance_cap and align.method not in ("best_of_n", "distill"):
+        raise SpecError(
+            "align.importance_cap = 0: answers of older weights need importance weights; use the default of 2, or "
+            "align.max_staleness=0"
+        )

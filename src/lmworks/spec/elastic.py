@@ -16,11 +16,11 @@ def fitted(spec: RunSpec, ranks: int) -> RunSpec:
 
     Copies of the model go first (`dp_replicate`), then its shards are spread over fewer ranks.
     """
-    if ranks == spec.parallel.world:
+    if ranks == spec.ranks:
         return spec
     if not spec.fault.elastic:
         raise SpecError(
-            f"the layout has {spec.parallel.world} ranks, not {ranks}; to go on with fewer, set fault.elastic = true"
+            f"the layout has {spec.ranks} ranks, not {ranks}; to go on with fewer, set fault.elastic = true"
         )
     smaller = shrunk(spec, ranks) if 0 < ranks < spec.parallel.world else None
     if smaller is None:
@@ -35,7 +35,7 @@ def fitted(spec: RunSpec, ranks: int) -> RunSpec:
 
 def sizes(spec: RunSpec, at_most: int | None = None) -> list[int]:
     """Every number of ranks that the run can go on with, most first."""
-    top = spec.parallel.world
+    top = spec.ranks
     fitting = [n for n in range(top - 1, 0, -1) if shrunk(spec, n)] if spec.fault.elastic else []
     return [n for n in (top, *fitting) if at_most is None or n <= at_most]
 

@@ -36,7 +36,7 @@ def problems(run: RunSpec) -> list[str]:
 
 def machines(run: RunSpec) -> list[str]:
     """A cluster that is named is used whole: one rank for each of its accelerators."""
-    nodes, each, world = run.cluster.nodes, run.cluster.gpus_per_node, run.parallel.world
+    nodes, each, world = run.cluster.nodes, run.cluster.gpus_per_node, run.ranks
     if nodes * each in (1, world):
         return []
     return [f"cluster.nodes = {nodes} × cluster.gpus_per_node = {each} is {nodes * each} ranks, the layout has {world}"]

@@ -282,6 +282,16 @@ class RunSpec(Section):
             raise SpecError(f"log.profile_ranks = {log.profile_ranks}: the layout {there}")
 
     @property
+    def ranks(self) -> int:
+        """Processes of a launch: those of the layout and rollout ranks."""
+        return self.parallel.world + self.align.rollout_ranks
+
+    @property
+    def sampling_ranks(self) -> int:
+        """Ranks of an online method that have an engine, or a part of one."""
+        return self.align.rollout_ranks or self.parallel.world
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches that one rank runs for one optimizer step."""
         return self.data.global_batch // (self.data.micro_batch * self.parallel.dp)

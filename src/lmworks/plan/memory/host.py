@@ -21,7 +21,7 @@ PROCESS_LIMITS = ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5))
 
 def ranks_on_host(spec: RunSpec) -> int:
     """As the cluster says; where it is not described, all of them."""
-    world = spec.parallel.world
+    world = spec.ranks
     return spec.cluster.gpus_per_node if spec.cluster.gpus == world else world
 
 
