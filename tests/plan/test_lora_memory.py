@@ -52,7 +52,13 @@ def test_one_rank(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [("parallel.strategy=fsdp2",), ("parallel.strategy=zero", "parallel.zero=1")], ids=["fsdp2", "zero-1"]
+    "options",
+    [
+        ("parallel.strategy=fsdp2",),
+        ("parallel.strategy=fsdp2", "lora.base=nf4"),
+        ("parallel.strategy=zero", "parallel.zero=1"),
+    ],
+    ids=["fsdp2", "fsdp2-nf4", "zero-1"],
 )
 def test_two_ranks(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *SHAPE, "parallel.dp=2", *options)

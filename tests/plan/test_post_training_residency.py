@@ -38,6 +38,16 @@ CASES = {
     "kto with adapters, fsdp2": ("kto", "fsdp2", LORA),
     **{f"distill, {layout}": ("distill", layout, []) for layout in LAYOUTS},
     "distill with adapters, fsdp2": ("distill", "fsdp2", LORA),
+    **{
+        f"dpo over a quantized base, {layout}": ("dpo", layout, [*LORA, f"lora.base={base}"])
+        for layout, base in (
+            ("fsdp2", "nf4"),
+            ("offloaded", "int8"),
+            ("tp-fsdp2", "nf4"),
+            ("fsdp2 of 4", "int8"),
+            ("zero-2", "nf4"),
+        )
+    },
     "distill of experts, tp": ("distill", "tp", ["model.experts=4", "model.top_k=2", "model.expert_ffn=16"]),
     "distill by jsd, tp": ("distill", "tp", ["align.divergence=jsd"]),
     **{f"ppo over one base, {layout}": ("ppo", layout, LORA) for layout in ("one rank", "ddp", "fsdp2", "tp-fsdp2")},
@@ -46,7 +56,7 @@ CASES = {
 QUICK = (
     "dpo, one rank", "dpo, fsdp2", "dpo, offloaded states", "dpo, rows shorter than data.seq",
     "dpo with adapters, fsdp2", "kto, fsdp2", "reward, tp-sp", "distill, fsdp2",
-    "distill by jsd, tp", "ppo over one base, fsdp2",
+    "distill by jsd, tp", "ppo over one base, fsdp2", "dpo over a quantized base, fsdp2",
 )  # fmt: skip
 
 

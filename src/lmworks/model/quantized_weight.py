@@ -1,7 +1,7 @@
 """Frozen weights in 4 or 8 bits under adapters (QLoRA), dequantized layer by layer when they are multiplied.
 
 The product dequantizes in the forward pass, and again in the backward pass: no dequantized weight is kept. Bytes are
-those of `spec.lora.quantized_bytes`.
+those of `spec.lora.quantized_bytes`. FSDP2 shards and gathers what is stored, and a block dequantizes what it gathered.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from .gpt import GPT, Linear
 
 
+BITS = torch.int32  # as which fp32 numbers are stored
+
+
 class QuantizedWeight(nn.Module):
     """A weight (out, in) that is not trained; its parts are parameters, so that they move with the model.
 
     It is cut into `pieces` along `dim`, each quantized on its own: every tensor-parallel layout holds whole pieces, and
-    has the same numbers.
+    has the same numbers. Parts are flat, so that FSDP2 shards them evenly, and of whole numbers, scales as the bits of
+    fp32: no cast of weights touches them.
     """
 
     def __init__(self, shape: torch.Size, dim: int, pieces: int) -> None:
@@ -34,7 +38,13 @@ class QuantizedWeight(nn.Module):
 
     def hold(self, **parts: tuple[int, torch.dtype]) -> None:
         for name, (size, dtype) in parts.items():
-            setattr(self, name, nn.Parameter(torch.empty(self.pieces, size, dtype=dtype), requires_grad=False))
+            setattr(self, name, nn.Parameter(torch.empty(self.pieces * size, dtype=dtype), requires_grad=False))
+
+    def part(self, name: str) -> Tensor:
+        """(pieces, size). Of FSDP2's shards, outside of its passes, this is a collective."""
+        held: Any = getattr(self, name)
+        whole: Tensor = (held.full_tensor() if hasattr(held, "full_tensor") else held).view(self.pieces, -1)
+        return whole.view(torch.float32) if whole.dtype == BITS else whole
 
     def cut(self, weight: Tensor) -> Tensor:
         """(pieces, rows, columns)"""
@@ -50,51 +60,54 @@ class QuantizedWeight(nn.Module):
         return (rows // self.pieces, columns) if self.dim == 0 else (rows, columns // self.pieces)
 
     def store(self, weight: Tensor) -> None:
+        for name, part in self.encode(weight).items():
+            cast(Tensor, getattr(self, name)).copy_(part)
+
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        """What each part holds of a weight, flat."""
+        return {name: as_bits(part).flatten() for name, part in self.quantize(weight).items()}
+
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         raise NotImplementedError
+
+
+def as_bits(part: Tensor) -> Tensor:
+    return part.contiguous().view(BITS) if part.is_floating_point() else part
 
 
 class Int8Weight(QuantizedWeight):
     """8 bits, symmetric, with a scale for each row of a piece."""
 
-    codes: Tensor
-    scales: Tensor
-
     def __init__(self, shape: torch.Size, dim: int, pieces: int) -> None:
         super().__init__(shape, dim, pieces)
-        self.hold(codes=(shape.numel() // pieces, torch.int8), scales=(self.piece[0], torch.float32))
+        self.hold(codes=(shape.numel() // pieces, torch.int8), scales=(self.piece[0], BITS))
 
-    def store(self, weight: Tensor) -> None:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         pieces = self.cut(weight.float())
         scales = pieces.abs().amax(dim=2) / 127
-        self.scales.copy_(scales)
-        self.codes.copy_((pieces / scales.clamp(min=nf4.LEAST).unsqueeze(2)).round().to(torch.int8).flatten(1))
+        codes = (pieces / scales.clamp(min=nf4.LEAST).unsqueeze(2)).round().to(torch.int8)
+        return {"codes": codes, "scales": scales}
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        pieces = self.codes.unflatten(1, self.piece).float() * self.scales.unsqueeze(2)
+        pieces = self.part("codes").unflatten(1, self.piece).float() * self.part("scales").unsqueeze(2)
         return self.join(pieces.to(dtype))
 
 
 class NF4Weight(QuantizedWeight):
-    codes: Tensor
-    scales: Tensor
-    group_scales: Tensor
-    offset: Tensor
-
     def __init__(self, shape: torch.Size, dim: int, pieces: int) -> None:
         super().__init__(shape, dim, pieces)
         blocks = -(-math.prod(self.piece) // NF4_BLOCK)
-        scales = {"scales": (blocks, torch.uint8), "group_scales": (-(-blocks // NF4_GROUP), torch.float32)}
-        self.hold(codes=(blocks * NF4_BLOCK // 2, torch.uint8), **scales, offset=(1, torch.float32))
+        scales = {"scales": (blocks, torch.uint8), "group_scales": (-(-blocks // NF4_GROUP), BITS)}
+        self.hold(codes=(blocks * NF4_BLOCK // 2, torch.uint8), **scales, offset=(1, BITS))
 
-    def store(self, weight: Tensor) -> None:
-        for name, value in vars(nf4.quantize(self.cut(weight).flatten(1))).items():
-            cast(Tensor, getattr(self, name)).copy_(value)
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
+        return vars(nf4.quantize(self.cut(weight).flatten(1)))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        stored = nf4.NF4(self.codes, self.scales, self.group_scales, self.offset)
+        stored = nf4.NF4(*(self.part(name) for name in ("codes", "scales", "group_scales", "offset")))
         return self.join(nf4.dequantize(stored, math.prod(self.piece), dtype).unflatten(1, self.piece))
 
 

@@ -112,7 +112,10 @@ def materialise(
 
     quantized = {name: module for name, module in part.named_modules() if isinstance(module, QuantizedWeight)}
     for name, stored in quantized.items():
-        stored.store(share_of(f"{name.rpartition('.')[0]}.weight", stored.shape).to(weight_device))
+        weight = share_of(f"{name.rpartition('.')[0]}.weight", stored.shape).to(weight_device)
+        for key, value in stored.encode(weight).items():
+            held = getattr(stored, key)
+            local_rows(held).copy_(fsdp_shard(held, value))
     for name, parameter in part.named_parameters():
         if name.rpartition(".")[0] in quantized:
             continue

@@ -93,12 +93,6 @@ def check_lora(run: RunSpec) -> None:
         raise SpecError("lora.rank does not combine with parallel.strategy = 'fsdp1'; use 'fsdp2'")
     if lora.base:
         check_base_pieces(run)
-    fsdp2 = layout.strategy == "fsdp2" or (layout.strategy == "zero" and layout.zero == 3)
-    if lora.base and fsdp2 and (layout.dp * layout.cp > 1 or layout.offload == "full"):
-        raise SpecError(
-            f"lora.base = {lora.base!r} is whole on every data-parallel rank, which FSDP2 is not made for; use "
-            "parallel.strategy = 'ddp', or 'zero' with parallel.zero = 1 or 2"
-        )
     if lora.init and run.align.needs_reference and not run.align.reference:
         raise SpecError(
             f"lora.init with align.method = {run.align.method!r}: name the model that the adapter made as "
@@ -164,14 +158,24 @@ def quantized_pieces(weight: Weight, local: tuple[int, ...]) -> tuple[int, int]:
     return dim, pieces * local[dim] // whole[dim]
 
 
-def quantized_bytes(weight: Weight, local: tuple[int, ...], base: str) -> int:
-    """Of a shard of a frozen weight in the format `lora.base`: kernels/nf4.py, model/quantized_weight.py."""
+def quantized_parts(weight: Weight, local: tuple[int, ...], base: str) -> tuple[tuple[int, int], ...]:
+    """(numbers, bytes of each) of what a shard of a frozen weight is stored in by the format `lora.base`: codes, then
+    scales (kernels/nf4.py, model/quantized_weight.py)."""
     dim, pieces = quantized_pieces(weight, local)
     size = math.prod(local) // pieces
     if base == "int8":
-        return pieces * (size + 4 * local[0] // (pieces if dim == 0 else 1))
+        return (pieces * size, 1), (pieces * local[0] // (pieces if dim == 0 else 1), 4)
     blocks = -(-size // NF4_BLOCK)
-    return pieces * (blocks * (NF4_BLOCK // 2 + 1) + 4 * -(-blocks // NF4_GROUP) + 4)
+    return (
+        (pieces * blocks * NF4_BLOCK // 2, 1),
+        (pieces * blocks, 1),
+        (pieces * -(-blocks // NF4_GROUP), 4),
+        (pieces, 4),
+    )
+
+
+def quantized_bytes(weight: Weight, local: tuple[int, ...], base: str) -> int:
+    return sum(count * each for count, each in quantized_parts(weight, local, base))
 
 
 def block_adapter_weights(model: ModelSpec, lora: LoraSpec, adapters: tuple[str, ...]) -> Iterator[Weight]:

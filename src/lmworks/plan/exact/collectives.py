@@ -25,10 +25,10 @@ from .shards import (
     Weight,
     buckets,
     flat_parameter,
-    gathered_bytes,
     local_shapes,
     padded_size,
     trained_weights,
+    unit_bytes,
     unit_size,
     units,
 )
@@ -91,7 +91,7 @@ def scoring(ctx: RankContext, shapes: Mapping[int, int]) -> Iterator[Collective]
         if holder.case.sharding == "fsdp2":
             for stage in holder.stages:
                 for unit in units(holder.case, stage):
-                    size = gathered_bytes(holder.case, unit.block) * unit_size(holder.case, unit)
+                    size = unit_bytes(holder.case, unit)
                     what = f"{one.model}: weights to score"
                     yield ctx.collective("all-gather", what, unit.axis, ctx.spec.accumulation, size, FORWARD)
 
@@ -162,9 +162,8 @@ def fsdp(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     case = ctx.case
     for unit in units(case, stage):
         what = "root" if unit.block == ROOT else "experts" if unit.axis == "edp" else "block"
-        numbers, ranks = unit_size(case, unit), ctx.grid.size(unit.axis)
+        ranks, gathered = ctx.grid.size(unit.axis), unit_bytes(case, unit)
         forward, backward = gathers(ctx, stage, unit)
-        gathered = gathered_bytes(case, unit.block) * numbers
         sent, reduced = case.software.reduce * unit_size(case, unit, trained=True), int(bool(unit.trained))
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)

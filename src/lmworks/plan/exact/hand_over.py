@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ...spec import RunSpec, components
 from ...spec.components import Weight
-from ...spec.lora import DEFAULT_ADAPTER, adapter_weights, target_linears
+from ...spec.lora import DEFAULT_ADAPTER, adapter_weights, quantized_parts, target_linears
 from ..case import Case
 from .shards import FP32, chunk
 
@@ -98,8 +98,8 @@ def engine_weights(spec: RunSpec) -> list[EngineWeight]:
                 shares and same_shape and linear is None,
                 not spec.lora.rank or linear is not None,
                 (
-                    *gathers(spec, case, weight, FP32 if inside in quantized else case.software.weights),
-                    *(one for each in adapters for one in gathers(spec, case, each, case.software.weights)),
+                    *gathers(spec, case, weight, quantized=inside in quantized),
+                    *(one for each in adapters for one in gathers(spec, case, each)),
                 ),
             )
         )
@@ -118,14 +118,20 @@ def tp_part(weight: Weight, tp: int) -> tuple[int, ...]:
     return tuple(size // tp if index == dim else size for index, size in enumerate(weight.shape))
 
 
-def gathers(spec: RunSpec, case: Case, weight: Weight, width: int) -> Iterator[Gather]:
-    """Of one weight of `width` bytes a number, the innermost first; groups of one rank gather nothing."""
+def gathers(spec: RunSpec, case: Case, weight: Weight, quantized: bool = False) -> Iterator[Gather]:
+    """Of one weight, the innermost first; groups of one rank gather nothing. A quantized one is dequantized to fp32
+    once it is gathered from FSDP2's shards."""
+    width = FP32 if quantized else case.software.weights
     grid = case.grid
     expert, tp = case.ep > 1 and weight.experts > 0, grid.tp
     local = tp_part(replace(weight, shape=(weight.shape[0] // grid.ep, *weight.shape[1:])) if expert else weight, tp)
     axis = "edp" if expert else "shard"
     if case.sharding == "fsdp2" and (ranks := grid.size(axis)) > 1:
-        yield Gather(axis, ranks, width * ranks * chunk(local[0], ranks) * math.prod(local[1:]))
+        if quantized:
+            parts = quantized_parts(weight, local, spec.lora.base)
+            yield from (Gather(axis, ranks, each * ranks * chunk(count, ranks)) for count, each in parts)
+        else:
+            yield Gather(axis, ranks, width * ranks * chunk(local[0], ranks) * math.prod(local[1:]))
     size = width * math.prod(local)
     same_parts = tp == spec.align.engine_tp and not spec.lora.dora
     if weight.sharded(tp) is not None and not same_parts:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...spec import ModelSpec, RunSpec, components
-from ...spec.lora import quantized_bytes
+from ...spec.lora import quantized_parts
 from ..case import Case
 from ..pipelines.schedule import stages_of
 from ..pipelines.stages import Stage, split_layers
@@ -32,7 +32,8 @@ class Weight:
     expert: bool = False  # other experts lie on other ranks: its gradient meets over "edp"
     partial: bool = False  # whole on every tensor-parallel rank, each of which finds a part of its gradient
     trained: bool = True  # False: frozen, under adapters
-    quantized: int = 0  # bytes, where it is kept in 4 or 8 bits
+    # Where it is kept in 4 or 8 bits: (numbers, bytes of each) of what it is stored in.
+    quantized: tuple[tuple[int, int], ...] = ()
 
     @property
     def inside(self) -> str:
@@ -122,8 +123,8 @@ def local_weights(
             shape[dim] //= tp
         local = Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp))
         if adapters and local.inside not in trained:
-            size = quantized_bytes(weight, local.shape, base) if local.inside in linears else 0
-            local = replace(local, trained=False, quantized=size)
+            parts = quantized_parts(weight, local.shape, base) if local.inside in linears else ()
+            local = replace(local, trained=False, quantized=parts)
         found.append(local)
     return found
 
@@ -205,16 +206,30 @@ def units_of(stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, adapter
 
 
 def unit_shard(case: Case, unit: Unit, trained: bool = False) -> int:
-    """Elements that a rank allocates of a unit, padding included; `trained`: of its gradients."""
+    """Elements that a rank allocates of a unit, padding included, without quantized weights; `trained`: of its
+    gradients."""
     if case.strategy == "fsdp1":
         return flat_parameter(case, unit).length
     ranks = case.grid.size(unit.axis)
-    return sum(padded_size(weight, ranks) for weight in (unit.trained if trained else unit.weights))
+    chosen = unit.trained if trained else unit.weights
+    return sum(padded_size(weight, ranks) for weight in chosen if not weight.quantized)
 
 
 def unit_size(case: Case, unit: Unit, trained: bool = False) -> int:
-    """Elements of a unit when it is gathered, padding included; `trained`: of its gradients."""
+    """Elements of a unit when it is gathered, as `unit_shard` counts them."""
     return case.grid.size(unit.axis) * unit_shard(case, unit, trained)
+
+
+def quantized_shard(case: Case, unit: Unit) -> int:
+    """Bytes that a rank of FSDP2 allocates of a unit's quantized weights, padding included."""
+    ranks = case.grid.size(unit.axis)
+    return sum(each * chunk(count, ranks) for weight in unit.weights for count, each in weight.quantized)
+
+
+def unit_bytes(case: Case, unit: Unit) -> int:
+    """Of a unit when it is gathered."""
+    quantized = case.grid.size(unit.axis) * quantized_shard(case, unit)
+    return gathered_bytes(case, unit.block) * unit_size(case, unit) + quantized
 
 
 def gathered_bytes(case: Case, block: int) -> int:

@@ -37,10 +37,14 @@ from ..exact.shards import (
     Unit,
     buckets,
     chunk,
+    gathered_bytes,
+    local_rows,
     own_rows,
     padded_size,
+    quantized_shard,
     rank_stages,
     trained_weights,
+    unit_bytes,
     unit_shard,
     unit_size,
     units,
@@ -216,7 +220,7 @@ def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights
                 head += weight.size * weight.name.startswith(head_names)
                 tied += weight.size * (weight.name == "embed.weight" and case.model.tie_embeddings)
         if case.sharding.startswith("fsdp"):
-            gathered[f"gathered_{kind}"] += unit_size(case, unit)
+            gathered[f"gathered_{kind}"] += unit_bytes(case, unit) / gathered_bytes(case, unit.block)
             gathered[f"reduced_{kind}"] += unit_size(case, unit, trained=True)
             gathered[f"own_reduced_{kind}"] += unit_shard(case, unit, trained=True)
     size = root + layers * block
@@ -236,13 +240,19 @@ def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights
     )
 
 
+def quantized_rows(unit: Unit, ranks: int = 1, rank: int = 0) -> int:
+    """Bytes of a unit's quantized weights on one of the ranks that share them."""
+    parts = [part for weight in unit.weights for part in weight.quantized]
+    return sum(each * local_rows(count, ranks, rank) for count, each in parts)
+
+
 def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of our own trainer."""
     code, kind, grid = case.software, case.sharding, case.grid
     where = {"shard": place.shard, "edp": place.edp}
-    own = kept = states = allocated = allocated_gradients = copies = low_bits = shards = trained = quantized = 0
+    own = kept = states = allocated = allocated_gradients = copies = low_bits = shards = trained = 0
+    quantized = quantized_padding = 0
     for unit, times in held:
-        quantized += times * sum(w.quantized - code.weights * w.size for w in unit.weights if w.quantized)
         trained += times * sum(weight.size for weight in unit.trained)
         for weight, shape in updated_shapes(case, unit, where):
             size = math.prod(shape)
@@ -257,7 +267,15 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
         if kind.startswith("fsdp"):
             allocated += times * unit_shard(case, unit)
             allocated_gradients += times * unit_shard(case, unit, trained=True)
-            kept += times * sum(math.prod(own_rows(case, unit, w, where)) for w in unit.weights if not w.trained)
+            frozen = [weight for weight in unit.weights if not weight.trained and not weight.quantized]
+            kept += times * sum(math.prod(own_rows(case, unit, weight, where)) for weight in frozen)
+            held_here = quantized_rows(unit, grid.size(unit.axis), where[unit.axis])
+            quantized += times * held_here
+            quantized_padding += times * (quantized_shard(case, unit) - held_here)
+        else:
+            quantized += times * (
+                quantized_rows(unit) - code.weights * sum(w.size for w in unit.weights if w.quantized)
+            )
     parameters, gradients, padding, gradient_padding = whole, own if kind == "zero2" else trained, 0, 0
     if kind.startswith("fsdp"):
         parameters, gradients = own + kept, own
@@ -267,7 +285,7 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
         "gradients": code.gradients * gradients,
         "master": (code.master + code.low_bytes) * own,
         "optimizer": states,
-        "parameter_padding": code.weights * padding,
+        "parameter_padding": code.weights * padding + quantized_padding,
         "gradient_padding": code.gradients * gradient_padding,
         "updated": own,
         "pinned_optimizer": states + 2 * copies + low_bits,
