@@ -80,6 +80,20 @@ def digits(completions, **columns):
 """
 
 
+def save_terse_model(spec: RunSpec, folder: Path, strength: float = 0.65) -> Path:
+    """A random model that ends an answer after about ten tokens, some much later."""
+    import torch
+
+    from lmworks.model import GPT
+
+    model = GPT(spec.model, seed=1)
+    with torch.no_grad():
+        model.embed.weight[:, 0] = 1.0
+        model.head.weight[256, 0] += strength  # end-of-text
+    model.save_hf(folder)
+    return folder
+
+
 def table(path: Path, method: str) -> dict[str, Any]:
     """Online methods are rewarded for digits: 4 prompts, 4 answers of up to 8 tokens, two steps a round."""
     if method in ONLINE_METHODS:

@@ -22,7 +22,7 @@ from lmworks.model import GPT
 from lmworks.record import read_metrics
 from lmworks.spec import DataError, LMWorksError, RunSpec
 from lmworks.spec.run import DataSpec
-from post_training import make_spec, write_lines
+from post_training import make_spec, save_terse_model, write_lines
 from tiny import differences, saved
 from typed import lmworks
 
@@ -178,13 +178,8 @@ class Talk(Environment):
 
 
 def talking(tmp_path: Path, method: str, *overrides: str) -> RunSpec:
-    """A model that ends a turn after about five tokens, and an environment that answers two of them."""
-    spec = make_spec(tmp_path, method)
-    model = GPT(spec.model, seed=1)
-    with torch.no_grad():
-        model.embed.weight[:, 0] = 1.0
-        model.head.weight[EOT, 0] += 0.65
-    model.save_hf(tmp_path / "start")
+    """A model that ends its turns soon, and an environment that answers two of them."""
+    save_terse_model(make_spec(tmp_path, method), tmp_path / "start")
     (tmp_path / "talk.py").write_text(TALK)
     return make_spec(
         tmp_path, method, f"align.environment={tmp_path / 'talk.py'}:Talk", f"checkpoint.init={tmp_path / 'start'}",

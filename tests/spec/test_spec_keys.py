@@ -195,6 +195,7 @@ align.kl_target                     6.0             [0, inf)
 align.kl_horizon                    10000           [1, inf)
 align.environment                   ""
 align.max_turns                     8               [1, inf)
+align.partial_rollouts              0.0             [0, inf)
 align.engine_tp                     1               [1, inf)
 align.engine_memory                 0.4             (0, 1)
 lora.rank                           0               [0, inf)

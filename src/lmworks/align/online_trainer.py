@@ -29,6 +29,7 @@ from .distill_objective import DistillObjective
 from .early_stop import EarlyStop
 from .environments import EnvironmentFactory, load_environment
 from .objectives import AnswerObjective
+from .partial_rollouts import PartialSampler
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
 from .prompts import open_prompts, prompt_data
@@ -115,7 +116,7 @@ class OnlineTrainer(PostTrainer):
         if critic is not None:
             self.checkpoints.method_states["critic"] = critic
         self.checkpoints.method_states["early_stop"] = self.early_stop
-        if isinstance(self.rounds.sampler, RemoteSampler):
+        if isinstance(self.rounds.sampler, RemoteSampler | PartialSampler):
             self.checkpoints.method_states["sampler"] = self.rounds.sampler
 
     def make_sampler(self) -> Sampler:
@@ -127,7 +128,10 @@ class OnlineTrainer(PostTrainer):
         engine.sleep()  # until a round begins: a run that is resumed inside of one begins with an update
         self.rollout_engine = engine
         rank, ranks = (0, 1) if self.mesh is None else (self.mesh.rank("world"), self.mesh.size("world"))
-        return ColocatedSampler(spec, engine, self.batches, self.held_out, self.rewards, rank, ranks, self.environment)
+        sources = (spec, engine, self.batches, self.held_out, self.rewards, rank, ranks)
+        if spec.align.partial_rollouts:
+            return PartialSampler(*sources, self.folder.path / ROLLOUTS)
+        return ColocatedSampler(*sources, self.environment)
 
     def run(self) -> Evaluation:
         with nullcontext() if self.link is None else self.link.ending():

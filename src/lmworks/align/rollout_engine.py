@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..engine.core.engine import Engine
 from ..engine.core.model_runner import DTYPES, ModelRunner
-from ..engine.core.request import Request
+from ..engine.core.request import Request, Result
 from ..engine.core.sampling_params import SEEDS, SamplingParams
 from ..engine.quantization.quantized_model import MetaModel
 from ..engine.tensor_parallel.rank_group import GroupRank
@@ -43,6 +44,7 @@ class PromptRequest:
     seed: int
     samples: int
     max_tokens: int
+    group: int = 0  # answers that finish together, for `generate_until`
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Completion:
     logps: list[float]  # under the sampling temperature
     text: str
     ended: bool  # by end-of-text, not by its length
+    unfinished: bool = False  # it was cut before either
 
 
 @dataclass(frozen=True)
@@ -133,14 +136,21 @@ class RolloutEngine:
             PromptRequest(list(prompt), seed, samples or self.spec.align.samples, limit)
             for prompt, seed, limit in zip(prompts, seeds, limits, strict=True)
         ]
-        return self.sample(asked) if self.group is None else self.group.together(self.runner, asked, self.sample_shares)
+        return self.generate_until(asked)
 
-    def sample_shares(self, shares: Sequence[Sequence[PromptRequest]]) -> list[list[list[Completion]]]:
+    def generate_until(self, asked: Sequence[PromptRequest], groups: int = 0) -> list[list[Completion]]:
+        """Answers to each request. With `groups`, all are cut once so many groups of requests have finished."""
+        if self.group is None:
+            return self.sample(asked, groups)
+        return self.group.together(self.runner, (asked, groups), self.sample_shares)
+
+    def sample_shares(self, shares: Sequence[tuple[Sequence[PromptRequest], int]]) -> list[list[list[Completion]]]:
         """Answers to the prompts of every rank of a group, all at once."""
-        answers = iter(self.sample([one for share in shares for one in share]))
-        return [list(islice(answers, len(own))) for own in shares]
+        asked = [one for share, _ in shares for one in share]
+        answers = iter(self.sample(asked, sum(groups for _, groups in shares)))
+        return [list(islice(answers, len(share))) for share, _ in shares]
 
-    def sample(self, asked: Sequence[PromptRequest]) -> list[list[Completion]]:
+    def sample(self, asked: Sequence[PromptRequest], groups: int = 0) -> list[list[Completion]]:
         align = self.spec.align
         requests = [
             Request(
@@ -158,11 +168,10 @@ class RolloutEngine:
         ]
         for request in requests:
             self.engine.add(request)
-        results = {delta.request.id: delta.result for delta in self.engine.run()}
+        results = self.run(requests, [one.group for one in asked], groups)
         found = []
         for request in requests:
             result = results[request.id]
-            assert result is not None
             if result.error is not None:
                 raise LMWorksError(f"no answer to a prompt of {len(request.prompt)} tokens: {result.error}")
             found.append(
@@ -172,11 +181,28 @@ class RolloutEngine:
                         [one.logprob for one in answer.logprobs or ()],
                         answer.text,
                         answer.finish_reason == "stop",
+                        answer.finish_reason == "cancelled",
                     )
                     for answer in result.answers
                 ]
             )
         return found
+
+    def run(self, requests: Sequence[Request], groups: Sequence[int], limit: int) -> dict[int, Result]:
+        """Results by request, cut when `limit` groups of requests have finished (0: when all have)."""
+        results: dict[int, Result] = {}
+        group_of = {request.id: group for request, group in zip(requests, groups, strict=True)}
+        left, finished = Counter(groups), 0
+        while self.engine.busy:
+            for delta in self.engine.step():
+                if delta.result is not None:
+                    results[delta.request.id] = delta.result
+                    left[group_of[delta.request.id]] -= 1
+                    finished += not left[group_of[delta.request.id]]
+            if limit and finished >= limit:
+                for request in requests:
+                    self.engine.cancel(request.id)
+        return results
 
     def sleep(self) -> None:
         """Release the memory of the KV cache for the update."""

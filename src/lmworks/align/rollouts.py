@@ -46,6 +46,8 @@ class Rollout:
     old_logps: list[float] | None = None  # by the trainer, before the first update on the round
     ref_logps: list[float] | None = None  # by the reference model
     version: int = 0  # of the weights that sampled it: the round that trains them next
+    stale_tokens: int = 0  # at its beginning, sampled with older weights than `version`
+    unfinished: bool = False  # it goes on in the next round
 
     def __post_init__(self) -> None:
         self.mask = self.mask or [1] * len(self.token_ids)
@@ -140,6 +142,7 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
 
     index    where the log-probabilities of its tokens are among the rows', flattened
     mask     which of them the policy has sampled: not padding, not observations
+    fresh    those of them that were sampled with the weights that the round begins with, where not all are
     others   old_logps, ref_logps, sampler_logps, values, returns where they are known
     advantages   (answers), or (answers, longest) where a critic estimates the values of tokens
     """
@@ -167,6 +170,9 @@ def packed_batch(rows: Sequence[Sequence[Rollout]], seq: int, pad: int) -> Batch
     members = [rollout for row in rows for rollout in row]
     extras = {"index": torch.from_numpy(index), "mask": torch.from_numpy(mask)}
     extras["advantages"] = torch.tensor([rollout.advantage for rollout in members], dtype=torch.float32)
+    if any(rollout.stale_tokens for rollout in members):
+        stale = torch.tensor([rollout.stale_tokens for rollout in members])
+        extras["fresh"] = extras["mask"] & (torch.arange(longest) >= stale.unsqueeze(1))
     for name in ("old_logps", "ref_logps", "sampler_logps", "advantages", "values", "returns"):
         columns = [getattr(rollout, name) for rollout in members]
         if all(column is not None for column in columns):

@@ -241,8 +241,13 @@ def sampler_difference(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if any(rollout.old_logps is None for rollout in rollouts):
         return {}
     differences = np.concatenate(
-        [np.abs(np.subtract(one.old_logps or [], one.sampler_logps))[np.array(one.mask, bool)] for one in rollouts]
+        [
+            np.abs(np.subtract(one.old_logps or [], one.sampler_logps))[np.array(one.mask, bool)][one.stale_tokens :]
+            for one in rollouts
+        ]
     )
+    if not differences.size:
+        return {}
     return {"sampler_diff/mean": float(differences.mean()), "sampler_diff/max": float(differences.max())}
 
 

@@ -78,7 +78,7 @@ class EngineSampler:
         play = self.single_turns if self.episodes is None else self.episodes.play
         found = play(own, run, draw, self.version)
         phase.enter("reward")
-        self.reward(found, examples)
+        self.reward(found, own)
         return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
 
     def single_turns(self, examples: Mapping[int, PromptExample], run: str, draw: int, version: int) -> list[Rollout]:
@@ -92,7 +92,7 @@ class EngineSampler:
             for one in answers
         ]
 
-    def reward(self, rollouts: Sequence[Rollout], examples: Sequence[PromptExample]) -> None:
+    def reward(self, rollouts: Sequence[Rollout], examples: Mapping[int, PromptExample]) -> None:
         if self.rewards is None or not rollouts:
             return
         asked = [examples[rollout.prompt] for rollout in rollouts]

@@ -208,7 +208,11 @@ class PromptBatches(ExampleRows):
 
     def examples(self, cursor: int) -> list[PromptExample]:
         """This rank's prompts of the step at `cursor`."""
-        return [self.example(int(row[0])) for row in self.locate(self.samples_at(cursor))]
+        return self.numbered(self.samples_at(cursor))
+
+    def numbered(self, samples: NDArray[np.int64]) -> list[PromptExample]:
+        """By their numbers in the order of a run, whose step at `cursor` begins with cursor · global_batch."""
+        return [self.example(int(row[0])) for row in self.locate(samples)]
 
     def example(self, index: int) -> PromptExample:
         record = dict(self.split.examples.records[int(self.split.numbers[index])])

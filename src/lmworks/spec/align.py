@@ -135,6 +135,12 @@ class AlignSpec(Section):
         "", "online: a built-in environment (python, file_edit), FILE.py:CLASS or MODULE:CLASS (empty: one turn)"
     )
     max_turns: int = opt(8, "online: turns of an episode at most; align.max_tokens is for all, observations too", ge=1)
+    partial_rollouts: float = opt(
+        0.0,
+        "online: further prompts in flight, as a share of align.prompts, so that a round ends without its longest "
+        "answers: they go on in the next one (0: it waits for all)",
+        ge=0,
+    )
     rollout_ranks: int = opt(
         0, "online: ranks beside the layout's that only sample, each with an engine (0: the layout's ranks do)", ge=0
     )
@@ -224,6 +230,7 @@ def check_rounds(run: RunSpec) -> None:
     align, data = run.align, run.data
     check_engine_tp(run)
     check_rollout_ranks(run)
+    check_stale_tokens(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     rewarded = align.rewards or align.reward_model or align.environment
@@ -265,10 +272,20 @@ def check_rollout_ranks(run: RunSpec) -> None:
         return
     if run.fault.elastic:
         raise SpecError("fault.elastic = true: align.rollout_ranks needs all ranks; use fault.elastic=false")
-    if align.max_staleness and align.method == "rloo":
-        raise SpecError("align.method = 'rloo' has no importance weights for stale answers; use align.max_staleness=0")
-    if align.max_staleness and not align.importance_cap and align.method not in ("best_of_n", "distill"):
-        raise SpecError(
-            "align.importance_cap = 0: answers of older weights need importance weights; use the default of 2, or "
-            "align.max_staleness=0"
-        )
+
+
+def check_stale_tokens(run: RunSpec) -> None:
+    """Tokens of older weights need importance weights."""
+    align = run.align
+    keys = {"max_staleness": align.rollout_ranks and align.max_staleness, "partial_rollouts": align.partial_rollouts}
+    for key in (key for key, value in keys.items() if value):
+        if align.method == "rloo":
+            raise SpecError(f"align.method = 'rloo' has no importance weights for stale answers; use align.{key}=0")
+        if not align.importance_cap and align.method not in ("best_of_n", "distill"):
+            raise SpecError(
+                "align.importance_cap = 0: answers of older weights need importance weights; use the default of 2, or "
+                f"align.{key}=0"
+            )
+    for key in ("environment", "rollout_ranks"):
+        if align.partial_rollouts and getattr(align, key):
+            raise SpecError(f"align.partial_rollouts cannot be combined with align.{key}: use one of them")
