@@ -81,8 +81,8 @@ def compare_with_one_rank(spec: RunSpec, whole: RunSpec, folder: Path) -> list[d
     ranks = on_ranks(spec.parallel.world, two_rounds, spec, folder / "ranks")
     _, planned = held_beside(spec, None, 0)
     assert planned is not None
-    moved = [hand_over_bytes(spec, first=True), hand_over_bytes(spec)]
-    for found in ranks:
+    for rank, found in enumerate(ranks):
+        moved = [hand_over_bytes(spec, rank, first=True), hand_over_bytes(spec, rank)]
         assert (found["held"], found["cache"], found["asleep"]) == ([planned.weights, planned.shared], planned.cache, 0)
         for values, expected, plan in zip(found["rounds"], one["rounds"], moved, strict=True):
             assert values["sampler_diff/max"] < 1e-5

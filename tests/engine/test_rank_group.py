@@ -14,6 +14,7 @@ from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.quantization.quantized_model import MetaModel
 from lmworks.engine.tensor_parallel.rank_group import GroupRank
 from lmworks.model import GPT
+from lmworks.parallel.inference_shards import inference_shard
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 
@@ -51,7 +52,8 @@ def answers_of_two_ranks(rank: int) -> dict[str, Any]:
         for seed in (2, 3):  # one after the other, with a sleep between
             model = trained(spec, seed)
             whole = [*model.named_parameters(), *model.named_buffers()]
-            written = weights.load((key, group.shard_of(key, tensor.detach())) for key, tensor in whole)
+            shards = ((key, inference_shard(spec, key, tensor.detach(), 2, rank)) for key, tensor in whole)
+            written = weights.load(shards)
             engine.weights_changed()
             seen.append(group.together(runner, rank, lead))
             released = engine.sleep()

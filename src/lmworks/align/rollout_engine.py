@@ -2,8 +2,8 @@
 
 Every group of align.engine_tp consecutive ranks is one engine (by default each rank), with its share of the prompts and
 on each rank a tensor-parallel shard of weights and KV cache. Where a rank of the trainer holds the same shards in the
-engine's dtype, both use the same tensors: a hand-over moves nothing. Else weights are gathered one at a time from the
-trainer's layout, and each rank keeps its shard.
+engine's dtype, both use the same tensors: a hand-over moves nothing. Else weights are brought one at a time from the
+trainer's layout to the engine's (`parallel/inference_shards.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..engine.quantization.quantized_model import MetaModel
 from ..engine.tensor_parallel.rank_group import GroupRank
 from ..model import GPT
 from ..parallel.comm_counter import CommCounter
+from ..parallel.inference_shards import InferenceShards, inference_shard
 from ..parallel.mesh import Mesh
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.single_rank import SingleRank
@@ -36,6 +37,7 @@ from .weight_updates import WeightUpdates
 
 MAX_SEQS = 1024  # sequences that run at once on a GPU
 MAX_SEQS_CPU = 64
+GATHER = "all-gather"
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,15 @@ class RolloutEngine:
         self.weights = runner.live_weights()
 
     @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]], known: Collection[str], cut: bool = True) -> int:
+    def load(self, weights: Iterable[tuple[str, Tensor]], known: Collection[str], whole: bool = True) -> int:
         """Copy new weights; all must come but those that are `known`. Returns the bytes written on this rank.
 
-        `cut`: they are whole, and a tensor-parallel rank takes its shard.
+        `whole`: a tensor-parallel rank takes its shard of them.
         """
-        group = self.group
-        shards = ((name, weight if group is None else group.shard_of(name, weight, cut)) for name, weight in weights)
-        copied = self.weights.load(shards, known)
+        if whole and (group := self.group) is not None:
+            model = self.spec.model
+            weights = ((name, inference_shard(model, name, each, group.tp, group.rank)) for name, each in weights)
+        copied = self.weights.load(weights, known)
         self.engine.weights_changed()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -230,18 +233,22 @@ class ColocatedEngine(RolloutEngine):
         super().__init__(spec, tokenizer, eos, device, parallel_model.mesh)
         self.updates = WeightUpdates(spec, parallel_model)
         self.shared: set[str] = set()
+        self.shards: InferenceShards | None = None
+        if self.group is not None and not spec.lora.dora:  # it scales whole rows, of which a rank may have a part
+            self.shards = InferenceShards(parallel_model, self.group.tp)
         same_tp = parallel_model.size("tp") == spec.align.engine_tp
-        self.same_parts = same_tp and not spec.lora.dora  # DoRA scales whole rows, of which a rank may have a part
         if isinstance(parallel_model.strategies[0], SingleRank) and same_tp:
             self.shared = self.weights.share(parallel_model.parts[0], self.updates.adapted)
 
     def hand_over(self) -> HandOver:
         """Bring the trainer's weights to the engine; collective where they are sharded."""
-        began = time.perf_counter()
+        began, shards = time.perf_counter(), self.shards
+        before = 0 if shards is None else shards.received
         with CommCounter() as counter:
-            changed = self.updates.changed(self.shared, self.same_parts)
-            copied = self.load(changed, self.shared | self.updates.sent, cut=not self.same_parts)
-        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls)  # all are all-gathers
+            changed = self.updates.changed(self.shared, None if shards is None else shards.weights)
+            copied = self.load(changed, self.shared | self.updates.sent, whole=shards is None)
+        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls if call.kind == GATHER)
+        received += 0 if shards is None else shards.received - before
         return HandOver(time.perf_counter() - began, copied, received)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from ..model.lora import split_adapter_name
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
 from ..spec.lora import DEFAULT_ADAPTER, adapter_of
+
+Gather = Callable[[Collection[str]], Iterator[tuple[str, Tensor]]]
+"""The weights of these names, one at a time; called by all ranks."""
 
 
 class WeightUpdates:
@@ -23,22 +26,23 @@ class WeightUpdates:
         self.sent: set[str] = set()  # frozen weights that the sampler has a copy of
 
     @torch.no_grad()
-    def changed(self, shared: Collection[str] = (), tp_parts: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Weights that may have changed, in the same order on all ranks, without those that are `shared`: whole, or the
-        parts of the trainer's tensor parallelism."""
+    def changed(self, shared: Collection[str] = (), gather: Gather | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Weights that may have changed, in the same order on all ranks, without those that are `shared`: whole, or
+        what `gather` makes of them."""
         model = self.parallel_model
+        gather = gather or model.whole_weights
         if not self.adapted:
-            yield from model.whole_weights(self.names - set(shared), tp_parts)
+            yield from gather(self.names - set(shared))
             yield from model.buffers().items()
             return
         frozen = self.names - set(shared) - self.adapted - self.sent
-        yield from model.whole_weights(frozen, tp_parts)
+        yield from gather(frozen)
         yield from model.buffers().items()  # the choice bias of experts is no weight, and changes
         self.sent |= frozen
         base: Tensor | None = None
         matrices: dict[str, Tensor] = {}
         adapters = {name for name in model.names() if layer_of(name)}
-        for name, whole in model.whole_weights(self.adapted | adapters, tp_parts):
+        for name, whole in gather(self.adapted | adapters):
             if name in self.adapted:
                 base, matrices = whole, {}
                 continue

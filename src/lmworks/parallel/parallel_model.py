@@ -130,20 +130,18 @@ class ParallelModel:
         """Of all weights of this rank's parts, frozen ones too, in the order of `whole_weights`."""
         return [unwrapped(name) for part in self.parts.values() for name, _ in named_weights(part)]
 
-    def whole_weights(
-        self, names: Collection[str] | None = None, tp_parts: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline.
-
-        `tp_parts`: as tensor parallelism cuts them, each rank its own. A quantized weight is dequantized, in fp32.
-        """
-        sharding = self.sharding.without("tp", self.mesh) if tp_parts and self.mesh is not None else self.sharding
+    def whole_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, or those of these names, made whole on all ranks, one at a time. Collective; no pipeline."""
         for name, held in named_weights(self.parts[0]):
             if names is None or name in names:
-                weight = held.dequantize() if isinstance(held, QuantizedWeight) else held.detach()
-                weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of FSDP2
-                whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, sharding, self.mesh)
-                yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+                yield name, self.gather(name, held, self.sharding)
+
+    def gather(self, name: str, held: Tensor | QuantizedWeight, sharding: ShardingPlan) -> Tensor:
+        """A weight of this rank made whole, as far as `sharding` says that it is cut; a quantized one in fp32."""
+        weight: Tensor = held.dequantize() if isinstance(held, QuantizedWeight) else held.detach()
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of FSDP2
+        whole = as_dtensor(Shard(name, weight, weight.shape, None), weight, sharding, self.mesh)
+        return whole.full_tensor() if hasattr(whole, "full_tensor") else whole
 
     def replicas(self, shard: Shard) -> int:
         """Ranks (or stages) that hold the same numbers: a norm over the world counts each number once."""

@@ -1,6 +1,6 @@
 """The time of a step or round of post-training by phase: hand-over of weights, generation, scoring, updates.
 
-    hand over  all-gathers of the weights that the engine does not share, and their copies (`exact/hand_over.py`)
+    hand over  weights that the engine does not share, from the trainer's layout to its own (`exact/hand_over.py`)
     generate   prompts are computed once, then a token of every answer that has not ended in each step of the engine
                (`serving/inference.py`); answers that do not fit at once run in waves
     score      forward passes without gradients, of every model that scores
@@ -76,9 +76,9 @@ def generate_seconds(engine: Deployment, answers: Answers, at_once: int) -> floa
 
 
 def hand_over_seconds(spec: RunSpec, case: Case) -> float:
-    """Weights one after the other: gathered, then read and written once by the copy."""
+    """Weights one after the other: sent, then read and written once by the copy."""
     links, moved = Links.of(case), moved_weights(spec)
-    sent = [links.seconds(one.axis, "all-gather", one.bytes) for weight in moved for one in weight.gathers]
+    sent = [links.seconds(one.axis, one.kind, one.bytes) for weight in moved for one in weight.transfers]
     copies = 2 * sum(weight.bytes for weight in moved) / (case.gpu.bandwidth_gbs * 1e9)
     return copies + sum(float(one.intra_node + one.inter_node) for one in sent)
 

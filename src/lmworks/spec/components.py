@@ -57,12 +57,37 @@ class Weight:
         """The dimension that `tp` ranks shard; None: the weight is whole on every rank."""
         return self.tp_dim if tp > 1 and not (self.kv_heads and self.kv_heads % tp) else None
 
+    def inference_part(self, tp: int, rank: int) -> tuple[range, ...]:
+        """The indices along each dimension that one of `tp` ranks needs for inference.
+
+        As in training, but where ranks outnumber the key heads each needs the rows of one, not all.
+        """
+        dim, parts, index = self.sharded(tp), tp, rank
+        if tp > 1 and self.kv_heads % tp:
+            dim, parts, index = 0, self.kv_heads, rank * self.kv_heads // tp
+        each = [size // parts if axis == dim else size for axis, size in enumerate(self.shape)]
+        return tuple(
+            range(index * part, (index + 1) * part) if axis == dim else range(part) for axis, part in enumerate(each)
+        )
+
     def has_partial_grad(self, tp: int, sp: bool) -> bool:
         """Replicated on every tensor-parallel rank, each of which computes a part of its gradient.
 
         With sequence parallelism every rank sees its own positions, so this holds for all replicated weights.
         """
         return tp > 1 and self.sharded(tp) is None and (sp or self.in_tp_region) and not self.gathered
+
+
+def rows_of_ranks(rows: int, ranks: int) -> list[range]:
+    """As `torch.chunk` deals them: ⌈rows/ranks⌉ each, so the last ranks have fewer, or none."""
+    each = -(-rows // ranks)
+    return [range(min(rank * each, rows), min((rank + 1) * each, rows)) for rank in range(ranks)]
+
+
+def overlap(first: range, second: range) -> range:
+    """Of two runs of indices; empty where they have none in common."""
+    start, stop = max(first.start, second.start), min(first.stop, second.stop)
+    return range(start, stop) if start < stop else range(0)
 
 
 # --- kinds of components ----------------------------------------------------------------------------------

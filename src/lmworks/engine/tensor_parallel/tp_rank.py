@@ -31,7 +31,6 @@ from ..core.step_input import Layout
 from ..core.step_output import PromptLogprobsQuery
 from ..quantization.quantized_model import MetaModel, QuantLinear
 from .tp_shards import (
-    OUTPUTS,
     LinearShard,
     attach_quantized_shards,
     check_tp_divides,
@@ -62,7 +61,6 @@ class TensorParallelRank:
         self.mesh, self.device, self.deterministic = mesh, device, deterministic
         self.group, self.rank, self.tp = mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
         self.root = dist.get_global_rank(self.group, 0)
-        self.sharding_plan = ShardingPlan()
         self.shards: dict[str, LinearShard] = {}  # by layer, once the model is sharded
 
     def load_shards(
@@ -74,28 +72,18 @@ class TensorParallelRank:
     ) -> GPT:
         """This rank's shard of a network; of each weight only the shard is kept."""
         check_tp_divides(meta_model, self.tp)
+        sharding_plan = ShardingPlan()
         with torch.device("meta"):
             model = GPT(meta_model.spec).to(dtype)
-        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, self.sharding_plan)
-        self.shards = linear_shards(model, self.sharding_plan, self.rank)
+        apply_tensor_parallel(model, ParallelSpec(tp=self.tp), self.mesh, sharding_plan)
+        self.shards = linear_shards(model, sharding_plan, self.rank)
         taken = {} if quantized is None else detach_linears(model)
-        materialise(model, self.sharding_plan, self.mesh, self.device, weights, self.device)
+        materialise(model, sharding_plan, self.mesh, self.device, weights, self.device)
         if quantized is None:
             make_plain(model, self.all_reduce)
         else:
             attach_quantized_shards(model, taken, self.shards, quantized, self.all_reduce, self.device)
         return model.eval()
-
-    def shard_of(self, name: str, weight: Tensor, cut: bool = True) -> Tensor:
-        """This rank's shard of a weight, by its name in the training network.
-
-        `cut` False: of a weight that tensor parallelism of training has cut over as many ranks. It keeps keys and
-        values whole where ranks outnumber their heads; a rank of the engine has the rows of its head.
-        """
-        layer = self.shards.get(name.rpartition(".")[0])
-        if layer is not None and layer.dim == OUTPUTS and not self.sharding_plan.axes(name):
-            return weight[layer.indices]
-        return self.sharding_plan.local_part(name, weight, self.mesh) if cut else weight
 
     def all_reduce(self, product: Tensor) -> Tensor:
         """Sum of all ranks' partial products.

@@ -10,12 +10,13 @@ dequantized, in fp32.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ...spec import RunSpec, components
-from ...spec.components import Weight
+from ...spec import Grid, RunSpec, components
+from ...spec.components import Weight, overlap, rows_of_ranks
 from ...spec.lora import DEFAULT_ADAPTER, adapter_weights, quantized_parts, target_linears
 from ..case import Case
 from .shards import FP32, chunk
@@ -24,27 +25,28 @@ ABSORBED = "attention.kv_b.weight"  # the engine keeps it in two parts: engine/c
 
 
 @dataclass(frozen=True)
-class Gather:
-    """An all-gather over the ranks of an axis of the trainer's grid."""
+class Transfer:
+    """A collective over the ranks of an axis of the trainer's grid."""
 
+    kind: str
     axis: str
-    ranks: int
-    bytes: int  # of what is gathered, padding included
+    bytes: int  # of the message: what is gathered, padding included; of an all-to-all what this rank sends
+    received: int  # from other ranks
 
-    @property
-    def received(self) -> int:
-        return self.bytes // self.ranks * (self.ranks - 1)
+
+def all_gather(axis: str, ranks: int, nbytes: int) -> Transfer:
+    return Transfer("all-gather", axis, nbytes, nbytes // ranks * (ranks - 1))
 
 
 @dataclass(frozen=True)
 class EngineWeight:
-    """On one rank; all ranks have as many bytes."""
+    """On one rank."""
 
     name: str
-    bytes: int
+    bytes: int  # on all ranks as many
     shared: bool = False  # the trainer's own tensor
     changes: bool = True  # between hand-overs; frozen weights without an adapter do not
-    gathers: tuple[Gather, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,57 +62,55 @@ def engine_width(spec: RunSpec) -> int:
     return 4 if spec.precision.dtype == "fp32" else 2
 
 
-def hand_over_bytes(spec: RunSpec, first: bool = False) -> HandOverBytes:
+def hand_over_bytes(spec: RunSpec, rank: int = 0, first: bool = False) -> HandOverBytes:
     """Of every hand-over, or of the first."""
-    moved = moved_weights(spec, first)
-    return HandOverBytes(sum(g.received for w in moved for g in w.gathers), sum(weight.bytes for weight in moved))
+    moved = moved_weights(spec, rank, first)
+    received = sum(transfer.received for weight in moved for transfer in weight.transfers)
+    return HandOverBytes(received, sum(weight.bytes for weight in moved))
 
 
-def moved_weights(spec: RunSpec, first: bool = False) -> list[EngineWeight]:
-    return [weight for weight in engine_weights(spec) if not weight.shared and (weight.changes or first)]
+def moved_weights(spec: RunSpec, rank: int = 0, first: bool = False) -> list[EngineWeight]:
+    return [weight for weight in engine_weights(spec, rank) if not weight.shared and (weight.changes or first)]
 
 
-def hand_over_working(spec: RunSpec) -> int:
-    """Most bytes of one weight on its way: what is gathered; of layers with adapters also the product, in fp32."""
-    merged = 4 * spec.align.engine_tp // engine_width(spec) if spec.lora.rank else 0
-    moved = moved_weights(spec, first=True)
-    return max((sum(g.bytes for g in weight.gathers) + merged * weight.bytes for weight in moved), default=0)
+def hand_over_working(spec: RunSpec, rank: int = 0) -> int:
+    """Most bytes of one weight on its way: its messages; of layers with adapters also the product, in fp32."""
+    merged = 4 // engine_width(spec) if spec.lora.rank else 0
+    moved = moved_weights(spec, rank, first=True)
+    return max((sum(one.bytes for one in weight.transfers) + merged * weight.bytes for weight in moved), default=0)
 
 
-def engine_weights(spec: RunSpec) -> list[EngineWeight]:
+def engine_weights(spec: RunSpec, rank: int = 0) -> list[EngineWeight]:
     layout, case, width = spec.parallel, Case.of(spec), engine_width(spec)
     tp = spec.align.engine_tp
     shares = layout.tp == tp and case.sharding == "alone" and layout.offload == "none"
     shares = shares and case.software.weights == width
     adapted = {linear.name: linear for linear in target_linears(spec.model, spec.lora)} if spec.lora.rank else {}
     quantized = {f"{linear.name}.weight" for linear in components.linears(spec.model)} if spec.lora.base else set()
+
+    @functools.cache  # blocks are alike
+    def described(inside: str) -> EngineWeight:
+        weight = components.by_inside_name(spec.model)[inside]
+        linear = adapted.get(inside.removesuffix(".weight"))
+        adapters = [] if linear is None else list(adapter_weights(linear, spec.lora, DEFAULT_ADAPTER))
+        own = math.prod(map(len, weight.inference_part(tp, 0)))
+        same_shape = own == math.prod(tp_part(weight, layout.tp)) and inside not in (ABSORBED, *quantized)
+        return EngineWeight(
+            inside,
+            width * own,
+            shares and same_shape and linear is None,
+            not spec.lora.rank or linear is not None,
+            (
+                *transfers(spec, case, weight, rank, inside in quantized),
+                *(one for each in adapters for one in transfers(spec, case, each, rank)),
+            ),
+        )
+
     found = []
     for weight in components.weights(spec.model):
         inside = weight.name if weight.layer < 0 else weight.name.split(".", 2)[2]
-        linear = adapted.get(inside.removesuffix(".weight"))
-        adapters = [] if linear is None else list(adapter_weights(linear, spec.lora, DEFAULT_ADAPTER))
-        own = engine_size(weight, tp)
-        same_shape = own == math.prod(tp_part(weight, layout.tp)) and inside not in (ABSORBED, *quantized)
-        found.append(
-            EngineWeight(
-                weight.name,
-                width * own,
-                shares and same_shape and linear is None,
-                not spec.lora.rank or linear is not None,
-                (
-                    *gathers(spec, case, weight, quantized=inside in quantized),
-                    *(one for each in adapters for one in gathers(spec, case, each)),
-                ),
-            )
-        )
+        found.append(replace(described(inside), name=weight.name))
     return [*found, *choice_biases(spec)]
-
-
-def engine_size(weight: Weight, tp: int) -> int:
-    """Numbers of one rank; where ranks outnumber the key heads, each has the rows of one."""
-    if tp > 1 and weight.kv_heads % tp:
-        return weight.size // weight.kv_heads
-    return math.prod(tp_part(weight, tp))
 
 
 def tp_part(weight: Weight, tp: int) -> tuple[int, ...]:
@@ -118,27 +118,49 @@ def tp_part(weight: Weight, tp: int) -> tuple[int, ...]:
     return tuple(size // tp if index == dim else size for index, size in enumerate(weight.shape))
 
 
-def gathers(spec: RunSpec, case: Case, weight: Weight, quantized: bool = False) -> Iterator[Gather]:
-    """Of one weight, the innermost first; groups of one rank gather nothing. A quantized one is dequantized to fp32
-    once it is gathered from FSDP2's shards."""
+def transfers(spec: RunSpec, case: Case, weight: Weight, rank: int, quantized: bool = False) -> Iterator[Transfer]:
+    """Of one weight; groups of one rank send nothing. A quantized one is dequantized to fp32 once it is gathered from
+    FSDP2's shards."""
     width = FP32 if quantized else case.software.weights
-    grid = case.grid
-    expert, tp = case.ep > 1 and weight.experts > 0, grid.tp
-    local = tp_part(replace(weight, shape=(weight.shape[0] // grid.ep, *weight.shape[1:])) if expert else weight, tp)
+    grid, tp = case.grid, case.grid.tp
+    expert, engine_tp = case.ep > 1 and weight.experts > 0, spec.align.engine_tp
     axis = "edp" if expert else "shard"
-    if case.sharding == "fsdp2" and (ranks := grid.size(axis)) > 1:
-        if quantized:
-            parts = quantized_parts(weight, local, spec.lora.base)
-            yield from (Gather(axis, ranks, each * ranks * chunk(count, ranks)) for count, each in parts)
-        else:
-            yield Gather(axis, ranks, width * ranks * chunk(local[0], ranks) * math.prod(local[1:]))
+    local = tp_part(replace(weight, shape=(weight.shape[0] // grid.ep, *weight.shape[1:])) if expert else weight, tp)
+    ranks = grid.size(axis) if case.sharding == "fsdp2" else 1
+    # Of other weights, and for DoRA's norms of whole rows, the whole is made first.
+    direct = ranks > 1 and engine_tp > 1 and tp == 1 and not (expert or quantized or spec.lora.dora)
+    if direct and (found := resharded(weight, width, engine_tp, grid, rank)) is not None:
+        yield from [found] if found.bytes else []
+        return
+    if ranks > 1 and quantized:
+        parts = quantized_parts(weight, local, spec.lora.base)
+        yield from (all_gather(axis, ranks, each * ranks * chunk(count, ranks)) for count, each in parts)
+    elif ranks > 1:
+        yield all_gather(axis, ranks, width * ranks * chunk(local[0], ranks) * math.prod(local[1:]))
     size = width * math.prod(local)
-    same_parts = tp == spec.align.engine_tp and not spec.lora.dora
-    if weight.sharded(tp) is not None and not same_parts:
+    if weight.sharded(tp) is not None and not (tp == engine_tp and not spec.lora.dora):
         size *= tp
-        yield Gather("tp", tp, size)
+        yield all_gather("tp", tp, size)
     if expert:
-        yield Gather("ep", grid.ep, size * grid.ep)
+        yield all_gather("ep", grid.ep, size * grid.ep)
+
+
+def resharded(weight: Weight, width: int, tp: int, grid: Grid, rank: int) -> Transfer | None:
+    """From FSDP2's rows to the shards of `tp` inference ranks; None of a weight that all of them hold whole."""
+    members = grid.group("shard", rank)
+    wanted = [weight.inference_part(tp, member % tp) for member in members]
+    if all(part == wanted[0] for part in wanted):
+        return None
+    held, me = rows_of_ranks(weight.shape[0], len(members)), members.index(rank)
+    own = common(held[me], wanted[me])
+    sent = sum(common(held[me], part) for part in wanted) - own
+    received = sum(common(rows, wanted[me]) for rows in held) - own
+    return Transfer("all-to-all", "shard", width * (sent + own if sent or received else 0), width * received)
+
+
+def common(rows: range, part: tuple[range, ...]) -> int:
+    """Numbers of a part that are in these rows."""
+    return len(overlap(rows, part[0])) * math.prod(map(len, part[1:]))
 
 
 def choice_biases(spec: RunSpec) -> Iterable[EngineWeight]:

@@ -119,7 +119,7 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
             states = alone.parameters + alone.parameter_padding + alone.optimizer + alone.master
             working = step.peak - states - step.gradients
             found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
-    return PhaseSheet(models, engine, tuple(found), hand_over_bytes(spec) if engine else None)
+    return PhaseSheet(models, engine, tuple(found), hand_over_bytes(spec, rank) if engine else None)
 
 
 def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelMemory, ...], EngineMemory | None]:
@@ -193,7 +193,7 @@ def engine_working(spec: RunSpec, device: str) -> int:
 def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
     """Of the engine, or of a hand-over while it is awake; a reward model scores answers before it sleeps."""
     judge = held_models(spec).get(REWARD)
-    found = max(engine_working(spec, "cpu" if gpu is None else "cuda"), hand_over_working(spec))
+    found = max(engine_working(spec, "cpu" if gpu is None else "cuda"), hand_over_working(spec, rank))
     if judge is None:
         return found
     return max(found, round(forward_working(judge, spec, spec.data.micro_batch, rank, gpu)))
