@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lmworks.align import distill_loss
+from lmworks.align.frozen_model import load_frozen
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import PostTrainer, trainer_class
 from lmworks.data.loader import IGNORED, Batch
@@ -99,6 +100,13 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path: Path) -> N
     assert trainer.objective.metrics(None)["top1_agreement"] == 1
 
 
+def test_a_teacher_that_the_layout_cannot_shard_is_named(tmp_path: Path) -> None:
+    write_teacher(tmp_path / "teacher", heads=3, kv_heads=3)
+    spec = make_spec(tmp_path, "distill", "parallel.tp=2")
+    with pytest.raises(SpecError, match=r"align\.teacher = .*teacher': parallel\.tp = 2"):
+        load_frozen(spec, spec.align.teacher, "align.teacher", None, torch.device("cpu"))
+
+
 def prove(tmp_path: Path, layout: str, **sections: Any) -> None:
     """`sections` change the spec."""
     if not (tmp_path / "distill.jsonl").exists():
@@ -122,11 +130,13 @@ def test_layouts_give_the_gradients_of_one_rank(layout: str, tmp_path: Path) -> 
     prove(tmp_path, layout, align={"divergence": "jsd"})
 
 
+@pytest.mark.slow
 def test_adapters_over_layouts(tmp_path: Path) -> None:
     prove(tmp_path, "fsdp2", lora={"rank": 3})
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("tp2-sp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2-sp"])
 def test_own_answers_over_layouts(layout: str, tmp_path: Path) -> None:
     """All steps are of one round, whose answers come from the same weights under every layout."""
     write_prompts(tmp_path / "distill.jsonl")
@@ -135,8 +145,9 @@ def test_own_answers_over_layouts(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "ep2-fsdp2"])
 def test_experts_over_layouts(layout: str, tmp_path: Path) -> None:
+    """Under expert parallelism too the teacher is dense."""
     prove(tmp_path, layout, model={"experts": 4, "top_k": 2, "expert_ffn": 16})
 
 

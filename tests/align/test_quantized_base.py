@@ -74,12 +74,10 @@ def test_the_base_is_handed_over_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "layout"),
     [
-        ("sft", "fsdp2"),
         ("grpo", "fsdp2"),
-        ("grpo", "tp2"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("grpo", "ddp"), ("ppo", "zero-2"), ("rloo", "tp2-sp"))
+            for case in (("sft", "fsdp2"), ("grpo", "tp2"), ("grpo", "ddp"), ("ppo", "zero-2"), ("rloo", "tp2-sp"))
         ),
     ],
 )

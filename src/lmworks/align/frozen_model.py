@@ -25,7 +25,10 @@ def load_frozen(spec: RunSpec, folder: str, key: str, mesh: Mesh | None, device:
     Without a folder: the weights that the seed gives, from which the run itself starts.
     """
     model = run_on_all_ranks(lambda: model_of(folder, key)) if folder else spec.model
-    frozen = frozen_run(spec, model, folder)
+    try:
+        frozen = frozen_run(spec, model, folder)
+    except SpecError as error:  # the layout does not suit its shape
+        raise SpecError(f"{key} = {folder!r}: {error}") from None
     parallel_model = parallelize(frozen, mesh, device, run_on_all_ranks(lambda: source_of(frozen)), frozen=True)
     if folder and not is_hf(Path(folder)):
         load_run_weights(parallel_model, folder, key)

@@ -132,8 +132,12 @@ def teacher_shape(spec: RunSpec) -> ModelSpec | None:
 
 def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "", lora: LoraSpec | None = None) -> RunSpec:
     """A run with the layout of this one whose model is only evaluated; its weights come from `folder`."""
+    layout = (
+        spec.parallel if model.experts else spec.parallel.replace(ep=1)
+    )  # a dense teacher of a student with experts
     return spec.replace(
         model=model.replace(attention=spec.model.attention),
+        parallel=layout,
         checkpoint=spec.checkpoint.replace(init=folder),
         align=AlignSpec(method="reward" if model.scalar_head else ""),
         lora=lora or LoraSpec(),
