@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from lmworks.align import distill_loss
+from lmworks.align.distill_objective import check_teacher
 from lmworks.align.frozen_model import load_frozen
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import PostTrainer, trainer_class
+from lmworks.data.chat_tokenizer import load_model_tokenizer
 from lmworks.data.loader import IGNORED, Batch
+from lmworks.data.tokenizer import train_bpe
 from lmworks.model import GPT
 from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
@@ -226,3 +229,30 @@ def test_a_teacher_that_does_not_fit_is_refused(shape: dict[str, Any], message: 
     with pytest.raises(SpecError, match=message):
         trainer_class(spec)(spec, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def write_tokenizer(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(train_bpe([text], 300))
+    return folder
+
+
+@pytest.mark.parametrize(("padded", "tp"), [(258 + 64, 1), (258 + 64, 2), (258, 1)])
+def test_tokens_are_compared_and_padding_is_not(padded: int, tp: int, tmp_path: Path) -> None:
+    """Vocabularies that differ in padding are refused only where tensor parallelism would cut them differently."""
+    teacher = write_teacher(tmp_path / "teacher", vocab=320)
+    own = load_model_tokenizer(write_tokenizer(tmp_path / "own", "low lower lowest " * 9))
+    spec = make_spec(tmp_path, "distill", f"model.vocab={padded}", f"parallel.tp={tp}")
+    write_tokenizer(teacher, "new newer newest " * 9)
+    with pytest.raises(SpecError, match="has other tokens than the student"):
+        check_teacher(spec, own)
+    write_tokenizer(teacher, "low lower lowest " * 9)
+    assert 258 < own.vocab_size < 320
+    if padded < own.vocab_size:
+        with pytest.raises(SpecError, match="has other tokens than the student"):
+            check_teacher(spec, own)
+    elif tp > 1:
+        with pytest.raises(SpecError, match=r"pads its vocabulary to 320, the student to 322.*use parallel\.tp = 1"):
+            check_teacher(spec, own)
+    else:
+        check_teacher(spec, own)
