@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -273,13 +272,6 @@ def test_wrong_combinations_are_refused(overrides: list[str], message: str, tmp_
     write_pairs(tmp_path / "dpo.jsonl")
     with pytest.raises(SpecError, match=message.replace(".", r"\.")):
         make_spec(tmp_path, "dpo", *overrides)
-
-
-def test_a_missing_reference_is_named(tmp_path: Path) -> None:
-    spec = make_spec(tmp_path, "dpo", "align.reference=nowhere")
-    trainer: Any = trainer_class(spec)(spec, tmp_path / "run", quiet=True)
-    with pytest.raises(SpecError, match=r"align\.reference = '.*nowhere': there is no such folder"):
-        trainer.build()
 
 
 def test_the_held_out_loss_of_a_finished_run_is_measured_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lmworks.model import GPT
 from lmworks.model.reward_stats import STATS, read_stats
 from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
-from lmworks.spec import AlignSpec, CheckpointError, RunSpec, SpecError
+from lmworks.spec import AlignSpec, CheckpointError, RunSpec
 from lmworks.spec.layouts import choose
 from lmworks.train.export import export
 from post_training import make_spec, table
@@ -194,13 +194,6 @@ def test_statistics_of_other_weights_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "exported" / STATS).write_text("[]")
     with pytest.raises(CheckpointError, match="expected a JSON object with the numbers"):
         read_stats(tmp_path / "exported")
-
-
-def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
-    GPT(make_spec(tmp_path, "ppo").model, seed=1).save_hf(tmp_path / "lm")
-    spec = make_spec(tmp_path, "ppo", f"align.reward_model={tmp_path / 'lm'}")
-    with pytest.raises(SpecError, match=r"is no reward model: train one with align\.method = 'reward'"):
-        built(spec, tmp_path / "run")
 
 
 def test_it_learns_to_answer_with_digits(tmp_path: Path) -> None:

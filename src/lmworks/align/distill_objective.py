@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..data.chat_tokenizer import load_model_tokenizer
-from ..data.tokenizer import FileTokenizer, Tokenizer
 from ..kernels.training.token_divergence import Teacher
 from ..parallel.parallel_model import ParallelModel
-from ..spec import AlignSpec, LMWorksError, RunSpec, SpecError
+from ..spec import AlignSpec, RunSpec, SpecError
 from ..train.objective import Forward
 from .frozen_model import model_of
 from .objectives import AnswerObjective
@@ -63,39 +61,12 @@ class DistillObjective(AnswerObjective):
         return found.loss
 
 
-def check_teacher(spec: RunSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a teacher whose tokens are not the student's. Rows of a head that pad its vocabulary may differ."""
+def check_padding(spec: RunSpec) -> None:
+    """Of a teacher with the student's tokens: under tensor parallelism the rows that pad its vocabulary count."""
     folder = spec.align.teacher
     model, own = model_of(folder, KEY), spec.model
-    if model.scalar_head:
-        raise SpecError(f"{KEY} = {folder!r} is a reward model: it has no probabilities of tokens")
-    if spec.data.seq > model.context:
-        raise SpecError(
-            f"{KEY} = {folder!r} has a context of {model.context} tokens, fewer than data.seq = {spec.data.seq}"
-        )
-    try:
-        theirs = load_model_tokenizer(folder)
-    except LMWorksError:  # it has none
-        theirs = None
-    different = model.vocab != own.vocab
-    if theirs is not None:
-        different = not same_tokens(tokenizer, theirs) or min(model.vocab, own.vocab) < tokenizer.vocab_size
-    if different:
-        raise SpecError(
-            f"{KEY} = {folder!r} has other tokens than the student (vocabularies of {model.vocab:,} and "
-            f"{own.vocab:,}): distillation compares probabilities token by token; use a teacher with the same tokenizer"
-        )
     if model.vocab != own.vocab and spec.parallel.tp > 1:
         raise SpecError(
             f"{KEY} = {folder!r} pads its vocabulary to {model.vocab:,}, the student to {own.vocab:,}: "
             "ranks of parallel.tp would hold different tokens; use parallel.tp = 1"
         )
-
-
-def same_tokens(ours: Tokenizer, theirs: Tokenizer) -> bool:
-    """Whether each of our tokens has the same number there; theirs may have more."""
-    if isinstance(ours, FileTokenizer) and isinstance(theirs, FileTokenizer):
-        numbers = theirs.inner.get_vocab(with_added_tokens=True)
-        own = ours.inner.get_vocab(with_added_tokens=True)
-        return all(numbers.get(token) == number for token, number in own.items())
-    return type(ours) is type(theirs)

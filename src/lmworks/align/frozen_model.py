@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..model.hf import read_config
+from ..model.peft import CONFIG as ADAPTER_CONFIG
 from ..parallel.initial_weights import is_hf, source_of
 from ..parallel.mesh import Mesh
 from ..parallel.parallel_model import ParallelModel
@@ -43,6 +44,13 @@ def model_of(folder: str, key: str) -> ModelSpec:
         raise SpecError(f"{key} = {folder!r}: there is no such folder")
     if is_hf(path):
         return read_config(path)[1]
+    if not (path / "spec.toml").is_file():
+        if (path / ADAPTER_CONFIG).is_file():
+            raise SpecError(
+                f"{key} = {folder!r} is an adapter: make a whole model of it with `lmworks checkpoint merge BASE "
+                f"{folder} OUT`"
+            )
+        raise SpecError(f"{key} = {folder!r} holds no model: neither spec.toml (a run) nor config.json (Hugging Face)")
     run = RunFolder.open(path).spec()
     if run.adapters:
         raise SpecError(

@@ -28,13 +28,14 @@ from .critic import Critic
 from .distill_objective import DistillObjective
 from .early_stop import EarlyStop
 from .environments import EnvironmentFactory, load_environment
+from .frozen_model import load_frozen
 from .objectives import AnswerObjective
 from .partial_rollouts import PartialSampler
 from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
 from .prompts import open_prompts, prompt_data
 from .remote_sampler import RemoteSampler
-from .reward_scorer import RewardScorer, load_reward_model
+from .reward_scorer import RewardScorer
 from .rewards import load_rewards
 from .rollout_engine import ColocatedEngine
 from .rollout_link import RolloutLink
@@ -141,7 +142,7 @@ class OnlineTrainer(PostTrainer):
         """An adapter over the policy's base, or a model of its own."""
         if any(adapter.name == REWARD_ADAPTER for adapter in self.scalar_adapters):
             return AdapterModel(self.parallel_model, REWARD_ADAPTER)
-        model = self.frozen[REWARD] = load_reward_model(self.spec, folder, self.mesh, self.device)
+        model = self.frozen[REWARD] = load_frozen(self.spec, folder, "align.reward_model", self.mesh, self.device)
         return model
 
     @property

@@ -12,21 +12,28 @@ from ..data.chat_tokenizer import copy_tokenizer
 from ..data.example_batches import ExampleBatches
 from ..model.reward_stats import RewardStats, write_stats
 from ..parallel.adapter_model import AdapterModel
-from ..parallel.world import run_on_all_ranks
+from ..parallel.world import run_on_all_ranks, run_on_rank_zero
 from ..plan.devices.machine import Machine
 from ..plan.passes import REFERENCE, TEACHER, reference_is_base
 from ..spec import RunSpec
 from ..train import Trainer
 from ..train.evaluate import Evaluation
 from ..train.objective import Forward, Objective
-from .distill_objective import KEY, DistillObjective, check_teacher
+from .distill_objective import KEY, DistillObjective, check_padding
 from .frozen_model import load_frozen
+from .model_folders import check_model_folders, check_tokens, digest_models
 from .objectives import AnswerObjective, objective_of
 
 
 class PostTrainer(Trainer):
     batches: ExampleBatches
     held_out: ExampleBatches
+
+    def preflight(self, force: bool = False) -> None:
+        run_on_rank_zero(lambda: check_model_folders(self.spec))
+        super().preflight(force)
+        run_on_rank_zero(lambda: check_tokens(self.spec, self.batches.tokenizer))
+        self.frozen_models = run_on_rank_zero(lambda: digest_models(self.spec, self.base))
 
     def create_folder(self, spec: RunSpec, machine: Machine | None) -> None:
         super().create_folder(spec, machine)
@@ -37,7 +44,7 @@ class PostTrainer(Trainer):
         align = self.spec.align
         if align.method != "distill":
             return objective_of(align)
-        run_on_all_ranks(lambda: check_teacher(self.spec, self.batches.tokenizer))
+        run_on_all_ranks(lambda: check_padding(self.spec))
         return DistillObjective(align, align.online and align.updates(self.spec.data.global_batch) == 1)
 
     def run(self) -> Evaluation:
@@ -51,6 +58,7 @@ class PostTrainer(Trainer):
     def build(self) -> None:
         super().build()
         self.frozen.clear()
+        self.checkpoints.frozen_models = self.frozen_models
         if self.spec.align.needs_reference and isinstance(self.objective, AnswerObjective):
             self.objective.reference = self.reference_forward()
         if isinstance(self.objective, DistillObjective):

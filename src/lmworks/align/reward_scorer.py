@@ -9,11 +9,8 @@ import torch
 
 from ..data import Batch
 from ..model.reward_stats import read_stats
-from ..parallel.mesh import Mesh
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object
-from ..spec import RunSpec, SpecError
-from .frozen_model import load_frozen, model_of
 from .rollouts import Rollout
 
 Packed = Callable[[Sequence[Rollout]], list[tuple[Batch, list[int]]]]
@@ -37,9 +34,3 @@ class RewardScorer:
         group = None if self.model.mesh is None else self.model.mesh.group("dp")
         found = dict(pair for share in all_gather_object(own, group) for pair in share)
         return [found[number] for number in range(len(rollouts))]
-
-
-def load_reward_model(spec: RunSpec, folder: str, mesh: Mesh | None, device: torch.device) -> ParallelModel:
-    if not model_of(folder, "align.reward_model").scalar_head:
-        raise SpecError(f"align.reward_model = {folder!r} is no reward model: train one with align.method = 'reward'")
-    return load_frozen(spec, folder, "align.reward_model", mesh, device)

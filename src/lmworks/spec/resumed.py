@@ -19,6 +19,10 @@ MAY_CHANGE = (  # a section stands for all its keys
     "cluster",
     "checkpoint",  # `init`: not looked at again, but for the base of adapters, which is compared by digest
     "lora.init",  # not looked at again
+    "align.reference",  # the same weights in another place: models are compared by digest
+    "align.reward_model",
+    "align.critic",
+    "align.teacher",
     "align.kl_stop",
     "align.held_out_stop",
     "fault",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.format.index import read_index
-from ..checkpoint.format.manifest import read_committed
+from ..checkpoint.format.manifest import Manifest, read_committed
 from ..checkpoint.format.survey import locate
 from ..model import GPT
 from ..model.gpt import initial_weight
@@ -48,8 +48,12 @@ def find_base(spec: RunSpec) -> Base:
         raise SpecError(
             f"checkpoint.init = {start!r} is a run of adapters; make a model of it with `lmworks checkpoint export`"
         )
+    return Base(digest_of_checkpoint(manifest), folder)
+
+
+def digest_of_checkpoint(manifest: Manifest) -> str:
     files = {name: entry["digests"] for name, entry in sorted(manifest.files.items())}
-    return Base(hashlib.sha256(json.dumps(files).encode()).hexdigest(), folder)
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def digest_of_files(paths: list[Path]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,15 @@ class MethodState(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that a run reads beside the one it trains: the key that names it, its folder, a digest of its weights."""
+
+    key: str
+    folder: str
+    digest: str
+
+
 class CheckpointManager:
     """Saves and loads the state of a run."""
 
@@ -59,6 +68,7 @@ class CheckpointManager:
         self.keep = checkpoint.RetentionPolicy(self.spec.keep, self.spec.keep_every)
         self.async_saver: AsyncSaver | None = None
         self.copies = RemoteCopier(self.spec.remote, self.keep) if self.spec.remote and recorder.is_rank_zero else None
+        self.frozen_models: dict[str, FrozenModel] = {}  # of post-training, by role
         self.method_states: dict[str, MethodState] = {}  # of post-training: numbers that a resumed run needs
         self.stall_s = 0.0  # training time lost to the pending save
         self.failures: list[str] = []  # of consecutive saves
@@ -80,9 +90,10 @@ class CheckpointManager:
 
     def meta(self, cursor: int) -> dict[str, Any]:
         """State that is not tensors."""
-        meta = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
+        meta: dict[str, Any] = {"cursor": cursor, "data": self.data_digest, "loss_scale": self.loss_scale.state_dict()}
         if self.method_states:
             meta["align"] = {name: state.state_dict() for name, state in self.method_states.items()}
+        meta["models"] = {role: model.digest for role, model in self.frozen_models.items()}
         if self.base is not None:
             meta["base"] = self.base.digest
         return meta | {"health": self.health.state_dict(), "spec": self.run_spec.to_dict()}
@@ -207,11 +218,27 @@ class CheckpointManager:
             )
         if self.base is not None:
             check_base(self.run_spec, self.base, meta.get("base"), str(self.folder.path))
+        if "models" in meta:  # those of older versions have none
+            self.check_frozen_models(meta["models"], manifest.step)
         if meta["data"] != self.data_digest:
             raise DataError(
                 f"{', '.join(self.run_spec.data.sources)} holds other tokens than those this run was trained on; "
                 "restore the old data, or start a new run"
             )
+
+    def check_frozen_models(self, saved: dict[str, str], step: int) -> None:
+        """`saved`: digests by role, in the checkpoint of `step`."""
+        run, now = self.folder.path, self.frozen_models
+        for role in sorted(saved.keys() - now.keys()):
+            raise SpecError(
+                f"{self.folder.spec_path} names no {role}, which {run} had up to step {step}: name it again"
+            )
+        for role, model in now.items():
+            if saved.get(role) != model.digest:
+                raise SpecError(
+                    f"{model.key} = {model.folder!r} is not the {role} that {run} had up to step {step}: restore its "
+                    f"weights, or start a new run with checkpoint.init = '{run}'"
+                )
 
     def check_checkpoint_exists(self) -> None:
         """A run that has saved does not restart at step 0 because its checkpoints are missing."""
@@ -292,6 +319,9 @@ def wrong_meta(manifest: Manifest) -> str:
         return f"meta.data = {short_repr(meta.get('data'))} is not the digest of any data"
     if not isinstance(meta.get("base", ""), str):
         return f"meta.base = {short_repr(meta['base'])} is not the digest of any weights"
+    models = meta.get("models", {})
+    if not isinstance(models, dict) or not all(isinstance(digest, str) for digest in models.values()):
+        return f"meta.models = {short_repr(models)} has no digests of models"
     if not isinstance(meta.get("spec"), dict):
         return f"meta.spec = {short_repr(meta.get('spec'))} is not a spec"
     if not is_scale(meta.get("loss_scale")):
