@@ -15,10 +15,11 @@ from lmworks.align.episodes import Episodes
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.align.rollout_engine import Completion
-from lmworks.align.rollouts import Rollout
+from lmworks.align.rollouts import Rollout, load_round
 from lmworks.data.chat_tokenizer import ChatTokenizer
 from lmworks.data.example_batches import PromptExample
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
 from lmworks.spec import DataError, LMWorksError, RunSpec
 from lmworks.spec.run import DataSpec
@@ -215,13 +216,13 @@ def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_engine_and_trainer_agree_over_several_turns(method: str, tmp_path: Path) -> None:
     trainer = built(talking(tmp_path, method, "align.temperature=0.7"), tmp_path / "run")
-    engine: Any = trainer.rollout_engine.engine
+    engine: Any = trainer.rollout_engine
     run, cached = engine.run, []
 
-    def recorded() -> Any:
-        deltas = run()
-        cached.append(sum(delta.result.cached_tokens for delta in deltas))
-        return deltas
+    def recorded(*arguments: Any) -> Any:
+        results = run(*arguments)
+        cached.append(sum(result.cached_tokens for result in results.values()))
+        return results
 
     engine.run = recorded
     for _ in range(2):
@@ -245,6 +246,26 @@ def test_a_run_resumed_inside_of_a_round_of_episodes_is_bitwise_equal(tmp_path: 
     assert not differences(saved(tmp_path / "whole", 3), saved(tmp_path / "short", 3))
     whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "short"))
     assert whole[0]["environment/turns"] > 1 and [one["loss"] for one in whole] == [one["loss"] for one in resumed]
+
+
+def run_on_rank(_rank: int, spec: RunSpec, run: Path) -> None:
+    trainer_class(spec)(spec, run, quiet=True).run()
+
+
+@pytest.mark.parametrize("engine_tp", [1, 2])
+def test_episodes_of_two_ranks_are_those_of_one(engine_tp: int, tmp_path: Path) -> None:
+    """Also where both are one engine, which samples a turn of both, though one has no episode left."""
+    spec = talking(tmp_path, "grpo", "optim.steps=1", "align.prompts=3", "data.global_batch=12")
+    trainer_class(spec)(spec, tmp_path / "one", quiet=True).run()
+    layout = ["parallel.dp=2", "parallel.strategy=fsdp2", f"align.engine_tp={engine_tp}"]
+    both = talking(tmp_path, "grpo", "optim.steps=1", "align.prompts=3", "data.global_batch=12", *layout)
+    on_ranks(2, run_on_rank, both, tmp_path / "two", group=False, timeout=120)
+    one, two = (load_round(tmp_path / name / "rollouts" / "round-000000.npz") for name in ("one", "two"))
+    assert [answer.token_ids for answer in one] == [answer.token_ids for answer in two]
+    assert [answer.mask for answer in one] == [answer.mask for answer in two]
+    assert [answer.rewards for answer in one if not answer.failure] == [
+        answer.rewards for answer in two if not answer.failure
+    ]
 
 
 def test_failures_are_counted_and_told(tmp_path: Path) -> None:

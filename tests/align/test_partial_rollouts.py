@@ -17,10 +17,11 @@ from lmworks.align.partial_rollouts import PartialSampler
 from lmworks.align.post_trainer import trainer_class
 from lmworks.align.rollouts import Rollout, load_round
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
 from lmworks.spec import CheckpointError, RunSpec, SpecError
 from post_training import make_spec, save_terse_model
-from tiny import differences, saved
+from tiny import differences, saved, write_spec
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +171,31 @@ def test_a_resumed_run_goes_on_with_the_unfinished_answers(stop: int, tmp_path: 
     for name in names:
         assert [row.get(name) for row in whole] == [row.get(name) for row in resumed], name
     assert whole[-2]["partial/carried_over"] > 0
+
+
+def run_on_rank(_rank: int, spec: RunSpec, run: Path, resumed: bool) -> None:
+    kind = trainer_class(spec)
+    (kind.resume(run, quiet=True) if resumed else kind(spec, run, quiet=True)).run()
+
+
+def test_two_ranks_share_what_is_in_flight(tmp_path: Path) -> None:
+    """Resumed on one rank, which goes on with the unfinished answers of both."""
+    layout = ["parallel.dp=2", "parallel.strategy=ddp", "checkpoint.every=1", "optim.steps=2"]
+    run = tmp_path / "run"
+    on_ranks(2, run_on_rank, partial_spec(tmp_path, *layout), run, False, group=False, timeout=120)
+    write_spec(partial_spec(tmp_path, "checkpoint.every=1", "optim.steps=4"), run / "spec.toml")
+    OnlineTrainer.resume(run, quiet=True).run()
+    trained: list[int] = []
+    for number in range(4):
+        rollouts = load_round(run / "rollouts" / f"round-{number:06d}.npz")
+        numbers = [one.prompt for one in rollouts]
+        assert len(rollouts) == 16 and all(numbers.count(one) == 4 for one in numbers)
+        assert not any(one.unfinished for one in rollouts)
+        assert not set(numbers) & set(trained)
+        trained += set(numbers)
+    assert sum(row["partial/reused_tokens"] for row in read_metrics(run / "metrics.jsonl")) > 0
+    carried = [group[0].prompt for group in load_carried(run, 3)]
+    assert sorted([*trained, *carried]) == list(range(18))
 
 
 def test_missing_unfinished_answers_are_named(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class Episodes:
     def play(self, examples: Mapping[int, PromptExample], run: str, draw: int, version: int) -> list[Rollout]:
         """align.samples answers to each example, by its number in the draw; `run`: the seed of the run."""
         align = self.spec.align
-        groups = [self.begin(number, example) for number, example in examples.items()]
+        groups = self.begin(examples)
         episodes = [episode for group in groups for episode in group]
         for turn in range(align.max_turns):
             phase.enter("generate")
@@ -121,14 +121,23 @@ class Episodes:
             self.answer(active, turns, last=turn + 1 == align.max_turns)
         return [episode.rollout(version) for episode in episodes]
 
-    def begin(self, number: int, example: PromptExample) -> list[Episode]:
-        """The episodes of one prompt."""
+    def begin(self, examples: Mapping[int, PromptExample]) -> list[list[Episode]]:
+        """The episodes of each prompt."""
         samples = self.spec.align.samples
-        environments = [self.factory() for _ in range(samples)]
-        record = {"prompt": example.prompt, **example.columns}
-        found = call_all([partial(one.reset, record) for one in environments])
-        self.raise_own_errors(found, [example] * samples)
-        prompts = [one for one in found if not isinstance(one, BaseException)] or [example.prompt]
+        environments = [[self.factory() for _ in range(samples)] for _ in examples]
+        records = [{"prompt": example.prompt, **example.columns} for example in examples.values()]
+        pairs = [(one, record) for group, record in zip(environments, records, strict=True) for one in group]
+        found = call_all([partial(one.reset, record) for one, record in pairs])
+        self.raise_own_errors(found, [example for example in examples.values() for _ in range(samples)])
+        return [
+            self.begin_group(number, example, group, found[place * samples : (place + 1) * samples])
+            for place, ((number, example), group) in enumerate(zip(examples.items(), environments, strict=True))
+        ]
+
+    def begin_group(
+        self, number: int, example: PromptExample, environments: Sequence[Environment], resets: Sequence[Any]
+    ) -> list[Episode]:
+        prompts = [one for one in resets if not isinstance(one, BaseException)] or [example.prompt]
         if any(one != prompts[0] for one in prompts):
             raise LMWorksError(
                 f"{example.place}: align.environment begins answers to one example with different prompts; they are "
@@ -143,10 +152,10 @@ class Episodes:
                 f"beside align.max_tokens; raise data.seq = {self.spec.data.seq}"
             )
         episodes = [
-            Episode(number, number * samples + sample, environment, ids, not isinstance(prompt, str))
+            Episode(number, number * len(environments) + sample, environment, ids, not isinstance(prompt, str))
             for sample, environment in enumerate(environments)
         ]
-        for episode, result in zip(episodes, found, strict=True):
+        for episode, result in zip(episodes, resets, strict=True):
             if isinstance(result, BaseException):
                 episode.fail(result)
         return episodes
