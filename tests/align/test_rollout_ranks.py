@@ -17,6 +17,7 @@ from lmworks.align.post_trainer import trainer_class
 from lmworks.align.rollouts import load_round
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import RankFailed, on_ranks
+from lmworks.plan.exact.hand_over import hand_over_bytes
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record import phase as phases
 from lmworks.spec import LMWorksError, RunSpec, SpecError
@@ -70,7 +71,8 @@ def test_a_round_is_sampled_with_the_weights_of_its_version(staleness: int, tmp_
         # Other weights, other log-probabilities; the same weights, the same ones on other ranks.
         assert (row["sampler_diff/max"] > 1e-4) == (row["staleness/max"] > 0)
     sent = [row["hand_over_bytes"] for row in rows]
-    whole = spec.model.params * 4
+    whole = hand_over_bytes(spec).broadcast
+    assert whole == spec.model.params * 4
     assert sent == [whole] * 4 if staleness == 0 else sent[: 4 - staleness] == [whole] * (4 - staleness)
     assert sum(sent) == whole * (4 if staleness == 0 else 4 - staleness)  # none for rounds after the last
 
@@ -144,6 +146,7 @@ def test_adapters_travel_as_products(tmp_path: Path) -> None:
     rows = read_metrics(start(spec, tmp_path / "run") / "metrics.jsonl")
     assert all(row["sampler_diff/max"] < 1e-5 for row in rows)
     sent = [row["hand_over_bytes"] for row in rows]
+    assert sent[:2] == [hand_over_bytes(spec, first=True).broadcast, hand_over_bytes(spec).broadcast]
     assert sent[0] == spec.model.params * 4 and sent[1] == sent[2] < sent[0]
 
 

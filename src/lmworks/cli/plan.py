@@ -131,6 +131,8 @@ def print_rounds(job: RunSpec, time: RunTime) -> None:
         for phase in time.phases
     ]
     print_table(f"Time by phase, {time.rounds:,} {unit}s", ["phase", "runs", f"a {unit}", "share", "in all"], rows)
+    if time.overlaps:
+        typer.echo("generation overlaps with scores and updates: a round takes as long as the longer of the two")
     price = f", ${time.dollars:,.0f}" if time.dollars else ""
     typer.echo(f"{unit} {duration(time.seconds)}; {time.rounds:,} {unit}s take {time.hours:.3g} hours{price}")
 
@@ -433,7 +435,12 @@ def print_phases(sheet: PhaseSheet) -> None:
     if moved := sheet.hand_over:
         where = f"{binary_bytes(moved.received)} from other ranks, {binary_bytes(moved.copied)} copied"
         typer.echo(f"a hand-over of weights to the engine: {where} on every rank")
+        if moved.broadcast:
+            typer.echo(f"to the rollout ranks {binary_bytes(moved.broadcast)} are broadcast")
     typer.echo(f"the highest phase is {sheet.highest.phase}: {both(sheet.highest.peak)}")
+    if other := sheet.rollout_rank:
+        parts = f"{binary_bytes(other.resting)} of weights and KV cache, {binary_bytes(other.working)} of activations"
+        typer.echo(f"a rollout rank: {parts}; {both(other.peak)} in all")
 
 
 # --- commands of other files ------------------------------------------------------------------------------

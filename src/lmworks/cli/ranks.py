@@ -171,7 +171,9 @@ def explain_oom(ranks_exit: RanksExit, spec: RunSpec, ranks: int) -> RanksExit:
         return ranks_exit
     predicted = "predicted for it: unknown"
     with suppress(SpecError):
-        if gpu_count(spec) is None:
+        if ranks_exit.rank >= spec.parallel.world:
+            pass  # a rollout rank
+        elif gpu_count(spec) is None:
             peak = total(peak_rows(spec, ranks_exit.rank, "cpu"))
             predicted = f"predicted {gib(peak)} a rank beside its runtime, {ranks} ranks on this machine"
         else:

@@ -6,6 +6,9 @@
     score      forward passes without gradients, of every model that scores
     update     steps of the policy, and of a critic, by the model of training steps (`step/price.py`)
 
+With align.rollout_ranks weights are also broadcast, and generation runs on other ranks: where their answers may be
+stale it overlaps with scores and updates, and a round takes as long as the longer of the two, and the hand-over.
+
 Where adapters are trained, the products that would give gradients of frozen weights are left out: a third of the
 block's. Rewards by functions and the host are not priced.
 """
@@ -80,7 +83,11 @@ def hand_over_seconds(spec: RunSpec, case: Case) -> float:
     links, moved = Links.of(case), moved_weights(spec)
     sent = [links.seconds(one.axis, one.kind, one.bytes) for weight in moved for one in weight.transfers]
     copies = 2 * sum(weight.bytes for weight in moved) / (case.gpu.bandwidth_gbs * 1e9)
-    return copies + sum(float(one.intra_node + one.inter_node) for one in sent)
+    seconds = copies + sum(float(one.intra_node + one.inter_node) for one in sent)
+    if spec.align.rollout_ranks:  # the ring of a broadcast sends every byte once over each link
+        whole, far = sum(weight.whole for weight in moved), spec.parallel.world
+        seconds += float(links.fabric.seconds("send", whole, 2, far))
+    return seconds
 
 
 def forward_seconds(case: Case) -> float:
@@ -115,7 +122,7 @@ def round_seconds(spec: RunSpec, gpu: Gpu, mean_tokens: float = 0.0) -> list[Pha
     updates, case = 1, Case.of(spec, gpu)
     if align.online:
         mean, longest = mean_tokens or float(align.max_tokens), align.max_tokens
-        prompts = -(-align.prompts * align.engine_tp // spec.parallel.world)
+        prompts = -(-align.prompts * align.engine_tp // spec.sampling_ranks)
         answers = Answers(prompts, align.samples, spec.data.seq - longest, mean, longest)
         engine = Deployment(ServedModel.of(spec.model), gpu, Rates.of(ENGINE), tp=align.engine_tp)
         if moved_weights(spec):
@@ -143,11 +150,17 @@ class RunTime:
     phases: tuple[PhaseTime, ...]  # of one round, or step
     rounds: int
     price_hour: float  # of all its accelerators; 0: not known
+    overlaps: bool = False  # the next round is sampled while this one is trained on
 
     @property
     def seconds(self) -> float:
         """Of one round."""
-        return sum(phase.seconds for phase in self.phases)
+        whole = sum(phase.seconds for phase in self.phases)
+        if not self.overlaps:
+            return whole
+        times = {kind: sum(one.seconds for one in self.phases if one.phase == kind) for kind in (HAND_OVER, GENERATE)}
+        generate, hand_over = times[GENERATE], times[HAND_OVER]
+        return hand_over + max(generate, whole - generate - hand_over)
 
     @property
     def hours(self) -> float:
@@ -164,5 +177,6 @@ class RunTime:
 def run_time(spec: RunSpec, gpu: Gpu, mean_tokens: float = 0.0) -> RunTime:
     """optim.steps optimizer steps, in rounds where the method samples its answers."""
     updates = spec.align.updates(spec.data.global_batch) if spec.align.online else 1
-    price = (spec.cluster.price_hour or gpu.price_hour or 0.0) * spec.parallel.world
-    return RunTime(tuple(round_seconds(spec, gpu, mean_tokens)), -(-spec.optim.steps // updates), price)
+    price = (spec.cluster.price_hour or gpu.price_hour or 0.0) * spec.ranks
+    overlaps = bool(spec.align.rollout_ranks and spec.align.max_staleness)
+    return RunTime(tuple(round_seconds(spec, gpu, mean_tokens)), -(-spec.optim.steps // updates), price, overlaps)

@@ -4,8 +4,9 @@ The engine has a tensor-parallel shard of every weight over align.engine_tp rank
 trainer, in the same dtype, are the trainer's own tensors. Each of the others is gathered from the trainer's layout:
 over the ranks of FSDP2 (rows, padded to ⌈rows/n⌉ a rank), then over those of tensor parallelism, unless the engine's
 are the same, and of expert parallelism; then a rank copies its shard. With adapters a hand-over gathers and merges the
-layers that have one; the first brings the frozen weights too (`align/rollout_engine.py`). A quantized weight travels
-dequantized, in fp32.
+layers that have one; the first brings the frozen weights too (`align/rollout_engine.py`). With align.rollout_ranks
+nothing is shared: rank 0 broadcasts every weight whole in the engine's dtype (`align/remote_sampler.py`). A quantized
+weight is dequantized to fp32 before.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class EngineWeight:
     shared: bool = False  # the trainer's own tensor
     changes: bool = True  # between hand-overs; frozen weights without an adapter do not
     transfers: tuple[Transfer, ...] = ()
+    whole: int = 0  # bytes of the whole weight in the engine's dtype
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class HandOverBytes:
 
     received: int  # from other ranks
     copied: int  # written to the engine's weights
+    broadcast: int = 0  # to rollout ranks
 
 
 def engine_width(spec: RunSpec) -> int:
@@ -66,7 +69,8 @@ def hand_over_bytes(spec: RunSpec, rank: int = 0, first: bool = False) -> HandOv
     """Of every hand-over, or of the first."""
     moved = moved_weights(spec, rank, first)
     received = sum(transfer.received for weight in moved for transfer in weight.transfers)
-    return HandOverBytes(received, sum(weight.bytes for weight in moved))
+    sent = sum(weight.whole for weight in moved) if spec.align.rollout_ranks else 0
+    return HandOverBytes(received, sum(weight.bytes for weight in moved), sent)
 
 
 def moved_weights(spec: RunSpec, rank: int = 0, first: bool = False) -> list[EngineWeight]:
@@ -74,17 +78,22 @@ def moved_weights(spec: RunSpec, rank: int = 0, first: bool = False) -> list[Eng
 
 
 def hand_over_working(spec: RunSpec, rank: int = 0) -> int:
-    """Most bytes of one weight on its way: its messages; of layers with adapters also the product, in fp32."""
-    merged = 4 // engine_width(spec) if spec.lora.rank else 0
-    moved = moved_weights(spec, rank, first=True)
-    return max((sum(one.bytes for one in weight.transfers) + merged * weight.bytes for weight in moved), default=0)
+    """Most bytes of one weight on its way: its messages; of layers with adapters also the product, in fp32; for rollout
+    ranks what is broadcast."""
+    merged, apart = 4 // engine_width(spec) if spec.lora.rank else 0, spec.align.rollout_ranks > 0
+
+    def working(weight: EngineWeight) -> int:
+        made = (merged + 1) * weight.whole if apart else merged * weight.bytes
+        return sum(one.bytes for one in weight.transfers) + made
+
+    return max(map(working, moved_weights(spec, rank, first=True)), default=0)
 
 
 def engine_weights(spec: RunSpec, rank: int = 0) -> list[EngineWeight]:
     layout, case, width = spec.parallel, Case.of(spec), engine_width(spec)
     tp = spec.align.engine_tp
     shares = layout.tp == tp and case.sharding == "alone" and layout.offload == "none"
-    shares = shares and case.software.weights == width
+    shares = shares and case.software.weights == width and not spec.align.rollout_ranks
     adapted = {linear.name: linear for linear in target_linears(spec.model, spec.lora)} if spec.lora.rank else {}
     quantized = {f"{linear.name}.weight" for linear in components.linears(spec.model)} if spec.lora.base else set()
 
@@ -104,6 +113,7 @@ def engine_weights(spec: RunSpec, rank: int = 0) -> list[EngineWeight]:
                 *transfers(spec, case, weight, rank, inside in quantized),
                 *(one for each in adapters for one in transfers(spec, case, each, rank)),
             ),
+            width * weight.size,
         )
 
     found = []
@@ -129,6 +139,7 @@ def transfers(spec: RunSpec, case: Case, weight: Weight, rank: int, quantized: b
     ranks = grid.size(axis) if case.sharding == "fsdp2" else 1
     # Of other weights, and for DoRA's norms of whole rows, the whole is made first.
     direct = ranks > 1 and engine_tp > 1 and tp == 1 and not (expert or quantized or spec.lora.dora)
+    direct = direct and not spec.align.rollout_ranks  # which get all of them
     if direct and (found := resharded(weight, width, engine_tp, grid, rank)) is not None:
         yield from [found] if found.bytes else []
         return
@@ -138,7 +149,8 @@ def transfers(spec: RunSpec, case: Case, weight: Weight, rank: int, quantized: b
     elif ranks > 1:
         yield all_gather(axis, ranks, width * ranks * chunk(local[0], ranks) * math.prod(local[1:]))
     size = width * math.prod(local)
-    if weight.sharded(tp) is not None and not (tp == engine_tp and not spec.lora.dora):
+    same_parts = tp == engine_tp and not spec.lora.dora and not spec.align.rollout_ranks
+    if weight.sharded(tp) is not None and not same_parts:
         size *= tp
         yield all_gather("tp", tp, size)
     if expert:
@@ -166,4 +178,5 @@ def common(rows: range, part: tuple[range, ...]) -> int:
 def choice_biases(spec: RunSpec) -> Iterable[EngineWeight]:
     """Buffers of fp32, whole on every rank."""
     layers = spec.model.layers if spec.model.experts and spec.model.balance_bias else 0
-    return (EngineWeight(f"blocks.{layer}.mlp.choice_bias", 4 * spec.model.experts) for layer in range(layers))
+    size = 4 * spec.model.experts
+    return (EngineWeight(f"blocks.{layer}.mlp.choice_bias", size, whole=size) for layer in range(layers))

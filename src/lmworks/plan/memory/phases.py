@@ -3,6 +3,7 @@
     generate   the engine samples: its weights, its KV cache, and the trainer's models and states at rest; then the
                engine sleeps, and the memory of its cache is the trainer's
     score      forward passes without gradients (old log-probabilities, reference)
+    hand over  with align.rollout_ranks a rank of the trainer has no engine: weights are gathered and sent one at a time
     update     forward and backward passes of a model that is trained, and its optimizer; the critic's is a phase of its
                own
 
@@ -21,7 +22,7 @@ from ...spec import EngineSpec, Gpu, RunSpec
 from ..case import Case
 from ..exact.hand_over import HandOverBytes, engine_weights, engine_width, hand_over_bytes, hand_over_working
 from ..exact.shards import gathered_bytes
-from ..passes import GENERATE, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
+from ..passes import GENERATE, HAND_OVER, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
 from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
@@ -68,6 +69,9 @@ class PhaseMemory:
     def peak(self) -> int:
         return self.resting + self.gradients + self.working
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "peak": self.peak}
+
 
 @dataclass(frozen=True)
 class Update:
@@ -81,8 +85,9 @@ class Update:
 class PhaseSheet:
     models: tuple[ModelMemory, ...]
     engine: EngineMemory | None
-    phases: tuple[PhaseMemory, ...]
+    phases: tuple[PhaseMemory, ...]  # of a rank of the trainer
     hand_over: HandOverBytes | None = None  # of weights to the engine, in every round
+    rollout_rank: PhaseMemory | None = None  # one of align.rollout_ranks: an engine that is always awake
 
     @property
     def highest(self) -> PhaseMemory:
@@ -93,7 +98,8 @@ class PhaseSheet:
             "models": [asdict(model) for model in self.models],
             "engine": asdict(self.engine) if self.engine else None,
             "hand_over": asdict(self.hand_over) if self.hand_over else None,
-            "phases": [{**asdict(phase), "peak": phase.peak} for phase in self.phases],
+            "phases": [phase.to_dict() for phase in self.phases],
+            "rollout_rank": self.rollout_rank.to_dict() if self.rollout_rank else None,
             "highest_phase": self.highest.phase,
         }
 
@@ -108,6 +114,9 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
     if engine is not None:
         work = generate_working(spec, rank, gpu)
         found.append(PhaseMemory(GENERATE, (POLICY,), rest + engine.cache, resting_gradients(spec, own), work))
+    if spec.align.rollout_ranks:
+        work = hand_over_working(spec)
+        found.append(PhaseMemory(HAND_OVER, (POLICY,), rest, resting_gradients(spec, own), work))
     scored = [one for one in passes(spec) if one.phase == SCORE]
     if scored:
         work = round(max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored))
@@ -119,15 +128,16 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
             states = alone.parameters + alone.parameter_padding + alone.optimizer + alone.master
             working = step.peak - states - step.gradients
             found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
-    return PhaseSheet(models, engine, tuple(found), hand_over_bytes(spec, rank) if engine else None)
+    hand_over = hand_over_bytes(spec, rank) if spec.align.online else None
+    return PhaseSheet(models, engine, tuple(found), hand_over, rollout_rank(spec, gpu))
 
 
 def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelMemory, ...], EngineMemory | None]:
-    """The models of a run, the trained one first, and its engine."""
+    """The models of a run, the trained one first, and its engine, unless other ranks have it."""
     if spec.parallel.engine != "native":
         return (), None
     models = tuple(model_memory(model, rank) for model in held_models(spec).values())
-    return models, engine_memory(spec, models, gpu)
+    return models, None if spec.align.rollout_ranks else engine_memory(spec, models, gpu)
 
 
 def model_memory(model: HeldModel, rank: int) -> ModelMemory:
@@ -177,9 +187,18 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     return EngineMemory(own, sum(weight.bytes for weight in weights if weight.shared), blocks * block_bytes)
 
 
+def rollout_rank(spec: RunSpec, gpu: Gpu | None) -> PhaseMemory | None:
+    """A rank that only samples: nothing beside its engine, and a whole weight while new ones arrive."""
+    if not spec.align.rollout_ranks or (engine := engine_memory(spec, (), gpu)) is None:
+        return None
+    largest = max(weight.whole for weight in engine_weights(spec))
+    working = max(engine_working(spec, "cpu" if gpu is None else "cuda"), largest)
+    return PhaseMemory(GENERATE, (POLICY,), engine.weights + engine.cache, 0, working)
+
+
 def engine_sequences(spec: RunSpec, device: str) -> int:
     """Answers that one engine runs at once."""
-    answers = -(-spec.align.prompts * spec.align.samples * spec.align.engine_tp // spec.parallel.world)
+    answers = -(-spec.align.prompts * spec.align.samples * spec.align.engine_tp // spec.sampling_ranks)
     return min(answers, MAX_SEQS[device])
 
 
