@@ -136,7 +136,15 @@ def test_a_rollout_engine_takes_its_share_of_the_gpu() -> None:
     models = sum(model["weights"] for model in found["models"])
     assert 0 < share - models - found["engine"]["cache"] < 4e9  # the CUDA context, and the engine's largest step
     sharded = command(*options, "--micro-batch", "1", "--cluster", "8xh200", "--zero", "3")["post_training"]
-    assert sharded["engine"]["weights"] == 2 * 8_030_261_248  # every rank has an engine of its own
+    count, norms = 8_030_261_248, (2 * 32 + 1) * 4096
+    assert sharded["engine"]["weights"] == 2 * count  # every rank has an engine of its own
+    assert sharded["hand_over"]["received"] == 2 * count * 7 // 8
+    one = command(*options, "--micro-batch", "1", "--cluster", "8xh200", "--zero", "3", "align.engine_tp=8")
+    engine, moved = one["post_training"]["engine"], one["post_training"]["hand_over"]
+    assert engine["weights"] == moved["copied"] == 2 * ((count - norms) // 8 + norms)
+    # Rows of FSDP2 are those of column-parallel layers; of out and down a rank has rows, and needs columns.
+    rows = 32 * (4096 * 4096 + 4096 * 14336)
+    assert moved["received"] == 2 * (rows // 8 * 7 // 8 + norms * 7 // 8)
 
 
 def test_the_sheet_of_a_run_has_all_models() -> None:

@@ -84,3 +84,15 @@ def test_rounds_and_dollars() -> None:
     found = run_time(spec, gpu_of(spec))
     assert found.rounds == 50  # of two steps
     assert found.dollars == pytest.approx(2.5 * 50 * found.seconds / 3600)
+
+
+def test_a_hand_over_takes_its_messages_and_a_copy() -> None:
+    sharded = [*ONLINE, "data.global_batch=256", "align.max_tokens=512", "parallel.dp=8", "parallel.strategy=fsdp2",
+               "cluster.gpus_per_node=8"]  # fmt: skip
+    found = [phases(*sharded, f"align.engine_tp={tp}")[("hand over", "policy")] for tp in (1, 8)]
+    spec = spec_of(*sharded)
+    copied = 2 * 2 * spec.model.params / (gpu_of(spec).bandwidth_gbs * 1e9)
+    links = 2 * spec.model.params * 7 / 8 / (gpu_of(spec).link_gbs * 1e9)
+    assert copied + links < found[0] < 10 * (copied + links)  # 450 GB/s is not reached by messages of one weight
+    assert copied / 8 < found[1] < found[0] / 2
+    assert ("hand over", "policy") not in phases(*ONLINE, "data.global_batch=256")  # the trainer's own tensors
