@@ -301,6 +301,16 @@ def test_wrong_specs_are_refused(overrides: list[str], message: str, tmp_path: P
         trainer_class(spec)(spec, tmp_path / "run", quiet=True)
 
 
+def test_a_round_may_have_fewer_answers_than_rows(tmp_path: Path) -> None:
+    """data.global_batch follows from the round: the spec that is written must be readable."""
+    spec = make_spec(
+        tmp_path, "grpo", "data.global_batch=0", "align.prompts=2", "align.samples=2", "data.micro_batch=4",
+        "parallel.dp=2",
+    )  # fmt: skip
+    assert spec.data.global_batch == 4 and spec.accumulation == 1
+    assert RunSpec.from_dict(spec.to_dict()) == spec
+
+
 def test_an_engine_with_other_weights_is_noticed(tmp_path: Path) -> None:
     trainer = built(make_spec(tmp_path, "grpo", "data.global_batch=16"), tmp_path / "run")
     trainer.next_step(trainer.rounds)

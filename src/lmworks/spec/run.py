@@ -258,7 +258,9 @@ class RunSpec(Section):
             self.derive("data", data.with_derived("global_batch", self.align.answers))
         elif not data.global_batch:
             self.derive("data", data.with_derived("global_batch", per_pass * least_micro_batches(self.parallel)))
-        elif data.global_batch % per_pass:
+        elif (
+            data.global_batch % per_pass and not self.align.online
+        ):  # which packs answers into as many rows as it takes
             below = data.global_batch // per_pass * per_pass
             fits = f"{below} or {below + per_pass}" if below else f"{per_pass}"
             raise SpecError(
@@ -294,7 +296,7 @@ class RunSpec(Section):
     @property
     def accumulation(self) -> int:
         """Micro-batches that one rank runs for one optimizer step."""
-        return self.data.global_batch // (self.data.micro_batch * self.parallel.dp)
+        return max(1, self.data.global_batch // (self.data.micro_batch * self.parallel.dp))
 
     @property
     def adapters(self) -> tuple[str, ...]:
