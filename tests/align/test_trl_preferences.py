@@ -192,11 +192,13 @@ def test_supervised(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "beta"), [("forward", 0.0), ("reverse", 1.0), ("jsd", 0.3)])
-def test_distillation(kind: Any, beta: float, folders: dict[str, Path]) -> None:
+def test_distillation(kind: Any, beta: float, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.experimental.gkd import GKDConfig, GKDTrainer
     from trl_models import ARGUMENTS, assert_same, load, make_tokenizer
 
     from lmworks.align import distill_loss
+    from lmworks.kernels.training import cross_entropy
+    from lmworks.kernels.training.token_divergence import Teacher, linear_divergence
 
     turns = [[("user", row["prompt"]), ("assistant", row["chosen"])] for row in ROWS]
     rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in turns]
@@ -220,6 +222,14 @@ def test_distillation(kind: Any, beta: float, folders: dict[str, Path]) -> None:
     teacher_logits = teacher(**inputs).logits[:, :-1].detach()
     loss, _ = distill_loss(student_logits, teacher_logits, mask, kind, jsd_beta=beta)
     assert_same(loss, policy, expected, trainer.model)
+    # As the trainer computes it, from hidden states and heads, a few tokens at a time.
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 4 * 5 * student_logits.shape[-1])
+    own, states = load(folders["policy"]), teacher.model(**inputs).last_hidden_state[:, :-1].detach()
+    head = Teacher(states, teacher.lm_head.weight.detach(), kind=kind, jsd_beta=beta)
+    hidden = own.model(**inputs).last_hidden_state[:, :-1]
+    found = linear_divergence(hidden, own.lm_head.weight, batch["labels"][:, 1:], head)
+    trainer.model.zero_grad()
+    assert_same(found.loss / mask.sum(), own, trainer.compute_loss(trainer.model, batch), trainer.model)
     warm = trainer.generalized_jsd_loss(student_logits, teacher_logits, batch["labels"][:, 1:], beta, temperature=2.0)
     again = distill_loss(student_logits, teacher_logits, mask, kind, 2.0, beta)[0]
     assert again.item() == pytest.approx(warm.item(), rel=1e-5)

@@ -12,7 +12,7 @@ from lmworks.align import distill_loss, logprobs_from_logits
 from lmworks.kernels.scores import soft_cap
 from lmworks.kernels.training import cross_entropy
 from lmworks.kernels.training.cross_entropy import IGNORE
-from lmworks.kernels.training.token_divergence import Teacher, TokenDivergence, linear_divergence
+from lmworks.kernels.training.token_divergence import CHUNKS_OF_LOGPROBS, Teacher, TokenDivergence, linear_divergence
 from lmworks.kernels.training.token_logprobs import VocabShard
 
 TOKENS, WIDTH, VOCAB, TEACHER_WIDTH = 37, 16, 52, 24
@@ -21,7 +21,7 @@ KINDS = ("forward", "reverse", "jsd")
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 4 * 10 * VOCAB)  # 4 chunks, the last one short
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", CHUNKS_OF_LOGPROBS * 10 * VOCAB)  # 4 chunks, the last one short
 
 
 def inputs(vocab: int = VOCAB, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -114,7 +114,7 @@ class DistillSteps(Steps):
 
 @pytest.mark.parametrize(("vocab", "seq"), [(96, 64), (4096, 512)])
 def test_the_peak_of_a_step_of_distillation(vocab: int, seq: int, tmp_path: Path) -> None:
-    """A chunk has 2 MiB a table, and five tables of it are there at once."""
+    """A chunk has 4 MiB a table, and five tables of it are there at once."""
     shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab": vocab, "context": seq, "tie_embeddings": False}
     (tmp_path / "spec.toml").write_text(dump_toml({"model": shape, "data": {"seq": seq}}))
     data = {"seq": seq, "micro_batch": 1, "global_batch": 1, "packing": False}

@@ -29,7 +29,7 @@ from .software import EAGER, Software, software_of
 
 # As in kernels/training/cross_entropy.py, which a test compares.
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
-CHUNKS_OF_LOGPROBS = 4  # that a chunk of log-probabilities would be, where a teacher is compared with
+CHUNKS_OF_LOGPROBS = 2  # that a chunk of log-probabilities would be, where a teacher is compared with
 CHUNK_BYTES_IN_PLACE = 2**29
 CHUNK_ROW_MULTIPLE, FEW_CHUNKS = 256, 16
 ALIGNED, VOCAB_MULTIPLE = 8, 64

@@ -27,7 +27,7 @@ from .cross_entropy import IGNORE, WeightGradient, cast_rows, chunk_rows, padded
 from .token_logprobs import VocabShard
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
-CHUNKS_OF_LOGPROBS = 4  # a chunk of log-probabilities is cut into so many: several tables of its size are alive at once
+CHUNKS_OF_LOGPROBS = 2  # a chunk of log-probabilities is cut into so many: five tables of its size are alive at once
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class LinearDivergence(torch.autograd.Function):
         own_head = cast_rows(weight[:vocab], seen, hidden.dtype)
         teacher_states = teacher.hidden.flatten(0, -2)
         teacher_head = cast_rows(teacher.weight[:vocab], seen, teacher_states.dtype)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = WeightGradient(weight.new_empty(own_head.shape, dtype=wide), False) if want_weight else None
+        grad_hidden = torch.empty_like(states) if want_hidden else None
+        wide, fused = torch.promote_types(weight.dtype, torch.float32), weight.device.type == "cuda"
+        grad_weight = WeightGradient(weight.new_empty(own_head.shape, dtype=wide), fused) if want_weight else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         agreement = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
         logps = torch.zeros_like(agreement)
@@ -122,12 +122,12 @@ class LinearDivergence(torch.autograd.Function):
                     if slope is not None:
                         logits.mul_(slope)
                 if grad_hidden is not None:
-                    torch.mm(logits, own_head, out=grad_hidden.flatten(0, -2)[part])
+                    torch.mm(logits, own_head, out=grad_hidden[part])
                 if grad_weight is not None:
                     grad_weight.add(logits, states[part])
                 del logits, slope, ours, theirs, found  # before the next chunk is allocated
         total = None if grad_weight is None else with_rows(grad_weight.rows(vocab), weight.shape[0])
-        ctx.save_for_backward(grad_hidden, total)
+        ctx.save_for_backward(None if grad_hidden is None else grad_hidden.view(hidden.shape), total)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(agreement, logps)
         return loss, agreement, logps

@@ -440,7 +440,7 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     """
     logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
     if load.head == DIVERGENCE:
-        return divergence_chunk_bytes(load)
+        return divergence_chunk_bytes(load, head)
     held = load.width * logits * components.head(load.model).saved_logits
     if load.in_place:
         return held + load.width * logits
@@ -450,14 +450,16 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     return np.maximum(held + each * logits, 2 * logits + 2 * head)
 
 
-def divergence_chunk_bytes(load: Workload) -> Any:
+def divergence_chunk_bytes(load: Workload, head: Any) -> Any:
     """Log-probabilities of student and teacher and what is made of them in fp32; in 16 bits the student's logits too.
 
-    The most that any of the divergences has at once.
+    The most that any of the divergences has at once. On a CPU, in 16 bits, there is later a product that is added to
+    the head's gradient.
     """
     logits = load.chunk_rows * load.logit_columns
     slope = load.width * components.head(load.model).saved_logits
-    return (4 * COMPARED_TABLES + (load.width if load.is_16_bit else 0) + slope) * logits
+    compared = (4 * COMPARED_TABLES + (load.width if load.is_16_bit else 0) + slope) * logits
+    return np.maximum(compared, 2 * logits + 2 * head) if load.is_16_bit and load.device == "cpu" else compared
 
 
 def logprob_chunk_bytes(load: Workload) -> tuple[Any, Any]:
