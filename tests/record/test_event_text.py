@@ -88,6 +88,22 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         {"kind": "early_stop", "kl": 12.345, "limit": 10.0},
         "ended early: the KL divergence of an answer is 12.3, and align.kl_stop = 10",
     ),
+    (
+        {
+            "kind": "early_stop",
+            "reason": "held_out",
+            "best": 0.5,
+            "evaluations": 3,
+            "training": 0.75,
+            "training_at_best": 0.6,
+        },
+        "ended early: the reward of held-out prompts has not risen above 0.5 for 3 evaluations, that of training "
+        "prompts went from 0.6 to 0.75",
+    ),
+    (
+        {"kind": "eval", "val_loss": -0.25, "reward": 0.25, "tokens": 64, "unit": "answer", "seconds": 2.0},
+        "reward 0.2500 over 64 answers, in 2 s",
+    ),
     ({"kind": "interrupt", "error": "SIGTERM"}, "stopped: SIGTERM"),
     ({"kind": "fail", "error": "line one\n  line two"}, "failed: line one line two"),
     ({"kind": "finish", "step": 300}, "finished after 300 steps"),

@@ -54,6 +54,8 @@ def test_an_online_run_shows_what_reveals_reward_hacking(online):
     ended, cut, equal = lines_of(page, "ended by itself", "cut at align.max_tokens", "groups of equal rewards")
     assert (ended[0], cut[0], equal[0]) == ([1, "0.75"], [1, "0.25"], [1, "0.25"])
     assert lines_of(page, "below", "above")[1][0] == [1, "0.02"]
+    assert "reward|0.5000|last round; 0.5000 in the first|" in page.text
+    assert "held-out reward|0.4000|best 0.4000 at step 2|" in page.text and "validation loss" not in page.text
     loss = page.charts()[0]
     assert [line["points"] for line in loss if line["name"] == "validation"] == [[]]  # it is a reward
 
@@ -63,6 +65,15 @@ def test_the_time_of_a_round_by_phase(online):
     text = Page(write_report(online).read_text()).text
     for share in ("generation and rewards 30.8%", "sleep, wake, hand-over 23.1%", "scoring 7.7%", "update 38.5%"):
         assert share in text
+
+
+def test_a_round_that_others_sample_is_waited_for(make_run):
+    """Generation overlaps with updates: what counts is the time that the trainer waited."""
+    row = {"generate_s": 30.0, "hand_over_s": 1.0, "rollout_wait_s": 2.0, "forward_backward_s": 1.0}
+    row |= {"staleness/mean": 0.5, "staleness/max": 1.0}
+    page = Page(write_report(write_metrics(make_run(steps=0, **ONLINE), [row, row])).read_text())
+    assert "generation and rewards 50.0%" in page.text and "sleep, wake, hand-over 25.0%" in page.text
+    assert lines_of(page, "mean", "largest")[0] == [[1, "0.5"], [2, "0.5"]]
 
 
 def test_samples_are_shown_as_text(online):

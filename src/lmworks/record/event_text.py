@@ -158,7 +158,9 @@ def restart(event: Event) -> str:
 
 
 def evaluation(event: Event) -> str:
-    return f"validation loss {event['val_loss']:.4f} over {event['tokens']:,} tokens, in {duration(event['seconds'])}"
+    what = f"reward {event['reward']:.4f}" if "reward" in event else f"validation loss {event['val_loss']:.4f}"
+    over = counted(event["tokens"], event.get("unit", "token"))
+    return f"{what} over {over}, in {duration(event['seconds'])}"
 
 
 def save(event: Event) -> str:
@@ -211,8 +213,9 @@ def hang(event: Event) -> str:
 
 
 def early_stop(event: Event) -> str:
-    if event["reason"] == "kl":
-        return f"ended early: the KL divergence of an answer is {event['kl']:.3g}, align.kl_stop = {event['limit']:g}"
+    if "kl" in event:
+        kl, limit = event["kl"], event["limit"]
+        return f"ended early: the KL divergence of an answer is {kl:.3g}, and align.kl_stop = {limit:g}"
     return (
         f"ended early: the reward of held-out prompts has not risen above {event['best']:.4g} for "
         f"{counted(event['evaluations'], 'evaluation')}, that of training prompts went from "

@@ -12,7 +12,8 @@ Kinds of events, so that writers and readers agree:
     copy, copy_failed a checkpoint was copied to checkpoint.remote, or could not be (remote, seconds; error)
     refused           one was found damaged, and is not loaded (path, reason)
     set_aside         checkpoints after the step that a resume was started from (attempt, steps, path)
-    eval              held-out loss was measured
+    eval              held-out loss (val_loss) or reward was measured (tokens, unit, seconds)
+    early_stop        a run of an online method ends before its last step (reason: kl or held_out, and the figures)
     fault, spike      a step with a NaN or Inf, or far above those before it (reason, action, cursor, data; module)
     rerun             a bad step, or a stretch of them, was computed again (reason, transient)
     skip              windows of data that are not trained on (from_cursor, to_cursor: the first one after, reason)

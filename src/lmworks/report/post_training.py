@@ -13,6 +13,7 @@ from ..spec import RunSpec
 from .html_page import StyledCell, chart_cards, note, table
 from .svg import Line, Points, line_chart, stacked_chart
 
+Tile = tuple[str, str, str]  # name, figure, note
 SHOWN_ROUNDS, SHOWN_CHARACTERS = 6, 1000  # of samples
 SUMMARY = ("mean", "std", "equal_groups")  # reward/…: of all sources; other names are sources
 BINS = 5  # of the probability that a reward model gives to its choice, from 0.5 to 1
@@ -26,6 +27,17 @@ def post_training(folder: RunFolder, spec: RunSpec, steps: Steps) -> str:
     if (error := calibration_error(steps)) is not None:
         parts.append(note(f"Expected calibration error of the last evaluation: {error:.3f}."))
     return "".join([*parts, samples(folder)])
+
+
+def reward_tiles(spec: RunSpec, steps: Steps) -> list[Tile]:
+    """Of an online run: the reward of training prompts, and of held-out ones."""
+    if not spec.align.online or not (training := points(steps, "reward/mean")):
+        return []
+    found = [("reward", f"{training[-1][1]:.4f}", f"last round; {training[0][1]:.4f} in the first")]
+    if held_out := points(steps, "val_reward/mean"):
+        step, best = max(held_out, key=lambda point: point[1])
+        found.append(("held-out reward", f"{held_out[-1][1]:.4f}", f"best {best:.4f} at step {step:,}"))
+    return found
 
 
 def method_charts(spec: RunSpec, steps: Steps) -> dict[str, str]:
@@ -68,6 +80,9 @@ def online_charts(spec: RunSpec, steps: Steps) -> dict[str, str]:
             },
             "share of tokens",
             zero=True,
+        ),
+        "Staleness of answers": chart(
+            steps, {"staleness/mean": "mean", "staleness/max": "largest"}, "rounds", zero=True
         ),
         "Critic": chart(steps, {"value/explained_variance": "explained variance"}, "share"),
         "KL coefficient": chart(steps, {"kl_coef": "align.beta, adapted"}, "coefficient"),
@@ -131,6 +146,8 @@ def round_chart(steps: Steps) -> str:
         if "generate_s" in step:
             moved = seconds("hand_over_s")  # a part of generate_s
             generation = max(0.0, seconds("generate_s") - moved)
+            if "rollout_wait_s" in step:  # other ranks sample, while this one trains
+                generation = seconds("rollout_wait_s")
             rows.append((step["step"], [generation, moved + seconds("sleep_wake_s"), seconds("score_s"), 0.0, 0.0]))
         if rows:
             rows[-1][1][3] += seconds("forward_backward_s") + seconds("optimizer_s")

@@ -16,7 +16,7 @@ from ..spec.files import write_whole
 from . import predicted_vs_measured
 from .html_page import StyledCell, chart_cards, header, note, page, table, tiles
 from .plots import draw_plots
-from .post_training import points, post_training
+from .post_training import Tile, points, post_training, reward_tiles
 from .svg import EventMarks, Line, Points, line_chart, stacked_chart
 
 PARTS = {
@@ -39,7 +39,7 @@ def write_report(folder: RunFolder) -> Path:
     pngs = draw_plots(folder, steps)
     sections = [
         heading(summary),
-        summary_tiles(summary),
+        summary_tiles(summary, reward_tiles(spec, steps)),
         predicted(folder, steps),
         charts(spec, steps, folder.events(), pngs),
         post_training(folder, spec, steps),
@@ -60,16 +60,20 @@ def heading(summary: Summary) -> str:
     return header(summary.name, lead, summary.status)
 
 
-def summary_tiles(summary: Summary) -> str:
+def summary_tiles(summary: Summary, rewards: Sequence[Tile]) -> str:
+    """`rewards`: of an online run, in place of its losses."""
     best = (
         "" if summary.best_val_step is None else f"best {summary.best_val_loss:.4f} at step {summary.best_val_step:,}"
     )
     wall = summary.wall_s if summary.wall_s is not None else summary.train_s
     mfu = ("MFU", "–", "peak not known") if not summary.mfu else ("MFU", f"{summary.mfu:.1%}", "median")
     memory = "–" if summary.memory_bytes is None else binary_bytes(summary.memory_bytes)
-    return tiles([
+    losses = (
         ("final loss", number(summary.loss), "training, last step"),
         ("validation loss", number(summary.val_loss), best),
+    )
+    return tiles([
+        *(rewards or losses),
         ("tokens", short(summary.tokens), f"{summary.tokens:,}"),
         ("wall time", clock(wall), f"{clock(summary.train_s)} in steps"),
         ("tokens/s", "–" if summary.tokens_per_s is None else short(summary.tokens_per_s), "median"),

@@ -405,7 +405,8 @@ class Trainer(Stepper):
         began = time.perf_counter()
         result = self.measure_held_out()
         seconds = round(time.perf_counter() - began, 4)
-        self.event("eval", val_loss=result.loss, tokens=result.tokens, seconds=seconds)
+        reward: dict[str, Any] = {"reward": result.metrics["reward/mean"]} if "reward/mean" in result.metrics else {}
+        self.event("eval", val_loss=result.loss, tokens=result.tokens, unit=result.unit, seconds=seconds, **reward)
         return result
 
     def measure_held_out(self) -> Evaluation:
