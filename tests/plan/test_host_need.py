@@ -113,7 +113,7 @@ def test_what_is_pinned_comes_in_powers_of_two() -> None:
 def test_nothing_is_kept_where_nothing_is_asked_for() -> None:
     spec = run_of("parallel.offload=none", "checkpoint.asynchronous=false")
     assert host_need(spec, 0, "cuda") == HostNeed()
-    assert predict(spec).to_dict()["host_parts"] == {"states": 0, "activations": 0, "staging": 0}
+    assert predict(spec).to_dict()["host_parts"] == {"states": 0, "activations": 0, "staging": 0, "resting": 0}
 
 
 def test_on_a_cpu_a_copy_for_a_save_is_memory_of_the_device() -> None:

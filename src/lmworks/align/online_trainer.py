@@ -14,7 +14,7 @@ from ..data.progress import silent
 from ..parallel.adapter_model import AdapterModel
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import run_on_all_ranks, run_on_rank_zero
-from ..plan.passes import REWARD
+from ..plan.passes import CRITIC, GENERATE, POLICY, REWARD, SAVE, SCORE, TEACHER, UPDATE, UPDATE_CRITIC
 from ..record.jsonl import LineWriter
 from ..record.samples import has_samples
 from ..spec import RunSpec
@@ -35,6 +35,7 @@ from .policy_objective import PolicyObjective
 from .post_trainer import PostTrainer
 from .prompts import open_prompts, prompt_data
 from .remote_sampler import RemoteSampler
+from .residency import Residency
 from .reward_scorer import RewardScorer
 from .rewards import load_rewards
 from .rollout_engine import ColocatedEngine
@@ -56,6 +57,7 @@ class OnlineTrainer(PostTrainer):
     rounds: Rounds
     rollout_engine: ColocatedEngine  # without rollout ranks
     critic: Critic | None = None  # of PPO
+    residency: Residency
     link: RolloutLink | None = None  # to rollout ranks
 
     def init_ranks(self, spec: RunSpec, quiet: bool) -> None:
@@ -95,12 +97,20 @@ class OnlineTrainer(PostTrainer):
     def build(self) -> None:
         super().build()
         self.early_stop = EarlyStop(self.spec.align.kl_stop, self.spec.align.held_out_stop)
+        residency = self.residency = Residency(self.device, enabled=self.spec.align.offload == "resting")
+        for name, model in self.frozen.items():
+            residency.add_model(name, model, frozen=True)
+        residency.add_optimizer(POLICY, self.optimizer)
+        self.train_state.before_access.append(lambda: residency.enter(SAVE, POLICY))
         assert isinstance(self.objective, AnswerObjective)
         reference: Forward | None = self.objective.reference
         critic: Critic | None = None
         if self.spec.align.method == "ppo":
             critic = self.critic = Critic(self)
             self.train_state.others["critic"] = critic.state
+            if not critic.spec.adapters:
+                residency.add_model(CRITIC, critic.parallel_model, frozen=False)
+            residency.add_optimizer(CRITIC, critic.optimizer)
         folder = self.spec.align.reward_model
         scorer = RewardScorer(self.reward_model(folder), folder) if folder else None
         self.rounds = Rounds(
@@ -112,6 +122,7 @@ class OnlineTrainer(PostTrainer):
             reference=reference,
             critic=None if critic is None else critic.parallel_model.forward,
             reward_model=scorer,
+            residency=residency,
         )
         self.checkpoints.method_states = {"kl": self.rounds.adaptive_kl, "rounds": self.rounds}
         if critic is not None:
@@ -143,6 +154,7 @@ class OnlineTrainer(PostTrainer):
         if any(adapter.name == REWARD_ADAPTER for adapter in self.scalar_adapters):
             return AdapterModel(self.parallel_model, REWARD_ADAPTER)
         model = self.frozen[REWARD] = load_frozen(self.spec, folder, "align.reward_model", self.mesh, self.device)
+        self.residency.add_model(REWARD, model, frozen=True)
         return model
 
     @property
@@ -160,7 +172,11 @@ class OnlineTrainer(PostTrainer):
         return self.rounds
 
     def train_step(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        found = {} if self.critic is None else self.critic.update(list(batches), self.step, self.cursor)
+        found = {}
+        if self.critic is not None:
+            self.residency.enter(UPDATE_CRITIC, CRITIC)
+            found = self.critic.update(list(batches), self.step, self.cursor)
+        self.residency.enter(UPDATE, POLICY)
         return super().train_step(batches) | found
 
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
@@ -209,8 +225,10 @@ class OnlineTrainer(PostTrainer):
 
     def measure_held_out(self) -> Evaluation:
         """Mean reward of sampled answers to held-out prompts; the loss is its negative. Of distillation, their loss."""
+        self.residency.enter(GENERATE, POLICY)
         rollouts = self.rounds.sampler.sample_held_out()
         if isinstance(self.objective, DistillObjective):
+            self.residency.enter(SCORE, TEACHER)
             return self.loss_of_answers(rollouts)
         self.rounds.finish_rewards(rollouts)
         reward = mean_reward(rollouts)

@@ -21,7 +21,7 @@ from ..checkpoint.format.manifest import read_committed
 from ..data import Batch
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
-from ..plan.passes import scores_policy
+from ..plan.passes import CRITIC, GENERATE, POLICY, REFERENCE, REWARD, SCORE, scores_policy
 from ..record import phase
 from ..spec import RunSpec
 from ..train.objective import Forward
@@ -29,6 +29,7 @@ from .advantages import best_of_n, dynamic_sampling_mask, group_advantages, over
 from .environments.environment import ENVIRONMENT
 from .kl import AdaptiveKL
 from .ppo import set_token_advantages
+from .residency import Residency
 from .reward_scorer import RewardScorer
 from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, save_round
 from .sampler import Sampler
@@ -50,7 +51,9 @@ class Rounds:
         reference: Forward | None = None,
         critic: Forward | None = None,
         reward_model: RewardScorer | None = None,
+        residency: Residency | None = None,
     ) -> None:
+        self.residency = residency or Residency(parallel_model.device, enabled=False)
         self.spec, self.parallel_model, self.sampler = spec, parallel_model, sampler
         self.pad, self.folder = pad, folder  # token that fills rows
         self.reference, self.critic, self.reward_model = reference, critic, reward_model
@@ -113,6 +116,7 @@ class Rounds:
     def begin(self, number: int, step: int, last: int) -> None:
         """Sample and score the answers of a round; `last`: the last round of the run."""
         align = self.spec.align
+        self.residency.enter(GENERATE, POLICY)
         self.sampler.begin_round(number)
         rollouts: list[Rollout] = []
         drawn: list[Rollout] = []
@@ -146,11 +150,14 @@ class Rounds:
         def logps_of(forward: Forward) -> Callable[[Batch], Tensor]:
             return lambda batch: forward(batch, logprobs=True, temperature=align.temperature).logps
 
+        self.residency.enter(SCORE, POLICY)
         if scores_policy(self.spec):
             self.set_by_token("old_logps", logps_of(self.parallel_model.forward))
         if self.reference is not None:
+            self.residency.enter(SCORE, REFERENCE)
             self.set_by_token("ref_logps", logps_of(self.reference))
         if self.critic is not None:
+            self.residency.enter(SCORE, CRITIC)
             self.set_by_token("values", self.critic)
 
     @torch.no_grad()
@@ -171,9 +178,11 @@ class Rounds:
         """Add the reward model's opinion to the others', and take the penalty of long answers off."""
         align = self.spec.align
         if self.reward_model is not None:
+            self.residency.enter(GENERATE, REWARD)
             for rollout, score in zip(rollouts, self.reward_model.score(rollouts, self.batches), strict=True):
                 rollout.rewards["reward_model"] = score
                 rollout.reward = math.nan if rollout.failure else added_rewards(rollout.reward, score)
+            self.residency.enter(GENERATE, POLICY)
         if align.overlong_buffer:
             lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
             penalties = overlong_penalty(lengths, align.max_tokens, align.overlong_buffer)

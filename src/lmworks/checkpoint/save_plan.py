@@ -7,6 +7,7 @@ known before the first byte. `index.json` has the location of each piece of each
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -170,5 +171,7 @@ def file_contents(plan: RankPlan, state: dict[str, Any]) -> Iterator[memoryview]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    """The memory of a contiguous CPU tensor. NumPy's view would fix the size of its storage for good."""
+    array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as its memory is used
+    return memoryview(array).cast("B")

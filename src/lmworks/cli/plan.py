@@ -432,6 +432,8 @@ def print_phases(sheet: PhaseSheet) -> None:
         for phase in sheet.phases
     ]
     print_table("Phases", columns, figures)
+    if sheet.host:
+        typer.echo(f"models and optimizer states at rest are in host memory: {both(sheet.host)}")
     if moved := sheet.hand_over:
         where = f"{binary_bytes(moved.received)} from other ranks, {binary_bytes(moved.copied)} copied"
         typer.echo(f"a hand-over of weights to the engine: {where} on every rank")

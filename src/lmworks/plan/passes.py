@@ -29,6 +29,7 @@ from ..spec.presets import PRESETS
 
 POLICY, REFERENCE, REWARD, CRITIC, TEACHER = "policy", "reference", "reward model", "critic", "teacher"
 HAND_OVER, GENERATE, SCORE, UPDATE, UPDATE_CRITIC = "hand over", "generate", "score", "update", "update of the critic"
+SAVE = "save"  # of a checkpoint
 # What follows the last norm: the loss, whose gradient is made in the forward pass; log-probabilities of targets, whose
 # logits are computed again in the backward pass; one number a token; the divergence from a teacher, like the loss; or
 # nothing: of a teacher the student's loss reads the hidden states.
@@ -54,6 +55,23 @@ class Pass:
     model: str
     rows: int  # sequences
     backward: bool = False
+
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer states"
+Part = tuple[str, str]  # (model, WEIGHTS or OPTIMIZER)
+
+
+def needed(phase: str, model: str) -> set[Part]:
+    """Parts that have to be on the device while `model` computes, beside the weights of the policy, which are always.
+
+    With align.offload = "resting" all others wait in host memory.
+    """
+    if phase == SAVE:
+        return {(POLICY, OPTIMIZER), (CRITIC, WEIGHTS), (CRITIC, OPTIMIZER)}
+    parts = {(model, WEIGHTS)}
+    if phase in (UPDATE, UPDATE_CRITIC):
+        parts |= {(model, OPTIMIZER)}
+    return parts | {(TEACHER, WEIGHTS)} if phase == UPDATE else parts
 
 
 def held_models(spec: RunSpec) -> dict[str, HeldModel]:

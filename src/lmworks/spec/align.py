@@ -150,6 +150,12 @@ class AlignSpec(Section):
     engine_tp: int = opt(1, "online: ranks that are one engine: each has a tensor-parallel shard of it", ge=1)
     engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
 
+    offload: str = opt(
+        "none",
+        "online: 'resting' keeps models and optimizer states in host memory while a phase does not use them",
+        choices=("none", "resting"),
+    )
+
     def check(self) -> None:
         if -1 < self.beta < 0 or (self.beta == 0 and self.method in DEFAULT_BETA and self.method != "ppo"):
             raise SpecError(f"align.beta = {self.beta:g} is out of range: more than 0, or -1 for the method's default")
@@ -209,6 +215,8 @@ def check_align(run: RunSpec) -> None:
         raise SpecError(
             f"align.rollout_ranks = {run.align.rollout_ranks}: align.method = {method!r} samples no answers"
         )
+    elif run.align.offload != "none":
+        raise SpecError(f"align.offload = {run.align.offload!r}: align.method = {method!r} has no phases to rest in")
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")
@@ -228,6 +236,11 @@ def check_align(run: RunSpec) -> None:
 def check_rounds(run: RunSpec) -> None:
     """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
     align, data = run.align, run.data
+    if align.offload != "none" and run.parallel.offload != "none":
+        raise SpecError(
+            f"align.offload = {align.offload!r} does not combine with parallel.offload = {run.parallel.offload!r}: "
+            "states are in host memory all the time then; use one of them"
+        )
     check_engine_tp(run)
     check_rollout_ranks(run)
     check_stale_tokens(run)

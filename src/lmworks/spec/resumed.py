@@ -25,6 +25,7 @@ MAY_CHANGE = (  # a section stands for all its keys
     "align.teacher",
     "align.kl_stop",
     "align.held_out_stop",
+    "align.offload",
     "fault",
     "health",
     "watch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,9 +47,11 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     engine: DeepSpeedEngine | None
     others: dict[str, TrainState] = field(default_factory=dict)  # further models that are trained: a critic
+    before_access: list[Callable[[], None]] = field(default_factory=list)  # e.g. to bring states back to the device
 
     def state_dict(self) -> dict[str, Any]:
         """By name: the live tensors, to save, or to load into and then pass to `load_state_dict`."""
+        self.prepare()
         if self.engine is not None:
             return self.engine.state()
         model = self.parallel_model
@@ -58,6 +60,10 @@ class TrainState:
         for name, other in self.others.items():
             state |= {section_of(name, key): section for key, section in other.state_dict().items()}
         return state
+
+    def prepare(self) -> None:
+        for act in self.before_access:
+            act()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what was loaded into `state`."""
@@ -75,6 +81,7 @@ class TrainState:
 
     def local_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the state that a checkpoint holds, on its device."""
+        self.prepare()
         if self.engine is not None:
             yield from self.engine.local_tensors()
             return

@@ -92,7 +92,7 @@ def hand_over_working(spec: RunSpec, rank: int = 0) -> int:
 def engine_weights(spec: RunSpec, rank: int = 0) -> list[EngineWeight]:
     layout, case, width = spec.parallel, Case.of(spec), engine_width(spec)
     tp = spec.align.engine_tp
-    shares = layout.tp == tp and case.sharding == "alone" and layout.offload == "none"
+    shares = layout.tp == tp and case.sharding in ("alone", "ddp") and layout.offload == "none"
     shares = shares and case.software.weights == width and not spec.align.rollout_ranks
     adapted = {linear.name: linear for linear in target_linears(spec.model, spec.lora)} if spec.lora.rank else {}
     quantized = {f"{linear.name}.weight" for linear in components.linears(spec.model)} if spec.lora.base else set()

@@ -1,10 +1,11 @@
 """Host memory that a run keeps: offloaded states, offloaded activations, and the copies that asynchronous saves write.
 
-What is pinned for a GPU comes in powers of two: PyTorch's allocator rounds up to them. `states` (parallel.offload)
-are weights, gradients and moments (`rank_weights.py`); `activations` (parallel.offload_activations) a slab for each
-block that sends some; `staging` (checkpoint.asynchronous) what a rank writes of a checkpoint, copied: its writer
-process maps the same memory. Of a tensor that several ranks hold alike one writes all, whichever has least to write
-so far: here each has its even part, which is what all of them together write.
+What is pinned for a GPU comes in powers of two: PyTorch's allocator rounds up to them. `states` (parallel.offload) are
+weights, gradients and moments (`rank_weights.py`); `activations` (parallel.offload_activations) a slab for each block
+that sends some; `resting` (align.offload) models and optimizer states of post-training between their phases; `staging`
+(checkpoint.asynchronous) what a rank writes of a checkpoint, copied: its writer process maps the same memory. Of a
+tensor that several ranks hold alike one writes all, whichever has least to write so far: here each has its even part,
+which is what all of them together write.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ..exact.optimizers import STATES
 from ..exact.shards import FP32, ROWS_CUT, local_shapes, rank_stages, weights
 from ..policies import run_case
 from .peak_memory import Activations
-from .rank_weights import Place, RankWeights
+from .phases import held_beside, movable_parts
+from .rank_weights import Place, RankWeights, pinned_size
 
 GENERATORS = 15_088  # bytes of the states of Python's, NumPy's and torch's: train/rng.py's, as a test holds
 
@@ -32,10 +34,11 @@ class HostNeed:
     states: int = 0
     activations: int = 0
     staging: int = 0
+    resting: int = 0
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.staging
+        return self.states + self.activations + self.staging + self.resting
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -48,7 +51,13 @@ def host_need(spec: RunSpec, rank: int, device: str, work: Activations | None = 
         work = Activations.of(case, Place.of(case.grid, rank))
     # What DeepSpeed keeps there is its own, and not known.
     states = host_states(work.case, work.weights) if spec.parallel.engine == "native" else 0
-    return HostNeed(int(states), int(work.pinned), staging(spec, rank))
+    return HostNeed(int(states), int(work.pinned), staging(spec, rank), resting(spec, rank, device))
+
+
+def resting(spec: RunSpec, rank: int, device: str) -> int:
+    """One buffer for the weights or the optimizer states of each model (align/residency.py)."""
+    models, _ = held_beside(spec, None, rank)
+    return sum(pinned_size(size) if device == "cuda" else size for size in movable_parts(spec, models).values())
 
 
 def host_states(case: Case, held: RankWeights) -> Number:
@@ -106,6 +115,7 @@ def refusal(spec: RunSpec, need: HostNeed, ranks: int, there: int | None) -> str
         "states": f"parallel.offload = '{layout.offload}'",
         "activations": f"parallel.offload_activations = {layout.offload_activations:g}",
         "staging": "checkpoint.asynchronous = true",
+        "resting": f"align.offload = '{spec.align.offload}'",
     }
     much = f"{gib(need.total / ranks)} of host memory"
     if ranks > 1:
@@ -120,7 +130,11 @@ def refusal(spec: RunSpec, need: HostNeed, ranks: int, there: int | None) -> str
 def what_fits(spec: RunSpec, need: HostNeed, ranks: int, there: int) -> str:
     """The one change that is enough, or any of them; all of them, where none is."""
     left = {name: there - (need.total - size) for name, size in need.to_dict().items() if size}  # for this one alone
-    without = {"states": "parallel.offload = 'none'", "staging": "checkpoint.asynchronous = false"}
+    without = {
+        "states": "parallel.offload = 'none'",
+        "staging": "checkpoint.asynchronous = false",
+        "resting": "align.offload = 'none'",
+    }
     enough = [without[name] for name, room in left.items() if name in without and room >= 0]
     if "activations" in left:
         whole = (

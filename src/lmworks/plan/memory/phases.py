@@ -7,13 +7,16 @@
     update     forward and backward passes of a model that is trained, and its optimizer; the critic's is a phase of its
                own
 
-Weights, gradients and states are exact (`rank_weights.py`). Models and states at rest stay where they are.
+    save       of a checkpoint, where models rest: all that is trained is on the device
+
+Weights, gradients and states are exact (`rank_weights.py`). With align.offload = "resting" what a phase does not need
+is in host memory (`passes.needed`), and models that score come one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,24 @@ from ...spec import EngineSpec, Gpu, RunSpec
 from ..case import Case
 from ..exact.hand_over import HandOverBytes, engine_weights, engine_width, hand_over_bytes, hand_over_working
 from ..exact.shards import gathered_bytes
-from ..passes import GENERATE, HAND_OVER, POLICY, REWARD, SCALAR, SCORE, STATES, TEACHER, HeldModel, held_models, passes
+from ..passes import (
+    GENERATE,
+    HAND_OVER,
+    OPTIMIZER,
+    POLICY,
+    REWARD,
+    SAVE,
+    SCALAR,
+    SCORE,
+    STATES,
+    TEACHER,
+    WEIGHTS,
+    HeldModel,
+    Part,
+    held_models,
+    needed,
+    passes,
+)
 from ..policies import run_case
 from ..saved_activations import stream_bytes, total
 from ..serving.served_model import Cache
@@ -61,7 +81,7 @@ class PhaseMemory:
 
     phase: str
     runs: tuple[str, ...]  # models at work
-    resting: int  # weights of all models, optimizer states, the engine's weights and, while it samples, its cache
+    resting: int  # weights and optimizer states on the device, the engine's weights and, while it samples, its cache
     gradients: int
     working: int  # activations, logits, gathered weights, messages
 
@@ -88,6 +108,7 @@ class PhaseSheet:
     phases: tuple[PhaseMemory, ...]  # of a rank of the trainer
     hand_over: HandOverBytes | None = None  # of weights to the engine, in every round
     rollout_rank: PhaseMemory | None = None  # one of align.rollout_ranks: an engine that is always awake
+    host: int = 0  # bytes of models and states that rest in host memory while a phase does not need them
 
     @property
     def highest(self) -> PhaseMemory:
@@ -101,6 +122,7 @@ class PhaseSheet:
             "phases": [phase.to_dict() for phase in self.phases],
             "rollout_rank": self.rollout_rank.to_dict() if self.rollout_rank else None,
             "highest_phase": self.highest.phase,
+            "host": self.host,
         }
 
 
@@ -108,28 +130,61 @@ def phase_sheet(spec: RunSpec, updates: Mapping[str, Update], gpu: Gpu | None, r
     """`updates`: of each model that is trained."""
     held = held_models(spec)
     models, engine = held_beside(spec, gpu, rank)
-    own = models[0]
-    rest = sum(model.weights + model.optimizer for model in models) + (engine.weights if engine else 0)
-    found: list[PhaseMemory] = []
+    movable = movable_parts(spec, models)
+    always = sum(model.weights + model.optimizer for model in models) - sum(movable.values())
+    always += engine.weights if engine else 0
+    kept = resting_gradients(spec, models)
+
+    def phase(name: str, model: str, working: float, gradients: int = kept) -> PhaseMemory:
+        there = needed(name, model)
+        resting = always + sum(size for part, size in movable.items() if part in there)
+        resting += engine.cache if engine and name == GENERATE else 0
+        return PhaseMemory(name, (model,), resting, gradients, round(working))
+
+    generated: list[PhaseMemory] = []
     if engine is not None:
-        work = generate_working(spec, rank, gpu)
-        found.append(PhaseMemory(GENERATE, (POLICY,), rest + engine.cache, resting_gradients(spec, own), work))
+        generated.append(phase(GENERATE, POLICY, generate_working(spec, rank, "cpu" if gpu is None else "cuda")))
     if spec.align.rollout_ranks:
-        work = hand_over_working(spec)
-        found.append(PhaseMemory(HAND_OVER, (POLICY,), rest, resting_gradients(spec, own), work))
-    scored = [one for one in passes(spec) if one.phase == SCORE]
-    if scored:
-        work = round(max(forward_working(held[one.model], spec, one.rows, rank, gpu) for one in scored))
-        names = tuple(dict.fromkeys(one.model for one in scored))
-        found.append(PhaseMemory(SCORE, names, rest, resting_gradients(spec, own), work))
+        generated.append(phase(HAND_OVER, POLICY, hand_over_working(spec)))
+    if engine is not None and REWARD in held:  # it scores answers before the engine sleeps
+        rows = spec.data.micro_batch
+        generated.append(phase(GENERATE, REWARD, forward_working(held[REWARD], spec, rows, rank, gpu)))
+    scored = {
+        one.model: phase(SCORE, one.model, forward_working(held[one.model], spec, one.rows, rank, gpu))
+        for one in passes(spec)
+        if one.phase == SCORE and not (one.model == REWARD and engine is not None)
+    }
+    found = [*together(generated, bool(movable)), *together(list(scored.values()), bool(movable))]
     for one in passes(spec):
         if one.backward:
             step, alone = updates[one.model], resident(held[one.model].run, rank)
             states = alone.parameters + alone.parameter_padding + alone.optimizer + alone.master
+            others = kept - (kept and next(model.gradients for model in models if model.name == one.model))
             working = step.peak - states - step.gradients
-            found.append(PhaseMemory(one.phase, (one.model,), rest, round(step.gradients), round(working)))
+            found.append(phase(one.phase, one.model, working, round(step.gradients) + others))
+    if movable:
+        trained = tuple(model.name for model in models if model.trained)
+        found.append(replace(phase(SAVE, POLICY, 0), runs=trained))
     hand_over = hand_over_bytes(spec, rank) if spec.align.online else None
-    return PhaseSheet(models, engine, tuple(found), hand_over, rollout_rank(spec, gpu))
+    return PhaseSheet(models, engine, tuple(found), hand_over, rollout_rank(spec, gpu), sum(movable.values()))
+
+
+def together(rows: list[PhaseMemory], apart: bool) -> list[PhaseMemory]:
+    """One row for models that are all on the device, whichever computes."""
+    if apart or not rows:
+        return rows
+    return [replace(max(rows, key=lambda row: row.peak), runs=tuple(name for row in rows for name in row.runs))]
+
+
+def movable_parts(spec: RunSpec, models: tuple[ModelMemory, ...]) -> dict[Part, int]:
+    """Bytes of what rests in host memory: whole models beside the policy, and optimizer states.
+
+    Adapters stay: FSDP2 gathers those of a block with it.
+    """
+    if spec.align.offload == "none":
+        return {}
+    weights = {(model.name, WEIGHTS): model.weights for model in models[1:] if not model.shares}
+    return weights | {(model.name, OPTIMIZER): model.optimizer for model in models if model.trained}
 
 
 def held_beside(spec: RunSpec, gpu: Gpu | None, rank: int) -> tuple[tuple[ModelMemory, ...], EngineMemory | None]:
@@ -156,9 +211,9 @@ def model_memory(model: HeldModel, rank: int) -> ModelMemory:
     return ModelMemory(model.name, parameters, trained, weights, gradients, states, model.weights_of)
 
 
-def resting_gradients(spec: RunSpec, policy: ModelMemory) -> int:
+def resting_gradients(spec: RunSpec, models: tuple[ModelMemory, ...]) -> int:
     """DDP keeps its buckets from step to step."""
-    return policy.gradients if Case.of(spec).sharding == "ddp" else 0
+    return sum(model.gradients for model in models) if Case.of(spec).sharding == "ddp" else 0
 
 
 # --- engine ---------------------------------------------------------------------------------------------
@@ -181,7 +236,8 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     most = engine_sequences(spec, device) * -(-spec.data.seq // block)
     room = float(CPU_CACHE)
     if gpu is not None:
-        there = sum(model.weights for model in models) + own + engine_working(spec, device)
+        away = sum(size for (_, kind), size in movable_parts(spec, models).items() if kind == WEIGHTS)
+        there = sum(model.weights for model in models) - away + own + engine_working(spec, device)
         room = spec.align.engine_memory * capacity(gpu) - reserve().context - there
     blocks = max(0, min(int(room) // block_bytes, most))
     return EngineMemory(own, sum(weight.bytes for weight in weights if weight.shared), blocks * block_bytes)
@@ -209,13 +265,9 @@ def engine_working(spec: RunSpec, device: str) -> int:
     return width * tokens * (2 * m.hidden + inside) + 2 * 4 * engine_sequences(spec, device) * m.vocab
 
 
-def generate_working(spec: RunSpec, rank: int, gpu: Gpu | None) -> int:
-    """Of the engine, or of a hand-over while it is awake; a reward model scores answers before it sleeps."""
-    judge = held_models(spec).get(REWARD)
-    found = max(engine_working(spec, "cpu" if gpu is None else "cuda"), hand_over_working(spec, rank))
-    if judge is None:
-        return found
-    return max(found, round(forward_working(judge, spec, spec.data.micro_batch, rank, gpu)))
+def generate_working(spec: RunSpec, rank: int, device: str) -> int:
+    """Of the engine, or of a hand-over while it is awake."""
+    return max(engine_working(spec, device), hand_over_working(spec, rank))
 
 
 # --- passes without gradients ---------------------------------------------------------------------------

@@ -21,13 +21,25 @@ import numpy as np
 from ...spec import Gpu, Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
 from ..case import Case, Number
-from ..passes import CRITIC, GENERATE, held_models, trained_model
+from ..passes import (
+    CRITIC,
+    GENERATE,
+    OPTIMIZER,
+    POLICY,
+    REWARD,
+    UPDATE,
+    WEIGHTS,
+    Part,
+    held_models,
+    needed,
+    trained_model,
+)
 from ..policies import run_case
 from ..saved_activations import total
 from .dp_buffers import dp_buffers
-from .host_need import HostNeed, host_need, host_states, staging
+from .host_need import HostNeed, host_need, host_states, resting, staging
 from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
-from .phases import PhaseSheet, Update, generate_working, held_beside, phase_sheet
+from .phases import PhaseSheet, Update, forward_working, generate_working, held_beside, movable_parts, phase_sheet
 from .rank_weights import Place, Resident, deepspeed_resident, on_device
 from .reserve import WORKSPACES, reserved
 
@@ -190,7 +202,8 @@ def step_sheets(
     if device == "cpu":
         host.append(row("activations on the host", away.activations, "which is the device"))
         host.append(row("copy for a save", away.staging, "that is written while training goes on"))
-    host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank)
+        host.append(row("models at rest", away.resting, "on the host, which is the device"))
+    host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank, UPDATE, POLICY)
     sheets = {moment: tuple(one for one in (*rows, *host) if one.bytes) for moment, rows in found.moments.items()}
     return sheets, away
 
@@ -198,24 +211,37 @@ def step_sheets(
 def generate_sheet(
     spec: RunSpec, device: str, rank: int, step: dict[str, tuple[Row, ...]]
 ) -> dict[str, tuple[Row, ...]]:
-    """While the engine of an online method samples."""
+    """While the engine of an online method samples, and while a reward model scores what it has sampled."""
     gpu = spec.cluster.accelerator if device == "cuda" else None
-    _, engine = held_beside(spec, gpu, rank)
+    models, engine = held_beside(spec, gpu, rank)
     if engine is None:
         return {}
-    resting = {"parameters", "padding", "master weights", "optimizer states", "cuBLAS workspaces"}
-    resting |= {one.name for one in beside_rows(spec, gpu, rank)}
-    rows = [one for one in next(iter(step.values())) if one.name in resting]
+    own = {"parameters", "padding", "cuBLAS workspaces", "models at rest"}
+    if (POLICY, OPTIMIZER) not in movable_parts(spec, models):
+        own |= {"master weights", "optimizer states"}
+    rows = [one for one in next(iter(step.values())) if one.name in own]
     rows.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
-    rows.append(row("engine: activations", generate_working(spec, rank, gpu), "of its largest step"))
-    return {GENERATE: tuple(rows)}
+    work = row("engine: activations", generate_working(spec, rank, device), "of its largest step, or of a hand-over")
+    found = {GENERATE: (*rows, work, *beside_rows(spec, gpu, rank, GENERATE, POLICY))}
+    if judge := held_models(spec).get(REWARD):
+        size = round(forward_working(judge, spec, spec.data.micro_batch, rank, gpu))
+        work = row("reward model: activations", size, "of answers that the engine has sampled")
+        found[f"{GENERATE}, {REWARD}"] = (*rows, work, *beside_rows(spec, gpu, rank, GENERATE, REWARD))
+    return found
 
 
-def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int) -> list[Row]:
-    """What post-training has beside the model that is trained, all the time."""
+def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int, phase: str, model: str) -> list[Row]:
+    """What post-training has on the device beside the policy, while `model` computes."""
     models, engine = held_beside(spec, gpu, rank)
-    found = [row(f"{one.name}: weights", one.weights, "beside those of the model above") for one in models[1:]]
-    found += [row(f"{one.name}: optimizer states", one.optimizer, "at rest") for one in models[1:]]
+    movable, there = movable_parts(spec, models), needed(phase, model)
+
+    def stays(part: Part) -> bool:
+        return part not in movable or part in there
+
+    others = [one for one in models[1:] if stays((one.name, WEIGHTS))]
+    found = [row(f"{one.name}: weights", one.weights, "beside those of the model above") for one in others]
+    trained = [one for one in models[1:] if stays((one.name, OPTIMIZER))]
+    found += [row(f"{one.name}: optimizer states", one.optimizer, "at rest") for one in trained]
     if engine is not None:
         found.append(row("engine: weights", engine.weights, "those that are not the trainer's own"))
     return found
@@ -258,10 +284,11 @@ def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
         stages = sorted({0, min(1, spec.parallel.pp - 1), spec.parallel.pp - 1})
         return max((run_budget(spec, rank) for rank in stages), key=lambda one: float(one.allocated))
     found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
-    models, engine = held_beside(spec, spec.cluster.accelerator, rank)
-    others = float(sum(model.weights + model.optimizer for model in models[1:]))
+    _, engine = held_beside(spec, spec.cluster.accelerator, rank)
     sampler = float(engine.weights) if engine else 0.0  # its cache sleeps
-    return replace(found, host=found.host + staging(spec, rank), others=others, engine=sampler)
+    others = float(sum_bytes(beside_rows(spec, spec.cluster.accelerator, rank, UPDATE, POLICY))) - sampler
+    host = found.host + staging(spec, rank) + resting(spec, rank, "cuda")
+    return replace(found, host=host, others=others, engine=sampler)
 
 
 def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseSheet:
@@ -272,7 +299,8 @@ def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseShe
         updates = {trained_model(spec): Update(trainer, float(found.gradients - found.absent))}
         return phase_sheet(spec, updates | critic_update(spec, device), gpu)
     highest = max(step_sheets(spec, device)[0].values(), key=sum_bytes)
-    beside = sum_bytes(beside_rows(spec, None, 0))
+    beside = sum_bytes(beside_rows(spec, None, 0, UPDATE, POLICY))
+    beside += sum_bytes(one for one in highest if one.name == "models at rest")
     made = sum_bytes(one for one in highest if one.name == "gradients")
     updates = {trained_model(spec): Update(sum_bytes(highest) - beside, made)}
     return phase_sheet(spec, updates | critic_update(spec, device), None)
