@@ -30,6 +30,7 @@ LAYOUTS = {
     "zero-2": ["parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2"],
     "fsdp2 of 4": ["parallel.dp=4", "parallel.strategy=fsdp2"],
     "fsdp2-tp2": ["parallel.dp=2", "parallel.tp=2", "parallel.strategy=fsdp2"],
+    "hsdp": ["parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.strategy=fsdp2"],
     "tp4": ["parallel.tp=4"],
     "expert parallel": ["parallel.dp=2", "parallel.ep=2", "parallel.strategy=fsdp2"],
 }
@@ -132,6 +133,8 @@ def test_merged_adapters_of_two_ranks(layout: str, shape: str, tmp_path: Path) -
     [
         ("fsdp2 of 4", "dense", 2),  # two engines, and rows of the vocabulary that do not divide by 4
         ("fsdp2 of 4", "experts", 2),
+        ("hsdp", "dense", 4),  # an engine over both copies of the shards
+        ("hsdp", "experts", 2),
         ("fsdp2-tp2", "dense", 2),  # gathered over the data-parallel ranks alone
         ("fsdp2-tp2", "experts", 4),
         ("tp2", "one key head", 2),
@@ -164,6 +167,19 @@ def trained_run(_rank: int, spec: RunSpec, run: Path) -> None:
     kind = trainer_class(spec)
     trainer = kind.resume(run, quiet=True) if (run / "spec.toml").exists() else kind(spec, run, quiet=True)
     trainer.run()
+
+
+@pytest.mark.slow
+def test_two_rollout_ranks_are_one_engine(tmp_path: Path) -> None:
+    """Beside the trainer's: whole weights arrive, and each keeps its shard."""
+    steps = [*ROUNDS, "optim.steps=4", "optim.schedule=constant", "checkpoint.every=4"]
+    whole = make_spec(tmp_path, "grpo", *steps)
+    on_ranks(1, trained_run, whole, tmp_path / "one", launched=False)
+    spec = make_spec(tmp_path, "grpo", *steps, "align.rollout_ranks=2", "align.engine_tp=2", "align.max_staleness=0")
+    on_ranks(3, trained_run, spec, tmp_path / "ranks", group=False)
+    one, found = (saved(tmp_path / name, 4) for name in ("one", "ranks"))
+    for name in (name for name in one if name.startswith("model.")):
+        torch.testing.assert_close(found[name], one[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 @pytest.mark.slow

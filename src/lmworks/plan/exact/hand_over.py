@@ -141,7 +141,7 @@ def transfers(spec: RunSpec, case: Case, weight: Weight, rank: int, quantized: b
     direct = ranks > 1 and engine_tp > 1 and tp == 1 and not (expert or quantized or spec.lora.dora)
     direct = direct and not spec.align.rollout_ranks  # which get all of them
     if direct and (found := resharded(weight, width, engine_tp, grid, rank)) is not None:
-        yield from [found] if found.bytes else []
+        yield from [found] if found.bytes or found.received else []
         return
     if ranks > 1 and quantized:
         parts = quantized_parts(weight, local, spec.lora.base)
