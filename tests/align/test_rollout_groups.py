@@ -129,6 +129,27 @@ def test_merged_adapters_of_two_ranks(layout: str, shape: str, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("method", "layout", "overrides"),
+    [
+        ("grpo", "fsdp2", ["lora.base=nf4"]),
+        ("grpo", "tp2", ["lora.base=int8"]),
+        ("ppo", "fsdp2", []),  # the critic is a further adapter
+        ("grpo", "fsdp2", ["precision.dtype=bf16", "precision.weights=bf16"]),
+    ],
+)
+def test_hand_overs_over_a_frozen_base(method: str, layout: str, overrides: list[str], tmp_path: Path) -> None:
+    GPT(make_spec(tmp_path, "grpo").model, seed=3).save_hf(tmp_path / "base")
+    start = [f"checkpoint.init={tmp_path / 'base'}", "lora.rank=4", "align.engine_tp=2"]
+    spec = make_spec(tmp_path, method, *ROUNDS, *start, *LAYOUTS[layout], *overrides)
+    for rank, found in enumerate(on_ranks(2, two_rounds, spec, tmp_path / "run")):
+        for first, values in zip((True, False), found["rounds"], strict=True):
+            plan = hand_over_bytes(spec, rank, first)
+            assert (values["hand_over_received_bytes"], values["hand_over_bytes"]) == (plan.received, plan.copied)
+            assert values["sampler_diff/max"] < (1e-5 if spec.precision.dtype == "fp32" else 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("layout", "shape", "tp"),
     [
         ("fsdp2 of 4", "dense", 2),  # two engines, and rows of the vocabulary that do not divide by 4

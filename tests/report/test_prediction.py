@@ -69,6 +69,17 @@ def test_token_rate_range_follows_step_time(run_of: Callable[..., RunFolder]) ->
     assert rows["step_s"].cells == ["100 ms", "100 ms", "1.00", "85 ms to 130 ms"]
 
 
+def test_bytes_of_a_hand_over(make_run: Callable[..., RunFolder]) -> None:
+    """Of the rounds, which are not all steps; nothing is said of weights that are shared."""
+    folder = make_run(steps=0, end=None)
+    folder.prediction_path.write_text(json.dumps({"hand_over_bytes": 4096, "hand_over_received_bytes": 0}))
+    with MetricsWriter(folder.metrics_path, 0) as metrics:
+        for step in range(4):
+            metrics.write(step, {"loss": 1.0, **({} if step % 2 else {"hand_over_bytes": 8192.0})})
+    (row,) = compare(folder, read_metrics(folder.metrics_path))
+    assert (row.label, *row.cells) == ("weights handed to the engine", "4 KiB", "8 KiB", "2.00", "–")
+
+
 def test_busy_machine_note(run_of: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_of(BUSY, *[0.8] * 30)
     demo.compare(folder)

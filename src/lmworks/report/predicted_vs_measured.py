@@ -16,6 +16,8 @@ LABELS = {
     "memory_bytes": "peak memory",
     "step_s": "step time",
     "tokens_per_s": "tokens/s",
+    "hand_over_bytes": "weights handed to the engine",
+    "hand_over_received_bytes": "of a hand-over, from other ranks",
 }
 MIN_STEPS = 20  # for a spread of step times
 MAX_SPREAD = 1.5  # slowest tenth of steps over fastest tenth; above, other work shared the machine
@@ -48,8 +50,9 @@ class Row:
     def show(self, value: float | None) -> str:
         if value is None:
             return "–"
-        forms = {"memory_bytes": binary_bytes, "step_s": duration}
-        return forms.get(self.name, short)(value)
+        if self.name.endswith("bytes"):
+            return binary_bytes(value)
+        return duration(value) if self.name == "step_s" else short(value)
 
     @property
     def cells(self) -> list[str]:
@@ -62,7 +65,7 @@ class Row:
 def compare(folder: RunFolder, steps: Steps) -> list[Row]:
     """Predicted figures that the run measured too; [] without a prediction."""
     prediction = read_prediction(folder)
-    known = [name for name in LABELS if isinstance(prediction.get(name), int | float)]
+    known = [name for name in LABELS if isinstance(prediction.get(name), int | float) and prediction[name]]
     rows = [Row(name, prediction[name], measure(name, steps), predicted_range(name, prediction)) for name in known]
     return [
         replace(row, why=out_of_range_reason(row, prediction, steps)) if row.outside and row.name == "step_s" else row
