@@ -82,12 +82,14 @@ def test_samples_are_shown_as_text(online):
             answer = {"prompt": "1+1=", "answer": f"{EVIL} {number}", "reward": None if number else 0.5}
             answer |= {"rewards": {"exact": float("nan"), "dir/own.py:brief": 0.25}, "tokens": 7, "ended": False}
             lines.append({"round": number, "step": number + 1, "answers": [answer]})
-        lines.append({"round": 19, "step": 20, "answers": [{**answer, "answer": "sampled again"}]})
+        lines.append({"round": 19, "step": 20, "answers": [{**answer, "answer": "sampled\x00 \u202eagain"}]})
     text = write_report(online).read_text()
     page = Page(text)
     assert EVIL not in text and f"{EVIL} 0" in page.text
     assert [tag for tag, _ in page.tags].count("script") == 1 and "img" not in [tag for tag, _ in page.tags]
-    assert "|sampled again|" in page.text and f"{EVIL} 19" not in page.text  # the last line of a round counts
+    assert (
+        "|sampled\\x00 \\u202eagain|" in page.text and f"{EVIL} 19" not in page.text
+    )  # the last line of a round counts
     shown = [number for number in range(20) if f"|{number}|{number + 1}|1+1=|" in page.text]
     assert shown == [0, 4, 8, 11, 15, 19]
     assert "|exact nan, own.py:brief 0.25|7, cut|0.5|" in page.text

@@ -86,7 +86,7 @@ def check_tokens(spec: RunSpec, tokenizer: Tokenizer) -> None:
             theirs = None
         different = model.vocab != own.vocab
         if theirs is not None:
-            different = not same_tokens(tokenizer, theirs) or model.vocab < tokenizer.vocab_size
+            different = not same_tokens(tokenizer, theirs) or min(model.vocab, own.vocab) < tokenizer.vocab_size
         if different:
             raise SpecError(
                 f"{one.key} = {one.folder!r} has other tokens than the {'student' if one.role == TEACHER else 'policy'}"

@@ -380,7 +380,7 @@ def samples(
 
 
 def print_samples(line: Mapping[str, Any]) -> None:
-    from ..record.samples import by_source
+    from ..record.samples import by_source, printable
 
     typer.echo(f"─── round {line['round']}, step {line['step']} ───")
     for sample in line["answers"]:
@@ -388,13 +388,7 @@ def print_samples(line: Mapping[str, Any]) -> None:
         end = "ended" if sample["ended"] else "cut"
         typer.echo(f"{reward} ({by_source(sample)}), {counted(sample['tokens'], 'token')}, {end}")
         for name in ("prompt", "answer"):
-            typer.echo(f"  {name}: {printable(sample[name])}")
-
-
-def printable(text: str) -> str:
-    """What a model wrote must not move the cursor or colour the terminal."""
-    shown = "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
-    return shown.replace("\n", "\n          ")
+            typer.echo(f"  {name}: {printable(sample[name])}".replace("\n", "\n          "))
 
 
 def counted(number: int, word: str) -> str:

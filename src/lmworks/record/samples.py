@@ -54,3 +54,8 @@ def by_source(sample: Mapping[str, Any]) -> str:
 def short_source(name: str) -> str:
     """A function of a file without the folders before it."""
     return name.rpartition("/")[2] or name
+
+
+def printable(text: str) -> str:
+    """What a model wrote must not move the cursor, colour the terminal or turn the direction of text around."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..record import RunFolder
 from ..record.formatting import duration
 from ..record.run_summary import Steps
-from ..record.samples import by_source, read_samples, short_source, spread
+from ..record.samples import by_source, printable, read_samples, short_source, spread
 from ..spec import RunSpec
 from .html_page import StyledCell, chart_cards, note, table
 from .svg import Line, Points, line_chart, stacked_chart
@@ -213,4 +213,4 @@ def samples(folder: RunFolder) -> str:
 
 
 def cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} …"
+    return printable(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} …")
