@@ -12,12 +12,14 @@ import torch
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.model import GPT
+from lmworks.parallel.local_ranks import on_ranks
 from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec
 from lmworks.spec.align import ONLINE_METHODS
 from lmworks.spec.layouts import choose
 from post_training import make_spec, table
+from tiny import differences, saved
 
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"]
 
@@ -105,3 +107,21 @@ def test_scales_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
         (chosen,) = choose("fsdp2")
         result = proof.prove(chosen)
     assert result.ok, result.failure
+
+
+def train(_rank: int, spec: RunSpec, run: Path, resume: bool = False) -> None:
+    chosen = trainer_class(spec)
+    (chosen.resume(run, quiet=True) if resume else chosen(spec, run, quiet=True)).run()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_over_shards_of_the_base_ends_as_one_that_never_stopped(tmp_path: Path) -> None:
+    options = ["lora.rank=3", "lora.base=nf4", "optim.schedule=constant", "checkpoint.every=1", "checkpoint.keep=0"]
+    layout = ["parallel.dp=2", "parallel.strategy=fsdp2"]
+    spec = make_spec(tmp_path, "grpo", *options, *layout)  # two steps a round
+    half = spec.replace(optim=spec.optim.replace(steps=3))
+    on_ranks(2, train, spec, tmp_path / "whole")
+    on_ranks(2, train, half, tmp_path / "half")
+    (tmp_path / "half" / "spec.toml").write_text((tmp_path / "whole" / "spec.toml").read_text())
+    on_ranks(2, train, spec, tmp_path / "half", True)
+    assert not differences(saved(tmp_path / "whole", 4), saved(tmp_path / "half", 4))

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "cp": ("parallel.cp=2",),
     "dora-fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2", "lora.rank=3", "lora.dora=true"),
     "qlora-ddp": ("parallel.dp=2", "lora.rank=3", "lora.base=nf4"),
+    "qlora-fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2", "lora.rank=3", "lora.base=int8"),
 }
 
 
