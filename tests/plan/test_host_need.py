@@ -63,6 +63,7 @@ ALONE = [
     (*BF16, "precision.states=bf16"),
     ("optim.optimizer=sgd",),
     ("model.experts=4", "model.top_k=2", "model.balance_bias=0.01"),
+    ("lora.rank=3",),
 ]
 
 

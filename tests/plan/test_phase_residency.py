@@ -11,8 +11,10 @@ import pytest
 
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
+from lmworks.checkpoint.save_plan import make_plan
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.plan.memory.host_need import host_need
 from lmworks.plan.memory.phases import Update, phase_sheet
 from lmworks.plan.passes import (
     CRITIC,
@@ -27,6 +29,7 @@ from lmworks.plan.passes import (
 )
 from lmworks.spec import RunSpec
 from lmworks.train.rank_memory import held_parameters, storage_bytes, train_one_step
+from lmworks.train.rng import rng_state
 from post_training import make_spec
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -47,6 +50,7 @@ VARIANTS: dict[str, list[str]] = {
 QUICK = [*((variant, "one rank") for variant in VARIANTS), *((variant, "fsdp2") for variant in list(VARIANTS)[2:])]
 ALL = [(variant, layout) for variant in VARIANTS for layout in LAYOUTS]
 
+HOST = "host"  # bytes in host memory, instead of a phase
 Measured = dict[tuple[str, str], int]  # by phase and model
 
 
@@ -104,9 +108,12 @@ def measure(_rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, Me
         train_one_step(trainer)
         watch(trainer, by_name.setdefault(name, {}))
         train_one_step(trainer)
+        state = trainer.train_state.state_dict()
         if spec.align.offload == "resting":
-            trainer.train_state.state_dict()
             by_name[name][SAVE, POLICY] = on_device(trainer)
+        buffers = [rest.buffer for rest in trainer.residency.parts.values()]
+        by_name[name][HOST, "resting"] = sum(buffer.numel() for buffer in buffers if buffer is not None)
+        by_name[name][HOST, "staging"] = make_plan({**state, "rng": rng_state()}).bytes
     return by_name
 
 
@@ -130,6 +137,11 @@ def test_every_rank_holds_in_every_phase_what_is_planned(
                 sheet = phase_sheet(spec, dict.fromkeys((POLICY, CRITIC), Update(0, 0)), None, rank)
                 planned = {(row.phase, model): row.resting for row in sheet.phases for model in row.runs}
                 real = record[name]
+                asynchronous = spec.replace(checkpoint=spec.checkpoint.replace(asynchronous=True))
+                away = host_need(asynchronous, rank, "cpu")
+                assert real.pop((HOST, "resting")) == away.resting == sheet.host, name
+                staged = real.pop((HOST, "staging"))  # of what several ranks hold, one writes all
+                assert ranks > 1 or staged == away.staging, name
                 assert real == {place: planned[place] for place in real}, (name, rank)
                 assert real.keys() >= {(GENERATE, REWARD), (SCORE, REFERENCE), (UPDATE, POLICY)}, name
             highest[name] = max(records[0][name].values())

@@ -18,7 +18,8 @@ from ...spec import RunSpec
 from ..activation_offload import MIN_TENSOR_BYTES
 from ..case import Case, Number
 from ..exact.optimizers import STATES
-from ..exact.shards import FP32, ROWS_CUT, local_shapes, rank_stages, weights
+from ..exact.shards import FP32, ROWS_CUT, described, local_shapes, rank_stages
+from ..passes import HeldModel, held_models
 from ..policies import run_case
 from .peak_memory import Activations
 from .phases import held_beside, movable_parts
@@ -81,14 +82,22 @@ def staging(spec: RunSpec, rank: int) -> int:
     """Weights, master, moments, counts of steps, biases of experts and generators; DeepSpeed's are not known."""
     if spec.parallel.engine != "native" or not spec.checkpoint.asynchronous:
         return 0
-    case, model = Case.of(spec), spec.model
+    grid = Case.of(spec).grid
+    alike = grid.world // grid.size("pp")  # ranks of one stage
+    size = sum(saved_bytes(model, rank) for model in held_models(spec).values() if model.trained)
+    return math.ceil(size / alike + GENERATORS / grid.world)
+
+
+def saved_bytes(held: HeldModel, rank: int) -> int:
+    """Of a model that is trained: what the ranks of a stage write together of it."""
+    spec, case, model = held.run, Case.of(held.run), held.run.model
     grid, kind, code = case.grid, case.sharding, case.software
     stages = rank_stages(case, grid.coordinates(rank)["pp"])
-    alike = grid.world // grid.size("pp")  # ranks of one stage
-    uncut = {weight.name: weight.size for stage in stages for weight in weights(model, stage)}
+    uncut = {weight.name: weight.size for stage in stages for weight in described(model, stage, case.adapters)}
     each = code.weights + code.low_bytes + int(STATES[case.optimizer])
     steps = FP32 * (spec.optim.optimizer == "adamw" or code.weights == 2)
     size = FP32 * model.experts * bool(model.balance_bias) * sum(len(stage.layers) for stage in stages)
+    size *= not held.weights_of  # they are the other model's
     for weight, shape in local_shapes(spec, rank):
         parts = uncut[weight.name] // weight.size  # of tensor and expert parallelism
         own = math.prod(shape)
@@ -97,7 +106,7 @@ def staging(spec: RunSpec, rank: int) -> int:
         elif kind in ROWS_CUT:
             parts *= grid.size(weight.axis)
         size += each * own * parts + steps
-    return math.ceil(size / alike + GENERATORS / grid.world)
+    return size
 
 
 # --- whether it fits -------------------------------------------------------------------------------------
