@@ -33,7 +33,7 @@ test-browser: $(READY)  ## open the planner's pages in Debian's chromium (instal
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	$(BIN)/python -m pytest -m browser tests/browser
 
-test-ray: $(READY)  ## train on a local Ray cluster of two workers (installs the extra `ray`)
+test-ray: $(READY)  ## train on local Ray clusters of two and three workers (installs the extra `ray`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	$(BIN)/python -m pytest -m ray
 

@@ -77,6 +77,33 @@ def test_a_round_is_sampled_with_the_weights_of_its_version(staleness: int, tmp_
     assert sum(sent) == whole * (4 if staleness == 0 else 4 - staleness)  # none for rounds after the last
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ppo", "dapo"])
+def test_other_methods_without_staleness(method: str, tmp_path: Path) -> None:
+    """PPO has old log-probabilities and values of the trainer; DAPO asks for further draws of a round."""
+    colocated = make_spec(tmp_path, method, *STEPS)
+    trainer_class(colocated)(colocated, tmp_path / "colocated", quiet=True).run()
+    start(make_spec(tmp_path, method, "align.rollout_ranks=1", "align.max_staleness=0", *STEPS), tmp_path / "remote")
+    assert not differences(saved(tmp_path / "colocated", 6), saved(tmp_path / "remote", 6))
+
+
+@pytest.mark.slow
+def test_further_draws_are_of_the_weights_at_hand(tmp_path: Path) -> None:
+    """Untrained answers have no digits, mostly: groups of equal rewards are replaced."""
+    small = ["align.samples=2", "align.overlong_buffer=0", "data.global_batch=8", "align.rollout_ranks=1"]
+    run = start(make_spec(tmp_path, "dapo", *small, *STEPS), tmp_path / "run")
+    versions = [{one.version for one in load_round(path)} for path in sorted((run / "rollouts").glob("round-*.npz"))]
+    assert all(found <= {max(0, number - 1), number} for number, found in enumerate(versions))
+    assert any(number in found for number, found in enumerate(versions) if number)
+
+
+@pytest.mark.slow
+def test_rollout_ranks_that_are_one_engine(tmp_path: Path) -> None:
+    layout = ["align.rollout_ranks=2", "align.engine_tp=2", "align.max_staleness=0"]
+    rows = read_metrics(start(make_spec(tmp_path, "grpo", *layout, *STEPS), tmp_path / "run") / "metrics.jsonl")
+    assert max(row["sampler_diff/max"] for row in rows if "sampler_diff/max" in row) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("phase", "count"),
     [

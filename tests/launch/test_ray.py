@@ -1,4 +1,5 @@
-"""The Ray Train driver: Python that reads back the spec it was made from, and (make test-ray) trains on two workers."""
+"""Ray drivers: Python that reads back the spec it was made from, and (make test-ray) trains on two workers, or on two
+trainer actors and a rollout actor."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ def two_workers(run_dir: str = "/shared/runs/tiny", *overrides: str, name: str =
     return Job.of(spec, "tiny", nodes=2, run_dir=run_dir)
 
 
-def constants(source: str) -> dict[str, str]:
+def constants(source: str) -> dict[str, Any]:
     return {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse(source).body
@@ -71,6 +73,50 @@ def test_workers_are_the_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         main()
     assert ended.value.code == 2
     assert "--workers 3: the layout has 2 ranks" in capsys.readouterr().err
+
+
+def rollout_job(folder: Path, *overrides: str) -> Job:
+    """Two ranks that train and one that samples."""
+    from post_training import make_spec
+
+    layout = ["parallel.dp=2", "parallel.strategy=fsdp2", "align.rollout_ranks=1", "cluster.device=cpu"]
+    spec = make_spec(folder, "grpo", *layout, "log.eval_every=0", *overrides)
+    return Job.of(spec, "grpo", nodes=3, per_node=1, run_dir=str(folder / "run"))
+
+
+def test_rollout_ranks_are_actors_of_their_own(tmp_path: Path) -> None:
+    job = rollout_job(tmp_path)
+    source = ray_driver(job, "/shared/ray")
+    found = constants(source)
+    assert RunSpec.from_dict(tomllib.loads(str(found["SPEC"]))).to_dict() == job.spec.to_dict()
+    assert (found["RANKS"], found["RESOURCES"]) == (3, {"CPU": 1})
+    compile(source, "driver.py", "exec")
+
+
+@pytest.mark.ray
+def test_three_ray_actors_train_as_forked_ranks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from lmworks.align.post_trainer import trainer_class
+    from lmworks.parallel.local_ranks import on_ranks
+    from tiny import differences, events, saved
+
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = rollout_job(tmp_path, "optim.steps=6")
+    driver = tmp_path / "driver.py"
+    driver.write_text(ray_driver(job, ""))
+    start = f"import ray, runpy; ray.init(num_cpus=3); runpy.run_path({str(driver)!r}, run_name='__main__')"
+    for _ in range(2):  # the second finds the run and has nothing left to do
+        result = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+        assert "lmworks report" in result.stdout
+    assert len(events(tmp_path / "run", "finish")) == 1
+
+    def work(_rank: int) -> None:
+        trainer_class(job.spec)(job.spec, tmp_path / "forked", quiet=True).run()
+
+    on_ranks(3, work, group=False)
+    assert not differences(saved(tmp_path / "run", 6), saved(tmp_path / "forked", 6))
 
 
 @pytest.mark.ray
