@@ -170,6 +170,14 @@ def test_answers_of_the_student(tmp_path: Path) -> None:
     assert held_out.loss > 0 and held_out.unit == "token" and "divergence" in held_out.metrics
 
 
+def test_only_tokens_of_the_weights_at_hand_are_compared_with_the_sampler(tmp_path: Path) -> None:
+    """An answer that goes on in a later round began with older weights."""
+    spec = online_spec(tmp_path, "align.partial_rollouts=4")
+    trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 4 and max(row["sampler_diff/max"] for row in rows) < 1e-5
+
+
 @pytest.mark.parametrize("online", [False, True])
 def test_a_resumed_run_ends_as_one_that_never_stopped(online: bool, tmp_path: Path) -> None:
     """The online run stops inside of a round of two steps."""

@@ -55,8 +55,9 @@ class DistillObjective(AnswerObjective):
             "nll": -found.logps.sum() / count,
         }
         if self.scores_sampler:
-            mask = batch.extras["mask"].to(states.device)
-            metrics |= agreement(by_answer(found.logps, batch), batch.extras["sampler_logps"].to(states.device), mask)
+            extras = {name: tensor.to(states.device) for name, tensor in batch.extras.items()}
+            fresh = extras.get("fresh", extras["mask"])
+            metrics |= agreement(by_answer(found.logps, batch), extras["sampler_logps"], fresh)
         self.add_metrics(metrics, batch.count())
         return found.loss
 
