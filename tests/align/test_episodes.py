@@ -288,6 +288,37 @@ def test_rewards_are_added_to_those_of_the_environment(tmp_path: Path) -> None:
             assert rollout.reward == pytest.approx(10 + rollout.rewards["environment"])
 
 
+@pytest.mark.slow
+def test_it_learns_what_only_the_second_turn_is_rewarded_for(tmp_path: Path) -> None:
+    """Digits after the observation; before it nothing counts but that a turn ends."""
+    (tmp_path / "second.py").write_text(SECOND)
+    spec = talking(
+        tmp_path, "grpo", f"align.environment={tmp_path / 'second.py'}:Second", "align.max_turns=2", "align.samples=8",
+        "align.prompts=8", "data.global_batch=64", "data.micro_batch=8", "checkpoint.every=0", "optim.steps=40",
+        "optim.lr=5e-3", "optim.schedule=constant",
+    )  # fmt: skip
+    trainer_class(spec)(spec, tmp_path / "run", quiet=True).run()
+    rewards = [row["reward/environment"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert max(rewards[:3]) < 0.2 and sum(rewards[-5:]) / 5 > 0.5
+
+
+SECOND = """
+from lmworks.align import Environment, Step
+
+class Second(Environment):
+    def reset(self, example):
+        self.turns = 0
+        return example["prompt"]
+
+    def step(self, turn):
+        self.turns += 1
+        if self.turns == 1 and not turn.cut:
+            return Step("now:")
+        digits = sum(one.isdigit() for one in turn.text) if self.turns == 2 else 0
+        return Step(reward=min(1.0, digits / 4), done=True)
+"""
+
+
 def test_missing_columns_are_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "grpo.jsonl", [{"prompt": f"{i}+1="} for i in range(60)])
     spec = make_spec(tmp_path, "grpo", "align.environment=python", "align.rewards=[]")
