@@ -45,7 +45,7 @@ SHORTER = {
     r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_SHAPE} {SMALL_BATCH} data.global_batch=1",
     r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} {SMALL_BATCH} parallel.compile=false --steps 1",
     r"^lmworks finetune": "optim.steps=1 log.eval_batches=1",
-    r"^lmworks finetune.*( grpo|on_policy)": "align.prompts=2 align.samples=2 align.max_tokens=8",
+    r"^lmworks finetune.*( grpo| ppo|on_policy)": "align.prompts=2 align.samples=2 align.max_tokens=8",
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",
     r"^lmworks bench profile engine": "--model tiny --requests 4",

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..data import open_batches
 from ..data.progress import Progress, silent
-from ..spec import RunSpec
+from ..spec import AlignSpec, RunSpec
 from ..spec.align import ONLINE_METHODS
 from ..spec.load import apply_overrides, with_initial_shape
 from ..spec.schema import merge
@@ -41,9 +41,12 @@ def finetune_spec(
 ) -> RunSpec:
     """`overrides` change anything; without optim.steps among them, the run makes `epochs` passes over the examples."""
     table = with_initial_shape(apply_overrides(defaults(model, data, method, lora), overrides))
-    if method not in ONLINE_METHODS and not table["align"].get("on_policy"):
+    online = method in ONLINE_METHODS or table["align"].get("on_policy")
+    if not online:
         table["data"].setdefault("global_batch", GLOBAL_BATCH)
     table["data"].setdefault("seq", min(MAX_SEQ, table["model"].get("context", MAX_SEQ)))
+    if online:  # an answer leaves room for its prompt
+        table["align"].setdefault("max_tokens", min(AlignSpec().max_tokens, table["data"]["seq"] // 2))
     if "steps" in table["optim"]:
         return RunSpec.from_dict(table)
     table["optim"]["steps"] = 1
