@@ -188,7 +188,9 @@ def talking(tmp_path: Path, method: str, *overrides: str) -> RunSpec:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+@pytest.mark.parametrize(
+    "method", ["grpo", "dapo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("dr_grpo", "gspo", "rloo"))]
+)
 def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, tmp_path: Path) -> None:
     """Every episode in a pass of its own over whole logits, with the mask of its turns."""
     beta = "0" if method == "rloo" else "0.2"
@@ -252,7 +254,7 @@ def run_on_rank(_rank: int, spec: RunSpec, run: Path) -> None:
     trainer_class(spec)(spec, run, quiet=True).run()
 
 
-@pytest.mark.parametrize("engine_tp", [1, 2])
+@pytest.mark.parametrize("engine_tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_episodes_of_two_ranks_are_those_of_one(engine_tp: int, tmp_path: Path) -> None:
     """Also where both are one engine, which samples a turn of both, though one has no episode left."""
     spec = talking(tmp_path, "grpo", "optim.steps=1", "align.prompts=3", "data.global_batch=12")

@@ -155,22 +155,22 @@ def test_gradients_have_the_importance_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(shard.leaf.grad, grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("stop", [3, 4])
+@pytest.mark.parametrize("stop", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_with_the_unfinished_answers(stop: int, tmp_path: Path) -> None:
     """Stopped inside of a round (two steps each) and between rounds: bitwise like one that never stopped."""
-    fixed = ["data.global_batch=8", "checkpoint.every=1", "checkpoint.keep=0", "optim.steps=6", "optim.lr=1e-3"]
+    fixed = ["data.global_batch=8", "checkpoint.every=1", "checkpoint.keep=0", "optim.steps=5", "optim.lr=1e-3"]
     spec = partial_spec(tmp_path, *fixed)
     trainer_class(spec)(spec, tmp_path / "whole", quiet=True).run()
     short = spec.replace(optim=spec.optim.replace(steps=stop))
     trainer_class(short)(short, tmp_path / "short", quiet=True).run()
     (tmp_path / "short" / "spec.toml").write_text((tmp_path / "whole" / "spec.toml").read_text())
     OnlineTrainer.resume(tmp_path / "short", quiet=True).run()
-    assert not differences(saved(tmp_path / "whole", 6), saved(tmp_path / "short", 6))
+    assert not differences(saved(tmp_path / "whole", 5), saved(tmp_path / "short", 5))
     whole, resumed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "short"))
     names = ("loss", "reward/mean", "partial/carried_over", "partial/reused_tokens", "partial/waiting")
     for name in names:
         assert [row.get(name) for row in whole] == [row.get(name) for row in resumed], name
-    assert whole[-2]["partial/carried_over"] > 0
+    assert whole[-1]["partial/carried_over"] > 0
 
 
 def run_on_rank(_rank: int, spec: RunSpec, run: Path, resumed: bool) -> None:
