@@ -4,9 +4,11 @@ resumed while a round is sampled ahead, errors on either side."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +179,40 @@ def test_adapters_travel_as_products(tmp_path: Path) -> None:
     assert sent[0] == spec.model.params * 4 and sent[1] == sent[2] < sent[0]
 
 
+@pytest.mark.slow
+def test_a_rewind_goes_on_with_the_answers_that_were_sampled_ahead(tmp_path: Path) -> None:
+    """The first batch of round 2 is bad: the run goes back to step 3, inside of round 1, and on with round 2, whose
+    answers the checkpoint has; those of round 3, which the rollout ranks have begun, are sampled again."""
+    going_back = ["health.nonfinite=rewind", "health.rewind_steps=2", "align.rollout_ranks=1"]
+    spec = make_spec(tmp_path, "grpo", *STEPS, *going_back)
+    on_ranks(2, spoiled, spec, tmp_path / "run", group=False, timeout=120)
+    kept = sorted((tmp_path / "run" / "rollouts").glob("round-*.npz"))
+    assert [{one.version for one in load_round(path)} for path in kept] == [{0}, {0}, {1}, {2}]
+    (event,) = [one for one in RunFolder(tmp_path / "run").events() if one["kind"] == "rewind"]
+    assert (event["from_step"], event["to_step"]) == (4, 3)
+    # Its checkpoint after the rewind is where a run that is resumed goes on, with the same answers.
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    for path in (tmp_path / "resumed" / "checkpoints").glob("step-00000[456]"):
+        shutil.rmtree(path)
+    start(spec, tmp_path / "resumed", resumed=True)
+    assert not differences(saved(tmp_path / "run", 6), saved(tmp_path / "resumed", 6))
+
+
+def spoiled(rank: int, spec: RunSpec, run: Path) -> None:
+    trainer = trainer_class(spec)(spec, run, quiet=True)
+    if rank == 0:
+        update: Any = trainer.forward_backward
+
+        def forward_backward(*given: Any) -> Any:
+            sums = update(*given)
+            if trainer.cursor == 4:
+                sums[0] = float("nan")
+            return sums
+
+        trainer.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.run()
+
+
 # --- errors -------------------------------------------------------------------------------------------------
 
 
@@ -197,6 +233,20 @@ def error_of(rank: int, spec: RunSpec, run: Path) -> tuple[str, bool]:
         dist.destroy_process_group()
         return str(error), error.reported
     raise AssertionError("it ended well")
+
+
+@pytest.mark.slow
+def test_idle_rollout_ranks_are_no_hang(tmp_path: Path) -> None:
+    """An update takes longer than watch.timeout_s: rollout ranks wait for the trainer, but in no collective."""
+    layout = ["parallel.dp=2", "align.rollout_ranks=2", "watch.timeout_s=15", "data.global_batch=16", "optim.steps=2"]
+    on_ranks(4, slow_update, make_spec(tmp_path, "grpo", *layout), tmp_path / "run", group=False, timeout=120)
+    assert not [one for one in RunFolder(tmp_path / "run").events() if one["kind"] in ("hang", "fail")]
+    assert not (tmp_path / "run" / "hangs").exists()
+
+
+def slow_update(rank: int, spec: RunSpec, run: Path) -> None:
+    phases.listeners.append(lambda name, step: time.sleep(20 * (rank < 2 and (name, step) == ("optimizer", 1))))
+    work(rank, spec, run)
 
 
 def test_a_lost_rollout_rank_is_noticed_by_the_trainer(tmp_path: Path) -> None:

@@ -435,10 +435,11 @@ def print_phases(sheet: PhaseSheet) -> None:
     if sheet.host:
         typer.echo(f"models and optimizer states at rest are in host memory: {both(sheet.host)}")
     if moved := sheet.hand_over:
-        where = f"{binary_bytes(moved.received)} from other ranks, {binary_bytes(moved.copied)} copied"
-        typer.echo(f"a hand-over of weights to the engine: {where} on every rank")
+        where = f"{binary_bytes(moved.received)} from other ranks, {binary_bytes(moved.copied)} copied on every rank"
         if moved.broadcast:
-            typer.echo(f"to the rollout ranks {binary_bytes(moved.broadcast)} are broadcast")
+            sent = binary_bytes(moved.broadcast)
+            where = f"{binary_bytes(moved.received)} from other ranks of the trainer, {sent} broadcast to rollout ranks"
+        typer.echo(f"a hand-over of weights to the engine: {where}")
     typer.echo(f"the highest phase is {sheet.highest.phase}: {both(sheet.highest.peak)}")
     if other := sheet.rollout_rank:
         parts = f"{binary_bytes(other.resting)} of weights and KV cache, {binary_bytes(other.working)} of activations"
