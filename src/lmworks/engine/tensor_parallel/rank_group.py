@@ -12,7 +12,6 @@ Steps and requests travel over gloo, activations over the backend of the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from ...parallel.mesh import Mesh
 from ...parallel.world import RankError, as_rank_error, remote_error
-from ...spec import Grid
+from ...spec import Grid, LMWorksError
 from ..core.model_runner import ModelRunner
 from .tp_rank import TensorParallelRank
 from .tp_worker import run_step
@@ -68,9 +67,8 @@ class GroupRank(TensorParallelRank):
             return self.follow(runner)
         try:
             results = lead(shares)
-        except Exception as error:
-            with suppress(RuntimeError):  # where a follower is lost, there is nobody to tell
-                self.send_to_workers(End([], as_rank_error(error, dist.get_rank())))
+        except LMWorksError as error:  # between two steps; in one, followers wait in a collective, and lose this rank
+            self.send_to_workers(End([], as_rank_error(error, dist.get_rank())))
             raise
         self.send_to_workers(End(results))
         return results[0]
