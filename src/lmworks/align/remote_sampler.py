@@ -29,10 +29,10 @@ from ..spec import RunSpec
 from .rollout_engine import HandOver, engine_dtype
 from .rollout_link import READY, RolloutLink
 from .rollouts import Rollout, load_round, save_round
+from .rounds import KEPT_ROUNDS
 from .weight_updates import WeightUpdates
 
 HELD_OUT_DRAW = -1
-KEPT_ROUNDS = 8  # of answers sampled ahead, beside those that checkpoints need
 END_OF_WEIGHTS = -1
 UNKNOWN = -1  # version of weights that no round begins with
 

@@ -52,7 +52,7 @@ class RolloutLink:
     """Of one rank. Made by all ranks of both sides, before any other process group."""
 
     def __init__(self, trainers: int, rollouts: int, device: torch.device, timeout_s: float) -> None:
-        self.trainers, self.rollouts, self.device, self.timeout_s = trainers, rollouts, device, timeout_s
+        self.trainers, self.rollouts, self.device = trainers, rollouts, device
         check_started(trainers, rollouts)
         self.rank = int(os.environ["RANK"])
         self.trains = self.rank < trainers
