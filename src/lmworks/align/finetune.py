@@ -49,7 +49,7 @@ def finetune_spec(
         table["align"].setdefault("max_tokens", min(AlignSpec().max_tokens, table["data"]["seq"] // 2))
     if "steps" in table["optim"]:
         return RunSpec.from_dict(table)
-    table["optim"]["steps"] = 1
+    table["optim"]["steps"] = max(1, int(table["optim"].get("warmup", 1)))  # until the examples are counted
     spec = RunSpec.from_dict(table)
     rows = open_batches(spec.data, spec.checkpoint.init, seed=spec.seed, progress=progress).windows
     return RunSpec.from_dict(merge(table, {"optim": {"steps": steps_of(spec, rows, epochs)}}))
