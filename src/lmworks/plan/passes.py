@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec import AlignSpec, LoraSpec, ModelSpec, RunSpec, SpecError
+from ..spec import AlignSpec, Cluster, DataSpec, LoraSpec, ModelSpec, RunSpec, SpecError
 from ..spec.load import adapter_options, shape_of
 from ..spec.presets import PRESETS
 
@@ -159,7 +159,8 @@ def frozen_run(spec: RunSpec, model: ModelSpec, folder: str = "", lora: LoraSpec
         checkpoint=spec.checkpoint.replace(init=folder),
         align=AlignSpec(method="reward" if model.scalar_head else ""),
         lora=lora or LoraSpec(),
-        data=spec.data.replace(kind="auto"),
+        data=offline_data(spec),
+        cluster=layout_cluster(spec),
     )
 
 
@@ -169,10 +170,22 @@ def critic_run(spec: RunSpec, model: ModelSpec, folder: str = "", lora: LoraSpec
         model=model.replace(scalar_head=True, attention=spec.model.attention),
         checkpoint=spec.checkpoint.replace(init=folder),
         align=AlignSpec(method="reward"),
-        data=spec.data.replace(kind="auto", global_batch=spec.data.global_batch),
+        data=offline_data(spec),
+        cluster=layout_cluster(spec),
         lora=lora or LoraSpec(),
         optim=spec.optim.replace(lr=spec.align.critic_lr or 10 * spec.optim.lr),
     )
+
+
+def offline_data(spec: RunSpec) -> DataSpec:
+    """Of a further model: its run has an offline method, whose global batch is whole micro-batches of every rank."""
+    data = spec.data
+    return data.replace(kind="auto", global_batch=spec.accumulation * data.micro_batch * spec.parallel.dp)
+
+
+def layout_cluster(spec: RunSpec) -> Cluster:
+    """Of a further model: rollout ranks, which the cluster of the run counts, do not hold it."""
+    return spec.cluster.replace(nodes=1, gpus_per_node=1) if spec.align.rollout_ranks else spec.cluster
 
 
 def passes(spec: RunSpec) -> tuple[Pass, ...]:
