@@ -106,6 +106,27 @@ def test_preferences_have_margins_and_accuracies(make_run):
     assert "Samples" not in page.text and "Brier" not in page.text
 
 
+@pytest.mark.parametrize("online", [False, True])
+def test_distillation_shows_how_close_student_and_teacher_are(online, make_run):
+    """Held-out answers too, also where the student writes them: their loss is the divergence, not a reward."""
+    row = {"divergence": 0.5, "top1_agreement": 0.75, "nll": 1.5}
+    if online:
+        row |= {"sampler_diff/mean": 1e-6, "completion/mean_length": 10.0}
+    held_out = {"val_loss": 0.6, "val_divergence": 0.625, "val_top1_agreement": 0.25, "val_nll": 1.75}
+    align = {"method": "distill", "teacher": "teacher", "on_policy": online, "max_tokens": 16}
+    folder = write_metrics(make_run(steps=0, align=align), [row, {**row, **held_out}])
+    page = Page(write_report(folder).read_text())
+    assert [line["points"] for line in page.charts()[0] if line["name"] == "validation"] == [[[2, "0.6"]]]
+    both = [lines for lines in page.charts() if [line["name"] for line in lines] == ["training", "held-out"]]
+    assert [[line["points"] for line in lines] for lines in both] == [
+        [[[1, "0.5"], [2, "0.5"]], [[2, "0.625"]]],
+        [[[1, "0.75"], [2, "0.75"]], [[2, "0.25"]]],
+        [[[1, "1.5"], [2, "1.5"]], [[2, "1.75"]]],
+    ]
+    assert "Negative log-likelihood of the answers" in page.text and "chosen" not in page.text
+    assert ("Length of answers" in page.text) == online
+
+
 def test_a_reward_model_shows_its_calibration(make_run):
     bins = {f"val_calibration/{name}_{bin}": None for name in ("confidence", "accuracy") for bin in range(5)}
     bins |= {f"val_calibration/share_{bin}": 0.0 for bin in range(5)}

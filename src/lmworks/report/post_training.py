@@ -41,9 +41,10 @@ def reward_tiles(spec: RunSpec, steps: Steps) -> list[Tile]:
 
 
 def method_charts(spec: RunSpec, steps: Steps) -> dict[str, str]:
+    found = distill_charts(steps) if spec.align.method == "distill" else {}
     if spec.align.online:
-        return online_charts(spec, steps)
-    return preference_charts(steps) if spec.align.method else {}
+        return found | online_charts(spec, steps)
+    return found or (preference_charts(steps) if spec.align.method else {})
 
 
 def online_charts(spec: RunSpec, steps: Steps) -> dict[str, str]:
@@ -91,18 +92,28 @@ def online_charts(spec: RunSpec, steps: Steps) -> dict[str, str]:
 
 
 def preference_charts(steps: Steps) -> dict[str, str]:
-    def both(key: str, y: str, **names: str) -> str:
-        return chart(steps, {key: "training", **names}, y, {f"val_{key}": "held-out"})
-
     return {
-        "Pairs in the right order": both("rewards/accuracies", "share"),
-        "Margin between the rewards of a pair": both("rewards/margins", "reward"),
+        "Pairs in the right order": with_held_out(steps, "rewards/accuracies", "share"),
+        "Margin between the rewards of a pair": with_held_out(steps, "rewards/margins", "reward"),
         "Rewards": chart(steps, {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, "reward"),
         "KL estimate": chart(steps, {"kl": "of mismatched answers"}, "nats"),
-        "Negative log-likelihood of chosen answers": chart(steps, {"nll": "training"}, "nats a token"),
-        "Brier score (0.25: a guess)": both("rewards/brier", "squared error"),
+        "Negative log-likelihood of chosen answers": with_held_out(steps, "nll", "nats a token"),
+        "Brier score (0.25: a guess)": with_held_out(steps, "rewards/brier", "squared error"),
         "Reliability, last evaluation": reliability_chart(steps),
     }
+
+
+def distill_charts(steps: Steps) -> dict[str, str]:
+    """Of given answers, or of the student's own."""
+    return {
+        "Divergence between student and teacher": with_held_out(steps, "divergence", "divergence a token"),
+        "Tokens at which both have the same first choice": with_held_out(steps, "top1_agreement", "share"),
+        "Negative log-likelihood of the answers": with_held_out(steps, "nll", "nats a token"),
+    }
+
+
+def with_held_out(steps: Steps, key: str, y: str) -> str:
+    return chart(steps, {key: "training"}, y, {f"val_{key}": "held-out"})
 
 
 def chart(

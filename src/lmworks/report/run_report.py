@@ -110,7 +110,8 @@ def event_marks(recorded: Steps) -> list[EventMarks]:
 
 def charts(spec: RunSpec, steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
     loss = points(steps, "loss")
-    held_out = [] if spec.align.online else points(steps, "val_loss")  # of online methods it is a reward
+    is_reward = any("val_reward/mean" in step for step in steps)  # its negative is then val_loss
+    held_out = [] if is_reward else points(steps, "val_loss")
     memory, unit = scaled(points(steps, "memory_bytes"))
     cards = {
         "Loss": line_chart(
