@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,10 @@ from lmworks.record import read_metrics
 from lmworks.record.event_text import describe_event
 from lmworks.record.samples import has_samples, read_samples, spread
 from lmworks.spec import SpecError
+from lmworks.train.checkpoint_manager import CheckpointManager
 from lmworks.train.evaluate import Evaluation
 from post_training import make_spec
-from tiny import differences, saved
+from tiny import differences, saved, write_spec
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,25 @@ def test_a_run_that_ended_early_is_saved_and_stays_so(tmp_path: Path) -> None:
     resumed.run()
     assert resumed.step == whole.step
     assert not differences(saved(tmp_path / "whole", whole.step), saved(tmp_path / "short", whole.step))
+
+
+def test_a_checkpoint_from_before_it_was_saved_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec(tmp_path, "grpo", "optim.schedule=constant")
+    short = spec.replace(optim=spec.optim.replace(steps=2))
+    meta = CheckpointManager.meta
+
+    def older_meta(manager: CheckpointManager, cursor: int) -> dict[str, Any]:
+        found = meta(manager, cursor)
+        del found["align"]["early_stop"]
+        return found
+
+    with monkeypatch.context() as older:
+        older.setattr(CheckpointManager, "meta", older_meta)
+        OnlineTrainer(short, tmp_path / "run", quiet=True).run()
+    write_spec(spec, tmp_path / "run" / "spec.toml")
+    resumed = OnlineTrainer.resume(tmp_path / "run", quiet=True)
+    resumed.run()
+    assert resumed.step == spec.optim.steps > 2
 
 
 def test_it_needs_evaluations(tmp_path: Path) -> None:

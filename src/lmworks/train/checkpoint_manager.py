@@ -202,8 +202,10 @@ class CheckpointManager:
         set_rng_state(state["rng"])
         self.loss_scale.load_state_dict(manifest.meta["loss_scale"])
         self.health.load_state_dict(manifest.meta.get("health", {}))
+        saved = manifest.meta.get("align", {})
         for name, method_state in self.method_states.items():
-            method_state.load_state_dict(manifest.meta["align"][name])
+            if name in saved:  # an older version had fewer
+                method_state.load_state_dict(saved[name])
         return Position(manifest.step, manifest.meta["cursor"])
 
     def check(self, manifest: Manifest) -> None:
