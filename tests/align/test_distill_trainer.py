@@ -178,6 +178,21 @@ def test_only_tokens_of_the_weights_at_hand_are_compared_with_the_sampler(tmp_pa
     assert len(rows) == 4 and max(row["sampler_diff/max"] for row in rows) < 1e-5
 
 
+def test_the_mean_distance_from_the_sampler_is_over_the_tokens_that_are_compared(tmp_path: Path) -> None:
+    """One fresh token of the first micro-batch is a nat off; all tokens of the others are fresh, and equal."""
+    trainer = built(online_spec(tmp_path, "align.samples=4", "data.global_batch=16"), tmp_path / "run")
+    assert isinstance(trainer, OnlineTrainer)
+    first, *others = trainer.rounds.take(0, 1)
+    compared = 1 + sum(int(batch.extras["mask"].sum()) for batch in others)
+    assert first.count() > 1 and compared > 1
+    fresh = torch.zeros_like(first.extras["mask"], dtype=torch.bool)
+    fresh[tuple(first.extras["mask"].nonzero()[0])] = True
+    first.extras["fresh"] = fresh
+    first.extras["sampler_logps"] += 1.0
+    loss_and_gradients(trainer, [first, *others])
+    assert trainer.objective.metrics(None)["sampler_diff/mean"] == pytest.approx(1 / compared, abs=1e-5)
+
+
 @pytest.mark.parametrize("online", [False, True])
 def test_a_resumed_run_ends_as_one_that_never_stopped(online: bool, tmp_path: Path) -> None:
     """The online run stops inside of a round of two steps."""

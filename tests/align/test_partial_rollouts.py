@@ -15,7 +15,7 @@ from lmworks.align import grpo_loss
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.partial_rollouts import PartialSampler
 from lmworks.align.post_trainer import trainer_class
-from lmworks.align.rollouts import Rollout, load_round
+from lmworks.align.rollouts import Rollout, ignored, load_round, packed_batch
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
@@ -42,6 +42,13 @@ def partial_spec(tmp_path: Path, *overrides: str, method: str = "grpo") -> RunSp
 def sampler_of(trainer: OnlineTrainer) -> PartialSampler:
     assert isinstance(trainer.rounds.sampler, PartialSampler)
     return trainer.rounds.sampler
+
+
+def test_a_batch_that_only_takes_part_in_collectives_has_no_fresh_tokens() -> None:
+    """Or the log-probabilities that the sampler gave to them would be compared with 0."""
+    batch = packed_batch([[Rollout(0, [5], [6, 7], [-3.0, -4.0], "", True, stale_tokens=1)]], 4, 0)
+    assert batch.extras["fresh"].tolist() == [[False, True]]
+    assert not ignored(batch).extras["fresh"].any() and not ignored(batch).extras["mask"].any()
 
 
 def test_no_token_is_sampled_twice_and_groups_stay_together(tmp_path: Path) -> None:

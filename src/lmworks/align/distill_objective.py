@@ -54,11 +54,13 @@ class DistillObjective(AnswerObjective):
             "top1_agreement": found.agreement.sum() / count,
             "nll": -found.logps.sum() / count,
         }
+        self.add_metrics(metrics, batch.count())
         if self.scores_sampler:
             extras = {name: tensor.to(states.device) for name, tensor in batch.extras.items()}
             fresh = extras.get("fresh", extras["mask"])
-            metrics |= agreement(by_answer(found.logps, batch), extras["sampler_logps"], fresh)
-        self.add_metrics(metrics, batch.count())
+            compared = agreement(by_answer(found.logps, batch), extras["sampler_logps"], fresh)
+            for name, value in compared.items():  # means over fresh tokens
+                self.sums.add(name, value, fresh.sum())
         return found.loss
 
 

@@ -190,7 +190,8 @@ def padded(columns: Sequence[Sequence[float]], width: int) -> Tensor:
 
 def ignored(batch: Batch) -> Batch:
     """The same shapes with nothing that counts."""
-    extras = {**batch.extras, **{name: torch.zeros_like(batch.extras[name]) for name in ("mask", "advantages")}}
+    counted = batch.extras.keys() & {"mask", "fresh", "advantages"}
+    extras = {**batch.extras, **{name: torch.zeros_like(batch.extras[name]) for name in counted}}
     return Batch(batch.tokens, torch.full_like(batch.targets, IGNORED), batch.documents, 0, extras)
 
 
