@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_online import built, plain_policy_loss
 
+from lmworks.align import episodes
 from lmworks.align.environments import Environment, Step, Turn
 from lmworks.align.episodes import Episodes
 from lmworks.align.online_trainer import OnlineTrainer
@@ -92,9 +93,9 @@ class Guess(Environment):
 def play(script: Script, tmp_path: Path, prompt: Any = "Q:", *overrides: str, **columns: Any) -> list[Rollout]:
     fixed = ["align.max_tokens=40", "align.max_turns=3", f"align.samples={script.samples}", *overrides]
     spec = make_spec(tmp_path, "grpo", *fixed, f"data.global_batch={4 * script.samples}")
-    episodes = Episodes(spec, script, Guess, CHAT)  # type: ignore[arg-type]
+    played = Episodes(spec, script, Guess, CHAT)  # type: ignore[arg-type]
     example = PromptExample([], prompt, {"answer": "7", **columns}, "file line 1")
-    return episodes.play({5: example}, run="0", draw=2, version=3)
+    return played.play({5: example}, run="0", draw=2, version=3)
 
 
 def test_tokens_and_masks_of_an_episode(tmp_path: Path) -> None:
@@ -151,6 +152,36 @@ def test_errors_of_data_and_spec_end_the_run(tmp_path: Path) -> None:
         play(Script(["9"], ["7"]), tmp_path, broken="data")
     with pytest.raises(DataError, match=r"file line 1: the prompt .* has 60 tokens, and 24 fit"):
         play(Script(["9"], ["7"]), tmp_path, "Q" * 60)
+
+
+def test_an_environment_that_hangs_ends_its_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "call_all", lambda calls: [TimeoutError("no answer in 300 s") for _ in calls])
+    one, _ = play(Script(["9"], ["7"]), tmp_path)
+    assert one.failure == "TimeoutError: no answer in 300 s" and one.reward != one.reward
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (("lower", 1.0, False), "step returned a tuple, not a Step"),
+        (None, "step returned None, not a Step"),
+        (Step(observation=5), "the observation of a step is a int, not a text"),  # type: ignore[arg-type]
+        (Step(reward="1"), "the reward of step is '1', not a finite number or None"),  # type: ignore[arg-type]
+        (Step(reward=float("inf")), "the reward of step is inf, not a finite number or None"),
+    ],
+)
+def test_what_an_environment_returns_is_checked(
+    step: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guess, "step", lambda self, turn: step)
+    with pytest.raises(LMWorksError, match=message):
+        play(Script(["9"], ["7"]), tmp_path)
+
+
+def test_a_prompt_is_a_text_or_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guess, "reset", lambda self, example: None)
+    with pytest.raises(LMWorksError, match="reset returned None, not a text or messages"):
+        play(Script(["9"], ["7"]), tmp_path)
 
 
 def test_prompts_of_a_group_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

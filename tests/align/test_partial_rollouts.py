@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from test_online import built
 from lmworks.align import grpo_loss
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.partial_rollouts import PartialSampler
+from lmworks.align.policy_objective import PolicyObjective
 from lmworks.align.post_trainer import trainer_class
-from lmworks.align.rollouts import Rollout, ignored, load_round, packed_batch
+from lmworks.align.rollouts import Rollout, ignored, load_round, micro_batches, packed_batch
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
-from lmworks.spec import CheckpointError, RunSpec, SpecError
+from lmworks.spec import AlignSpec, CheckpointError, RunSpec, SpecError
 from post_training import make_spec, save_terse_model
 from tiny import differences, saved, write_spec
 
@@ -245,3 +247,15 @@ def test_dynamic_sampling_takes_from_the_same_pool(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(method: str, overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=message.replace(".", r"\.")):
         make_spec(tmp_path, method, "align.partial_rollouts=0.5", *overrides)
+
+
+def test_the_difference_of_the_sampler_is_a_mean_over_fresh_tokens() -> None:
+    """One micro-batch has none of them: it must not dilute the mean that the alarm is for."""
+    stale = Rollout(0, [1, 2], [5] * 6, [-1.0] * 6, "", True, stale_tokens=6, reward=1.0)
+    fresh = Rollout(0, [1, 2], [5] * 6, [-0.7] * 6, "", True, stale_tokens=2, reward=0.0)
+    objective = PolicyObjective(AlignSpec(method="grpo", rewards=["exact"]))
+    for batch, _ in micro_batches([stale, fresh], 0, 1, seq=8, rows=1, pad=0):
+        logps = torch.full(batch.targets.shape, -0.5, requires_grad=True)
+        found = SimpleNamespace(logps=logps, entropies=torch.zeros(batch.targets.shape))
+        objective.loss(lambda _batch, found=found, **_options: found, batch)
+    assert objective.metrics(None)["sampler_diff/mean"] == pytest.approx(0.2, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.align.ppo import set_token_advantages
 from lmworks.align.rollouts import Rollout
+from lmworks.align.rounds import summary
 from lmworks.model import GPT
 from lmworks.model.reward_stats import STATS, read_stats
 from lmworks.prove.parity import parity
@@ -67,6 +69,19 @@ def test_an_answer_without_an_end_is_penalised() -> None:
     ended, cut = rollout(2, 1.0), rollout(2, 1.0, ended=False)
     set_token_advantages([ended, cut], PLAIN.replace(missing_eos_penalty=1.5, lam=1.0), kl_coef=0.0)
     assert ended.returns == pytest.approx([1.0, 1.0]) and cut.returns == pytest.approx([-0.5, -0.5])
+
+
+def test_an_answer_without_a_reward_takes_no_part() -> None:
+    """Whatever the others earn: an environment that fails must not pay."""
+    known, failed = [rollout(3, -3.0), rollout(2, -4.0)], rollout(4, math.nan)
+    alone = [Rollout(**vars(one)) for one in known]
+    spec = PLAIN.replace(whiten_advantages=True, whiten_rewards=True)
+    set_token_advantages(alone, spec, 0.1)
+    set_token_advantages([known[0], failed, known[1]], spec, 0.1)
+    assert [one.advantages for one in known] == [one.advantages for one in alone]
+    assert failed.advantages == [0.0] * 4 and failed.returns == failed.values
+    set_token_advantages([failed], spec, 0.1)
+    assert failed.advantages == [0.0] * 4
 
 
 def test_advantages_are_whitened_over_the_round_and_rewards_keep_their_mean() -> None:
@@ -206,3 +221,13 @@ def test_it_learns_to_answer_with_digits(tmp_path: Path) -> None:
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward/mean" in row]
     assert rows[0]["reward/mean"] < 0.15 and rows[-1]["reward/mean"] > 0.3
     assert rows[-1]["value/explained_variance"] > 0.2  # the critic has learnt, too
+
+
+def test_a_group_without_rewards_leaves_the_metrics_of_the_others() -> None:
+    rollouts = [rollout(2, 1.0), rollout(2, 3.0), rollout(2, math.nan), rollout(2, math.nan)]
+    for one in rollouts:
+        one.rewards = {"source": one.reward}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = summary(rollouts, samples=2, max_tokens=8)
+    assert (found["reward/mean"], found["reward/std"], found["reward/equal_groups"]) == (2.0, 1.0, 0.0)

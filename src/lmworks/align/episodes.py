@@ -8,6 +8,7 @@ together does not depend on how long an environment takes, so a round can be rep
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +145,9 @@ class Episodes:
                 "compared with each other, so `reset` must depend on the example alone"
             )
         prompt: Text = prompts[0]
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(one, dict) for one in prompt))):
+            wrong = f"reset returned {described(prompt)}, not a text or messages"
+            raise LMWorksError(f"align.environment = {self.spec.align.environment!r}: {wrong}")
         ids = self.renderer.prompt(prompt)
         room = self.spec.data.seq - self.spec.align.max_tokens
         if len(ids) > room:
@@ -176,6 +180,7 @@ class Episodes:
             if isinstance(step, BaseException):
                 episode.fail(step)
                 continue
+            check_step(self.spec.align.environment, step)
             episode.add_reward(step.reward)
             episode.done = step.done
             if not step.done and (last or turn.cut or not self.observe(episode, turn, step)):
@@ -187,6 +192,7 @@ class Episodes:
             if isinstance(reward, BaseException):
                 episode.fail(reward)
             else:
+                check_reward(self.spec.align.environment, "finish", reward)
                 episode.add_reward(reward)
 
     def observe(self, episode: Episode, turn: Turn, step: Step) -> bool:
@@ -206,3 +212,25 @@ class Episodes:
                 if examples:
                     raise type(error)(f"{examples[number].place}: {error}") from error
                 raise error
+
+
+def check_step(name: str, step: Any) -> None:
+    """Raise where it is not what the protocol says."""
+    if not isinstance(step, Step):
+        raise LMWorksError(f"align.environment = {name!r}: step returned {described(step)}, not a Step")
+    observation: Any = step.observation
+    if not isinstance(observation, str):
+        wrong = f"the observation of a step is {described(observation)}, not a text"
+        raise LMWorksError(f"align.environment = {name!r}: {wrong}")
+    check_reward(name, "step", step.reward)
+
+
+def check_reward(name: str, method: str, reward: Any) -> None:
+    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        raise LMWorksError(
+            f"align.environment = {name!r}: the reward of {method} is {described(reward)}, not a finite number or None"
+        )
+
+
+def described(value: Any) -> str:
+    return f"{value!r}" if value is None or isinstance(value, float | str) else f"a {type(value).__name__}"

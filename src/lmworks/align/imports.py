@@ -51,6 +51,7 @@ def load_file(path: Path) -> Any:
 
 
 def summary(error: BaseException) -> str:
-    """'ValueError: … (rewards.py, line 7)'."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+    """'ValueError: … (rewards.py, line 7)'; without a place where it was not raised, as a timeout."""
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text

@@ -81,7 +81,8 @@ class PolicyObjective(AnswerObjective):
                 denominator=SUM,
             )
         if "sampler_logps" in extras and "old_logps" not in extras:  # the policy is still the one that sampled
-            metrics |= agreement(logps.detach(), extras["sampler_logps"], extras.get("fresh", mask))
+            fresh = extras.get("fresh", mask)
+            self.add_metrics(agreement(logps.detach(), extras["sampler_logps"], fresh), float(fresh.sum()))
         self.add_metrics(metrics, batch.count())
         return loss
 

@@ -278,10 +278,12 @@ def summary(rollouts: Sequence[Rollout], samples: int, max_tokens: int) -> dict[
         return found
     rewards = np.array([rollout.reward for rollout in rollouts])
     groups = rewards.reshape(-1, samples)
+    groups = groups[~np.isnan(groups).all(axis=1)]  # those with a reward
+    known = len(groups) > 0
     found |= {
-        "reward/mean": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
-        "reward/std": float(np.nanstd(groups, axis=1).mean()) if not np.isnan(rewards).all() else math.nan,
-        "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))),
+        "reward/mean": float(np.nanmean(groups)) if known else math.nan,
+        "reward/std": float(np.nanstd(groups, axis=1).mean()) if known else math.nan,
+        "reward/equal_groups": float(np.mean(np.nanmax(groups, axis=1) == np.nanmin(groups, axis=1))) if known else 1.0,
     }
     if ENVIRONMENT in rollouts[0].rewards:
         found["environment/turns"] = float(np.mean([rollout.turns for rollout in rollouts]))
