@@ -4,6 +4,7 @@ runs that are resumed inside of a round."""
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -290,13 +291,19 @@ def test_a_run_ends_early_where_the_policy_is_too_far_from_the_reference(tmp_pat
         (["data.global_batch=6"], "not a multiple of data.global_batch = 6"),
         (["align.reward_weights=[1,2]"], "2 numbers for 1 align.rewards"),
         (["align.rewards=['nope']"], "align.rewards"),
+        (["align.method=ppo", "align.samples=1", "align.prompts=8", "align.dynamic_sampling=2"], "(align.samples = 1)"),
+        (
+            ["align.method=distill", "align.on_policy=true", "align.teacher=tiny", "align.dynamic_sampling=2"],
+            "distill has no rewards; use align.dynamic_sampling=0",
+        ),
+        (["align.partial_rollouts=0.5", "checkpoint.remote=file:///backup"], "use align.partial_rollouts=0"),
         (["align.kl_stop=1"], "set align.beta to more than 0"),
         (["align.beta=-0.5"], "or -1 for the method's default"),
     ],
 )
 def test_wrong_specs_are_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
     write_prompts(tmp_path / "grpo.jsonl")
-    with pytest.raises(SpecError, match=message.replace(".", r"\.")):
+    with pytest.raises(SpecError, match=re.escape(message)):
         spec = make_spec(tmp_path, "grpo", *overrides)
         trainer_class(spec)(spec, tmp_path / "run", quiet=True)
 

@@ -19,6 +19,7 @@ from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
 from lmworks.spec.layouts import choose
+from lmworks.spec.load import apply_overrides
 from lmworks.train import Trainer
 from lmworks.train.evaluate import evaluate, held_out
 from lmworks.train.load_run import load_trained
@@ -256,6 +257,12 @@ def test_the_calibration_of_a_reward_model_is_that_of_its_held_out_pairs(tmp_pat
 
 def test_pretraining_has_the_plain_trainer(tmp_path: Path) -> None:
     assert trainer_class(RunSpec()) is Trainer
+
+
+@pytest.mark.parametrize("override", ["align.rollout_ranks=1", "align.offload=resting"])
+def test_pretraining_has_no_rounds(override: str) -> None:
+    with pytest.raises(SpecError, match=r"pretraining \(align\.method is empty\)"):
+        RunSpec.from_dict(apply_overrides({}, [override]))
 
 
 @pytest.mark.parametrize(

@@ -276,12 +276,22 @@ def die_in_round(rank: int, spec: RunSpec, run: Path) -> None:
         ("grpo", ["fault.elastic=true"], "use fault.elastic=false"),
         ("grpo", ["align.engine_tp=2"], "does not divide the 1 align.rollout_ranks; use 1"),
         ("dpo", [], "samples no answers"),
+        ("grpo", ["checkpoint.remote=file:///backup"], "checkpoint.remote does not copy .* use align.max_staleness=0"),
         ("grpo", ["cluster.nodes=2", "cluster.gpus_per_node=2"], "is 4 ranks, the layout has 2"),
     ],
 )
 def test_wrong_specs_are_refused(method: str, overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=message):
         make_spec(tmp_path, method, "align.rollout_ranks=1", *overrides)
+
+
+def test_ranks_beyond_the_layout_sample_only_where_the_spec_has_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert trainer_class(make_spec(tmp_path, "grpo", "align.rollout_ranks=1")).__name__ == "RolloutWorker"
+    assert trainer_class(make_spec(tmp_path, "grpo")).__name__ == "OnlineTrainer"
+    make_spec(tmp_path, "grpo", "align.rollout_ranks=1", "align.max_staleness=0", "checkpoint.remote=file:///backup")
 
 
 def test_a_single_process_says_what_to_start(tmp_path: Path) -> None:

@@ -51,11 +51,17 @@ def test_what_the_state_or_the_order_of_the_data_follows_from_stays(override: st
         "data.micro_batch=4", "data.workers=2", "parallel.dp=2", "parallel.tp=2", "checkpoint.every=7", "log.every=3",
         "health.nonfinite=skip", "fault.elastic=true", "watch.timeout_s=60", "precision.dtype=bf16",
         "model.attention=sdpa", "precision.states=bf16", "cluster.price_hour=2.0", "deterministic=true",
-        "checkpoint.init=/weights",
+        "checkpoint.init=/weights", "align.engine_memory=0.3",
     ],
 )  # fmt: skip
 def test_how_and_where_and_how_long_it_goes_on_may_change(override: str) -> None:
     assert changes(override) == []
+
+
+def test_another_number_of_engines_may_sample() -> None:
+    online = ["align.method=grpo", 'align.rewards=["exact"]', "align.max_tokens=8", "data.path=/p.jsonl"]
+    saved = spec(*online, "parallel.dp=2").to_dict()
+    assert refused_changes(saved, spec(*online, "parallel.dp=2", "align.engine_tp=2", "align.offload=resting")) == []
 
 
 def test_a_mixture_may_move_and_not_shift() -> None:

@@ -81,7 +81,8 @@ def trainer_class(spec: RunSpec) -> type[Trainer]:
     if not spec.align.method:
         return Trainer
     if spec.align.online:
-        if int(os.environ.get("RANK") or 0) >= spec.parallel.world:  # whatever it is called: it is run in the same way
+        beyond = int(os.environ.get("RANK") or 0) >= spec.parallel.world
+        if spec.align.rollout_ranks and beyond:  # whatever it is called: it is run in the same way
             from .rollout_worker import RolloutWorker
 
             return cast(type[Trainer], RolloutWorker)

@@ -204,6 +204,7 @@ def check_align(run: RunSpec) -> None:
     if not method:
         if run.model.scalar_head:
             raise SpecError("model.scalar_head = true is a reward model: train it with align.method = 'reward'")
+        check_offline(run)
         return
     if method == "reward" and not run.model.scalar_head:
         run.derive("model", run.model.replace(scalar_head=True))
@@ -211,12 +212,8 @@ def check_align(run: RunSpec) -> None:
         raise SpecError("align.method = 'distill' needs a teacher: align.teacher=FOLDER")
     if run.align.online:
         check_rounds(run)
-    elif run.align.rollout_ranks:
-        raise SpecError(
-            f"align.rollout_ranks = {run.align.rollout_ranks}: align.method = {method!r} samples no answers"
-        )
-    elif run.align.offload != "none":
-        raise SpecError(f"align.offload = {run.align.offload!r}: align.method = {method!r} has no phases to rest in")
+    else:
+        check_offline(run)
     layout = run.parallel
     if layout.engine == "deepspeed":
         raise SpecError(f"align.method = {method!r} needs parallel.engine = 'native'")
@@ -233,6 +230,16 @@ def check_align(run: RunSpec) -> None:
                 )
 
 
+def check_offline(run: RunSpec) -> None:
+    """Of pretraining and offline methods: there are no rounds."""
+    align = run.align
+    what = f"align.method = {align.method!r}" if align.method else "pretraining (align.method is empty)"
+    if align.rollout_ranks:
+        raise SpecError(f"align.rollout_ranks = {align.rollout_ranks}: {what} samples no answers")
+    if align.offload != "none":
+        raise SpecError(f"align.offload = {align.offload!r}: {what} has no phases to rest in")
+
+
 def check_rounds(run: RunSpec) -> None:
     """Of online methods: a round is a whole number of optimizer steps, and its answers fit into rows."""
     align, data = run.align, run.data
@@ -244,6 +251,7 @@ def check_rounds(run: RunSpec) -> None:
     check_engine_tp(run)
     check_rollout_ranks(run)
     check_stale_tokens(run)
+    check_remote(run)
     if run.parallel.strategy == "fsdp1" or run.parallel.offload == "full":
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     rewarded = align.rewards or align.reward_model or align.environment
@@ -256,6 +264,14 @@ def check_rounds(run: RunSpec) -> None:
     if align.samples < 2 and align.method not in ("ppo", "distill"):
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"
+        )
+    if align.dynamic_sampling and (align.method == "distill" or align.samples < 2):
+        without = (
+            "distill has no rewards" if align.method == "distill" else "one answer to a prompt (align.samples = 1)"
+        )
+        raise SpecError(
+            f"align.dynamic_sampling = {align.dynamic_sampling} compares the rewards of a prompt's answers: {without}; "
+            "use align.dynamic_sampling=0"
         )
     if align.max_tokens >= data.seq:
         raise SpecError(
@@ -302,3 +318,11 @@ def check_stale_tokens(run: RunSpec) -> None:
     for key in ("environment", "rollout_ranks"):
         if align.partial_rollouts and getattr(align, key):
             raise SpecError(f"align.partial_rollouts cannot be combined with align.{key}: use one of them")
+
+
+def check_remote(run: RunSpec) -> None:
+    """Answers that a checkpoint goes on with are in the run folder (`rollouts/`), and are not copied."""
+    align = run.align
+    keys = {"max_staleness": align.rollout_ranks and align.max_staleness, "partial_rollouts": align.partial_rollouts}
+    for key in (key for key, value in keys.items() if value and run.checkpoint.remote):
+        raise SpecError(f"checkpoint.remote does not copy the answers that a checkpoint needs; use align.{key}=0")

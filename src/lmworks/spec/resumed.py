@@ -26,6 +26,8 @@ MAY_CHANGE = (  # a section stands for all its keys
     "align.kl_stop",
     "align.held_out_stop",
     "align.offload",
+    "align.engine_tp",  # how many engines sample, and their memory
+    "align.engine_memory",
     "fault",
     "health",
     "watch",
