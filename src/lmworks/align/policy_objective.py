@@ -82,7 +82,8 @@ class PolicyObjective(AnswerObjective):
             )
         if "sampler_logps" in extras and "old_logps" not in extras:  # the policy is still the one that sampled
             fresh = extras.get("fresh", mask)
-            self.add_metrics(agreement(logps.detach(), extras["sampler_logps"], fresh), float(fresh.sum()))
+            for name, value in agreement(logps.detach(), extras["sampler_logps"], fresh).items():
+                self.sums.add(name, value, fresh.sum())  # means over fresh tokens
         self.add_metrics(metrics, batch.count())
         return loss
 
