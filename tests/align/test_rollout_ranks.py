@@ -20,6 +20,7 @@ from lmworks.align.rollouts import load_round
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import RankFailed, on_ranks
 from lmworks.plan.exact.hand_over import hand_over_bytes
+from lmworks.plan.predict import predict
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record import phase as phases
 from lmworks.spec import LMWorksError, RunSpec, SpecError
@@ -76,6 +77,9 @@ def test_a_round_is_sampled_with_the_weights_of_its_version(staleness: int, tmp_
     whole = hand_over_bytes(spec).broadcast
     assert whole == spec.model.params * 4
     assert sent == [whole] * 4 if staleness == 0 else sent[: 4 - staleness] == [whole] * (4 - staleness)
+    received = hand_over_bytes(spec).received  # by rank 0 from FSDP2's other rank: about half of the weights
+    assert predict(spec).to_dict()["hand_over_received_bytes"] == received < 0.6 * whole
+    assert [row["hand_over_received_bytes"] for row in rows] == [received if one else 0 for one in sent]
     assert sum(sent) == whole * (4 if staleness == 0 else 4 - staleness)  # none for rounds after the last
 
 
@@ -176,6 +180,7 @@ def test_adapters_travel_as_products(tmp_path: Path) -> None:
     assert all(row["sampler_diff/max"] < 1e-5 for row in rows)
     sent = [row["hand_over_bytes"] for row in rows]
     assert sent[:2] == [hand_over_bytes(spec, first=True).broadcast, hand_over_bytes(spec).broadcast]
+    assert not any(row["hand_over_received_bytes"] for row in rows)  # the trainer is one rank
     assert sent[0] == spec.model.params * 4 and sent[1] == sent[2] < sent[0]
 
 

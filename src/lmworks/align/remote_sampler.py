@@ -22,11 +22,12 @@ from ..checkpoint import committed
 from ..checkpoint.format.manifest import read_committed
 from ..engine.core.model_runner import DTYPES
 from ..engine.quantization.quantized_model import MetaModel
+from ..parallel.comm_counter import CommCounter
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import is_rank_zero, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import RunSpec
-from .rollout_engine import HandOver, engine_dtype
+from .rollout_engine import HandOver, engine_dtype, gathered_bytes
 from .rollout_link import READY, RolloutLink
 from .rollouts import Rollout, load_round, save_round
 from .rounds import KEPT_ROUNDS
@@ -155,15 +156,17 @@ class RemoteSampler:
     def send_weights(self) -> None:
         phase.enter("hand_over")
         began, size = time.perf_counter(), 0
-        for name, weight in self.updates.changed():
-            if is_rank_zero():
-                self.link.broadcast(torch.tensor([self.indices[name]]))
-                sent = weight.to(self.link.device, self.wire[name][1]).contiguous()
-                self.link.broadcast(sent)
-                size += sent.nbytes
+        with CommCounter() as counter:
+            for name, weight in self.updates.changed():
+                if is_rank_zero():
+                    self.link.broadcast(torch.tensor([self.indices[name]]))
+                    sent = weight.to(self.link.device, self.wire[name][1]).contiguous()
+                    self.link.broadcast(sent)
+                    size += sent.nbytes
         if is_rank_zero():
             self.link.broadcast(torch.tensor([END_OF_WEIGHTS]))
-        for name, value in HandOver(time.perf_counter() - began, size, size).metrics().items():
+        moved = HandOver(time.perf_counter() - began, size, gathered_bytes(counter))
+        for name, value in moved.metrics().items():
             self.metrics[name] += value
 
     def receive(self, draw: int) -> Answers:

@@ -65,7 +65,7 @@ class HandOver:
     """What bringing new weights to the engine took."""
 
     seconds: float
-    copied_bytes: int  # written to the engine's weights, on this rank
+    copied_bytes: int  # written to the engine's weights, on this rank; to rollout ranks: sent
     received_bytes: int = 0  # from other ranks, padding of uneven shards included
 
     def metrics(self) -> dict[str, float]:
@@ -247,9 +247,13 @@ class ColocatedEngine(RolloutEngine):
         with CommCounter() as counter:
             changed = self.updates.changed(self.shared, None if shards is None else shards.weights)
             copied = self.load(changed, self.shared | self.updates.sent, whole=shards is None)
-        received = sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls if call.kind == GATHER)
-        received += 0 if shards is None else shards.received - before
+        received = gathered_bytes(counter) + (0 if shards is None else shards.received - before)
         return HandOver(time.perf_counter() - began, copied, received)
+
+
+def gathered_bytes(counter: CommCounter) -> int:
+    """That this rank received from others."""
+    return sum(call.bytes // call.ranks * (call.ranks - 1) for call in counter.calls if call.kind == GATHER)
 
 
 def engine_dtype(spec: RunSpec) -> str:

@@ -74,7 +74,7 @@ class Prediction:
             "noise": machine.noise if machine and machine.tag == "measured" else None,
             "step_parts": time.parts if time else None,
             "hand_over_bytes": (moved.broadcast or moved.copied) if moved else None,  # as the run measures it
-            "hand_over_received_bytes": moved.received if moved and not moved.broadcast else None,
+            "hand_over_received_bytes": moved.received if moved else None,
             "machine": {"name": machine.name, "device": machine.device, "tag": machine.tag} if machine else None,
             "tags": {"memory": "modelled", **(time.tags if time else {})},
             "notes": [*self.memory.notes, *(time.notes if time else ())],
