@@ -80,6 +80,16 @@ def test_bytes_of_a_hand_over(make_run: Callable[..., RunFolder]) -> None:
     assert (row.label, *row.cells) == ("weights handed to the engine", "4 KiB", "8 KiB", "2.00", "–")
 
 
+def test_a_figure_that_should_be_zero_is_shown_where_it_is_not(make_run: Callable[..., RunFolder]) -> None:
+    folder = make_run(steps=0, end=None)
+    folder.prediction_path.write_text(json.dumps({"hand_over_bytes": 0, "hand_over_received_bytes": 0}))
+    with MetricsWriter(folder.metrics_path, 0) as metrics:
+        metrics.write(1, {"loss": 1.0, "hand_over_bytes": 0.0, "hand_over_received_bytes": 4096.0})
+    (row,) = compare(folder, read_metrics(folder.metrics_path))
+    assert (row.name, *row.cells) == ("hand_over_received_bytes", "0 B", "4 KiB", "–", "–")
+    assert not row.outside and "of a hand-over, from other ranks" in write_report(folder).read_text()
+
+
 def test_busy_machine_note(run_of: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_of(BUSY, *[0.8] * 30)
     demo.compare(folder)

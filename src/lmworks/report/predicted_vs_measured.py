@@ -63,13 +63,14 @@ class Row:
 
 
 def compare(folder: RunFolder, steps: Steps) -> list[Row]:
-    """Predicted figures that the run measured too; [] without a prediction."""
+    """Predicted figures that the run measured too; [] without a prediction. Of a predicted 0 only what is not 0."""
     prediction = read_prediction(folder)
-    known = [name for name in LABELS if isinstance(prediction.get(name), int | float) and prediction[name]]
+    known = [name for name in LABELS if isinstance(prediction.get(name), int | float)]
     rows = [Row(name, prediction[name], measure(name, steps), predicted_range(name, prediction)) for name in known]
     return [
         replace(row, why=out_of_range_reason(row, prediction, steps)) if row.outside and row.name == "step_s" else row
         for row in rows
+        if row.predicted or row.measured
     ]
 
 
