@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..spec import SpecError
+from ..spec.files import read_json_object
 from .tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -117,17 +118,7 @@ def template_folder(folder: Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
-    return read_json(path) if path.is_file() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(table, dict):
-        raise SpecError(f"{path}: expected a JSON object")
-    return table
+    return read_json_object(path, SpecError) if path.is_file() else {}
 
 
 def find_template(folder: Path, config: Mapping[str, Any]) -> str | None:

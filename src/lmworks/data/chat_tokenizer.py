@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.errors import CheckpointError, SpecError
+from ..spec.files import read_json_object
 from ..spec.load import load_run
 from ..spec.run import DataSpec
 from .chat_template import (
@@ -29,7 +30,6 @@ from .chat_template import (
     name_of,
     parse_special,
     read_config,
-    read_json,
     template_folder,
     token_text,
 )
@@ -282,7 +282,7 @@ def encode_bytes(text: str, spans: Sequence[Span]) -> tuple[list[int], NDArray[n
 def end_token_ids(folder: Path) -> tuple[int, ...]:
     """Tokens that end an answer, as `transformers` reads them from a model's folder; the first is its end-of-text."""
     for path in (folder / file for file in EOS_FILES):
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        found = read_json_object(path, SpecError).get("eos_token_id") if path.is_file() else None
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]

@@ -7,7 +7,6 @@ shape, `hf_layout` the names; `hf_write` writes.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..spec import CheckpointError, ModelSpec, SpecError
-from ..spec.files import unsafe_name
+from ..spec.files import read_json_object, unsafe_name
 from ..spec.hf_config import family_of_config, spec_of_config
 from .hf_layout import Stored, layout
 from .tensor_files import STAGED_DEVICES, DoubleBuffer, Span, spans, to_empty, upload_in_threads
@@ -116,17 +115,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except RecursionError:
-        raise CheckpointError(f"{path}: cannot be read as JSON (it is nested too deeply)") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({one_line(error)})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return data
+    return read_json_object(path, CheckpointError)
 
 
 def read_config(folder: Path) -> tuple[str, ModelSpec]:

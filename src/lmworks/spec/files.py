@@ -1,12 +1,14 @@
-"""Files of a run: atomic writes, the cache folder, names that come from outside, and paths in a spec."""
+"""Files of a run: atomic writes, the cache folder, names and JSON that come from outside, and paths in a spec."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from .errors import SpecError
+from .errors import LMWorksError, SpecError
 from .run import RunSpec
 
 
@@ -22,6 +24,21 @@ def write_whole(path: Path, content: bytes | str) -> None:
     finally:
         draft.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def read_json_object(path: Path, kind: type[LMWorksError]) -> dict[str, Any]:
+    """The content of a file; `kind` of the error where it is no JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise kind(f"{path}: no such file") from None
+    except RecursionError:
+        raise kind(f"{path}: cannot be read as JSON (it is nested too deeply)") from None
+    except (OSError, ValueError) as error:
+        raise kind(f"{path}: cannot be read as JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise kind(f"{path}: expected a JSON object")
+    return found
 
 
 def sync_folder(folder: Path) -> None:
@@ -95,10 +112,8 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
             **{
                 name: absolute(getattr(spec.align, name)) for name in ("reference", "teacher", "reward_model", "critic")
             },
-            rewards=[absolute(name) if ".py:" in name else name for name in spec.align.rewards],
-            environment=absolute(spec.align.environment)
-            if ".py:" in spec.align.environment
-            else spec.align.environment,
+            rewards=[of_file(name) for name in spec.align.rewards],
+            environment=of_file(spec.align.environment),
         ),
         lora=spec.lora.replace(init=absolute(spec.lora.init)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
