@@ -6,15 +6,14 @@ Off-policy the tokens come from data or the teacher, on-policy from the student 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..kernels.training.token_divergence import DivergenceKind
 from .logprobs import Metrics
 from .masked import Denominator, at_least_fp32, masked_mean, masked_sum
 
-DivergenceKind = Literal["forward", "reverse", "jsd"]
 EXCLUDED = -1e9  # logit of a token that cannot be: of probability 0, and finite, as −∞ − −∞ is not
 
 

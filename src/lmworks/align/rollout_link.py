@@ -41,11 +41,8 @@ POLL_S = 0.01
 BEAT_S = 2.0  # every rank counts up an entry of the store this often
 CHECK_S = 1.0  # between looks at the other side's ranks while waiting for them
 LOST_S = 60.0  # without a beat: the rank has ended, is stopped or cannot be reached
-READY, END, ENDED = (
-    "ready",
-    "end",
-    "ended",
-)  # entries: the run folder is there; the trainer has ended; rollout ranks have
+# Entries: the run folder is there; the trainer has ended; so many rollout ranks have.
+READY, END, ENDED = "ready", "end", "ended"
 
 
 class RolloutLink:

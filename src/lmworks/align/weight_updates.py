@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import Tensor
 
-from ..model.lora import split_adapter_name
+from ..model.lora import merged_weight, split_adapter_name
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
 from ..spec.lora import DEFAULT_ADAPTER, adapter_of
@@ -49,18 +49,12 @@ class WeightUpdates:
             matrices[name.rpartition(".")[2]] = whole
             assert base is not None  # a layer's adapters come after its weight
             if len(matrices) == (3 if self.spec.lora.dora else 2):
-                yield f"{layer_of(name)}.weight", merged(base, matrices, self.spec.lora.scale)
+                down, up, magnitude = map(matrices.get, ("lora_A", "lora_B", "magnitude"))
+                assert down is not None and up is not None
+                yield f"{layer_of(name)}.weight", merged_weight(base, down, up, self.spec.lora.scale, magnitude)
 
 
 def layer_of(name: str) -> str:
     """The layer of an adapter's weight, of the adapter that is trained; empty for other weights."""
     place = split_adapter_name(name)
     return place[0] if place is not None and place[1] == DEFAULT_ADAPTER else ""
-
-
-def merged(weight: Tensor, matrices: dict[str, Tensor], scale: float) -> Tensor:
-    """W + scale · B·A; with DoRA's magnitudes, its rows scaled to those norms."""
-    updated = torch.addmm(weight.float(), matrices["lora_B"].float(), matrices["lora_A"].float(), alpha=scale)
-    if "magnitude" not in matrices:
-        return updated
-    return updated * (matrices["magnitude"].float() / updated.norm(dim=1)).unsqueeze(1)

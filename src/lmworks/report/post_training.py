@@ -16,7 +16,7 @@ from .svg import Line, Points, line_chart, stacked_chart
 Tile = tuple[str, str, str]  # name, figure, note
 SHOWN_ROUNDS, SHOWN_CHARACTERS = 6, 1000  # of samples
 SUMMARY = ("mean", "std", "equal_groups")  # reward/…: of all sources; other names are sources
-BINS = 5  # of the probability that a reward model gives to its choice, from 0.5 to 1
+SHARE = "val_calibration/share_"  # and the number of a bin of the probability that a reward model gives to its choice
 PHASES = ("generation and rewards", "sleep, wake, hand-over", "scoring", "update", "update of the critic")
 
 
@@ -172,12 +172,12 @@ def round_chart(steps: Steps) -> str:
 def reliability(steps: Steps) -> list[tuple[float, float, float]]:
     """Of the last evaluation, by bin: mean probability that the model gives to its choice, share of choices that are
     right, share of the pairs."""
-    evaluated = [step for step in steps if f"val_calibration/share_{BINS - 1}" in step]
+    evaluated = [step for step in steps if f"{SHARE}0" in step]
     if not evaluated:
         return []
     last = evaluated[-1]
     found = []
-    for index in range(BINS):
+    for index in range(sum(key.startswith(SHARE) for key in last)):
         keys = (f"val_calibration/{name}_{index}" for name in ("confidence", "accuracy", "share"))
         confidence, accuracy, share = map(last.get, keys)
         if confidence is not None and accuracy is not None and share:

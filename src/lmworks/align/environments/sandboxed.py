@@ -7,9 +7,8 @@ import re
 
 from ...sandbox import Sandbox, SandboxResult
 
-FOLDER = re.compile(
-    r'(?:/sandbox|/[^\s"\']*/lmworks-sandbox-[^\s"\'/]*)/?'
-)  # a temporary one has another name each time
+# A temporary folder has another name each time.
+FOLDER = re.compile(r'(?:/sandbox|/[^\s"\']*/lmworks-sandbox-[^\s"\'/]*)/?')
 LIMITS = {
     "cpu": "too much time",  # as by the clock: which of both is hit first depends on what else runs
     "wall": "too much time",
