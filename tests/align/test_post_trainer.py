@@ -3,6 +3,7 @@ against one rank, a resumed run against one that never stopped."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -257,6 +258,26 @@ def test_the_calibration_of_a_reward_model_is_that_of_its_held_out_pairs(tmp_pat
 
 def test_pretraining_has_the_plain_trainer(tmp_path: Path) -> None:
     assert trainer_class(RunSpec()) is Trainer
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "message"),
+    [
+        ("grpo", "align.critic=folder", "align.critic is of ppo: align.method = 'grpo' does not use it"),
+        ("grpo", "align.teacher=folder", "align.teacher is of distill: align.method = 'grpo' does not use it"),
+        ("ppo", "align.on_policy=true", "align.on_policy is of distill: align.method = 'ppo' does not use it"),
+        ("dpo", "align.rewards=['exact']", "distill with align.on_policy: align.method = 'dpo' does not use it"),
+        ("sft", "align.environment=python", "align.method = 'sft' does not use it"),
+        ("distill", "align.reward_model=folder", "align.method = 'distill' does not use it"),
+        ("distill", "align.held_out_stop=2", "align.method = 'distill' does not use it"),
+        ("kto", "align.kl_stop=1", "align.kl_stop is of grpo, dr_grpo, dapo, gspo, rloo, ppo: align.method = 'kto'"),
+        ("dpo", "align.partial_rollouts=0.5", "align.method = 'dpo' does not use it"),
+        ("", "align.engine_tp=2", "pretraining (align.method is empty) does not use it"),
+    ],
+)
+def test_keys_of_other_methods_are_refused(method: str, override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=re.escape(message)):
+        make_spec(tmp_path, method or "sft", f"align.method={method}", override)
 
 
 @pytest.mark.parametrize("override", ["align.rollout_ranks=1", "align.offload=resting"])

@@ -41,6 +41,15 @@ REFERENCE_METHODS = ("dpo", "ipo", "kto")  # compare the policy with a frozen re
 KL_METHODS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo")  # do so where align.beta > 0
 ONLINE_METHODS = tuple(method for method, kind in METHOD_DATA.items() if kind == PROMPTS)
 DAPO_CLIP_HIGH = 0.28
+# Keys that would have no effect with another method are refused.
+SAMPLING_KEYS = ("environment", "rewards", "reward_model", "partial_rollouts", "engine_tp")  # also on-policy distill
+METHOD_KEYS = {
+    "teacher": ("distill",),
+    "on_policy": ("distill",),
+    "critic": ("ppo",),
+    "kl_stop": KL_METHODS,
+    "held_out_stop": ONLINE_METHODS,
+}
 
 
 @dataclass(frozen=True)
@@ -192,15 +201,18 @@ class AlignSpec(Section):
         return self.prompts if self.method == "best_of_n" else self.prompts * self.samples
 
 
+DEFAULTS = AlignSpec()
+
+
 def check_align(run: RunSpec) -> None:
     """Derive data.kind, and refuse layouts that a method does not support."""
     method = run.align.method
+    check_method_keys(run.align)
     kind = PROMPTS if run.align.online else METHOD_DATA.get(method, "tokens")
     if run.data.kind == "auto":
         run.derive("data", run.data.with_derived("kind", kind))
     elif run.data.kind != kind:
-        need = f"align.method = {method!r}" if method else "pretraining (align.method is empty)"
-        raise SpecError(f"data.kind = {run.data.kind!r}: {need} needs {kind!r}; leave data.kind out")
+        raise SpecError(f"data.kind = {run.data.kind!r}: {named(run.align)} needs {kind!r}; leave data.kind out")
     if not method:
         if run.model.scalar_head:
             raise SpecError("model.scalar_head = true is a reward model: train it with align.method = 'reward'")
@@ -230,10 +242,22 @@ def check_align(run: RunSpec) -> None:
                 )
 
 
+def check_method_keys(align: AlignSpec) -> None:
+    """Options of other methods have their defaults."""
+    for key in (*METHOD_KEYS, *SAMPLING_KEYS):
+        used = align.method in METHOD_KEYS[key] if key in METHOD_KEYS else align.online
+        if not used and getattr(align, key) != getattr(DEFAULTS, key):
+            of = METHOD_KEYS.get(key, (*ONLINE_METHODS, "distill with align.on_policy"))
+            raise SpecError(f"align.{key} is of {', '.join(of)}: {named(align)} does not use it")
+
+
+def named(align: AlignSpec) -> str:
+    return f"align.method = {align.method!r}" if align.method else "pretraining (align.method is empty)"
+
+
 def check_offline(run: RunSpec) -> None:
     """Of pretraining and offline methods: there are no rounds."""
-    align = run.align
-    what = f"align.method = {align.method!r}" if align.method else "pretraining (align.method is empty)"
+    align, what = run.align, named(run.align)
     if align.rollout_ranks:
         raise SpecError(f"align.rollout_ranks = {align.rollout_ranks}: {what} samples no answers")
     if align.offload != "none":
@@ -259,8 +283,8 @@ def check_rounds(run: RunSpec) -> None:
         raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
-    if align.held_out_stop and (not run.log.eval_every or align.method == "distill"):
-        raise SpecError("align.held_out_stop compares rewards of evaluations: set log.eval_every, and use no 'distill'")
+    if align.held_out_stop and not run.log.eval_every:
+        raise SpecError("align.held_out_stop compares rewards of evaluations: set log.eval_every")
     if align.samples < 2 and align.method not in ("ppo", "distill"):
         raise SpecError(
             f"align.samples = {align.samples}: {align.method} compares the answers to a prompt; use 2 or more"
@@ -306,8 +330,7 @@ def check_rollout_ranks(run: RunSpec) -> None:
 def check_stale_tokens(run: RunSpec) -> None:
     """Tokens of older weights need importance weights."""
     align = run.align
-    keys = {"max_staleness": align.rollout_ranks and align.max_staleness, "partial_rollouts": align.partial_rollouts}
-    for key in (key for key, value in keys.items() if value):
+    for key in stale_keys(align):
         if align.method == "rloo":
             raise SpecError(f"align.method = 'rloo' has no importance weights for stale answers; use align.{key}=0")
         if not align.importance_cap and align.method not in ("best_of_n", "distill"):
@@ -322,7 +345,11 @@ def check_stale_tokens(run: RunSpec) -> None:
 
 def check_remote(run: RunSpec) -> None:
     """Answers that a checkpoint goes on with are in the run folder (`rollouts/`), and are not copied."""
-    align = run.align
-    keys = {"max_staleness": align.rollout_ranks and align.max_staleness, "partial_rollouts": align.partial_rollouts}
-    for key in (key for key, value in keys.items() if value and run.checkpoint.remote):
+    for key in stale_keys(run.align) if run.checkpoint.remote else ():
         raise SpecError(f"checkpoint.remote does not copy the answers that a checkpoint needs; use align.{key}=0")
+
+
+def stale_keys(align: AlignSpec) -> list[str]:
+    """Those with which older weights have sampled a round's answers, or parts of them."""
+    keys = {"max_staleness": align.rollout_ranks and align.max_staleness, "partial_rollouts": align.partial_rollouts}
+    return [key for key, value in keys.items() if value]
