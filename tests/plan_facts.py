@@ -35,7 +35,7 @@ def memory_facts(**changes):
         "layout": "pp=2, dp=4 ZeRO-1",
         **stages[0],
         "host_per_machine": 0.0,
-        "host_per_machine_parts": {"states": 0, "activations": 0, "staging": 0},
+        "host_per_machine_parts": {"states": 0, "activations": 0, "staging": 0, "resting": 0},
         "capacity": 79.0 * GIB,
         "usable": 78.0 * GIB,
         "fits": True,

@@ -26,7 +26,8 @@ def test_copies_of_saves(capsys: pytest.CaptureFixture[str]) -> None:
     told = answer(capsys, *RUN, "checkpoint.asynchronous=true")
     counts = 4 * (2 + 1 + 32 * 9)
     assert 0 <= told["host_bytes_per_machine"] - (12 * WEIGHTS + counts + 15_088) < 8
-    assert told["host_per_machine_parts"] == {"states": 0, "activations": 0, "staging": told["host_bytes_per_machine"]}
+    parts = {"states": 0, "activations": 0, "staging": told["host_bytes_per_machine"], "resting": 0}
+    assert told["host_per_machine_parts"] == parts
     assert told["host_parts"]["staging"] == told["host_bytes"]
     sheet = answer(capsys, "plan", "memory", *RUN[1:-1], "checkpoint.asynchronous=true")
     assert (sheet["host"], sheet["host_per_machine"]) == (told["host_bytes"], told["host_bytes_per_machine"])

@@ -201,7 +201,7 @@ def test_an_engine_in_use_by_another_does_not_sleep() -> None:
 
 def test_several_ranks_do_not_sleep() -> None:
     engine = make_engine()
-    runner_of(engine).tp_rank = SimpleNamespace(tp=2)  # type: ignore[assignment]
+    runner_of(engine).tp_rank = SimpleNamespace(tp=2, called_on_all_ranks=False)  # type: ignore[assignment]
     with pytest.raises(SpecError, match=r"engine\.tp = 1, not 2"):
         engine.sleep()
     assert not engine.asleep
