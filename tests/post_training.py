@@ -7,6 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from lmworks.align.online_trainer import OnlineTrainer
+from lmworks.align.post_trainer import trainer_class
 from lmworks.model import GPT
 from lmworks.spec import ModelSpec, RunSpec
 from lmworks.spec.align import ONLINE_METHODS
@@ -124,3 +126,10 @@ def offline(path: Path, method: str) -> dict[str, Any]:
         "checkpoint": {"every": 2},
         "log": {"eval_every": 0, "eval_batches": 1},
     }
+
+
+def built_online(spec: RunSpec, run: Path) -> OnlineTrainer:
+    trainer = trainer_class(spec)(spec, run, quiet=True)
+    assert isinstance(trainer, OnlineTrainer)
+    trainer.build()
+    return trainer

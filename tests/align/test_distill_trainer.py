@@ -31,11 +31,6 @@ ONLINE = ["align.on_policy=true", "align.prompts=4", "align.samples=2", "align.m
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def built(spec: RunSpec, run: Path) -> PostTrainer:
     trainer = trainer_class(spec)(spec, run, quiet=True)
     assert isinstance(trainer, PostTrainer)

@@ -23,11 +23,6 @@ from post_training import make_spec
 from tiny import differences, saved, write_spec
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def reasons(stop: EarlyStop, rounds: list[tuple[float, float]]) -> list[str]:
     """After each evaluation: the rewards of a training round and of held-out prompts."""
     found = []

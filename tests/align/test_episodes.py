@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_online import built, plain_policy_loss
+from test_online import plain_policy_loss
 
 from lmworks.align import episodes
 from lmworks.align.environments import Environment, Step, Turn
@@ -24,17 +24,12 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
 from lmworks.spec import DataError, LMWorksError, RunSpec
 from lmworks.spec.run import DataSpec
-from post_training import make_spec, save_terse_model, write_lines
+from post_training import built_online, make_spec, save_terse_model, write_lines
 from tiny import differences, saved
 from typed import lmworks
 
 EOT = 256
 CHAT = ChatTokenizer.open(DataSpec(tokenizer="bytes"), "")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
 
 
 # --- a scripted policy --------------------------------------------------------------------------------------
@@ -231,7 +226,7 @@ def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, 
     )  # fmt: skip
     GPT(spec.model, seed=9).save_hf(tmp_path / "reference")
     spec = spec.replace(align=spec.align.replace(reference=str(tmp_path / "reference")))
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     batches = trainer.batches_at(0)
     rollouts = trainer.rounds.rollouts
     assert len({one.turns for one in rollouts}) > 1 and max(one.mask.count(0) for one in rollouts) > 4
@@ -248,7 +243,7 @@ def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_engine_and_trainer_agree_over_several_turns(method: str, tmp_path: Path) -> None:
-    trainer = built(talking(tmp_path, method, "align.temperature=0.7"), tmp_path / "run")
+    trainer = built_online(talking(tmp_path, method, "align.temperature=0.7"), tmp_path / "run")
     engine: Any = trainer.rollout_engine
     run, cached = engine.run, []
 
@@ -303,7 +298,7 @@ def test_episodes_of_two_ranks_are_those_of_one(engine_tp: int, tmp_path: Path) 
 
 def test_failures_are_counted_and_told(tmp_path: Path) -> None:
     spec = talking(tmp_path, "grpo", "align.samples=8", "data.global_batch=32", "align.temperature=2")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     values = trainer.next_step(trainer.rounds)
     failed = [one for one in trainer.rounds.rollouts if one.failure]
     assert failed and 0 < values["environment/failures"] < 1
@@ -314,7 +309,7 @@ def test_failures_are_counted_and_told(tmp_path: Path) -> None:
 
 def test_rewards_are_added_to_those_of_the_environment(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("def one(completions, **columns):\n    return [10.0 for _ in completions]\n")
-    trainer = built(talking(tmp_path, "grpo", f"align.rewards=['{tmp_path / 'one.py'}:one']"), tmp_path / "run")
+    trainer = built_online(talking(tmp_path, "grpo", f"align.rewards=['{tmp_path / 'one.py'}:one']"), tmp_path / "run")
     trainer.batches_at(0)
     for rollout in trainer.rounds.rollouts:
         if not rollout.failure:

@@ -23,11 +23,6 @@ from tiny import write_adapter
 KEYS = {"reference": "dpo", "reward_model": "grpo", "critic": "ppo", "teacher": "distill"}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def write_model(folder: Path, seed: int = 5, **shape: Any) -> Path:
     GPT(ModelSpec.from_dict({**MODEL, **shape}), seed=seed).save_hf(folder)
     return folder

@@ -22,7 +22,7 @@ from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
 from lmworks.spec import CheckpointError, RunSpec, SpecError
 from lmworks.spec.layouts import choose
-from post_training import make_spec, table, write_prompts
+from post_training import built_online, make_spec, table, write_prompts
 from tiny import differences, saved
 
 SHAPES = {
@@ -31,18 +31,6 @@ SHAPES = {
     "experts": ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"],
     "latent": ["model.kv_lora_rank=16", "model.rope_head_dim=4", "model.v_head_dim=8", "model.kv_heads=4"],
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
-def built(spec: RunSpec, run: Path) -> OnlineTrainer:
-    trainer = trainer_class(spec)(spec, run, quiet=True)
-    assert isinstance(trainer, OnlineTrainer)
-    trainer.build()
-    return trainer
 
 
 def rollout(prompt: int, size: int, answer: int) -> Rollout:
@@ -101,7 +89,7 @@ def test_a_round_is_kept_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shape", "temperature"), [*((shape, 0.7) for shape in SHAPES), ("dense", 1.0)])
 def test_engine_and_trainer_agree(shape: str, temperature: float, steps_a_round: int, tmp_path: Path) -> None:
     overrides = [f"align.temperature={temperature}", "align.max_tokens=24", f"data.global_batch={16 // steps_a_round}"]
-    trainer = built(make_spec(tmp_path, "grpo", *overrides, *SHAPES[shape]), tmp_path / "run")
+    trainer = built_online(make_spec(tmp_path, "grpo", *overrides, *SHAPES[shape]), tmp_path / "run")
     for _ in range(2):  # and after an update, with the same engine
         values, *_ = [trainer.next_step(trainer.rounds) for _ in range(steps_a_round)]
         assert values["sampler_diff/mean"] <= values["sampler_diff/max"] < 1e-5
@@ -151,7 +139,7 @@ def test_gradients_of_a_step_equal_those_of_plain_functions(method: str, tmp_pat
         tmp_path, method, "align.temperature=0.8", f"align.beta={beta}", f"align.reference={tmp_path / 'reference'}",
         "data.global_batch=16", "align.importance_cap=0", "align.dynamic_sampling=0",
     )  # fmt: skip
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     batches = trainer.batches_at(0)
     counts = trainer.count(batches)
     sums = trainer.forward_backward(batches, counts)
@@ -231,7 +219,7 @@ def test_adapters_are_sampled_from(tmp_path: Path) -> None:
         tmp_path, "grpo", f"checkpoint.init={tmp_path / 'base'}", "lora.rank=4", "align.beta=0.1", "optim.lr=0.05",
         "data.global_batch=16",
     )  # fmt: skip
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     seen: list[dict[str, Any]] = []
     for _ in range(3):
         seen.append(trainer.next_step(trainer.rounds))
@@ -257,7 +245,7 @@ def test_it_learns_to_answer_with_digits(tmp_path: Path) -> None:
 def test_dynamic_sampling_draws_further_prompts(tmp_path: Path) -> None:
     """Untrained answers have no digits, mostly: groups of equal rewards are replaced."""
     spec = make_spec(tmp_path, "dapo", "align.samples=2", "align.overlong_buffer=0", "data.global_batch=8")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     trainer.batches_at(0)
     rewards = np.array([one.reward for one in trainer.rounds.rollouts]).reshape(-1, 2)
     assert trainer.rounds.metrics["reward/equal_groups"] > 0  # there was something to replace
@@ -266,7 +254,7 @@ def test_dynamic_sampling_draws_further_prompts(tmp_path: Path) -> None:
 
 def test_best_of_n_trains_on_the_best_answers(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, "best_of_n", "data.global_batch=4")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     trainer.batches_at(0)
     kept = trainer.rounds.rollouts
     assert len(kept) == 4 and [one.prompt for one in kept] == [0, 1, 2, 3]
@@ -319,7 +307,7 @@ def test_a_round_may_have_fewer_answers_than_rows(tmp_path: Path) -> None:
 
 
 def test_an_engine_with_other_weights_is_noticed(tmp_path: Path) -> None:
-    trainer = built(make_spec(tmp_path, "grpo", "data.global_batch=16"), tmp_path / "run")
+    trainer = built_online(make_spec(tmp_path, "grpo", "data.global_batch=16"), tmp_path / "run")
     trainer.next_step(trainer.rounds)
     assert not [one for one in trainer.folder.events() if one["kind"] == "sampler_mismatch"]
     runner: Any = trainer.rollout_engine.engine.runner

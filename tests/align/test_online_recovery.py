@@ -18,11 +18,6 @@ from post_training import make_spec
 from tiny import differences, saved
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def online(spec: RunSpec, run: Path, skipped: range = range(0)) -> OnlineTrainer:
     """A run with two steps a round; batches `skipped` have crashed it before."""
     trainer = trainer_class(spec)(spec, run, quiet=True)

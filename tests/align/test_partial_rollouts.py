@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_online import built
 
 from lmworks.align import grpo_loss
 from lmworks.align.online_trainer import OnlineTrainer
@@ -22,13 +21,8 @@ from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import read_metrics
 from lmworks.spec import AlignSpec, CheckpointError, RunSpec, SpecError
-from post_training import make_spec, save_terse_model
+from post_training import built_online, make_spec, save_terse_model
 from tiny import differences, saved, write_spec
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
 
 
 def partial_spec(tmp_path: Path, *overrides: str, method: str = "grpo") -> RunSpec:
@@ -54,7 +48,7 @@ def test_a_batch_that_only_takes_part_in_collectives_has_no_fresh_tokens() -> No
 
 
 def test_no_token_is_sampled_twice_and_groups_stay_together(tmp_path: Path) -> None:
-    trainer = built(partial_spec(tmp_path), tmp_path / "run")
+    trainer = built_online(partial_spec(tmp_path), tmp_path / "run")
     engine: Any = trainer.rollout_engine
     sampled: dict[int, list[list[int]]] = defaultdict(list)  # prompt → what the engine gave for it
     generate = engine.generate_until
@@ -96,7 +90,7 @@ def test_no_token_is_sampled_twice_and_groups_stay_together(tmp_path: Path) -> N
 
 
 def test_earlier_tokens_keep_the_log_probabilities_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
-    trainer = built(partial_spec(tmp_path, "optim.lr=0.02"), tmp_path / "run")
+    trainer = built_online(partial_spec(tmp_path, "optim.lr=0.02"), tmp_path / "run")
     old = GPT.from_hf(tmp_path / "start")
     values = trainer.next_step(trainer.rounds)
     assert values["sampler_diff/max"] < 1e-5 and values["partial/carried_over"] == 0
@@ -134,7 +128,7 @@ def load_carried(run: Path, number: int) -> list[list[Rollout]]:
 def test_gradients_have_the_importance_weights(tmp_path: Path) -> None:
     """Against plain functions over whole logits, in a round with tokens of older weights."""
     spec = partial_spec(tmp_path, "optim.lr=0.02", "align.importance_cap=1.5")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     trainer.next_step(trainer.rounds)
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     batches = trainer.batches_at(1)
@@ -219,7 +213,7 @@ def test_missing_unfinished_answers_are_named(tmp_path: Path) -> None:
 
 
 def test_dynamic_sampling_takes_from_the_same_pool(tmp_path: Path) -> None:
-    trainer = built(
+    trainer = built_online(
         partial_spec(tmp_path, "align.dynamic_sampling=2", "align.overlong_buffer=0", method="dapo"), tmp_path / "run"
     )
     trained: list[int] = []

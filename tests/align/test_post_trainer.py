@@ -30,11 +30,6 @@ from tiny import differences, saved
 METHODS = ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def reference_folder(spec: RunSpec, folder: Path) -> Path:
     """Other weights than those the run starts from: else every ratio is 1 and its gradient hides mistakes."""
     GPT(spec.model.replace(scalar_head=False), seed=9).save_hf(folder)

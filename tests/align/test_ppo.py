@@ -22,23 +22,11 @@ from lmworks.model import GPT
 from lmworks.model.reward_stats import STATS, read_stats
 from lmworks.prove.parity import parity
 from lmworks.record import read_metrics
-from lmworks.spec import AlignSpec, CheckpointError, RunSpec
+from lmworks.spec import AlignSpec, CheckpointError
 from lmworks.spec.layouts import choose
 from lmworks.train.export import export
-from post_training import make_spec, table
+from post_training import built_online, make_spec, table
 from tiny import differences, saved
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
-def built(spec: RunSpec, run: Path) -> OnlineTrainer:
-    trainer = trainer_class(spec)(spec, run, quiet=True)
-    assert isinstance(trainer, OnlineTrainer)
-    trainer.build()
-    return trainer
 
 
 def rollout(size: int, reward: float, ended: bool = True) -> Rollout:
@@ -106,7 +94,7 @@ def test_without_a_discount_gae_is_the_difference_of_the_return() -> None:
 
 def test_the_gradients_of_the_critic_equal_those_of_plain_functions(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, "ppo", "align.critic_head=normal", "data.global_batch=16", "align.value_clip=0.1")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     critic = trainer.critic
     assert critic is not None
     batches = trainer.batches_at(0)
@@ -130,7 +118,7 @@ def test_the_gradients_of_the_critic_equal_those_of_plain_functions(tmp_path: Pa
 
 
 def test_a_new_head_gives_values_of_zero(tmp_path: Path) -> None:
-    trainer = built(make_spec(tmp_path, "ppo"), tmp_path / "run")
+    trainer = built_online(make_spec(tmp_path, "ppo"), tmp_path / "run")
     trainer.batches_at(0)
     assert {value for one in trainer.rounds.rollouts for value in one.values or ()} == {0.0}
 
@@ -187,7 +175,7 @@ def test_a_reward_model_scores_the_answers(form: str, tmp_path: Path) -> None:
         folder = tmp_path / "exported"
     assert asdict(read_stats(folder)) == stats and stats["std"] > 0 and stats["step"] == 2
     spec = make_spec(tmp_path, "ppo", "align.rewards=[]", f"align.reward_model={folder}", "optim.steps=2")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     trainer.batches_at(0)
     model = trainer.rounds.reward_model
     assert model is not None

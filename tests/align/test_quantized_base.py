@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
@@ -18,22 +17,10 @@ from lmworks.record import read_metrics
 from lmworks.spec import RunSpec
 from lmworks.spec.align import ONLINE_METHODS
 from lmworks.spec.layouts import choose
-from post_training import make_spec, table
+from post_training import built_online, make_spec, table
 from tiny import differences, saved
 
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
-def built(spec: RunSpec, run: Path) -> OnlineTrainer:
-    trainer = trainer_class(spec)(spec, run, quiet=True)
-    assert isinstance(trainer, OnlineTrainer)
-    trainer.build()
-    return trainer
 
 
 @pytest.mark.parametrize(
@@ -59,7 +46,7 @@ def test_the_engine_samples_from_the_rounded_base_and_the_adapters(overrides: li
 
 def test_the_base_is_handed_over_once(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, "grpo", "lora.rank=4", "lora.base=nf4", 'lora.targets=["attention.q"]')
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     engine = trainer.rounds.sampler.engine  # type: ignore[attr-defined]
     sizes = {name: sum(slot.tensor.nbytes for slot in slots) for name, slots in engine.weights.slots.items()}
     adapted = sum(size for name, size in sizes.items() if name.endswith("attention.q.weight"))

@@ -18,11 +18,6 @@ from post_training import make_spec
 from tiny import differences, saved
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def test_memory_is_given_back_and_returns_with_its_numbers() -> None:
     whole = torch.arange(10.0)
     tensors = [whole, whole[2:5], torch.ones(3, dtype=torch.bfloat16), torch.zeros(())]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
@@ -21,7 +20,7 @@ from lmworks.spec import RunSpec, SpecError
 from lmworks.spec.elastic import sizes
 from lmworks.spec.layouts import choose
 from lmworks.train.rank_memory import storage_bytes
-from post_training import make_spec, table
+from post_training import built_online, make_spec, table
 from tiny import differences, saved
 
 LAYOUTS = {
@@ -45,21 +44,9 @@ SHAPES = {
 ROUNDS = ["align.temperature=0.7", "align.epochs=2", "data.global_batch=16", "optim.optimizer=sgd", "optim.lr=0.5"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
-def built(spec: RunSpec, run: Path) -> OnlineTrainer:
-    trainer = trainer_class(spec)(spec, run, quiet=True)
-    assert isinstance(trainer, OnlineTrainer)
-    trainer.build()
-    return trainer
-
-
 def two_rounds(_rank: int, spec: RunSpec, run: Path) -> dict[str, Any]:
     """What a rank's engine holds, both rounds, and the weights at the end, whole."""
-    trainer = built(spec, run)
+    trainer = built_online(spec, run)
     engine = trainer.rounds.sampler.engine  # type: ignore[attr-defined]
     asleep = storage_bytes([engine.runner.cache.store])
     engine.wake()

@@ -31,11 +31,6 @@ from tiny import differences, saved
 STEPS = ["optim.steps=6", "optim.schedule=constant", "checkpoint.every=1", "checkpoint.keep=0"]  # two steps a round
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def work(_rank: int, spec: RunSpec, run: Path, resumed: bool = False) -> None:
     kind = trainer_class(spec)
     (kind.resume(run, quiet=True) if resumed else kind(spec, run, quiet=True)).run()

@@ -24,25 +24,13 @@ from lmworks.record import read_metrics
 from lmworks.spec import RunSpec, SpecError
 from lmworks.train.export import export
 from lmworks.train.step import Stepper
-from post_training import make_spec
+from post_training import built_online, make_spec
 from tiny import differences, saved
 
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"]
 SHAPES: dict[str, list[str]] = {"dense": [], "experts": EXPERTS}
 REWARD = ("optim.steps=3", "lora.rank=2", 'lora.targets=["attention"]', "data.val_fraction=0.2")
 PPO = ("lora.rank=3", "align.critic_head=normal", "align.value_clip=0.1", "data.global_batch=16", "optim.warmup=0")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
-def built(spec: RunSpec, run: Path) -> OnlineTrainer:
-    trainer = trainer_class(spec)(spec, run, quiet=True)
-    assert isinstance(trainer, OnlineTrainer)
-    trainer.build()
-    return trainer
 
 
 def train_reward(folder: Path, *overrides: str, name: str = "reward") -> Path:
@@ -115,7 +103,7 @@ def check_gradients(stepper: Stepper, batches: list[Any], plain: PlainModel, wan
 def test_one_base_gives_the_numbers_of_four_models(shape: str, tmp_path: Path) -> None:
     reward = train_reward(tmp_path, *SHAPES[shape])
     spec = make_spec(tmp_path, "ppo", *PPO, *SHAPES[shape], "align.rewards=[]", f"align.reward_model={reward}")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     critic = trainer.critic
     assert critic is not None and not trainer.frozen
     trainer.next_step(trainer.rounds)  # now B is not zero any more
@@ -166,7 +154,7 @@ def test_updates_are_those_of_separate_optimizers(tmp_path: Path) -> None:
     """The first step of both, whose moments are zero before it; each model has its own learning rate."""
     reward = train_reward(tmp_path)
     spec = make_spec(tmp_path, "ppo", *PPO, f"align.reward_model={reward}", "align.critic_lr=0.003")
-    trainer = built(spec, tmp_path / "run")
+    trainer = built_online(spec, tmp_path / "run")
     critic = trainer.critic
     assert critic is not None
     batches = trainer.batches_at(0)
@@ -299,7 +287,7 @@ def test_peft_folders_score_as_the_run_that_they_were_exported_from(tmp_path: Pa
     scores = []
     for folder in (reward, tmp_path / "peft"):
         spec = make_spec(tmp_path, "ppo", *PPO, *init, "align.rewards=[]", f"align.reward_model={folder}")
-        trainer = built(spec, tmp_path / f"run-{folder.name}")
+        trainer = built_online(spec, tmp_path / f"run-{folder.name}")
         trainer.batches_at(0)
         assert trainer.critic is not None and trainer.critic.spec.lora.rank == 2  # it starts as the reward model
         scores.append([(one.reward, one.values) for one in trainer.rounds.rollouts])
@@ -309,11 +297,11 @@ def test_peft_folders_score_as_the_run_that_they_were_exported_from(tmp_path: Pa
 def test_a_critic_of_another_folder(tmp_path: Path) -> None:
     """A whole model stays one of its own; an adapter starts as the one that is named."""
     GPT(make_spec(tmp_path, "ppo").model.replace(scalar_head=True), seed=4).save_hf(tmp_path / "whole")
-    trainer = built(make_spec(tmp_path, "ppo", *PPO, f"align.critic={tmp_path / 'whole'}"), tmp_path / "one")
+    trainer = built_online(make_spec(tmp_path, "ppo", *PPO, f"align.critic={tmp_path / 'whole'}"), tmp_path / "one")
     assert trainer.critic is not None and not trainer.scalar_adapters
     assert trainer.critic.parallel_model.parts[0] is not trainer.model
     reward = train_reward(tmp_path)
-    trainer = built(make_spec(tmp_path, "ppo", *PPO, f"align.critic={reward}"), tmp_path / "two")
+    trainer = built_online(make_spec(tmp_path, "ppo", *PPO, f"align.critic={reward}"), tmp_path / "two")
     assert [(one.name, one.lora.rank, one.trained) for one in trainer.scalar_adapters] == [("critic", 2, True)]
     weights = saved(reward)
     own = dict(trainer.model.named_parameters())

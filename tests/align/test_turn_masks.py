@@ -20,11 +20,6 @@ from lmworks.spec import AlignSpec
 from post_training import make_spec, write_lines
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
-
-
 def two_turns() -> Rollout:
     """Prompt 1 2 3; the policy writes 50 51, the environment 52 53, the policy 54."""
     return Rollout(0, [1, 2, 3], [50, 51, 52, 53, 54], [-1.0, -2.0, 0.0, 0.0, -3.0], "", True, mask=[1, 1, 0, 0, 1])

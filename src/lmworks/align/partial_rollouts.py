@@ -23,10 +23,8 @@ from ..record import phase
 from ..spec import RunSpec
 from .rewards import Rewards
 from .rollout_engine import ColocatedEngine, Completion, PromptRequest, rollout_seed
-from .rollouts import Rollout, load_round, save_round
+from .rollouts import Rollout, load_round, prune_rounds, save_round
 from .sampler import ColocatedSampler
-
-KEPT_ROUNDS = 8  # whose unfinished answers are in the run folder, beside those that checkpoints need
 
 
 @dataclass
@@ -148,10 +146,8 @@ class PartialSampler(ColocatedSampler):
     def keep(self) -> None:
         self.folder.mkdir(exist_ok=True)
         save_round(self.path(self.round), self.round, [answer for group in self.carried for answer in group.answers])
-        if old := sorted(self.folder.glob("carried-*.npz"))[:-KEPT_ROUNDS]:
-            needed = {self.path(round_of(path)) for path in committed(self.folder.parent / "checkpoints")}
-            for path in set(old) - needed:
-                path.unlink()
+        needed = {self.path(round_of(path)) for path in committed(self.folder.parent / "checkpoints")}
+        prune_rounds(self.folder, "carried-*.npz", needed)
 
     def path(self, number: int) -> Path:
         return self.folder / f"carried-{number:06d}.npz"

@@ -29,8 +29,7 @@ from ..record import phase
 from ..spec import RunSpec
 from .rollout_engine import HandOver, engine_dtype, gathered_bytes
 from .rollout_link import READY, RolloutLink
-from .rollouts import Rollout, load_round, save_round
-from .rounds import KEPT_ROUNDS
+from .rollouts import KEPT_ROUNDS, Rollout, load_round, save_round
 from .weight_updates import WeightUpdates
 
 HELD_OUT_DRAW = -1

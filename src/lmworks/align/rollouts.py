@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -67,6 +67,7 @@ def added_rewards(one: float, other: float) -> float:
     return other if math.isnan(one) else one if math.isnan(other) else one + other
 
 
+KEPT_ROUNDS = 8  # whose answers are in the run folder, beside those that checkpoints need
 LISTS = {"prompt_ids": "i4", "token_ids": "i4", "mask": "i1"}  # of a rollout, kept as arrays
 FLOATS = ("sampler_logps", "old_logps", "ref_logps", "advantages", "values", "returns")
 
@@ -102,6 +103,13 @@ def load_round(path: Path) -> list[Rollout]:
         raise CheckpointError(f"{path}: the answers of the round that this checkpoint is in are missing") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
         raise CheckpointError(f"{path}: not the answers of a round ({error})") from None
+
+
+def prune_rounds(folder: Path, pattern: str, needed: Collection[Path]) -> None:
+    """Delete the files of older rounds, but for those that checkpoints need."""
+    for old in sorted(folder.glob(pattern))[:-KEPT_ROUNDS]:
+        if old not in needed:
+            old.unlink()
 
 
 # --- micro-batches ----------------------------------------------------------------------------------------------------

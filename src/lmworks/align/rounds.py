@@ -31,10 +31,8 @@ from .kl import AdaptiveKL
 from .ppo import set_token_advantages
 from .residency import Residency
 from .reward_scorer import RewardScorer
-from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, save_round
+from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, prune_rounds, save_round
 from .sampler import Sampler
-
-KEPT_ROUNDS = 8  # in the run folder, beside those that checkpoints are in
 
 
 class Rounds:
@@ -223,9 +221,7 @@ class Rounds:
             for path in checkpoints
         }
         needed = {self.path(round_number) for round_number in self.checkpoint_rounds.values()}
-        for old in sorted(self.folder.glob("round-*.npz"))[:-KEPT_ROUNDS]:
-            if old not in needed:
-                old.unlink()
+        prune_rounds(self.folder, "round-*.npz", needed)
 
 
 def round_of(checkpoint: Path) -> int:
