@@ -162,7 +162,7 @@ def exchange(row: Mapping[str, str]) -> Exchange:
     cluster = Cluster(nodes=nodes, gpus_per_node=each, nic_gbs=float(row["nic_gbs"]), network=row["network"])
     fabric = Fabric.of(cluster, catalogue()[row["gpu"]])
     if row["algorithm"] == "ring" and fabric.network:
-        seconds = fabric.network.ring(row["kind"], nbytes, nodes * each, each, fabric.rates_within[each])
+        seconds = fabric.network.ring(row["kind"], nbytes, nodes * each, each, fabric.rates_within[each]).seconds
     else:
         seconds = fabric.seconds(row["kind"], nbytes, nodes * each)
     return Exchange(row["gpu"], nodes, row["algorithm"], nbytes, float(row["time_us"]) * 1e-6, float(seconds))

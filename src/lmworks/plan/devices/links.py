@@ -5,9 +5,7 @@ ranks, straight between them in log-log: one line (latency plus bytes over bandw
 NCCL changes protocol, at about 1 to 8 MiB. `validation/fit_links.py` makes `links.toml`, which also holds the
 errors. Message bytes are the whole buffer, gathered or not yet reduced, as nccl-tests counts them.
 
-Between nodes, `Network` is modelled: a ring through all ranks (whole bandwidth, as many steps as ranks) or, for all-
-reduce, a tree between nodes; the faster one counts. Each has a low-latency protocol for small messages and one for
-large. Latencies are those of NCCL's own tuner (src/graph/tuning.cc).
+Between nodes, `Network` is modelled (`network.py`): a ring or, for all-reduce, two trees; the faster one counts.
 
 `Fabric` joins both. A group of `ranks` members lies at global ranks first, first + stride, first + 2·stride …, and
 ranks fill node after node: tensor parallelism (stride 1) stays inside one, data parallelism with a stride as long as
@@ -29,18 +27,12 @@ from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, SpecError
 from ..case import Number
+from .network import Cost, Network, wire_share
 
 LINKS = Path(__file__).with_name("links.toml")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 # A broadcast is a gather whose one piece goes round; a send is half of an exchange between two.
 SAME_CURVE = {"broadcast": "all-gather", "send": "all-to-all"}
-
-
-def wire_share(kind: str, ranks: Number) -> Number:
-    """Bytes a rank sends for each byte of the message, on a ring: time depends on these, nearly alone."""
-    if kind in ("broadcast", "send"):
-        return np.ones_like(ranks, dtype=float)
-    return (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,80 +113,6 @@ def curve_for(gpu: str, fabric: str, link_gbs: float) -> Curve:
         return curves()[family]
     switched = [curve for curve in curves().values() if curve.fabric == "nvswitch"]
     return min(switched, key=lambda curve: abs(np.log(curve.link_gbs / link_gbs)))
-
-
-# --- between nodes ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Network:
-    """What joins machines. Times in seconds; `small` and `large` are the two protocols."""
-
-    nic: float  # bytes a second of one accelerator's share, as reached
-    hops: float  # latency of this network beside InfiniBand's
-    start: float  # of any collective
-    ring_inside: Mapping[str, float]  # one step of the ring between neighbours in a machine
-    ring_across: Mapping[str, float]  # and from one machine to the next
-    tree_across: Mapping[str, float]
-    small_share: float  # of the bandwidth that the quick protocol leaves, on a ring
-    small_share_tree: float
-    plateau: float  # steps of a large all-reduce take longer by this
-    peer: float  # each further peer of an all-to-all
-    overlap: float  # how sharply the slower of two overlapped parts wins: the exponent of a norm
-
-    @classmethod
-    def of(cls, table: Mapping[str, Any], network: str, nic_gbs: float) -> Self:
-        """From `links.toml`, where times stand in microseconds."""
-        kind = table["kind"][network]
-        figures: dict[str, Any] = {
-            name: table[name] for name in ("small_share", "small_share_tree", "plateau", "overlap")
-        }
-        figures |= {name: table[name] * 1e-6 for name in ("start", "peer")}
-        for steps in ("ring_inside", "ring_across", "tree_across"):
-            figures[steps] = {protocol: us * 1e-6 for protocol, us in table[steps].items()}
-        return cls(nic=nic_gbs * 1e9 * kind["efficiency"], hops=kind["hops"], **figures)
-
-    def together(self, first: Number, second: Number) -> Number:
-        """Two parts that overlap, chunk by chunk: a little more than the slower one."""
-        most = np.maximum(np.maximum(first, second), 1e-12)
-        return most * ((first / most) ** self.overlap + (second / most) ** self.overlap) ** (1 / self.overlap)
-
-    def ring(self, kind: str, nbytes: Number, ranks: Number, members: Number, inside_rate: Number) -> Number:
-        """`members` of the ranks share a machine, each with its network port; `inside_rate` is the links' there."""
-        turns = 2 if kind == "all-reduce" else 1
-        across = turns * (np.ceil(ranks / members) - 1)
-        inside = turns * (ranks - 1) - across
-        moving = nbytes * wire_share(kind, ranks) / np.minimum(members * self.nic, inside_rate)
-        wait = {
-            protocol: inside * self.ring_inside[protocol] + across * self.ring_across[protocol] * self.hops
-            for protocol in ("small", "large")
-        }
-        slow = self.plateau if kind == "all-reduce" else 1.0
-        small = wait["small"] + moving / self.small_share
-        return self.start + np.minimum(small, self.together(wait["large"] * slow, moving))
-
-    def tree(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Number:
-        """An all-reduce; `inside` is what it takes within one machine.
-
-        Between two machines every byte crosses once each way. Among more, a machine in the middle of one tree and
-        at the end of the other sends two bytes for each.
-        """
-        machines = np.ceil(ranks / members)
-        hops = 2 * np.log2(machines) * self.hops
-        moving = nbytes * np.where(machines > 2, 2, 1) / (members * self.nic)
-        small = hops * self.tree_across["small"] + inside + moving / self.small_share_tree
-        large = hops * self.tree_across["large"] + self.together(inside, moving)
-        return np.where(members > 1, 0, self.start) + np.minimum(small, large)
-
-    def exchange(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Number:
-        """An all-to-all: everyone's share for other machines leaves through its own port."""
-        moving = nbytes * (ranks - members) / ranks / self.nic
-        wait = self.ring_across["large"] * self.hops + (ranks - members) * self.peer
-        return self.start + wait + self.together(inside, moving)
-
-    def send(self, nbytes: Number) -> Number:
-        small = self.ring_across["small"] * self.hops + nbytes / (self.nic * self.small_share)
-        return self.start + np.minimum(small, self.ring_across["large"] * self.hops + nbytes / self.nic)
 
 
 # --- a cluster -------------------------------------------------------------------------------------------
@@ -291,12 +209,24 @@ class Fabric:
         if kind == "send":
             return net.send(nbytes)
         if kind == "all-to-all":
-            return net.exchange(nbytes, ranks, members, self.within(kind, nbytes * members / ranks, members))
-        further = wire_share(kind, ranks) / wire_share(kind, np.maximum(members, 2))  # a longer ring, the same links
-        ring = np.maximum(local * further, net.ring(kind, nbytes, ranks, members, self.rates_within[members]))
+            inside = self.within(kind, nbytes * members / ranks, members)
+            return net.exchange(nbytes, ranks, members, inside).seconds
+        ring = self.ring_between(net, kind, nbytes, ranks, members, local).seconds
         if kind != "all-reduce":
             return ring
-        return np.minimum(ring, net.tree(nbytes, ranks, members, local))
+        return np.minimum(ring, net.tree(nbytes, ranks, members, self.split(kind, local, members)).seconds)
+
+    def ring_between(
+        self, net: Network, kind: str, nbytes: Number, ranks: Number, members: NDArray[Any], local: Number
+    ) -> Cost:
+        """A ring over machines; no faster than the same links are inside one, which the longer ring passes too."""
+        further = wire_share(kind, ranks) / wire_share(kind, np.maximum(members, 2))
+        return net.ring(kind, nbytes, ranks, members, self.rates_within[members]).at_least(local * further)
+
+    def split(self, kind: str, seconds: Number, ranks: Number) -> Cost:
+        """Measured seconds within a machine as latency, which a message of one byte takes, and the rest."""
+        alpha = np.minimum(seconds, self.within(kind, 1.0, ranks))
+        return Cost(alpha, seconds - alpha, seconds)
 
     @functools.cached_property
     def rates_within(self) -> NDArray[Any]:
