@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 FLOORS = [
     {"spec"},
-    {"plan", "record", "launch", "kernels", "data", "sandbox"},
+    {"plan", "record", "launch", "kernels", "data", "sandbox", "trace"},
     {"model", "diagnose"},
     {"parallel", "report"},
     {"engine", "checkpoint"},
@@ -27,7 +27,7 @@ FLOORS = [
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "checkpoint/format"}
+WITHOUT_TORCH = {"spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "checkpoint/format"}
 
 
 def modules() -> list[Path]:

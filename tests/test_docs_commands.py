@@ -48,7 +48,7 @@ SHORTER = {
     r"^lmworks finetune.*( grpo| ppo|on_policy)": "align.prompts=2 align.samples=2 align.max_tokens=8",
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",
-    r"^lmworks bench profile engine": "--model tiny --requests 4",
+    r"^lmworks profile engine": "--model tiny --requests 4",
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",

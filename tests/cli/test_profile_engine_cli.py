@@ -1,4 +1,4 @@
-"""`lmworks bench profile engine`: a table, JSON and a page of the same figures."""
+"""`lmworks profile engine`: a table, JSON and a page of the same figures."""
 
 from __future__ import annotations
 

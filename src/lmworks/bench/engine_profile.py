@@ -1,5 +1,5 @@
 """Profile of an engine: time in prefill, decoding, KV cache reads and host work; throughput and latency by batch; and
-the HTML page of `lmworks bench profile engine`.
+the HTML page of `lmworks profile engine`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from ..record.formatting import binary_bytes, duration, short
 from ..spec import Cluster, RunSpec, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
-from .bench_inference import app as profile
 from .bench_inference import offline, serve
 from .groups import CommandGroup
 from .options import Force, OnDevice, device_options, on_device
@@ -409,6 +408,5 @@ app.command(rich_help_panel="Measure")(train)
 app.command(rich_help_panel="Measure")(kernels)
 app.command(rich_help_panel="Measure")(offline)
 app.command(rich_help_panel="Measure")(serve)
-app.add_typer(profile, name="profile", rich_help_panel="Measure")
 app.command("ddp-fsdp", rich_help_panel="Compare")(ddp_fsdp)
 app.command(rich_help_panel="Compare")(precision)

@@ -41,14 +41,16 @@ class RootGroup(CommandGroup):
     """The top level: commands in the order of `order`; former spellings are rewritten to the ones of today."""
 
     order: ClassVar[Sequence[str]] = ()
-    former: ClassVar[Mapping[str, str]] = {}  # a word that was a command of the top level → how it is spelt now
+    former: ClassVar[Mapping[str, str]] = {}  # a command or a group's command of earlier → how it is spelt now
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=self.order.index)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in self.former:
-            args = [*self.former[args[0]].split(), *args[1:]]
+        for count in (2, 1):
+            if len(args) >= count and (now := self.former.get(" ".join(args[:count]))):
+                args = [*now.split(), *args[count:]]
+                break
         self.suggest_commands = False  # ours know commands of groups too
         try:
             return super().resolve_command(ctx, args)

@@ -19,7 +19,23 @@ from ..plan.memory.host import process_bytes
 from ..record.oom import as_oom
 from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
-from . import bench, chat, checkpoint, data, demo, finetune, generate, launch, plan, prove, quantize, runs, serve, train
+from . import (
+    bench,
+    chat,
+    checkpoint,
+    data,
+    demo,
+    finetune,
+    generate,
+    launch,
+    plan,
+    profile,
+    prove,
+    quantize,
+    runs,
+    serve,
+    train,
+)
 from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
@@ -35,7 +51,13 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "launch": launch.app,
         "checkpoint": checkpoint.app,
     },
-    "Look and prove": {"runs": runs.app, "report": runs.report, "bench": bench.app, "prove": prove.app},
+    "Look and prove": {
+        "runs": runs.app,
+        "report": runs.report,
+        "profile": profile.app,
+        "bench": bench.app,
+        "prove": prove.app,
+    },
     "Use and serve": {
         "generate": generate.generate,
         "chat": chat.chat,
@@ -64,7 +86,7 @@ class Commands(RootGroup):
         "chaos": "prove chaos",
         "simulate": "prove simulate",
         "study": "bench",
-        "profile": "bench profile",
+        "bench profile": "profile",
         "export": "checkpoint export",
     }
 

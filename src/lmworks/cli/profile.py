@@ -1,0 +1,144 @@
+"""`lmworks profile`: where the time of a step, or of an engine, goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..data.progress import activity
+from ..record.formatting import duration, short
+from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_llm
+from .generate import EngineOverrides
+from .groups import CommandGroup
+from .output import Json, print_json, print_table, write_file
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the time goes: steps, traces, the engine.")
+
+
+@app.callback()
+def profile() -> None:
+    """See where the time goes: steps, traces, the engine."""
+
+
+# --- profile trace ---------------------------------------------------------------------------------------
+
+
+@app.command("trace")
+def trace(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Traces of PyTorch's profiler, one a rank (.json, .json.gz)."),
+    ],
+    json: Json = False,
+) -> None:
+    """Read profiler traces of any PyTorch program.
+
+    \b
+    Examples:
+      lmworks profile trace runs/tiny/traces/*.json
+      lmworks profile trace rank0.json.gz rank1.json.gz --json
+    """
+    from ..trace import read_trace
+    from ..trace.summary import summarise
+
+    with activity() as doing:
+        traces = []
+        for number, file in enumerate(files):
+            doing(f"reading {file.name}", number, len(files))
+            traces.append(read_trace(file, number))
+        facts = summarise(traces)
+    if json:
+        print_json(facts)
+    else:
+        print_trace(facts)
+
+
+def print_trace(facts: dict[str, Any]) -> None:
+    for rank in facts["ranks"]:
+        typer.echo(f"rank {rank['rank']}: {rank['file']}, {rank['device']}, {rank['events']:,} events")
+        for lack in rank["missing"]:
+            typer.echo(f"    {lack}")
+    parts = ("compute_s", "exposed_comm_s", "hidden_comm_s", "copy_s", "idle_s")
+    rows = [
+        [row["step"], row["rank"], f"{1e3 * row['seconds']:.2f}", *(f"{1e3 * row[part]:.2f}" for part in parts)]
+        for row in facts["steps"]
+    ]
+    columns = ["step", "rank", "ms", "compute", "exposed comm", "hidden comm", "copies", "idle"]
+    print_table("Steps, in milliseconds", columns, rows)
+
+
+# --- profile engine --------------------------------------------------------------------------------------
+
+
+@app.command("engine")
+def engine(
+    model: Model,
+    overrides: EngineOverrides = None,
+    requests: Requests = 256,
+    input: Input = "100:1024",
+    output: Output = "100:1024",
+    seed: Seed = 0,
+    quick: Quick = False,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    json: Json = False,
+) -> None:
+    """Time prefill, decode, cache reads and the host, by batch size.
+
+    \b
+    Examples:
+      lmworks profile engine --model qwen3-0.6b --html engine.html
+      lmworks profile engine --model tiny --requests 16 --json
+    """
+    from ..bench.engine_profile import engine_page, profile_engine
+    from ..bench.workload import make_workload
+
+    work = make_workload(requests, input, output, seed, quick)
+    llm, startup_s = start_llm(model, overrides, seed)
+    with llm:
+        facts = {"model": model, "startup_s": startup_s, **profile_engine(llm.native, work)}
+    if json:
+        print_json(facts)
+    else:
+        print_profile(facts)
+    if html is not None:  # last: the figures are printed even if it cannot be written
+        write_file(html, engine_page(facts), "--html")
+        if not json:
+            typer.echo(f"page: {html}")
+
+
+def print_profile(facts: dict[str, Any]) -> None:
+    work, cache, host, prefill = (facts[key] for key in ("workload", "cache", "host", "prefill"))
+    whole = work["prefill_s"] + work["decode_s"]
+    pace = "unknown" if cache["gbs"] is None else f"{cache['gbs']:,.1f} GB/s"
+    gaps = work["inter_token_ms"]
+    rows = [
+        ["prefill", f"{work['prefill_s'] / whole:.0%}", f"{short(prefill['tokens_per_s'])} tokens/s where it is alone"],
+        [
+            "decode",
+            f"{work['decode_s'] / whole:.0%}",
+            f"{duration(work['decode_s'])}, floor {duration(work['floor_s'])}",
+        ],
+        ["cache reads", pace, f"of {facts['bandwidth_gbs']:,.0f} GB/s that a copy reaches"],
+        ["host", f"{host['share']:.1%}", f"launch {host['launch_ms']:.3f}, wait {host['wait_ms']:.3f} ms a step"],
+        ["between tokens", f"{gaps['p50']:.3g} ms", f"the slowest of 100: {gaps['p99']:.3g} ms"],
+    ]
+    title = f"{facts['model']} on {facts['device']}: {work['output_tokens_per_s']:,.0f} output tokens/s"
+    print_table(title, ["", "measured", ""], rows)
+    columns = ["batch", "ms", "p99", "floor", "tokens/s", "gain", "slower", "efficiency"]
+    steps = [
+        [
+            row["batch"],
+            f"{row['ms']:.3f}",
+            f"{row['p99_ms']:.3f}",
+            f"{row['floor_ms']:.3f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['gain']:.1f}×",
+            f"{row['slower']:.2f}×",
+            f"{row['efficiency']:.0%}",
+        ]
+        for row in facts["batching"]
+    ]
+    title = "Decoding by batch: what is gained, and how much longer each answer waits"
+    print_table(title, columns, steps, drop=("p99", "efficiency"))

@@ -1,0 +1,97 @@
+"""A rank's time as compute, communication (exposed and hidden), copies and idle, step by step.
+
+Definitions are those of HTA's temporal breakdown and communication overlap: time is counted once however many streams
+are busy, compute is all but messages and copies, and communication under compute is hidden. Where no accelerator was
+recorded, host threads are the device: ops of the training thread and of autograd compute, gloo's threads communicate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .intervals import Spans
+from .model import Ints, Kind, Mask, Step, Trace
+
+C10D = re.compile(r"^c10d::|^record_param_comms|^gloo:")
+AUTOGRAD = re.compile(r"^autograd::engine::")
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Nanoseconds of a window. compute + exposed_comm + copy + idle is all of it; hidden_comm lies under compute."""
+
+    window: int
+    compute: int
+    exposed_comm: int
+    hidden_comm: int
+    copy: int
+    idle: int
+
+
+@dataclass(frozen=True)
+class Activity:
+    """When a rank computed, communicated and copied."""
+
+    trace: Trace
+
+    @cached_property
+    def compute(self) -> Spans:
+        trace, events = self.trace, self.trace.events
+        if trace.on_device:
+            return Spans.of(events.take(events.of(Kind.KERNEL)))
+        whole = Spans.union(*(np.zeros(0, np.int64),) * 2)
+        ops, calls = events.of(Kind.OP), trace.named(C10D)
+        for lane in compute_lanes(trace):
+            here = ops & (events.lane == lane)
+            whole = whole | (Spans.of(events.take(here & ~calls)) - Spans.of(events.take(here & calls)))
+        return whole
+
+    @cached_property
+    def communication(self) -> Spans:
+        events = self.trace.events
+        return Spans.of(events.take(events.of(Kind.COLLECTIVE)))
+
+    @cached_property
+    def copies(self) -> Spans:
+        events = self.trace.events
+        return Spans.of(events.take(events.of(Kind.COPY, Kind.MEMSET)))
+
+    @cached_property
+    def busy(self) -> Spans:
+        return self.compute | self.communication | self.copies
+
+    @cached_property
+    def hidden(self) -> Spans:
+        return self.compute & self.communication
+
+    @cached_property
+    def exposed_copies(self) -> Spans:
+        return self.copies - (self.compute | self.communication)
+
+    def breakdown(self, start: int, end: int) -> Breakdown:
+        compute, comm, hidden, copy, busy = (
+            int(spans.covered(start, end))
+            for spans in (self.compute, self.communication, self.hidden, self.exposed_copies, self.busy)
+        )
+        return Breakdown(end - start, compute, comm - hidden, hidden, copy, end - start - busy)
+
+    def of_steps(self) -> list[tuple[Step, Breakdown]]:
+        return [(step, self.breakdown(step.start, step.end)) for step in self.trace.steps]
+
+
+def compute_lanes(trace: Trace) -> Ints:
+    """Host threads that compute where there is no device: the one of the steps (or the busiest) and autograd's."""
+    events = trace.events
+    ops = events.of(Kind.OP)
+    if not np.any(ops):
+        return np.zeros(0, np.int64)
+    marks: Mask = np.zeros(len(events), np.bool_)
+    for step in trace.host_steps:
+        marks |= (events.start == step.start) & (events.end == step.end) & events.of(Kind.ANNOTATION, Kind.OP)
+    time = np.bincount(events.lane[ops], weights=events.duration[ops], minlength=len(trace.lanes))
+    main = events.lane[marks] if np.any(marks) else np.array([int(np.argmax(time))])
+    return np.unique(np.concatenate((main, events.lane[ops & trace.named(AUTOGRAD)]))).astype(np.int64)
