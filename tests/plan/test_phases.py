@@ -21,11 +21,11 @@ from lmworks.plan.memory.sheet import memory, run_phases
 from lmworks.spec import RunSpec
 from lmworks.spec.load import apply_overrides
 from lmworks.train.rank_memory import element_bytes, held_parameters, storage_bytes, train_one_step
-from post_training import table, write_prompts
+from post_training import offline, write_prompts
 
 
 def make_spec(*overrides: str, path: Path = Path("prompts.jsonl"), method: str = "grpo") -> RunSpec:
-    given = table(path, method)
+    given = offline(path, method)
     if method == "grpo":
         given["align"] |= {"rewards": ["exact"], "prompts": 4, "samples": 2, "max_tokens": 8}
     return RunSpec.from_dict(apply_overrides(given, overrides))
