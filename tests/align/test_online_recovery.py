@@ -3,6 +3,7 @@ scale and health after a resume."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
+from lmworks.align.rollouts import load_round
 from lmworks.checkpoint.format.manifest import read_committed
 from lmworks.record import read_metrics
 from lmworks.spec import RunSpec
 from lmworks.train.restart import FAILED_TWICE
 from post_training import make_spec
 from tiny import differences, saved
+from typed import lmworks
 
 
 def online(spec: RunSpec, run: Path, skipped: range = range(0)) -> OnlineTrainer:
@@ -60,6 +63,29 @@ def test_the_metrics_of_a_round_come_with_the_first_step_that_is_taken(tmp_path:
     trainer.run()
     rows = rows_of(tmp_path / "run")
     assert [("reward/mean" in row) for row in rows] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("option", ["align.dynamic_sampling=0", "align.dynamic_sampling=1"])
+def test_the_event_of_a_bad_step_and_data_window_name_the_prompts_of_its_round(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last of two steps of round 1: its answers are those of the kept round."""
+    run = tmp_path / "run"
+    spec = make_spec(tmp_path, "grpo", "optim.steps=4", "checkpoint.every=0", "health.nonfinite=skip", option)
+    trainer = online(spec, run)
+    spoil(trainer, {3})
+    trainer.run()
+    decode = trainer.batches.tokenizer.decode
+    sampled = {decode(rollout.prompt_ids) for rollout in load_round(run / "rollouts/round-000001.npz")}
+    (event,) = [one for one in trainer.folder.events() if one["kind"] == "fault"]
+    draws = 1 + spec.align.dynamic_sampling
+    first, last = event["data"]["samples"]
+    assert (first, last) == (4 * draws, 8 * draws - 1)
+    code, out, _ = lmworks(capsys, "data", "window", str(run), "--cursor", str(event["cursor"]), "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and sorted(row["sample"] for row in rows) == list(range(first, last + 1))
+    named = {row["text"] for row in rows}
+    assert sampled <= named and (draws > 1 or sampled == named)
 
 
 def test_after_a_rewind_a_round_is_sampled_from_the_weights_of_the_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ sampled them, and goes on from there with the weights of the next round: importa
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ..engine.core.detokenizer import decode
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
 from ..record import phase
 from ..spec import RunSpec
+from .prompts import in_flight
 from .rewards import Rewards
 from .rollout_engine import ColocatedEngine, Completion, PromptRequest, rollout_seed
 from .rollouts import Rollout, load_round, prune_rounds, save_round
@@ -161,10 +161,6 @@ class PartialSampler(ColocatedSampler):
         samples = self.spec.align.samples
         groups = (answers[place : place + samples] for place in range(0, len(answers), samples))
         self.carried = [Group(some[0].prompt, some) for some in groups]
-
-
-def in_flight(prompts: int, share: float) -> int:
-    return prompts + math.ceil(prompts * share)
 
 
 def round_of(checkpoint: Path) -> int:

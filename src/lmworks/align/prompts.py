@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..data.example_batches import PromptBatches
 from ..spec import RunSpec
 from ..spec.run import DataSpec
@@ -12,6 +14,9 @@ def open_prompts(spec: RunSpec) -> tuple[PromptBatches, PromptBatches]:
     there."""
     align, init = spec.align, spec.checkpoint.init
     prompts = PromptBatches(prompt_data(spec, align.prompts), init=init, seed=spec.seed)
+    prompts.steps_per_round = align.updates(spec.data.global_batch)
+    prompts.draws_per_round = 1 + align.dynamic_sampling
+    prompts.in_flight = in_flight(align.prompts, align.partial_rollouts) - align.prompts
     count = min(align.prompts, spec.log.eval_batches * spec.data.micro_batch or align.prompts)
     held_out = PromptBatches(prompt_data(spec, count), init=init, seed=spec.seed, split="val", shuffle=False)
     return prompts, held_out
@@ -23,3 +28,8 @@ def prompt_data(spec: RunSpec, prompts: int) -> DataSpec:
     for key, value in (("global_batch", prompts), ("micro_batch", 1)):
         data = data.with_derived(key, value)
     return data.with_derived("seq", spec.data.seq - spec.align.max_tokens + 1)
+
+
+def in_flight(prompts: int, share: float) -> int:
+    """Prompts whose answers are sampled at the same time, where a share of further ones goes on in the next round."""
+    return prompts + math.ceil(prompts * share)

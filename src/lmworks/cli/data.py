@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..record import RunFolder
+from ..spec.align import PROMPTS
 from ..spec.errors import SpecError
 from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..data.loader import BatchSource
     from ..data.preview import Preview
     from ..data.survey import Survey
     from ..data.window import Row
@@ -217,6 +219,8 @@ def window(
 ) -> None:
     """Show the sequences of one global batch and their sources.
 
+    Of an online method these are the prompts of the round, all that it may draw.
+
     Outliers come first: sequences with far fewer bits a token than usual (repetition) or far more (noise, another
     language). They are the most frequent cause of loss spikes.
 
@@ -226,12 +230,17 @@ def window(
       lmworks data window runs/tiny --cursor 120 --text 400
       lmworks data window runs/tiny --cursor 120 --json
     """
+    from ..align.prompts import open_prompts
     from ..data import open_batches
     from ..data.window import describe, rows_at, text_of, usual_bits
 
     spec = RunFolder.open(run).spec()
     data = spec.data.replace(verify=False)
-    batches = open_batches(data, spec.checkpoint.init, seed=spec.seed, world=spec.parallel.dp)
+    batches: BatchSource
+    if data.kind == PROMPTS:
+        batches, _ = open_prompts(spec.replace(data=data))
+    else:
+        batches = open_batches(data, spec.checkpoint.init, seed=spec.seed, world=spec.parallel.dp)
     usual, _ = usual_bits(batches, cursor)
     rows = sorted(rows_at(batches, cursor), key=lambda row: -abs(row.entropy_bits - usual))
     texts = [text_of(batches, row) for row in rows]

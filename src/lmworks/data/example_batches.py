@@ -201,17 +201,29 @@ class PromptExample:
 
 
 class PromptBatches(ExampleRows):
-    """Prompts: global_batch of them a step."""
+    """Prompts, global_batch of them in a draw; a round trains on the answers to those of one draw or several."""
+
+    steps_per_round = draws_per_round = 1
+    in_flight = 0  # further prompts whose answers are sampled in a round, with partial rollouts
 
     def at(self, cursor: int) -> list[Batch]:
-        raise SpecError("prompts have no answers yet: `examples` gives those of a step")
+        raise SpecError("prompts have no answers yet: `examples` gives those of a draw")
 
-    def examples(self, cursor: int) -> list[PromptExample]:
-        """This rank's prompts of the step at `cursor`."""
-        return self.numbered(self.samples_at(cursor))
+    def batch_number(self, cursor: int) -> int:
+        """The round."""
+        return cursor // self.steps_per_round
+
+    def samples_of(self, number: int) -> NDArray[np.int64]:
+        """All prompts that a round may draw; an answer that takes several rounds may be to an earlier one."""
+        count = self.draws_per_round * self.global_batch
+        return np.arange(number * count, (number + 1) * count + self.in_flight, dtype=np.int64)
+
+    def examples(self, draw: int) -> list[PromptExample]:
+        """This rank's prompts of a draw."""
+        return self.numbered(self.samples_at(draw))
 
     def numbered(self, samples: NDArray[np.int64]) -> list[PromptExample]:
-        """By their numbers in the order of a run, whose step at `cursor` begins with cursor · global_batch."""
+        """By their numbers in the order of a run, in which a draw begins with draw · global_batch."""
         return [self.example(int(row[0])) for row in self.locate(samples)]
 
     def example(self, index: int) -> PromptExample:

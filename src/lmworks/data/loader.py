@@ -129,6 +129,14 @@ class BatchSource(ABC):
         first = cursor * self.global_batch + self.rank * mine
         return np.arange(first, first + mine, dtype=np.int64)
 
+    def batch_number(self, cursor: int) -> int:
+        """Which global batch the step at `cursor` trains on."""
+        return cursor
+
+    def samples_of(self, number: int) -> NDArray[np.int64]:
+        """Numbers of the rows of a global batch, whichever rank trains on them."""
+        return np.arange(number * self.global_batch, (number + 1) * self.global_batch, dtype=np.int64)
+
     def held_out_batch(self, index: int) -> Batch:
         """Micro-batch number `index` of a split that is read once, in its order; the last one may be smaller."""
         (batch,) = self.at(index)

@@ -34,15 +34,15 @@ class Row:
     examples: tuple[str, ...] = ()  # file and line of each, where a row is made of examples
 
 
-def rows_at(batches: BatchSource, cursor: int, most: int | None = None) -> list[Row]:
-    """Every sequence of the global batch (or the first `most`), whichever rank trains on it."""
-    return [row_of(sample, origin) for sample, origin in origins_at(batches, cursor, most)]
+def rows_at(batches: BatchSource, cursor: int) -> list[Row]:
+    """Every sequence of the global batch, whichever rank trains on it; of online methods, the prompts of the round."""
+    return rows_of(batches, batches.batch_number(cursor))
 
 
-def origins_at(batches: BatchSource, cursor: int, most: int | None = None) -> list[tuple[int, Origin]]:
-    first = cursor * batches.global_batch
-    samples = np.arange(first, first + min(batches.global_batch, most or batches.global_batch), dtype=np.int64)
-    return list(zip(samples.tolist(), batches.origins(samples), strict=True))
+def rows_of(batches: BatchSource, number: int, most: int | None = None) -> list[Row]:
+    samples = batches.samples_of(number)[:most]
+    origins = batches.origins(samples)
+    return [row_of(sample, origin) for sample, origin in zip(samples.tolist(), origins, strict=True)]
 
 
 def row_of(sample: int, origin: Origin) -> Row:
@@ -96,7 +96,8 @@ def describe(batches: BatchSource, cursor: int) -> dict[str, Any]:
 
 def usual_bits(batches: BatchSource, cursor: int) -> tuple[float, float]:
     """Median entropy of the sequences before this batch (after it, at the very start), and their robust deviation."""
-    near = range(max(0, cursor - NEAR), cursor) if cursor else range(1, 1 + NEAR)
-    bits = np.array([row.entropy_bits for one in near for row in rows_at(batches, one, EACH)])
+    number = batches.batch_number(cursor)
+    near = range(max(0, number - NEAR), number) if number else range(1, 1 + NEAR)
+    bits = np.array([row.entropy_bits for one in near for row in rows_of(batches, one, EACH)])
     middle = float(np.median(bits))
     return middle, max(MIN_SPREAD_BITS, 1.4826 * float(np.median(np.abs(bits - middle))))
