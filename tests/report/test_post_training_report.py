@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from test_report import Page
 
+from lmworks.cli.runs import run_columns
 from lmworks.record import MetricsWriter
 from lmworks.record.jsonl import LineWriter
+from lmworks.record.run_summary import summarize
 from lmworks.report.post_training import calibration_error, reliability
 from lmworks.report.run_report import write_report
+from typed import lmworks
 
 ONLINE = {
     "align": {"method": "grpo", "rewards": ["exact", "dir/own.py:brief"], "beta": 0.1, "kl_stop": 9.0, "max_tokens": 16}
@@ -58,6 +61,29 @@ def test_an_online_run_shows_what_reveals_reward_hacking(online):
     assert "held-out reward|0.4000|best 0.4000 at step 2|" in page.text and "validation loss" not in page.text
     loss = page.charts()[0]
     assert [line["points"] for line in loss if line["name"] == "validation"] == [[]]  # it is a reward
+
+
+def test_pngs_of_an_online_run_draw_rewards_as_rewards(online, plots, monkeypatch):
+    pytest.importorskip("matplotlib")
+    curves = {}
+
+    def save(figure, path):
+        (axes,) = figure.axes
+        curves[path.name] = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
+        return path
+
+    monkeypatch.setattr("lmworks.report.plots.save", save)
+    write_report(online)
+    assert curves["reward.png"] == {"training": [0.5, 0.5], "held-out prompts": [0.4, 0.4]}
+    assert list(curves["loss.png"].values()) == [[0.5] * 4]  # no evaluation among them
+
+
+def test_the_summary_of_an_online_run_has_its_rewards(online, capsys):
+    summary = summarize(online)
+    assert (summary.val_loss, summary.best_val_step, summary.reward, summary.val_reward) == (None, None, 0.5, 0.4)
+    shown = lmworks(capsys, "runs", "show", str(online.path))[1]
+    assert "loss 0.5000, reward 0.5000, held-out reward 0.4000" in shown
+    assert run_columns(summary.to_dict())["validation"] == "reward 0.4000"
 
 
 def test_the_time_of_a_round_by_phase(online):

@@ -37,6 +37,12 @@ def test_plain_lines_every_so_many_steps(capsys):
     assert all(character.isprintable() or character == "\n" for character in printed)
 
 
+def test_the_evaluation_of_an_online_method_is_a_reward(capsys):
+    with Progress(total=1) as progress:
+        progress.step({**line(1, val_loss=-0.75), "val_reward/mean": 0.75})
+    assert "loss 4.2500  val reward 0.7500  lr" in capsys.readouterr().out
+
+
 def test_dumb_terminal_prints_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     with Progress(total=1, stream=terminal) as progress:

@@ -122,7 +122,7 @@ def run_columns(row: dict[str, Any]) -> dict[str, str]:
         "steps": f"{row['steps']:,}/{row['total_steps']:,}",
         "status": row["status"],
         "loss": loss("loss"),
-        "val loss": loss("val_loss"),
+        "validation": loss("val_loss") if row["val_reward"] is None else f"reward {row['val_reward']:.4f}",
         "tokens/s": "-" if row["tokens_per_s"] is None else short(row["tokens_per_s"]),
         "date": row["started"][:10],
     }
@@ -186,8 +186,13 @@ def show(
 
 
 def print_run(summary: Summary) -> None:
-    losses = {"loss": summary.loss, "val loss": summary.val_loss}
-    said = [f"{name} {value:.4f}" for name, value in losses.items() if value is not None]
+    figures = {
+        "loss": summary.loss,
+        "val loss": summary.val_loss,
+        "reward": summary.reward,
+        "held-out reward": summary.val_reward,
+    }
+    said = [f"{name} {value:.4f}" for name, value in figures.items() if value is not None]
     if summary.tokens_per_s:
         said.append(f"{short(summary.tokens_per_s)} tokens/s in a median step")
     typer.echo(f"{summary.name}: {summary.status}, {summary.steps:,} of {summary.total_steps:,} steps")

@@ -14,6 +14,7 @@ from ..spec import LMWorksError, SpecError
 from . import RunFolder, read_metrics
 
 Steps = Sequence[dict[str, Any]]
+VAL_REWARD = "val_reward/mean"
 ENDINGS = {"finish": "finished", "interrupt": "interrupted", "fail": "failed"}
 
 
@@ -29,9 +30,11 @@ class Summary:
     steps: int
     total_steps: int
     loss: float | None
-    val_loss: float | None
+    val_loss: float | None  # None where rewards are measured
     best_val_loss: float | None
     best_val_step: int | None
+    reward: float | None  # mean of the last round
+    val_reward: float | None  # of answers to held-out prompts, at the last evaluation
     tokens: int
     tokens_per_s: float | None
     step_s: float | None
@@ -47,7 +50,8 @@ class Summary:
 
 def summarize(folder: RunFolder) -> Summary:
     spec, steps, events = folder.spec(), read_metrics(folder.metrics_path), folder.events()
-    evaluated = [step for step in steps if step.get("val_loss") is not None]
+    evaluated = [] if measures_reward(steps) else [step for step in steps if step.get("val_loss") is not None]
+    reward, val_reward = (next(iter(reversed(column(steps, key))), None) for key in ("reward/mean", VAL_REWARD))
     best = min(evaluated, key=lambda step: step["val_loss"], default=None)
     return Summary(
         name=spec.name,
@@ -61,6 +65,8 @@ def summarize(folder: RunFolder) -> Summary:
         val_loss=evaluated[-1]["val_loss"] if evaluated else None,
         best_val_loss=best["val_loss"] if best else None,
         best_val_step=best["step"] if best else None,
+        reward=reward,
+        val_reward=val_reward,
         tokens=sum(column(steps, "tokens")),
         tokens_per_s=median(steps, "tokens_per_s"),
         step_s=median(steps, "step_s"),
@@ -70,6 +76,11 @@ def summarize(folder: RunFolder) -> Summary:
         wall_s=wall_seconds(events),
         attempts=folder.next_attempt(),
     )
+
+
+def measures_reward(steps: Steps) -> bool:
+    """Whether evaluations measure the reward of held-out prompts: its negative is then val_loss."""
+    return any(VAL_REWARD in step for step in steps)
 
 
 def column(steps: Steps, key: str) -> list[Any]:

@@ -14,15 +14,19 @@ from ..diagnose.goodput import Span, TimeBreakdown
 from ..plan.pipelines.schedule import Span as StageSpan
 from ..record import RunFolder, read_metrics
 from ..record.formatting import duration
-from ..record.run_summary import Steps
+from ..record.run_summary import VAL_REWARD, Steps, measures_reward
 from ..spec import LMWorksError, SpecError
 from ..spec.files import check_writable
 
-CURVES = {  # file: (keys with their label, y axis)
-    "loss": ({"loss": "training", "val_loss": "validation"}, "loss"),
-    "lr": ({"lr": ""}, "learning rate"),
-    "throughput": ({"tokens_per_s": ""}, "tokens/s"),
+Curves = dict[str, tuple[dict[str, str], str]]  # file: (keys with their label, y axis)
+CURVES: Curves = {"lr": ({"lr": ""}, "learning rate"), "throughput": ({"tokens_per_s": ""}, "tokens/s")}
+LOSSES: Curves = {"loss": ({"loss": "training", "val_loss": "validation"}, "loss")}
+REWARDS: Curves = {  # of an online method, whose val_loss is a negative reward
+    "loss": ({"loss": ""}, "loss"),
+    "reward": ({"reward/mean": "training", VAL_REWARD: "held-out prompts"}, "reward"),
 }
+HELD_OUT = ("val_loss", VAL_REWARD)
+FROM_ZERO = tuple(CURVES)
 IMAGE_TYPES = (".png", ".svg", ".pdf")
 
 
@@ -31,11 +35,11 @@ def draw_plots(folder: RunFolder, steps: Steps) -> list[Path]:
     if not has_matplotlib():
         return []
     drawn = []
-    for name, (keys, label) in CURVES.items():
+    for name, (keys, label) in {**(REWARDS if measures_reward(steps) else LOSSES), **CURVES}.items():
         figure, axes = new_axes(label)
         for key, legend in keys.items():
             plot_curve(axes, steps, key, legend)
-        if name != "loss":
+        if name in FROM_ZERO:
             axes.set_ylim(bottom=0)
         if any(keys.values()):
             axes.legend(frameon=False)
@@ -85,7 +89,7 @@ def new_axes(label: str) -> tuple[Any, Any]:
 
 def plot_curve(axes: Any, steps: Steps, key: str, label: str) -> None:
     known = [step for step in steps if step.get(key) is not None]
-    marker = "o" if key == "val_loss" or len(known) == 1 else None
+    marker = "o" if key in HELD_OUT or len(known) == 1 else None
     axes.plot([s["step"] for s in known], [s[key] for s in known], label=label, marker=marker, markersize=4)
 
 

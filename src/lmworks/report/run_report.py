@@ -10,7 +10,7 @@ from pathlib import Path
 from ..record import RunFolder, read_metrics
 from ..record.event_text import describe_event
 from ..record.formatting import binary_bytes, clock, duration, short
-from ..record.run_summary import Steps, Summary, summarize
+from ..record.run_summary import Steps, Summary, measures_reward, summarize
 from ..spec import LMWorksError, RunSpec
 from ..spec.files import write_whole
 from . import predicted_vs_measured
@@ -110,8 +110,7 @@ def event_marks(recorded: Steps) -> list[EventMarks]:
 
 def charts(spec: RunSpec, steps: Steps, recorded: Steps, pngs: Sequence[Path]) -> str:
     loss = points(steps, "loss")
-    is_reward = any("val_reward/mean" in step for step in steps)  # its negative is then val_loss
-    held_out = [] if is_reward else points(steps, "val_loss")
+    held_out = [] if measures_reward(steps) else points(steps, "val_loss")
     memory, unit = scaled(points(steps, "memory_bytes"))
     cards = {
         "Loss": line_chart(

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from ..record import RunFolder
 from ..record.formatting import clock, duration, short
+from ..record.run_summary import VAL_REWARD
 from ..spec import RunSpec
 
 REFRESH_S = 0.2  # drawing costs half a millisecond: five times a second is smooth and free
@@ -30,7 +31,7 @@ class Progress:
         self, total: int, start: int = 0, every: int = 10, quiet: bool = False, stream: IO[str] | None = None
     ) -> None:
         self.total, self.every, self.quiet = total, every, quiet
-        self.val_loss: float | None = None
+        self.held_out = ""  # the last evaluation
         self.ends = deque([time.perf_counter()], maxlen=WINDOW)  # when the latest steps ended
         self.drawn = 0.0
         self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -49,7 +50,8 @@ class Progress:
         self.ends.append(time.perf_counter())
         evaluated = values.get("val_loss") is not None
         if evaluated:
-            self.val_loss = values["val_loss"]
+            reward = values.get(VAL_REWARD)
+            self.held_out = f"val {values['val_loss']:.4f}" if reward is None else f"val reward {reward:.4f}"
         last = step >= self.total
         if self.bar:
             if last or evaluated or self.ends[-1] - self.drawn > REFRESH_S:
@@ -78,8 +80,8 @@ class Progress:
     def describe(self, values: Mapping[str, Any]) -> str:
         loss = values.get("loss")
         parts = [f"loss {'-' if loss is None else format(loss, '.4f')}"]
-        if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.4f}")
+        if self.held_out:
+            parts.append(self.held_out)
         if values.get("lr") is not None:
             parts.append(f"lr {values['lr']:.2e}")
         if values.get("tokens_per_s") is not None:
