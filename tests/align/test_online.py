@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lmworks.align import grpo_loss, rloo_loss
+from lmworks.align import entropy, grpo_loss, rloo_loss
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
 from lmworks.align.rollouts import Rollout, by_answer, load_round, micro_batches, save_round, split_over_ranks
@@ -258,6 +258,17 @@ def test_best_of_n_trains_on_the_best_answers(tmp_path: Path) -> None:
     trainer.batches_at(0)
     kept = trainer.rounds.rollouts
     assert len(kept) == 4 and [one.prompt for one in kept] == [0, 1, 2, 3]
+
+
+def test_best_of_n_records_the_entropy_of_the_policy(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, "best_of_n", "data.global_batch=4")
+    trainer = built_online(spec, tmp_path / "run")
+    batches = trainer.batches_at(0)
+    found = []
+    for one in trainer.rounds.chosen(0):
+        logits = trainer.model(torch.tensor([[*one.prompt_ids, *one.token_ids[:-1]]]))
+        found += entropy(logits)[0, -len(one.token_ids) :].tolist()
+    assert trainer.train_step(batches)["entropy"] == pytest.approx(np.mean(found), rel=1e-5)
 
 
 def test_a_run_ends_early_where_the_policy_is_too_far_from_the_reference(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class PolicyObjective(AnswerObjective):
         mask = extras["mask"]
         if spec.method == "best_of_n":
             loss, metrics = sft_loss(logps, mask, denominator=SUM)
+            metrics["entropy"] = masked_mean(entropies.detach(), mask)
         elif spec.method == "ppo":
             loss, metrics = ppo_policy_loss(
                 logps,
