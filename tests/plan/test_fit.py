@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.parallel.preflight import ranks_here
 from lmworks.plan.memory import host
 from lmworks.plan.memory.fit import Limits, peak_rows, refusal, total
 from lmworks.plan.memory.peak_memory import Row
-from lmworks.plan.memory.sheet import memory
+from lmworks.plan.memory.sheet import memory, run_phases
+from lmworks.plan.passes import UPDATE_CRITIC
 from lmworks.spec import RunSpec, load_run
 
 GIB, MIB = 2**30, 2**20
@@ -52,6 +54,47 @@ def test_all_ranks_of_a_machine_count_together(words: tuple[str, ...]) -> None:
     largest = sorted(memory(spec, "cpu", each.index(max(each))).rows, key=lambda row: -row.bytes)[0]
     assert f" are free: {largest.name} {largest.bytes / GIB:.3g} GiB, " in said
     assert said.endswith("; --force starts it all the same")
+
+
+PPO = (
+    "cpu-10m", "align.method=ppo", "align.rewards=['exact']", "align.prompts=4", "align.samples=2",
+    "align.max_tokens=32", "data.seq=128", "data.micro_batch=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("lora.rank=8",), ("align.critic=gpt2-small",), ("align.offload=resting",), ("parallel.dp=2",)],
+    ids=" ".join,
+)
+def test_the_update_of_a_critic_counts(options: tuple[str, ...]) -> None:
+    """As `plan memory` has it by phase."""
+    spec = load_run(PPO[0], [*PPO[1:], "cluster.gpu=H100-SXM-80GB", *options])
+    peaks = memory(spec, "cuda").peaks
+    critic = max(size for moment, size in peaks.items() if moment.startswith(UPDATE_CRITIC))
+    (phase,) = [one for one in run_phases(spec, spec.cluster.accelerator).phases if one.phase == UPDATE_CRITIC]
+    assert critic == pytest.approx(phase.peak, abs=2)
+
+
+def test_a_critic_that_does_not_fit_is_refused() -> None:
+    words = (*PPO, "align.critic=gpt2-small")
+    spec = load_run(words[0], words[1:])
+    alone = max(size for moment, size in memory(spec).peaks.items() if not moment.startswith(UPDATE_CRITIC))
+    assert memory(spec).total > 1.2 * alone
+    assert refused(words, Limits(memory(spec).total)) == ""
+    assert "critic: optimizer states" in refused(words, Limits(alone))
+
+
+def test_rollout_ranks_count_too() -> None:
+    words = ("cpu-10m", "align.method=grpo", *PPO[2:], "align.rollout_ranks=2")
+    spec = load_run(words[0], words[1:])
+    trainer, *engines = (memory(spec, "cpu", rank).total for rank in range(spec.ranks))
+    sheet = run_phases(spec, None, "cpu")
+    assert sheet.rollout_rank is not None and engines == [sheet.rollout_rank.peak] * 2
+    need = trainer + sum(engines)
+    assert refusal(spec, range(3), "cpu", Limits(need)) == ""
+    assert "for the 3 ranks on this machine" in refusal(spec, range(3), "cpu", Limits(need - 1))
+    assert list(ranks_here(spec)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("words", [DENSE, EXPERTS, (*DENSE, *SHARED), (*EXPERTS, *SHARED)])

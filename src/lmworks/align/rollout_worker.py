@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..data.chat_template import TOKENIZER_FOLDER
 from ..data.chat_tokenizer import end_token_ids
-from ..parallel.preflight import check_gpu_available
+from ..parallel.preflight import check_fits_memory, check_gpu_available
 from ..parallel.world import root_cause, run_on_all_ranks
 from ..record import RunFolder, phase
 from ..spec import LMWorksError, RunSpec
@@ -34,7 +34,8 @@ class RolloutWorker:
 
     is_rank_zero = False
 
-    def __init__(self, spec: RunSpec, run_dir: str | Path, **_options: Any) -> None:
+    def __init__(self, spec: RunSpec, run_dir: str | Path, force: bool = False, **_options: Any) -> None:
+        self.force = force  # without the memory check
         self.spec, self.folder = with_absolute_paths(spec), RunFolder(Path(run_dir))
         check_gpu_available(spec.cluster)
         self.device = pick_device(spec.cluster)
@@ -44,8 +45,8 @@ class RolloutWorker:
         self.link = RolloutLink(spec.parallel.world, align.rollout_ranks, self.device, spec.watch.timeout_s)
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, device: str = "", **_options: Any) -> Self:
-        return cls(on_device(RunFolder.open(run_dir).spec(), device), run_dir)
+    def resume(cls, run_dir: str | Path, *, device: str = "", force: bool = False, **_options: Any) -> Self:
+        return cls(on_device(RunFolder.open(run_dir).spec(), device), run_dir, force)
 
     def run(self) -> None:
         """Until the trainer ends."""
@@ -68,6 +69,8 @@ class RolloutWorker:
 
     def build(self) -> None:
         spec = self.spec
+        if self.device.type == "cuda" and not self.force:  # the memory of a CPU is that of all its ranks: checked there
+            run_on_all_ranks(lambda: check_fits_memory(spec, self.device))
         prompts, held_out = run_on_all_ranks(lambda: open_prompts(spec))
         names = spec.align.rewards
         rewards = run_on_all_ranks(lambda: load_rewards(names, spec.align.reward_weights) if names else None)

@@ -109,15 +109,15 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def check_host_memory(spec: RunSpec, device: torch.device) -> None:
-    """Of all ranks of this machine. To pin too much host memory would make the kernel kill some process."""
-    ranks = ranks_here(spec)
+    """Of all ranks of this machine that train. To pin too much host memory would make the kernel kill some process."""
+    ranks = [rank for rank in ranks_here(spec) if rank < spec.parallel.world]
     need = machine_need(with_device(spec, device), ranks, device.type)
     if why := host_need.refusal(spec, need, len(ranks), available_bytes()):
         raise SpecError(why)
 
 
 def ranks_here(spec: RunSpec) -> Sequence[int]:
-    """Ranks on this machine: from the environment of the launcher, or from the spec."""
+    """Ranks on this machine, with those that only sample: from the environment of the launcher, or from the spec."""
     first = int(os.environ.get("RANK") or 0) - int(os.environ.get("LOCAL_RANK") or 0)
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks_on_host(spec))
-    return range(first, min(first + count, spec.parallel.world))
+    return range(first, min(first + count, spec.ranks))

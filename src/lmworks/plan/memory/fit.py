@@ -54,7 +54,9 @@ def peak_rows(spec: RunSpec, rank: int, device: str, beside: OtherMemory = no_ot
 
 
 def same_kind(spec: RunSpec, rank: int) -> Any:
-    """The same for ranks that hold the same: copies of a model, which shards are not."""
+    """The same for ranks that hold the same: copies of a model, which shards are not, and engines of rollout ranks."""
+    if rank >= spec.parallel.world:
+        return "rollout"
     place = Grid.of(spec.parallel).coordinates(rank)
     return (place["pp"], place["tp"], rank == 0) if spec.parallel.strategy == "ddp" else rank
 
@@ -85,7 +87,7 @@ def refusal(
             yield known[key]
 
     def here(changed: RunSpec) -> Sequence[int]:
-        return range(changed.parallel.world) if len(ranks) == spec.parallel.world and device == "cpu" else ranks
+        return range(changed.ranks) if len(ranks) == spec.ranks and device == "cpu" else ranks
 
     def fits(changed: RunSpec) -> bool:
         return limits.fits(peaks(changed, here(changed)))
@@ -224,7 +226,7 @@ def changes(spec: RunSpec, device: str, ranks: Sequence[int], own_layout: bool) 
             yield [{"precision": smaller}, {"precision": {**smaller, **kept}}]
         elif not smaller and (precision.weights, precision.states) != ("bf16", "bf16"):
             yield [{"precision": kept}]
-    if device == "cpu" and len(ranks) == layout.world and layout.dp > 1 and own_layout:
+    if device == "cpu" and len(ranks) == spec.ranks and layout.dp > 1 and own_layout:
         axis = "dp" if layout.given["dp"] else "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
         yield (fewer_ranks(spec, axis, count, own) for count in divisors(getattr(layout, axis)))
     if device == "cuda" and layout.world == 1 and layout.engine == "native" and own_layout:

@@ -28,7 +28,9 @@ from ..passes import (
     POLICY,
     REWARD,
     UPDATE,
+    UPDATE_CRITIC,
     WEIGHTS,
+    HeldModel,
     Part,
     held_models,
     needed,
@@ -39,12 +41,25 @@ from ..saved_activations import total
 from .dp_buffers import dp_buffers
 from .host_need import HostNeed, host_need, host_states, resting, staging
 from .peak_memory import IN_BACKWARD, LOSS, Activations, Row, candidate_peaks, row, sum_bytes
-from .phases import PhaseSheet, Update, forward_working, generate_working, held_beside, movable_parts, phase_sheet
+from .phases import (
+    ModelMemory,
+    PhaseSheet,
+    Update,
+    engine_memory,
+    forward_working,
+    generate_working,
+    held_beside,
+    movable_parts,
+    phase_sheet,
+    resting_gradients,
+    rollout_rank,
+)
 from .rank_weights import Place, Resident, deepspeed_resident, on_device
 from .reserve import WORKSPACES, reserved
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
 OVERHEAD = ("allocator holes", "cuBLAS workspaces", "copy for a save")  # rows that are not tensors
+HELD = ("parameters", "padding", "master weights", "optimizer states")  # by a rank between steps, of a trained model
 # Rows of a budget's kinds; all others are activations.
 LOGITS = ("loss: chunk of logits", "loss: logits")
 BUFFERS = (
@@ -182,9 +197,12 @@ def overhead_rows(case: Case, work: Activations) -> list[Row]:
 
 
 def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -> MemorySheet:
-    """`copies` of a message on its way: 2 on a CPU, where gloo makes one more."""
-    sheets, away = step_sheets(spec, device, rank, copies)
-    sheets |= generate_sheet(spec, device, rank, sheets)
+    """`copies` of a message on its way: 2 on a CPU, where gloo makes one more. Rollout ranks follow the trainer's."""
+    if rank >= spec.parallel.world:
+        sheets, away = rollout_sheet(spec, device), HostNeed()
+    else:
+        sheets, away = step_sheets(spec, device, rank, copies)
+        sheets |= generate_sheet(spec, device, rank, sheets) | critic_sheets(spec, device, rank, sheets, copies)
     sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
     return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
@@ -216,10 +234,7 @@ def generate_sheet(
     models, engine = held_beside(spec, gpu, rank)
     if engine is None:
         return {}
-    own = {"parameters", "padding", "cuBLAS workspaces", "models at rest"}
-    if (POLICY, OPTIMIZER) not in movable_parts(spec, models):
-        own |= {"master weights", "optimizer states"}
-    rows = [one for one in next(iter(step.values())) if one.name in own]
+    rows = policy_at_rest(spec, models, step)
     rows.append(row("engine: KV cache", engine.cache, "for the answers that are sampled at once"))
     work = row("engine: activations", generate_working(spec, rank, device), "of its largest step, or of a hand-over")
     found = {GENERATE: (*rows, work, *beside_rows(spec, gpu, rank, GENERATE, POLICY))}
@@ -228,6 +243,57 @@ def generate_sheet(
         work = row("reward model: activations", size, "of answers that the engine has sampled")
         found[f"{GENERATE}, {REWARD}"] = (*rows, work, *beside_rows(spec, gpu, rank, GENERATE, REWARD))
     return found
+
+
+def critic_sheets(
+    spec: RunSpec, device: str, rank: int, step: dict[str, tuple[Row, ...]], copies: int
+) -> dict[str, tuple[Row, ...]]:
+    """Every moment of an update of PPO's critic, with the policy at rest."""
+    critic = held_models(spec).get(CRITIC)
+    if critic is None:
+        return {}
+    gpu = spec.cluster.accelerator if device == "cuda" else None
+    models, _ = held_beside(spec, gpu, rank)
+    case = critic_case(spec, critic, device)
+    found = rank_peaks(case, Place.of(case.grid, rank), None, copies or (2 if device == "cpu" else 1))
+    rest = [*policy_at_rest(spec, models, step), *beside_rows(spec, gpu, rank, UPDATE_CRITIC, CRITIC)]
+    rest += [one for one in next(iter(step.values())) if one.name == "copy for a save"]
+    known = (*HELD, "cuBLAS workspaces")
+    return {
+        f"{UPDATE_CRITIC}, {moment}": (
+            *rest,
+            *(replace(one, name=f"{CRITIC}: {one.name}") for one in rows if one.bytes and one.name not in known),
+        )
+        for moment, rows in found.moments.items()
+    }
+
+
+def critic_case(spec: RunSpec, critic: HeldModel, device: str) -> Case:
+    """It trains on the rows of the policy."""
+    several = bool(critic.weights_of)
+    case = run_case(critic.run, device)
+    return case.replace(micro_batch=spec.data.micro_batch, documents=True, several_adapters=several)
+
+
+def policy_at_rest(spec: RunSpec, models: tuple[ModelMemory, ...], step: dict[str, tuple[Row, ...]]) -> list[Row]:
+    """What the policy has on the device while it computes nothing."""
+    own = {"parameters", "padding", "cuBLAS workspaces", "models at rest"}
+    if (POLICY, OPTIMIZER) not in movable_parts(spec, models):
+        own |= {"master weights", "optimizer states"}
+    return [one for one in next(iter(step.values())) if one.name in own]
+
+
+def rollout_sheet(spec: RunSpec, device: str) -> dict[str, tuple[Row, ...]]:
+    gpu = spec.cluster.accelerator if device == "cuda" else None
+    engine, found = engine_memory(spec, (), gpu), rollout_rank(spec, gpu)
+    if engine is None or found is None:
+        return {}
+    rows = (
+        row("engine: weights", engine.weights, "of a rollout rank"),
+        row("engine: KV cache", engine.cache, "for the answers that are sampled at once"),
+        row("engine: activations", found.working, "of its largest step, or a weight that arrives"),
+    )
+    return {GENERATE: rows}
 
 
 def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int, phase: str, model: str) -> list[Row]:
@@ -242,6 +308,9 @@ def beside_rows(spec: RunSpec, gpu: Gpu | None, rank: int, phase: str, model: st
     found = [row(f"{one.name}: weights", one.weights, "beside those of the model above") for one in others]
     trained = [one for one in models[1:] if stays((one.name, OPTIMIZER))]
     found += [row(f"{one.name}: optimizer states", one.optimizer, "at rest") for one in trained]
+    if resting_gradients(spec, models):
+        idle = [one for one in models if phase == GENERATE or one.name != model]
+        found += [row(f"{one.name}: gradients", one.gradients, "buckets that DDP keeps") for one in idle]
     if engine is not None:
         found.append(row("engine: weights", engine.weights, "those that are not the trainer's own"))
     return found
@@ -307,14 +376,10 @@ def run_phases(spec: RunSpec, gpu: Gpu | None, device: str = "cuda") -> PhaseShe
 
 
 def critic_update(spec: RunSpec, device: str) -> dict[str, Update]:
-    """It trains on the rows of the policy."""
     critic = held_models(spec).get(CRITIC)
     if critic is None:
         return {}
-    several = bool(critic.weights_of)
-    case = run_case(critic.run, device)
-    case = case.replace(micro_batch=spec.data.micro_batch, documents=True, several_adapters=several)
-    found = budget(case, 0)
+    found = budget(critic_case(spec, critic, device), 0)
     return {CRITIC: Update(float(found.allocated), float(found.gradients - found.absent))}
 
 
