@@ -125,6 +125,7 @@ def test_a_killed_round_of_grpo_is_repeated_bitwise(jobs: Harness) -> None:
         ("dpo", ("forward", "save.commit")),
         ("sft", ("backward", "load.read")),
         ("kto", ("reduce", "save.write")),
+        ("distill", ("forward", "save.commit")),
     ],
 )
 def test_killed_post_training_ends_bitwise_equal(jobs: Harness, method: str, phases: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Examples of post-training jobs under test: short sums, and a reward for digits."""
+"""Examples of post-training jobs under test: short sums, a reward for digits, and a teacher."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from ...model import GPT
 from ...spec.align import CONVERSATIONS, PREFERENCES, PROMPTS, UNPAIRED
-from .faults import EXAMPLES, REWARDS
+from .faults import EXAMPLES, REWARDS, TEACHER, trial_spec
 
 REWARD = """\
 def digits(completions, **columns):
@@ -22,6 +23,12 @@ def write_examples(folder: Path, kind: str, count: int = 120) -> None:
     records = [record(kind, draw.randint(0, 99), draw.randint(0, 99), draw.random() < 0.5) for _ in range(count)]
     (folder / EXAMPLES).write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     (folder / REWARDS).write_text(REWARD, encoding="utf-8")
+
+
+def write_teacher(folder: Path) -> None:
+    """A random model, wider than the student."""
+    shape = trial_spec("one", "", "sync").model
+    GPT(shape.replace(layers=1, hidden=2 * shape.hidden), seed=1).save_hf(folder / TEACHER)
 
 
 def record(kind: str, a: int, b: int, right: bool) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ...spec import RunSpec, TrainingError, dump_toml
 from ...spec.align import METHOD_DATA, ONLINE_METHODS
 from ..parity import write_corpus
 from .compare_runs import compare_runs, exit_save_problem, log_lines
-from .examples import write_examples
+from .examples import write_examples, write_teacher
 from .fault_injection import FILLER, injections_done, write_injections
 from .faults import Trial, trial_spec
 from .jobs import JobResult, run_command, run_forked
@@ -77,9 +77,12 @@ class Harness:
         """Token shards; of a post-training method, its examples."""
         if not trial.method:
             return self.data
-        folder = self.data.with_name(f"examples-{METHOD_DATA[trial.method]}")
+        distill = trial.method == "distill"
+        folder = self.data.with_name(f"examples-{trial.method if distill else METHOD_DATA[trial.method]}")
         if not folder.exists():
             write_examples(folder, METHOD_DATA[trial.method])
+            if distill:
+                write_teacher(folder)
         return folder
 
     # --- reference run ----------------------------------------------------------------------------------
