@@ -143,8 +143,6 @@ def test_sync_points_wait_for_step(dataset: Path) -> None:
     assert alone("checkpoint.every=4") == [4, 8, 12]
     assert alone("log.eval_every=5") == [5, 10]
     assert alone("health.stats_every=6") == [5, 6, 11, 12]  # neither into such a step nor out of it
-    assert alone("log.profile=[3, 5]") == [2, 5]
-    assert alone("log.profile=[1, 1]") == [1]
 
 
 def test_no_early_passes_for_unsupported_specs(dataset: Path) -> None:

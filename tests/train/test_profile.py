@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def train_profiled(rank: int, runs: dict[Path, RunSpec]) -> None:
 
 def names(trace: Path) -> set[str]:
     """Of all that a Chrome trace shows."""
-    content: dict[str, Any] = json.loads(trace.read_text())
+    content: dict[str, Any] = json.loads(gzip.decompress(trace.read_bytes()))
     return {event["name"] for event in content["traceEvents"] if event.get("ph") == "X"}
 
 
@@ -39,13 +40,15 @@ def test_profile_traces_chosen_steps_and_ranks(dataset: Path, tmp_path: Path) ->
     run = tmp_path / "run"
     spec = layout(dataset, *PROFILE, "parallel.dp=2", "parallel.strategy=fsdp2")
     on_ranks(2, train_profiled, {run: spec, tmp_path / "second": spec.replace(log=LogSpec(profile=[1, 1]))})
-    assert traces(run) == ["rank0-steps-3-4.json", "rank1-steps-3-4.json"]
-    assert traces(tmp_path / "second") == ["rank0-steps-1-1.json"]  # only rank 0 unless others are named
+    assert traces(run) == ["rank0-steps-3-4.json.gz", "rank1-steps-3-4.json.gz"]
+    assert traces(tmp_path / "second") == ["rank0-steps-1-1.json.gz"]  # only rank 0 unless others are named
     for path in (run / "traces").iterdir():
         shown = names(path)
-        assert {"step 3", "step 4"} <= shown and not {"step 2", "step 5"} & shown
+        assert {"ProfilerStep#3", "ProfilerStep#4"} <= shown and not {"ProfilerStep#2", "ProfilerStep#5"} & shown
         assert any("all_gather" in name for name in shown) and any("reduce_scatter" in name for name in shown)
-        assert "[memory]" in path.read_text()  # every allocation, where there is no device to take a snapshot of
+        assert b"[memory]" in gzip.decompress(
+            path.read_bytes()
+        )  # every allocation, where there is no device to take a snapshot of
 
 
 def test_failed_run_writes_partial_trace(dataset: Path, tmp_path: Path) -> None:
@@ -53,8 +56,8 @@ def test_failed_run_writes_partial_trace(dataset: Path, tmp_path: Path) -> None:
     before_step(trainer, 4, crash)
     with pytest.raises(Crash):
         trainer.run()
-    assert traces(tmp_path / "run") == ["rank0-steps-3-4.json"]
-    assert "step 3" in names(tmp_path / "run" / "traces" / "rank0-steps-3-4.json")
+    assert traces(tmp_path / "run") == ["rank0-steps-3-4.json.gz"]
+    assert "ProfilerStep#3" in names(tmp_path / "run" / "traces" / "rank0-steps-3-4.json.gz")
 
 
 @pytest.mark.parametrize(

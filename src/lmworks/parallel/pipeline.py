@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class MicroBatchStage(PipelineStage):
     """A stage whose inputs, but for the hidden states, are looked up by micro-batch."""
 
     micro_batches: list[Inputs]
-    recorder: SpanRecorder | None = None
+    recorder: StageRecorder | None = None
     whole_backward = False  # where the schedule would split it: everything in I, nothing in W
     running = 0  # index of the micro-batch in its forward pass
     stream = torch.float32
@@ -144,11 +144,11 @@ class Pipeline:
         self.scale: float | Tensor = 1.0
 
     @property
-    def recorder(self) -> SpanRecorder | None:
+    def recorder(self) -> StageRecorder | None:
         return self.stages[0].recorder
 
     @recorder.setter
-    def recorder(self, recorder: SpanRecorder | None) -> None:
+    def recorder(self, recorder: StageRecorder | None) -> None:
         for stage in self.stages:
             stage.recorder = recorder
 
@@ -273,6 +273,12 @@ class Pipeline:
 def fsdp_units(modules: dict[int, nn.Module]) -> Iterator[FSDPModule]:
     for part in modules.values():
         yield from (module for module in part.modules() if isinstance(module, FSDPModule))
+
+
+class StageRecorder(Protocol):
+    """Around every pass of a stage over a micro-batch; `kind`: F, B, I or W."""
+
+    def note(self, stage: int, kind: str, micro_batch: int) -> AbstractContextManager[Any]: ...
 
 
 class SpanRecorder:

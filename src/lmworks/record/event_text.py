@@ -252,6 +252,9 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
     "rewind": rewind,
     "lower_lr": lower_lr,
     "straggler": straggler,
+    "profile": lambda event: (
+        f"steps {event['first']} to {event['last']} are profiled on {counted(len(event['ranks']), 'rank')}"
+    ),
     "hang": hang,
     "examples": lambda event: (
         f"{event['examples']:,} examples of {event['path']}, {event['trained_tokens']:,} tokens of them trained"

@@ -22,6 +22,7 @@ Kinds of events, so that writers and readers agree:
     overflow          fp16: a step was left out because of its loss scale (loss_scale, next_scale)
     corrupt           copies of the same weights differ (rank, ranks, copies, parameters, action)
     hang              ranks waited for one another too long (ranks: the cause, cause: its kind, reports: a folder)
+    profile           steps are recorded by the profiler because somebody asked for it (id, first, last, ranks)
     straggler         a rank is busy while others wait for it, or keeps up again (rank, host, ratio, recovered)
     …                 other events
 """

@@ -114,12 +114,10 @@ def supports_async_step(spec: RunSpec) -> bool:
 
 def is_sync_point(spec: RunSpec, step: int) -> bool:
     """Whether the passes after `step` wait until it is over: the state between the two steps is read (checkpoint,
-    evaluation, hashes), or one of the two is measured as a whole (statistics, profile).
+    evaluation, hashes), or statistics are made of one of the two.
     """
     between = spec.checkpoint.every, spec.log.eval_every, spec.health.hash_every
-    statistics, profiled = spec.health.stats_every, spec.log.profile or (0, 0)
-    return (
-        any(every and step % every == 0 for every in between)
-        or bool(statistics and (step % statistics == 0 or (step + 1) % statistics == 0))
-        or step in (profiled[0] - 1, profiled[1])
+    statistics = spec.health.stats_every
+    return any(every and step % every == 0 for every in between) or bool(
+        statistics and (step % statistics == 0 or (step + 1) % statistics == 0)
     )

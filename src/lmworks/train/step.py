@@ -34,11 +34,14 @@ from .health.bad_step_recovery import BadStepRecovery, PassResult
 from .health.stats import BlockStats
 from .objective import Objective
 from .optim import learning_rate
+from .profile import Profiler
 from .rng import rng_state
 from .signals import StopSignals
 from .step_scalars import ScalarReader, UpdateGate, make_gate, squared_norm
 from .train_state import EventRecorder, Position
 from .watch import Watchdog
+
+PROFILE_REQUEST = 256  # beside a stop signal, which is smaller: rank 0 has found a request to profile
 
 
 class Stepper:
@@ -67,6 +70,7 @@ class Stepper:
     stop_signal: int  # received by any rank; 0: none
     attempt = 0  # at this run, counted from 0
     watchdog: Watchdog | None = None  # with more than one rank
+    profiler: Profiler | None = None  # of a run
 
     @property
     def model(self) -> GPT:
@@ -263,14 +267,14 @@ class Stepper:
     def reduce_scalars(self, loss: Tensor, squares: Tensor) -> Tensor:
         """All-reduce loss and squared norm together with the scalars of every rank; fp64.
 
-        Those are a stop signal, so that all ranks stop after the same step; the peak memory; and the busy share, which
-        shows stragglers.
+        Those are signals, so that all ranks stop after the same step, or profile the same ones; the peak memory; and
+        the busy share, which shows stragglers.
         """
         sums = torch.stack([one.to(self.device, torch.float64).squeeze() for one in (loss, squares)])
         if self.mesh is None:
             return sums
         ranks = torch.zeros(3, self.mesh.size("world"), dtype=torch.float64, device=self.device)
-        mine = self.local_stop_signal(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
+        mine = self.local_signals(), self.memory.read(), 1.0 if self.watchdog is None else self.watchdog.busy
         for row, value in zip(ranks, mine, strict=True):
             row[self.mesh.rank("world")].fill_(value)  # a kernel argument: a copy would block the host
         sums = torch.cat([sums, ranks.flatten()])
@@ -278,15 +282,25 @@ class Stepper:
         return sums
 
     def read_rank_scalars(self, rank_scalars: list[float]) -> int:
-        """Stop signal, stragglers; returns the largest peak memory of any rank."""
+        """Signals, stragglers; returns the largest peak memory of any rank."""
         if self.mesh is None:
-            self.stop_signal = self.local_stop_signal()
+            self.handle_signals([self.local_signals()])
             return self.memory.read()
         world = len(rank_scalars) // 3
-        self.stop_signal = int(max(rank_scalars[:world]))
+        self.handle_signals([int(signals) for signals in rank_scalars[:world]])
         if self.watchdog is not None:
             self.watchdog.compare(rank_scalars[2 * world :], self.step + 1)
         return int(max(rank_scalars[world : 2 * world]))
 
+    def local_signals(self) -> int:
+        """Of this rank: a stop signal, and whether it has found a request to profile."""
+        profile = self.profiler is not None and self.profiler.finds_request()
+        return self.local_stop_signal() + (PROFILE_REQUEST if profile else 0)
+
     def local_stop_signal(self) -> int:
         return self.stop.signal if hasattr(self, "stop") else 0
+
+    def handle_signals(self, signals: list[int]) -> None:
+        self.stop_signal = max(signal % PROFILE_REQUEST for signal in signals)
+        if self.profiler is not None and max(signals) >= PROFILE_REQUEST:
+            self.profiler.announce(self.step + 1)

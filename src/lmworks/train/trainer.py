@@ -79,6 +79,7 @@ class Trainer(Stepper):
     """`Trainer(spec, run_dir).run()` starts a run, `Trainer.resume(run_dir).run()` resumes one."""
 
     held_out: BatchSource
+    profiler: Profiler
     prefetcher: BatchStream | None = None  # while the loop runs
     resume_from: int | None = None  # the step to resume from, if the user chose one
     start_step: int | None = None  # at which this attempt began
@@ -208,7 +209,7 @@ class Trainer(Stepper):
             self.device,
             self.base,
         )
-        self.profiler = Profiler(self.spec.log, self.folder, self.device)
+        self.profiler = Profiler(self.spec, self.folder, self.device, self.parallel_model)
 
     def run(self) -> Evaluation:
         """Train to the last step and return the final loss on held-out data."""
@@ -250,7 +251,7 @@ class Trainer(Stepper):
                     self.record_failure(error)
                     raise
                 finally:
-                    self.profiler.close()
+                    self.profiler.end_run()
                     for sink in self.sinks:
                         sink.close()
 
@@ -360,12 +361,12 @@ class Trainer(Stepper):
     def next_step(self, prefetcher: BatchStream) -> dict[str, Any]:
         """Wait for the batch at the cursor, and train on it."""
         began = time.perf_counter()
+        self.profiler.begin_step(self.step + 1)
         phase.enter("data", self.step + 1)
         self.skip_batches()
         batches = prefetcher.take(self.cursor, self.spec.optim.steps - self.step)
         waited = time.perf_counter() - began
-        with self.profiler.step(self.step + 1):
-            values = self.train_step(batches)
+        values = self.train_step(batches)
         self.step += 1
         self.cursor += 1
         return values | {"data_s": waited + values.get("data_s", 0.0)}
@@ -379,7 +380,8 @@ class Trainer(Stepper):
         if self.prefetcher is None or not self.is_async:
             return None
         step, cursor = self.step + 1, self.cursor + 1  # after this step
-        if is_sync_point(self.spec, step) or self.skipped_batches.contains(step + 1, cursor):
+        wait = is_sync_point(self.spec, step) or self.profiler.is_edge(step)
+        if wait or self.skipped_batches.contains(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
         batches = self.prefetcher.peek(cursor)
