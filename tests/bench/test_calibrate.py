@@ -54,7 +54,7 @@ def test_a_profile_of_this_machine_predicts_as_what_was_measured(profile: Profil
 def test_collectives_of_two_ranks(profile: Profile) -> None:
     curve = profile.curve
     assert isinstance(curve, Curve) and curve.tag == "measured"
-    assert set(curve.seconds_at) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
+    assert set(curve.seconds_at) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send"}
     for kind, by_ranks in curve.seconds_at.items():
         assert list(by_ranks) == [2], kind
         assert len(by_ranks[2]) == len(QUICK["cpu"].messages)
@@ -91,7 +91,7 @@ def test_a_failing_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(collectives, "make_call", fail)  # forked ranks have it too
     with pytest.raises(LMWorksError, match="a rank failed while collectives were measured: ValueError: no such link"):
-        collectives.measure_collectives("cpu", 2, (1024, 4096), 0.1)
+        collectives.measure(collectives.Sweep("cpu", (1024, 4096)), 2)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 10_000])

@@ -6,10 +6,10 @@ fewer sizes of the same kernels, and the result is cached. A profile that the sp
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import platform
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,10 +23,11 @@ from ..data.progress import Progress, silent
 from ..plan.devices.machine import FORMAT, Machine
 from ..plan.devices.network import wire_share
 from ..plan.devices.profile import Profile, load_profile, profile_of
-from ..spec import Cluster, SpecError, recognise
+from ..spec import Cluster, SpecError
 from ..spec.files import cache_root, check_writable, write_whole
-from .collectives import group_sizes, measure_collectives
-from .kernel_timing import FULL, QUICK, device_name, digits, measure
+from . import collectives
+from .kernel_timing import FULL, QUICK, Sizes, device_name, digits, measure
+from .link_profile import links_table
 
 SECONDS = {"cpu": 60.0, "cuda": 90.0}  # total, approximate; a slow or busy machine may take twice as long
 QUICK_SECONDS = 5.0
@@ -49,9 +50,9 @@ def calibrate(
     sizes = (QUICK if quick else FULL)[device.type]
     began, links, made = time.monotonic(), None, environment_info()
     if ranks > 1:  # first: ranks should be forked before this process has threads
-        times = measure_collectives(device.type, ranks, sizes.messages, seconds * COLLECTIVES_SHARE, progress)
-        links = links_table(device, ranks, sizes.messages, times.us)
-        made["collectives_noise"] = digits(times.noise)
+        rows = collectives.measure(collective_sweep(device, ranks, sizes, seconds), ranks, progress=progress)
+        links = links_table(rows, sizes.messages, device)
+        made["collectives_noise"] = digits(collectives.noise(rows))
         seconds *= 1 - COLLECTIVES_SHARE
     machine = measure(device, seconds, sizes, progress)
     made["seconds"] = round(time.monotonic() - began, 1)
@@ -80,21 +81,12 @@ def environment_info() -> dict[str, Any]:
     return made
 
 
-def links_table(
-    device: torch.device, ranks: int, messages: tuple[int, ...], us: Mapping[str, Mapping[str, list[float]]]
-) -> dict[str, Any]:
-    """For `Curve.from_dict`. The link speed is the bandwidth of the largest all-reduce over all ranks."""
-    gpu = recognise(device_name(device)) if device.type == "cuda" else None
-    most = str(group_sizes(ranks)[-1])
-    reached = messages[-1] * float(wire_share("all-reduce", ranks)) / us["all-reduce"][most][-1] / 1e3
-    return {
-        "gpus": [gpu.name if gpu else device_name(device)],
-        "fabric": gpu.fabric if gpu else "pcie",
-        "link_gbs": digits(reached),
-        "sizes": list(messages),
-        "tag": "measured",
-        **us,
-    }
+def collective_sweep(device: torch.device, ranks: int, sizes: Sizes, seconds: float) -> collectives.Sweep:
+    """Every collective among 2, 4, 8 … and all ranks, in the format of gradients."""
+    groups = tuple(map(str, collectives.group_sizes(ranks)))
+    dtypes = (collectives.DEFAULT_DTYPE[device.type],)
+    sweep = collectives.Sweep(device.type, sizes.messages, dtypes=dtypes, groups=groups, places=(True,))
+    return dataclasses.replace(sweep, point_s=seconds * COLLECTIVES_SHARE / sweep.points())
 
 
 def check_output_path(path: Path) -> None:

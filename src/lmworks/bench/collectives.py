@@ -1,17 +1,21 @@
-"""Times of collectives between ranks of this machine: gloo between processes, or NCCL with one GPU each.
+"""Times of collectives between ranks: gloo between processes, or NCCL with one GPU each.
 
-Every rank runs the same list. A point is several rounds of the same call back to back, as in nccl-tests; the median
-round of the slowest rank counts. Bytes are those of the full buffer, gathered or not yet reduced.
+Every rank runs the same list. A point is several rounds of the same call back to back, as in nccl-tests; of each round
+the slowest rank counts, and of the rounds the median. Every result is checked, before and after it is timed. Groups of
+one kind (`intra`, `inter`) run at once, as they do in training.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,20 +27,65 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..data.progress import Progress, silent
+from ..plan.devices.links import wire_share
 from ..spec import TrainingError
+from .collective_ops import OPS, OUT_OF_PLACE_ONLY, Group, group_layout, make_call
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 ROUNDS, MAX_CALLS = 5, 100
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of gradients in training on that device
+DEFAULT_DTYPE = {"cpu": "fp32", "cuda": "bf16"}  # of gradients in training on that device
+TIMEOUT = timedelta(minutes=10)  # of one collective
 
 
 @dataclass(frozen=True)
-class CollectiveTimes:
-    """µs of each message size, by collective and number of ranks; `noise`: median round over fastest round."""
+class Sweep:
+    """What is measured. `groups` are names that `group_layout` knows."""
 
-    us: dict[str, dict[str, list[float]]]
-    noise: float
+    device: str
+    sizes: tuple[int, ...]
+    ops: tuple[str, ...] = OPS
+    dtypes: tuple[str, ...] = ("fp32",)
+    places: tuple[bool, ...] = (True, False)  # in place
+    groups: tuple[str, ...] = ("all",)
+    rounds: int = ROUNDS
+    point_s: float = 0.1  # about how long one point takes
+
+    def points(self) -> int:
+        return len(self.groups) * len(self.dtypes) * len(self.sizes) * sum(len(self.variants(op)) for op in self.ops)
+
+    def variants(self, op: str) -> tuple[bool, ...]:
+        return (False,) if op in OUT_OF_PLACE_ONLY else self.places
+
+
+@dataclass(frozen=True)
+class Row:
+    """One point, by nccl-tests' definitions; GB = 1e9 bytes."""
+
+    op: str
+    group: str
+    ranks: int
+    dtype: str
+    in_place: bool
+    bytes: int
+    time_us: float  # median round
+    time_us_low: float  # quartiles of the rounds
+    time_us_high: float
+    fastest_us: float
+    wrong: int  # elements, on all ranks
+
+    @property
+    def algbw(self) -> float:
+        """GB/s: bytes over time."""
+        return self.bytes / self.time_us / 1e3
+
+    @property
+    def busbw(self) -> float:
+        """GB/s: algbw times what a rank sends for each byte on a ring, so that it compares with the link's speed."""
+        return self.algbw * float(wire_share(self.op, self.ranks))
+
+    def to_dict(self) -> dict[str, Any]:
+        found = asdict(self) | {"algbw": self.algbw, "busbw": self.busbw}
+        return {name: float(f"{value:.5g}") if type(value) is float else value for name, value in found.items()}
 
 
 def group_sizes(ranks: int) -> list[int]:
@@ -45,24 +94,33 @@ def group_sizes(ranks: int) -> list[int]:
     return [*powers, ranks] if ranks > 1 else []
 
 
-def measure_collectives(
-    device: str, ranks: int, messages: tuple[int, ...], seconds: float, progress: Progress = silent
-) -> CollectiveTimes:
-    points = len(messages) * ((len(KINDS) - 1) * len(group_sizes(ranks)) + 1)
-    updates: list[Any] = []
-    with TemporaryDirectory(prefix="lmworks-calibrate-") as folder:
-        start = "fork" if device == "cpu" else "spawn"  # a fork starts at once; CUDA cannot be forked
+# --- ranks that this process starts ----------------------------------------------------------------------
+
+
+def measure(
+    sweep: Sweep,
+    ranks: int,
+    nodes: int = 1,
+    enter: Callable[[int], None] | None = None,
+    progress: Progress = silent,
+) -> list[Row]:
+    """`enter` is called on every rank with its node, before it joins: it may change its network namespace."""
+    rows: list[Row] = []
+    with TemporaryDirectory(prefix="lmworks-collectives-") as folder:
+        start = "fork" if sweep.device == "cpu" else "spawn"  # a fork starts at once; CUDA cannot be forked
         queue = mp.get_context(start).SimpleQueue()
-        share = seconds / points
-        arguments = (device, ranks, messages, share, str(Path(folder) / "store"), queue)
-        with running_ranks(run_rank, arguments, ranks, start) as processes:
+        arguments = (sweep, ranks, nodes, enter, str(Path(folder) / "store"), queue)
+        with running_ranks(run_started_rank, arguments, ranks, start) as processes:
             while not join_ranks(processes):
-                while not queue.empty():
-                    updates.append(queue.get())
-                    progress("collectives", min(len(updates), points), points)
-        while not queue.empty():
-            updates.append(queue.get())
-    return updates[-1]
+                drain(queue, rows, sweep, progress)
+        drain(queue, rows, sweep, progress)
+    return rows
+
+
+def drain(queue: Any, rows: list[Row], sweep: Sweep, progress: Progress) -> None:
+    while not queue.empty():
+        rows.append(queue.get())
+        progress("collectives", len(rows), sweep.points())
 
 
 @contextmanager
@@ -82,94 +140,154 @@ def join_ranks(processes: Any) -> bool:
     try:
         return processes.join(timeout=0.05)
     except (ProcessRaisedException, ProcessExitedException) as error:
+        time.sleep(0.1)  # the peers of a dead rank fail too: it is the cause
+        for rank, process in enumerate(processes.processes):
+            # `join` has sent SIGTERM to those that were left
+            if (code := process.exitcode or 0) < 0 and code != -signal.SIGTERM:
+                name = signal.Signals(-code).name
+                raise TrainingError(f"rank {rank} was ended by {name} while collectives were measured") from None
         last = str(error).strip().splitlines()[-1]
         raise TrainingError(f"a rank failed while collectives were measured: {last}") from None
 
 
-# --- on every rank ------------------------------------------------------------------------------------------
+# --- on every rank ---------------------------------------------------------------------------------------
 
 
-def run_rank(
-    rank: int, device: str, ranks: int, messages: tuple[int, ...], share: float, store: str, queue: Any
+def run_started_rank(
+    rank: int,
+    sweep: Sweep,
+    ranks: int,
+    nodes: int,
+    enter: Callable[[int], None] | None,
+    store: str,
+    queue: Any,
 ) -> None:
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    else:
-        torch.set_num_threads(1)
-    # Newer versions rename collectives; the oldest supported version has the old names only.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    dist.init_process_group(BACKENDS[device], init_method=f"file://{store}", rank=rank, world_size=ranks)
-    us: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
-    noise: list[float] = []
-    for members in group_sizes(ranks):
-        group = dist.new_group(list(range(members)))
-        for kind in KINDS if members == 2 else KINDS[:-1]:  # point-to-point: two ranks only
-            times = []
-            for size in messages if rank < members else ():
-                elements = max(1, size // DTYPES[device].itemsize // members) * members
-                call, calls = make_call(kind, rank, members, elements, place, group)
-                median, fastest = time_rounds(call, share, place, group)
-                times.append(1e6 * median / calls)
-                noise.append(median / fastest)
-                if rank == 0:
-                    queue.put(kind)
-            us[kind][str(members)] = monotone(times)
-        dist.barrier()
-    if rank == 0:
-        queue.put(CollectiveTimes(us, statistics.median(noise)))
-    dist.barrier()
+    per_node = ranks // nodes
+    if enter is not None:
+        enter(rank // per_node)
+    place = rank_device(sweep.device, rank % per_node)
+    dist.init_process_group(
+        BACKENDS[sweep.device], init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
+    run_sweep(sweep, per_node, place, queue.put)
     dist.destroy_process_group()
 
 
-def make_call(
-    kind: str, rank: int, members: int, elements: int, device: torch.device, group: Any
-) -> tuple[Callable[[], object], int]:
-    """The call, and the number of sequential messages in it."""
-    whole, other = (torch.zeros(elements, device=device, dtype=DTYPES[device.type]) for _ in range(2))
-    part = whole[: elements // members].clone()
-    if kind == "send":
+def run_under_torchrun(sweep: Sweep, progress: Progress = silent) -> list[Row]:
+    """As one of the ranks that torchrun started; only rank 0 gets rows."""
+    place = rank_device(sweep.device, int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(BACKENDS[sweep.device], timeout=TIMEOUT)
+    rows: list[Row] = []
 
-        def ping_pong() -> None:
-            for sender in (0, 1):
-                if rank == sender:
-                    dist.send(whole, 1 - rank, group=group)
-                else:
-                    dist.recv(whole, 1 - rank, group=group)
+    def add(row: Row) -> None:
+        rows.append(row)
+        progress("collectives", len(rows), sweep.points())
 
-        return ping_pong, 2
-    calls: dict[str, Callable[[], object]] = {
-        "all-reduce": lambda: dist.all_reduce(whole, group=group),
-        "all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        "all-to-all": lambda: dist.all_to_all_single(other, whole, group=group),
-    }
-    return calls[kind], 1
+    try:
+        run_sweep(sweep, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())), place, add)
+    except RuntimeError as error:  # gloo's and NCCL's, when another rank has died
+        last = str(error).strip().splitlines()[0]
+        raise TrainingError(f"rank {dist.get_rank()}: another rank has ended: {last}") from None
+    dist.destroy_process_group()
+    return rows
 
 
-def time_rounds(call: Callable[[], object], share: float, device: torch.device, group: Any) -> tuple[float, float]:
-    """Seconds of one call: the median round and the fastest, of the slowest rank."""
-    once = max(time_round(call, 1, device, group) for _ in range(2))
-    calls = max(1, min(MAX_CALLS, int(share / ROUNDS / max_over_ranks([once], device, group)[0])))
-    times = [time_round(call, calls, device, group) for _ in range(ROUNDS)]
-    median, fastest = max_over_ranks([statistics.median(times), min(times)], device, group)
-    return median, fastest
+def rank_device(device: str, local_rank: int) -> torch.device:
+    # Newer versions rename collectives; the oldest supported version has the old names only.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device(device, local_rank)
+    torch.set_num_threads(1)
+    return torch.device(device)
 
 
-def time_round(call: Callable[[], object], calls: int, device: torch.device, group: Any) -> float:
-    dist.barrier(group=group)
+def run_sweep(sweep: Sweep, per_node: int, device: torch.device, report: Callable[[Row], object]) -> None:
+    """All points; rank 0 reports them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name in sweep.groups:
+        layout = group_layout(name, ranks, per_node)
+        handles = [dist.new_group(list(members)) for members in layout]
+        own = [(handle, members) for handle, members in zip(handles, layout, strict=True) if rank in members]
+        team = dist.new_group(sorted(member for members in layout for member in members))
+        if own:
+            handle, members = own[0]
+            group = Group(handle, members, members.index(rank))
+            for op in sweep.ops:
+                for dtype in sweep.dtypes:
+                    for in_place in sweep.variants(op):
+                        for size in sweep.sizes:
+                            row = measure_point(sweep, op, name, dtype, in_place, size, device, group, team)
+                            if rank == 0:
+                                report(row)
+        dist.barrier()
+
+
+def measure_point(
+    sweep: Sweep,
+    op: str,
+    name: str,
+    dtype: str,
+    in_place: bool,
+    size: int,
+    device: torch.device,
+    group: Group,
+    team: Any,
+) -> Row:
+    """`team`: all ranks that are at work, in this group and in those beside it."""
+    call = make_call(op, in_place, size, dtype, device, group)
+    wrong = []
+    for after in (False, True):
+        if after:
+            times = time_rounds(call.run, sweep.rounds, sweep.point_s, device, team)
+        call.fill()
+        call.run()
+        synchronise(device)
+        wrong.append(call.wrong())
+    (missed,) = over_ranks([float(max(wrong))], dist.ReduceOp.SUM, device, team)
+    each = [1e6 * seconds / call.messages for seconds in times]
+    low, median, high = (float(np.quantile(each, share)) for share in (0.25, 0.5, 0.75))
+    members = 2 if op == "send" else group.size
+    return Row(op, name, members, dtype, in_place, call.nbytes, median, low, high, min(each), int(missed))
+
+
+def time_rounds(
+    call: Callable[[], object], rounds: int, seconds: float, device: torch.device, team: Any
+) -> list[float]:
+    """Seconds of one call in each round, of the slowest rank."""
+    once = max(time_round(call, 1, device, team) for _ in range(2))
+    calls = int(seconds / rounds / over_ranks([once], dist.ReduceOp.MAX, device, team)[0])
+    calls = max(1, min(MAX_CALLS, calls))
+    times = [time_round(call, calls, device, team) for _ in range(rounds)]
+    return over_ranks(times, dist.ReduceOp.MAX, device, team)
+
+
+def time_round(call: Callable[[], object], calls: int, device: torch.device, team: Any) -> float:
+    dist.barrier(group=team)
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     return (time.perf_counter() - start) / calls
 
 
-def max_over_ranks(seconds: list[float], device: torch.device, group: Any) -> list[float]:
-    values = torch.tensor(seconds, device=device, dtype=torch.float32)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-    return values.tolist()
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def over_ranks(values: list[float], how: Any, device: torch.device, team: Any) -> list[float]:
+    reduced = torch.tensor(values, device=device, dtype=torch.float64)
+    dist.all_reduce(reduced, op=how, group=team)
+    return reduced.tolist()
+
+
+# --- for profiles ----------------------------------------------------------------------------------------
+
+
+def noise(rows: list[Row]) -> float:
+    """Median round over the fastest, the median of all points."""
+    return statistics.median(row.time_us / row.fastest_us for row in rows)
 
 
 def monotone(times: list[float]) -> list[float]:

@@ -7,6 +7,9 @@ errors. Message bytes are the whole buffer, gathered or not yet reduced, as nccl
 
 Between nodes, `Network` is modelled (`network.py`): a ring or, for all-reduce, two trees; the faster one counts.
 
+A profile may have fits of α and β (`alpha_beta.py`), which are then used instead of the knots, and collectives that
+`lmworks bench collectives` measured between nodes, which are used instead of `Network`.
+
 `Fabric` joins both. A group of `ranks` members lies at global ranks first, first + stride, first + 2·stride …, and
 ranks fill node after node: tensor parallelism (stride 1) stays inside one, data parallelism with a stride as long as
 a node has one member in each, and every member its own network port. Groups of the same kind that run at once do not
@@ -18,7 +21,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +30,14 @@ from numpy.typing import NDArray
 
 from ...spec import Cluster, Gpu, SpecError
 from ..case import Number
+from .alpha_beta import AlphaBeta
 from .network import Cost, Network, wire_share
 
 LINKS = Path(__file__).with_name("links.toml")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 # A broadcast is a gather whose one piece goes round; a send is half of an exchange between two.
 SAME_CURVE = {"broadcast": "all-gather", "send": "all-to-all"}
+RINGS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")  # steps grow with the ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,7 @@ class Curve:
     sizes: NDArray[Any]  # message bytes of the knots
     seconds_at: Mapping[str, Mapping[int, NDArray[Any]]]  # by collective and number of ranks
     tag: str = "fitted"  # or "measured": on the very machine
+    fits: Mapping[str, Mapping[int, AlphaBeta]] = field(default_factory=dict)  # used instead of the knots
 
     @classmethod
     def from_dict(cls, name: str, table: Mapping[str, Any], sizes: NDArray[Any]) -> Self:
@@ -53,23 +59,38 @@ class Curve:
             for kind in KINDS
             if kind in table
         }
+        fits = {
+            kind: {int(ranks): AlphaBeta.from_dict(fit) for ranks, fit in by_ranks.items()}
+            for kind, by_ranks in table.get("fit", {}).items()
+        }
         gpus, tag = tuple(table["gpus"]), table.get("tag", "fitted")
-        return cls(name, table["link_gbs"], gpus, table["fabric"], sizes, times, tag)
+        return cls(name, table["link_gbs"], gpus, table["fabric"], sizes, times, tag, fits)
 
     def seconds(self, kind: str, wire: Number, ranks: Number) -> Number:
         """Of a collective in which every rank sends `wire` bytes.
 
         Between measured numbers of ranks, log-time follows the logarithm of the ranks. Every rank beyond them adds the
-        step that the last measured ones added to a message of almost nothing.
+        step that the last measured ones added to a message of almost nothing; where one number of ranks was measured,
+        its latency over the steps of its ring.
         """
         for other in (SAME_CURVE.get(kind, kind), "all-reduce"):  # as many bytes on the wire, in another message
             kind = kind if kind in self.seconds_at else other
         table = self.seconds_at[kind]
         counts = np.array(sorted(table))
         wire, ranks = np.broadcast_arrays(wire, ranks)
-        known = np.stack([self.log_seconds(table[n], wire / wire_share(kind, n)) for n in counts])
+        fits = self.fits.get(kind, {})
+        known = np.stack(
+            [
+                np.log(np.maximum(fits[n].seconds(wire / wire_share(kind, n)), 1e-9))
+                if n in fits
+                else self.log_seconds(table[n], wire / wire_share(kind, n))
+                for n in counts
+            ]
+        )
         if len(counts) == 1:
-            return np.exp(known[0])
+            only = int(counts[0])
+            step = fits[only].latency / (only - 1) if only in fits and kind in RINGS else 0.0
+            return np.exp(known[0]) + np.maximum(ranks - only, 0) * step
         grid, place = np.log2(counts), np.log2(np.maximum(ranks, counts[0]))
         low = np.clip(np.searchsorted(grid, place, side="right") - 1, 0, len(counts) - 2)
         below, above = (np.take_along_axis(known, index[np.newaxis], axis=0)[0] for index in (low, low + 1))
@@ -128,10 +149,16 @@ class Fabric:
     host_gbs: float
     curve: Curve | None  # none for a torus
     network: Network | None  # none where no speed is known
+    between: Curve | None = None  # measured between nodes, one rank of a group on each: in place of `network`
 
     @classmethod
-    def of(cls, cluster: Cluster, gpu: Gpu, curve: Curve | None = None, nodes: int = 0) -> Self:
-        """The links of a cluster, or of `nodes` of its kind; `curve` is what was measured on it, if anything was."""
+    def of(
+        cls, cluster: Cluster, gpu: Gpu, curve: Curve | None = None, nodes: int = 0, between: Curve | None = None
+    ) -> Self:
+        """The links of a cluster, or of `nodes` of its kind.
+
+        `curve` and `between` are what was measured on it, if anything was: inside a node, and between nodes.
+        """
         kind = gpu.fabric if cluster.fabric == "auto" else cluster.fabric
         link = (gpu.host_gbs or gpu.link_gbs) if kind == "pcie" else gpu.link_gbs
         if kind != "torus" and link and curve is None:
@@ -140,7 +167,7 @@ class Fabric:
         nic = cluster.nic_gbs or gpu.nic_gbs
         network = Network.of(read_links()["network"], cluster.network, nic) if nic else None
         world = (nodes or cluster.nodes) * cluster.gpus_per_node
-        return cls(gpu.name, kind, domain, world, link, gpu.host_gbs, curve, network)
+        return cls(gpu.name, kind, domain, world, link, gpu.host_gbs, curve, network, between)
 
     def members(self, ranks: Number, stride: Number) -> NDArray[Any]:
         """How many of a group stand in one machine, or in what its fast links join."""
@@ -156,10 +183,12 @@ class Fabric:
 
     def tag(self, kind: str, ranks: int, stride: int = 1) -> str:
         """Where the figure comes from: measured here, fitted to measurements of such links, or modelled."""
-        if self.curve is None or self.gpu not in self.curve.gpus or not self.inside(ranks, stride):
+        inside = bool(self.inside(ranks, stride))
+        curve = self.curve if inside else self.between
+        if curve is None or self.gpu not in curve.gpus:
             return "modelled"
-        known = self.curve.seconds_at.get(kind, {})
-        return self.curve.tag if ranks <= max(known, default=0) else "modelled"
+        known, members = curve.seconds_at.get(kind, {}), 1 if inside else int(self.members(ranks, stride))
+        return curve.tag if -(-ranks // members) <= max(known, default=0) else "modelled"
 
     def seconds(self, kind: str, nbytes: Number, ranks: Number, stride: Number = 1) -> Number:
         """Of one collective of `nbytes`, the whole buffer (of a send, the message), among `ranks` at `stride`."""
@@ -200,6 +229,8 @@ class Fabric:
 
     def across(self, kind: str, nbytes: Number, ranks: Number, members: NDArray[Any], local: Number) -> Number:
         """Between machines; `local` is what the same message takes among the members of one."""
+        if self.between is not None:
+            return self.across_measured(kind, nbytes, ranks, members, local)
         net = self.network
         if net is None:
             raise SpecError(
@@ -227,6 +258,14 @@ class Fabric:
         """Measured seconds within a machine as latency, which a message of one byte takes, and the rest."""
         alpha = np.minimum(seconds, self.within(kind, 1.0, ranks))
         return Cost(alpha, seconds - alpha, seconds)
+
+    def across_measured(self, kind: str, nbytes: Number, ranks: Number, members: NDArray[Any], local: Number) -> Number:
+        """A ring through all ranks crosses from node to node on one link, which was measured with one rank on each."""
+        assert self.between is not None
+        machines = 2 if kind == "send" else np.ceil(ranks / members)
+        network = self.between.seconds(kind, nbytes * wire_share(kind, ranks), machines)
+        further = wire_share(kind, ranks) / wire_share(kind, np.maximum(members, 2))
+        return network if kind == "send" else np.maximum(local * further, network)
 
     @functools.cached_property
     def rates_within(self) -> NDArray[Any]:

@@ -5,6 +5,8 @@
     [made]               when, and with which versions
     [rates."gemm.bf16"]  FLOP/s (products, attention) or bytes/s (passes) at some shapes
     [links]              message sizes in bytes, and below it µs of each collective for each number of ranks
+    [links.fit.….2]      α (µs) and β (ns for each byte) of a collective among 2 ranks, one column a regime
+    [network]            the same between nodes, one rank of a group on each (`lmworks bench collectives`)
 
 A profile may be made on one machine and read on another: that is how a laptop plans for a cluster.
 """
@@ -22,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...spec import Cluster, Gpu, SpecError, dump_toml, recognise
+from .alpha_beta import COLUMNS
 from .links import KINDS, Curve
 from .machine import FORMAT, Machine, Rate
 from .rates import gpu_rates
@@ -36,12 +39,22 @@ class Profile:
     machine: Machine
     links: Mapping[str, Any] | None = None  # as `Curve.from_dict` reads it, with `sizes`; None: one rank, no links
     made: Mapping[str, Any] | None = None  # date and versions, for people
+    network: Mapping[str, Any] | None = None  # as `links`, between nodes
 
     @functools.cached_property
     def curve(self) -> Curve | None:
-        if self.links is None:
+        """Inside a node."""
+        return self.curve_of(self.links)
+
+    @functools.cached_property
+    def between(self) -> Curve | None:
+        """Between nodes."""
+        return self.curve_of(self.network)
+
+    def curve_of(self, table: Mapping[str, Any] | None) -> Curve | None:
+        if table is None:
             return None
-        return Curve.from_dict(self.machine.name, self.links, np.array(self.links["sizes"], dtype=float))
+        return Curve.from_dict(self.machine.name, table, np.array(table["sizes"], dtype=float))
 
     def to_dict(self) -> dict[str, Any]:
         machine = asdict(self.machine)
@@ -51,7 +64,8 @@ class Profile:
         }
         kept = {key: value for key, value in machine.items() if key not in ("rates", "laws", "gains", "tag")}
         table = {"format": FORMAT, "machine": kept, "made": dict(self.made or {}), "rates": rates}
-        return table if self.links is None else {**table, "links": dict(self.links)}
+        measured = {"links": self.links, "network": self.network}
+        return table | {name: dict(links) for name, links in measured.items() if links is not None}
 
     def to_toml(self) -> str:
         return HEADER + dump_toml(self.to_dict())
@@ -71,7 +85,8 @@ class Profile:
             raise ProfileError('it has no matrix products: [rates."gemm.…"] is missing')
         machine = Machine(tag="measured", rates=rates, **known)
         machine = with_laws(machine, catalogue)
-        return cls(machine, read_links(table["links"]) if "links" in table else None, table.get("made", {}))
+        links, network = (read_links(name, table[name]) if name in table else None for name in ("links", "network"))
+        return cls(machine, links, table.get("made", {}), network)
 
 
 class ProfileError(ValueError):
@@ -160,18 +175,41 @@ def read_rates(kind: str, entry: Any) -> tuple[Rate, ...]:
     return tuple(points)
 
 
-def read_links(table: Any) -> dict[str, Any]:
-    known = part({"links": table}, "links", ("gpus", "link_gbs", "fabric", "sizes"))
-    sizes = numbers(known["sizes"], "links.sizes")
+def read_links(name: str, table: Any) -> dict[str, Any]:
+    """`name`: links or network."""
+    known = part({name: table}, name, ("gpus", "link_gbs", "fabric", "sizes"))
+    sizes = numbers(known["sizes"], f"{name}.sizes")
     if sizes != sorted(set(sizes)) or len(sizes) < 2:
-        raise ProfileError("links.sizes must grow, from at least two")
+        raise ProfileError(f"{name}.sizes must grow, from at least two")
     measured = {kind: dict(table[kind]) for kind in KINDS if isinstance(table.get(kind), Mapping)}
     if "all-reduce" not in measured:
-        raise ProfileError("links.all-reduce is missing: what was not measured is priced like it")
+        raise ProfileError(f"{name}.all-reduce is missing: what was not measured is priced like it")
     for kind, by_ranks in measured.items():
         for ranks, times in by_ranks.items():
-            if not (str(ranks).isascii() and str(ranks).isdecimal()) or int(ranks) < 2:
-                raise ProfileError(f"links.{kind}: {ranks!r} is no number of ranks")
-            if len(numbers(times, f"links.{kind}.{ranks}")) != len(sizes):
-                raise ProfileError(f"links.{kind}.{ranks} has not as many times as there are sizes")
-    return {**known, "tag": "measured", **measured}
+            check_ranks(ranks, f"{name}.{kind}")
+            if len(numbers(times, f"{name}.{kind}.{ranks}")) != len(sizes):
+                raise ProfileError(f"{name}.{kind}.{ranks} has not as many times as there are sizes")
+    extra = {"fit": read_fits(f"{name}.fit", table["fit"], measured)} if "fit" in table else {}
+    return {**known, "tag": "measured", **measured, **extra}
+
+
+def check_ranks(ranks: Any, name: str) -> None:
+    if not (str(ranks).isascii() and str(ranks).isdecimal()) or int(ranks) < 2:
+        raise ProfileError(f"{name}: {ranks!r} is no number of ranks")
+
+
+def read_fits(name: str, table: Any, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of `alpha_beta.COLUMNS`, a regime in each row."""
+    found: dict[str, Any] = {}
+    for kind, by_ranks in part({name: table}, name, ()).items():
+        if not isinstance(by_ranks, Mapping) or not set(by_ranks) <= set(measured.get(kind, ())):
+            raise ProfileError(f"{name}.{kind}: such a collective was not measured among as many ranks")
+        for ranks, fit in by_ranks.items():
+            columns = part({f"{name}.{kind}.{ranks}": fit}, f"{name}.{kind}.{ranks}", COLUMNS)
+            for column, values in columns.items():
+                if not isinstance(values, list) or len(values) != len(columns["above"]) or not values:
+                    raise ProfileError(f"{name}.{kind}.{ranks}.{column} has not one number a regime")
+                for value in values:
+                    number(value, f"{name}.{kind}.{ranks}.{column}", least=0.0)
+            found.setdefault(kind, {})[ranks] = columns
+    return found

@@ -46,7 +46,8 @@ class Links:
     def of(cls, case: Case) -> Self:
         cluster, tp, shard = case.cluster, case.tp, case.dp_shard * case.cp
         nodes = int(np.max(np.ceil(case.world / cluster.gpus_per_node)))
-        measured = profile_for(case.gpu, cluster.profile, cluster.catalogue).curve if cluster.profile else None
+        profile = profile_for(case.gpu, cluster.profile, cluster.catalogue) if cluster.profile else None
+        inside, between = (profile.curve, profile.between) if profile else (None, None)
         copies = (shard if case.zero == 3 else case.dp * case.cp) // case.ep if case.model.experts else 1
         groups = {
             "tp": (tp, 1),
@@ -58,7 +59,7 @@ class Links:
             "edp": (np.maximum(1, copies), tp * case.ep),  # ranks that hold the same experts
             "pp": (case.pp, tp * case.cp * case.dp),
         }
-        return cls(Fabric.of(cluster, case.gpu, measured, nodes), groups)
+        return cls(Fabric.of(cluster, case.gpu, inside, nodes, between), groups)
 
     def seconds(self, axis: str, kind: str, nbytes: Number) -> CommSeconds:
         """Of one collective, or of a send to the next rank of an axis; 0 where the axis has one rank."""
