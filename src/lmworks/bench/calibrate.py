@@ -21,7 +21,6 @@ from .. import __version__
 from ..data.encode import available_cores
 from ..data.progress import Progress, silent
 from ..plan.devices.machine import FORMAT, Machine
-from ..plan.devices.network import wire_share
 from ..plan.devices.profile import Profile, load_profile, profile_of
 from ..spec import Cluster, SpecError
 from ..spec.files import cache_root, check_writable, write_whole
