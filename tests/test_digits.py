@@ -9,7 +9,7 @@ import pytest
 
 from lmworks.bench.workload import read_prefix, read_range
 from lmworks.checkpoint.format.folders import LEFTOVER, folders
-from lmworks.cli.checkpoint import parse_bytes
+from lmworks.cli.options import parse_bytes
 from lmworks.data.tokenizer import bpe_size
 from lmworks.launch.slurm import TIME
 from lmworks.model.hf_write import WEIGHTS
@@ -33,7 +33,7 @@ def elsewhere(text: str) -> str:
     [
         (parse_cluster, "8xh100", "write COUNTxGPU"),
         (parse_cluster, "2x8xh100", "write COUNTxGPU"),
-        (parse_bytes, "5GB", "is not a size; write it like 5GB"),
+        (lambda text: parse_bytes(text, "--bytes"), "5GB", "is not a size; write it like 5GB"),
         (bpe_size, "bpe:4096", "write bpe:N"),
         (read_prefix, "512x4", "write TOKENS, e.g. 512"),
         (lambda text: read_range(text, "--input"), "100:1024", "write LOW:HIGH"),

@@ -151,6 +151,19 @@ runs RUN --plot x.txt
 runs --compare RUN
 runs show nowhere
 runs show RUN --mtbf -1
+plan collective all_reduce
+plan collective shout --cluster 8xh100
+plan collective all_reduce --cluster 8xnothing
+plan collective all_reduce --cluster 8xh100 --bytes lots
+plan collective all_reduce --cluster 8xh100 --ranks 1
+plan collective all_reduce --cluster 8xh100 --ranks 9
+plan collective all_reduce --cluster 64xh100 --ranks 12
+plan collective all_reduce --cluster 64xh100 --schedule ring
+plan collective all_reduce --cluster 4xh100 --schedule bruck
+plan collective all_reduce --cluster 8xh100 optim.lr=1
+plan collective all_reduce --cluster 8xh100 cluster.network=string
+plan collective all_reduce --cluster 8xtpu-v5p
+plan collective all_reduce --cluster 8xh100 --plot x.txt
 data prepare nowhere --out new
 data prepare empty --out new
 data prepare file.txt --out file.txt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from ..spec import ParallelSpec
 from ..spec.errors import CheckpointError, SpecError
 from .generate import Step
 from .groups import CommandGroup
+from .options import parse_bytes
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ Source = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, or a folder of checkpoints, or one of them.")
 ]
 MaxShardSize = Annotated[str, typer.Option("--max-shard-size", help="The largest file of weights, e.g. 500MB or 2GiB.")]
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @app.command()
@@ -144,7 +142,7 @@ def export(
     """
     from ..train.export import export as write
 
-    limit = parse_bytes(max_shard_size)
+    limit = parse_bytes(max_shard_size, "--max-shard-size")
     with progress_unless(json) as progress:
         written = write(source, out, step, shard_bytes=limit, progress=progress, adapter=adapter)
     if json:
@@ -172,7 +170,7 @@ def merge(
     """
     from ..model.merge import merge_peft
 
-    limit = parse_bytes(max_shard_size)
+    limit = parse_bytes(max_shard_size, "--max-shard-size")
     with progress_unless(json) as progress:
         files = merge_peft(base, adapter, out, limit, lambda done, total: progress("merge", done, total))
     if json:
@@ -270,12 +268,3 @@ def progress_unless(json: bool) -> Iterator[Progress]:
                 console(f"{stage} (MB)", done // 10**6, total // 10**6)
 
         yield draw
-
-
-def parse_bytes(text: str) -> int:
-    """5GB as `transformers` reads it, 5 × 10⁹; GiB are powers of 1024."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Z]*)", text.strip().upper())
-    size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0
-    if size < 1:
-        raise SpecError(f"--max-shard-size {text!r} is not a size; write it like 5GB, 500MB or 2GiB")
-    return int(size)

@@ -14,6 +14,7 @@ from ..spec import Cluster, Gpu, RunSpec, SpecError, load_run
 from .groups import DefaultCommandGroup
 from .options import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
+from .plan_collective import collective
 from .plan_lookup import hardware, mesh, models, pipeline, print_busy
 from .plan_reliability import reliability
 from .plan_search import search
@@ -457,5 +458,6 @@ app.command(rich_help_panel=LOOK_UP)(models)
 app.command(rich_help_panel=LOOK_UP)(hardware)
 app.command(rich_help_panel=LOOK_UP)(mesh)
 app.command(rich_help_panel=LOOK_UP)(pipeline)
+app.command(rich_help_panel=LOOK_UP)(collective)
 app.command(rich_help_panel=CHECK)(calibrate)
 app.command(rich_help_panel=CHECK)(validate)

@@ -41,6 +41,7 @@ class Gpu(Section):
     bandwidth_gbs: float = opt(0.0, "device memory bandwidth", ge=0)
     link_gbs: float = opt(0.0, "link to its neighbours in the node, one direction, all its lanes", ge=0)
     fabric: str = opt("pcie", "what joins it to its neighbours", choices=FABRICS)
+    nvls: bool = opt(False, "its switches add up and copy to all ranks of an all-reduce (NVLS)")
     per_node: int = opt(8, "accelerators in the usual machine", ge=1)
     domain: int = opt(0, "accelerators that its links join, where that is more than a machine", ge=0)
     nic_gbs: float = opt(0.0, "network between machines for each accelerator, one direction", ge=0)

@@ -46,7 +46,9 @@ class Cost:
         return Cost(*(np.where(first, one, two) for one, two in pairs))
 
     def at_least(self, seconds: Number) -> Cost:
-        return Cost(self.alpha, self.beta, np.maximum(self.seconds, seconds))
+        """A bandwidth that something else limits."""
+        beta = np.where(self.seconds < seconds, np.maximum(self.beta, seconds - self.alpha), self.beta)
+        return Cost(self.alpha, beta, np.maximum(self.seconds, seconds))
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,15 @@ class Network:
         moving = nbytes * np.where(machines > 2, 4 - trees, 1) / (members * self.nic)
         small = inside + Cost.total(hops * self.tree_across["small"], moving / self.small_share_tree)
         wait = hops * self.tree_across["large"]
-        large = Cost(inside.alpha + wait, np.maximum(inside.beta, moving), wait + self.together(inside.seconds, moving))
+        beta = self.together(inside.beta, moving)
+        large = Cost(inside.alpha + wait, beta, wait + self.together(inside.seconds, moving))
         return Cost.total(np.where(members > 1, 0, self.start), 0.0) + small.or_faster(large)
 
     def exchange(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Cost:
         """An all-to-all: everyone's share for other machines leaves through its own port."""
         moving = nbytes * (ranks - members) / ranks / self.nic
         wait = self.start + self.ring_across["large"] * self.hops + (ranks - members) * self.peer
-        return Cost(wait, np.maximum(moving, inside), wait + self.together(inside, moving))
+        return Cost.total(wait, self.together(inside, moving))
 
     def send(self, nbytes: Number) -> Number:
         small = self.ring_across["small"] * self.hops + nbytes / (self.nic * self.small_share)
