@@ -57,19 +57,22 @@ def links_table(rows: Sequence[Row], sizes: Sequence[int], device: torch.device)
     return {**table, "fit": fits} if fits else table
 
 
+def check_profile(profile: Profile, device: torch.device, ops: Sequence[str]) -> None:
+    """Before the measurement: whether it can go into this profile."""
+    here = device_name(device)
+    if profile.machine.name != here:
+        raise SpecError(f"--profile was measured on {profile.machine.name!r}, and this machine is {here!r}")
+    if "all-reduce" not in ops:
+        raise SpecError("--profile: a plan needs all-reduce; add it to --ops")
+
+
 def with_measured(
     profile: Profile, rows: Sequence[Row], sizes: Sequence[int], device: torch.device, nodes: int
 ) -> Profile:
     """The profile with what was measured inside a node, between nodes, or both; the rest stays."""
-    here = device_name(device)
-    if profile.machine.name != here:
-        raise SpecError(f"--profile was measured on {profile.machine.name!r}, and this machine is {here!r}")
     crossing = {"inter"} | ({"all"} if nodes > 1 and all_on_own_node(rows, nodes) else set())
     between = [row for row in rows if row.group in crossing and nodes > 1]
     inside = [row for row in rows if row.group == "intra" or (nodes == 1 and row.group != "inter")]
-    for part in (inside, between):
-        if part and not any(row.op == "all-reduce" for row in part):
-            raise SpecError("--profile: a plan needs all-reduce; add it to --ops")
     if inside:
         profile = replace(profile, links=links_table(inside, sizes, device))
     if between:

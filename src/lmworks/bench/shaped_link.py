@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,3 +213,19 @@ def enter_namespace(name: str) -> None:
     finally:
         with suppress(OSError):
             os.close(handle)
+
+
+def run_on_both(link: ShapedLink, command: Sequence[str]) -> list[int]:
+    """Exit codes of the command on both nodes; the second node's standard output is dropped."""
+    processes = []
+    try:
+        for number, node in enumerate(link.nodes):
+            environment = {**os.environ, **link.variables(number)}
+            output = None if number == 0 else subprocess.DEVNULL
+            processes.append(subprocess.Popen(node.command(*command), env=environment, stdout=output))
+        return [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()

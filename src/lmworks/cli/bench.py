@@ -15,6 +15,7 @@ from ..record.formatting import binary_bytes, duration, short
 from ..spec import Cluster, RunSpec, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
+from .bench_collectives import collectives, link
 from .bench_inference import offline, serve
 from .groups import CommandGroup
 from .options import Force, OnDevice, device_options, on_device
@@ -406,7 +407,9 @@ app = typer.Typer(
 )
 app.command(rich_help_panel="Measure")(train)
 app.command(rich_help_panel="Measure")(kernels)
+app.command(rich_help_panel="Measure")(collectives)
 app.command(rich_help_panel="Measure")(offline)
 app.command(rich_help_panel="Measure")(serve)
+app.command(rich_help_panel="Measure")(link)
 app.command("ddp-fsdp", rich_help_panel="Compare")(ddp_fsdp)
 app.command(rich_help_panel="Compare")(precision)
