@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not browser and not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile, or put a server under load (installs the extra `lm-eval`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval]"
@@ -64,6 +64,15 @@ $(VENV)-trl-ppo/.ready: pyproject.toml constraints.txt
 test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of post-training against TRL's trainers, in environments of their own
 	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/kernels/test_nf4.py tests/data/test_trl_templates.py
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
+
+# HTA is the reference of a trace's figures. The reader needs no torch, so neither does this environment.
+$(VENV)-hta/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-hta
+	$(VENV)-hta/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest msgspec "HolisticTraceAnalysis==0.5.0"
+	@touch $@
+
+test-hta: $(VENV)-hta/.ready  ## figures of traces against HTA, in an environment of its own
+	PYTHONPATH=src:tests $(VENV)-hta/bin/python -m pytest --noconftest -m hta tests/trace/test_hta.py
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check --no-cache .  # a cached answer outlives the file that made it wrong

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from .intervals import Spans
-from .model import Ints, Kind, Mask, Step, Trace
+from .model import STEP, Ints, Kind, Step, Trace
 
 C10D = re.compile(r"^c10d::|^record_param_comms|^gloo:")
 AUTOGRAD = re.compile(r"^autograd::engine::")
@@ -89,9 +89,7 @@ def compute_lanes(trace: Trace) -> Ints:
     ops = events.of(Kind.OP)
     if not np.any(ops):
         return np.zeros(0, np.int64)
-    marks: Mask = np.zeros(len(events), np.bool_)
-    for step in trace.host_steps:
-        marks |= (events.start == step.start) & (events.end == step.end) & events.of(Kind.ANNOTATION, Kind.OP)
+    marks = trace.named(STEP) & events.of(Kind.ANNOTATION, Kind.OP)
     time = np.bincount(events.lane[ops], weights=events.duration[ops], minlength=len(trace.lanes))
     main = events.lane[marks] if np.any(marks) else np.array([int(np.argmax(time))])
     return np.unique(np.concatenate((main, events.lane[ops & trace.named(AUTOGRAD)]))).astype(np.int64)

@@ -1,0 +1,162 @@
+"""Where the time of the steps went, by op: device time of what each op launched, or the op's own time on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .breakdown import C10D, compute_lanes
+from .kineto import item_size
+from .model import DEVICE, Ints, Kind, Mask, Trace
+from .nesting import Nesting
+
+SHORT_KERNEL = 10_000  # ns
+
+
+@dataclass(frozen=True)
+class Hotspot:
+    op: str
+    calls: int
+    kernels: int
+    seconds: float
+    flops: float | None  # None: not known from its shapes
+    bytes: float | None  # read: sizes of its inputs
+
+    def to_dict(self) -> dict[str, Any]:
+        rate = {
+            "flops_per_s": self.flops / self.seconds if self.flops and self.seconds else None,
+            "bytes_per_s": self.bytes / self.seconds if self.bytes and self.seconds else None,
+        }
+        return {"op": self.op, "calls": self.calls, "kernels": self.kernels, "seconds": self.seconds, **rate}
+
+
+def in_steps(trace: Trace, start: Ints) -> Mask:
+    """Which times lie within the steps."""
+    inside = np.zeros(len(start), np.bool_)
+    for step in trace.steps:
+        inside |= (start >= step.start) & (start < step.end)
+    return inside
+
+
+def hotspots(trace: Trace, nesting: Nesting) -> list[Hotspot]:
+    """By device time of the innermost op that launched it (by self time where there is no device), longest first.
+
+    What no op launched keeps the name of its kernel.
+    """
+    events = trace.events
+    if trace.on_device:
+        rows = np.flatnonzero(events.of(*DEVICE) & in_steps(trace, events.start))
+        call = trace.launch[rows]
+        op = np.where(call >= 0, nesting.nearest(trace, Kind.OP)[call], -1)
+        op = np.where(op >= 0, op, rows)
+        time = events.duration[rows]
+    else:
+        lanes = np.isin(events.lane, compute_lanes(trace)) & events.of(Kind.OP) & ~trace.named(C10D)
+        rows = np.flatnonzero((lanes | events.of(Kind.COLLECTIVE)) & in_steps(trace, events.start))
+        op, time = rows, nesting.self_time[rows]
+    names = events.name[op]
+    seconds = np.bincount(names, weights=time, minlength=len(trace.names)) / 1e9
+    kernels = np.bincount(names, minlength=len(trace.names))
+    calls = np.bincount(events.name[np.unique(op)], minlength=len(trace.names))
+    flops, sizes = work_of(trace, np.unique(op))
+    return [
+        Hotspot(
+            trace.names[name],
+            int(calls[name]),
+            int(kernels[name]) if trace.on_device else 0,
+            float(seconds[name]),
+            flops.get(name),
+            sizes.get(name),
+        )
+        for name in np.argsort(-seconds, kind="stable")
+        if kernels[name]
+    ]
+
+
+def launches(trace: Trace) -> dict[str, float]:
+    """Kernels launched a step (or ops called, on a CPU), and the share of those under 10 µs."""
+    events = trace.events
+    kinds = events.of(Kind.KERNEL, Kind.COLLECTIVE) if trace.on_device else events.of(Kind.OP)
+    chosen = kinds & in_steps(trace, events.start)
+    count, steps = int(chosen.sum()), max(len(trace.steps), 1)
+    under = int((chosen & (events.duration < SHORT_KERNEL)).sum())
+    return {"per_step": count / steps, "share_under_10us": under / count if count else 0.0}
+
+
+def python_time(trace: Trace, top: int = 20) -> list[dict[str, Any]]:
+    """Own time of Python calls on the host, longest first; of annotations where no stacks were recorded."""
+    events = trace.events
+    kind = Kind.PYTHON if np.any(events.of(Kind.PYTHON)) else Kind.ANNOTATION
+    chosen = events.of(kind) & in_steps(trace, events.start)
+    own = Nesting.of(trace, (kind,)).self_time if kind == Kind.PYTHON else Nesting.of(trace).self_time
+    names = events.name[chosen]
+    seconds = np.bincount(names, weights=own[chosen], minlength=len(trace.names)) / 1e9
+    calls = np.bincount(names, minlength=len(trace.names))
+    order = [name for name in np.argsort(-seconds, kind="stable")[:top] if calls[name]]
+    return [{"call": trace.names[n], "calls": int(calls[n]), "seconds": float(seconds[n])} for n in order]
+
+
+# --- FLOPs and bytes from recorded shapes ----------------------------------------------------------------
+
+
+def work_of(trace: Trace, ops: Ints) -> tuple[dict[int, float], dict[int, float]]:
+    """Name → FLOPs, and name → bytes of inputs, of calls whose shapes were recorded."""
+    events = trace.events
+    ops = ops[events.shapes[ops] >= 0]
+    pairs, counts = np.unique(np.stack((events.name[ops], events.shapes[ops])), axis=1, return_counts=True)
+    flops: dict[int, float] = {}
+    sizes: dict[int, float] = {}
+    for name, shape, count in zip(*pairs, counts, strict=True):
+        dims, types = parse_shapes(trace.shapes[shape])
+        sizes[name] = sizes.get(name, 0.0) + float(count) * input_bytes(dims, types)
+        if (work := op_flops(trace.names[name], dims)) is not None:
+            flops[name] = flops.get(name, 0.0) + float(count) * work
+    return flops, sizes
+
+
+def parse_shapes(text: str) -> tuple[list[Any], list[str]]:
+    """Dims and types of the inputs; types may be missing."""
+    decoder = json.JSONDecoder()
+    dims, end = decoder.raw_decode(text)
+    rest = text[end:].strip()
+    return dims, decoder.raw_decode(rest)[0] if rest else []
+
+
+def input_bytes(dims: Sequence[Any], types: Sequence[str]) -> int:
+    sizes = [item_size(kind) or 0 for kind in types]
+    plain = [bool(one) and all(isinstance(size, int) for size in one) for one in dims]
+    return sum(math.prod(one) * size for one, size, flat in zip(dims, sizes, plain, strict=False) if flat)
+
+
+MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$")
+
+
+def op_flops(name: str, dims: Sequence[Any]) -> float | None:
+    """Multiplications and additions, by torch.utils.flop_counter's rules: 2·m·k·n for a product."""
+    match = MATMULS.match(name)
+    if match is None:
+        return None
+    first = 1 if match[1].startswith(("add", "badd")) else 0
+    try:
+        left, right = dims[first], dims[first + 1]
+        return 2.0 * math.prod(left) * right[-1]
+    except (IndexError, TypeError):
+        return None
+
+
+def short_name(name: str, longest: int = 60) -> str:
+    """A kernel's name without its template and call arguments."""
+    depth, kept = 0, []
+    for letter in name.removeprefix("void ").replace("(anonymous namespace)::", "").replace("->", ""):
+        depth += letter in "<("
+        if not depth:
+            kept.append(letter)
+        depth -= letter in ">)" and depth > 0
+    text = "".join(kept).strip() or name
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"

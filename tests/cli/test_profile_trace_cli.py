@@ -1,0 +1,35 @@
+"""`lmworks profile trace`: a table and JSON of the same figures, one line for what is no trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from typed import lmworks
+
+DATA = Path(__file__).parents[1] / "trace" / "data"
+KEYS = {"steps", "compute_s", "exposed_comm_s", "hidden_comm_s", "copy_s", "idle_s", "idle_by_cause", "overlap", "ops"}
+
+
+def test_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(DATA / f"fsdp2_gloo_rank{rank}.json.gz") for rank in (0, 1)]
+    code, out, _ = lmworks(capsys, "profile", "trace", *files, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts.keys() >= KEYS
+    code, out, _ = lmworks(capsys, "profile", "trace", *files)
+    assert code == 0 and f"{1e3 * facts['steps'][1]['compute_s']:,.2f}" in out
+    assert "no device events" in out and "all_gather" in out and "aten::mm" in out
+
+
+def test_a_trace_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, "profile", "trace", str(DATA / "ddp_nccl.json.gz"))
+    assert code == 0 and "critical path" in out and "launches a step" in out and "default_pg" in out
+
+
+def test_what_is_no_trace_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"traceEvents": [{"ph": "X", "cat": "kernel"')
+    code, out, err = lmworks(capsys, "profile", "trace", str(tmp_path / "t.json"))
+    assert code == 1 and not out and err.count("\n") == 1 and "cut off" in err
+    assert lmworks(capsys, "profile", "trace", str(tmp_path / "none.json"))[0] == 2
