@@ -35,6 +35,7 @@ NOT_HERE = {
     r"^torchrun --nnodes": "two machines: tests/parallel/test_two_nodes.py runs it between network namespaces",
     r"^lm_eval": "downloads its task: tests/serve/test_lm_eval.py runs one from disk",
     r"^python benchmarks/(train_gpu.py(?! --predict)|loss_gpu|serve_overhead)": "measures a GPU",
+    r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",
 }
 REFUSED = {r"^lmworks train configs/reference/": "GPU"}  # where there is none; a word of the message

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import Forked
 from layouts import layout, with_meshes
 from lmworks.parallel.local_ranks import on_ranks
-from lmworks.record import RunFolder
+from lmworks.record import RunFolder, read_metrics
 from lmworks.record.profile_request import ProfileRequest, remove_request, request_path, write_request
 from lmworks.spec import RunSpec
 from lmworks.train import Trainer
-from tiny import before_step, curve, events, make_spec, train
+from tiny import before_step, curve, events, make_spec, train, write_spec
 
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
+ENDLESS = ("optim.schedule=constant", "optim.warmup=0", "optim.steps=100000", "checkpoint.every=0")
 
 
 def spans(trace: Path) -> list[str]:
@@ -136,3 +142,89 @@ def test_request_of_a_killed_attempt_is_dropped(dataset: Path, tmp_path: Path) -
     write_request(RunFolder(run), ProfileRequest("old", 2))
     resume(run)
     assert events(run, "profile") == [] and not request_path(RunFolder(run)).exists()
+
+
+# --- the command, beside a run in processes of its own ----------------------------------------------------
+
+
+def wait_for(condition: Callable[[], bool], what: str, patience_s: float = 120) -> None:
+    give_up = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < give_up, f"no {what} after {patience_s} s"
+        time.sleep(0.05)
+
+
+def steps_of(run: Path) -> int:
+    lines = read_metrics(RunFolder(run).metrics_path)
+    return lines[-1]["step"] if lines else 0
+
+
+def begin(dataset: Path, tmp_path: Path, *overrides: str) -> tuple[Path, Forked]:
+    run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
+    process = Forked("train", file, *overrides, "--run-dir", run)
+    wait_for(lambda: steps_of(run) >= 2, "step 2")
+    return run, process
+
+
+def lmworks(*arguments: str | Path) -> tuple[int | None, str, str]:
+    process = Forked(*arguments)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.mark.slow
+def test_attach_to_two_ranks_under_way(dataset: Path, tmp_path: Path) -> None:
+    run, process = begin(dataset, tmp_path, *FSDP2)
+    try:
+        code, out, err = lmworks("profile", "attach", run, "--steps", "3", "--json")
+        assert code == 0, err
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate()
+    traces = [Path(trace) for trace in json.loads(out)["traces"]]
+    (asked,) = events(run, "profile")
+    assert [profiled_steps(trace) for trace in traces] == [list(range(asked["first"], asked["first"] + 3))] * 2
+    taken = asked["last"] + 1
+    spec = layout(dataset, *ENDLESS, *FSDP2, f"optim.steps={taken}")
+    on_ranks(2, train_with_requests, {tmp_path / "plain": (spec, {})})
+    assert [line[:4] for line in curve(run)[:taken]] == [line[:4] for line in curve(tmp_path / "plain")]
+
+
+def test_interrupted_attach_withdraws_its_request(dataset: Path, tmp_path: Path) -> None:
+    """The run is stopped (SIGSTOP), so that it cannot take the request; and that is what a third attach says."""
+    run, process = begin(dataset, tmp_path)
+    request = request_path(RunFolder(run))
+    process.send_signal(signal.SIGSTOP)
+    try:
+        waiting = Forked("profile", "attach", run)
+        wait_for(request.exists, "request")
+        code, _, err = lmworks("profile", "attach", run)
+        assert (code, err) == (2, f"lmworks: error: {run} has a request to profile already; wait until it is done\n")
+        assert request.exists()
+        waiting.send_signal(signal.SIGINT)
+        waiting.communicate()
+        assert waiting.returncode == 130 and not request.exists()
+        code, _, err = lmworks("profile", "attach", run, "--timeout", "1")
+        assert code == 1 and f"{run}: no step for 1 s; the request is withdrawn" in err
+        assert not request.exists()
+        code, _, err = lmworks("profile", "attach", run, "--ranks", "0,1")
+        assert (code, err) == (2, f"lmworks: error: --ranks 0,1: {run} trains on rank 0 alone\n")
+        waiting = Forked("profile", "attach", run)
+        wait_for(request.exists, "request")
+        process.kill()
+        _, err = waiting.communicate()
+        assert waiting.returncode == 1
+        assert f"{run}: the run ended before it took the request: no process trains it; no step was profiled" in err
+        assert not request.exists()
+    finally:
+        process.kill()
+    code, _, err = lmworks("profile", "attach", run)
+    assert (code, err) == (
+        2, f"lmworks: error: {run} is not running: no process trains it; there is no step to profile\n",
+    )  # fmt: skip
+
+
+def test_attach_names_the_end_of_a_finished_run(dataset: Path, tmp_path: Path) -> None:
+    train(make_spec(dataset, "optim.steps=2"), tmp_path / "run")
+    code, _, err = lmworks("profile", "attach", tmp_path / "run")
+    assert code == 2 and "is not running: it has finished after step 2" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_
 from .generate import EngineOverrides
 from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
+from .profile_record import attach, train
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the time goes: steps, traces, the engine.")
 
@@ -23,6 +25,10 @@ MOST_ROWS = 40  # of steps and ranks in a table
 @app.callback()
 def profile() -> None:
     """See where the time goes: steps, traces, the engine."""
+
+
+app.command()(train)
+app.command()(attach)
 
 
 # --- profile trace ---------------------------------------------------------------------------------------
@@ -43,6 +49,11 @@ def trace(
       lmworks profile trace runs/tiny/traces/*.json
       lmworks profile trace rank0.json.gz rank1.json.gz --json
     """
+    report_traces(files, json)
+
+
+def report_traces(files: Sequence[Path], json: bool, **known: Any) -> None:
+    """`known`: what the command that recorded them adds to the JSON."""
     from ..trace import read_trace
     from ..trace.summary import summarise
 
@@ -53,7 +64,7 @@ def trace(
             traces.append(read_trace(file, number))
         facts = summarise(traces)
     if json:
-        print_json(facts)
+        print_json({**known, **facts})
     else:
         print_trace(facts)
 

@@ -214,6 +214,8 @@ class LogSpec(Section):
     project: str = opt("lmworks", "Weights & Biases project")
     profile: list[int] = opt([], "[start, stop]: steps to record as a profiler trace and a memory snapshot")
     profile_ranks: list[int] = opt([0], "ranks that record them")
+    profile_stacks: bool = opt(False, "with Python calls, which slows these steps down")
+    nvtx: bool = opt(False, "name steps, phases, micro-batches and layers for Nsight Systems")
 
     def check(self) -> None:
         ordered = len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1]

@@ -25,8 +25,8 @@ from ..parallel.world import run_on_rank_zero
 from ..record import RunFolder
 from ..record.jsonl import without_nan
 from ..record.profile_request import read_request, remove_request, request_path, trace_path
-from ..spec import RunSpec
-from .spans import Spans
+from ..spec import RunSpec, SpecError
+from .spans import Range, Spans
 
 GZIP_LEVEL = 3  # a rank that compresses keeps the others waiting: 4 × as fast as the default, files 15 % larger
 
@@ -55,11 +55,17 @@ class Profiler:
         self.rank = int(os.environ.get("RANK", 0))
         self.spec, self.folder, self.device, self.model = spec, folder, device, model
         log = spec.log
-        self.planned = Window(log.profile[0], log.profile[1], log.profile_ranks) if log.profile else None
+        self.planned = (
+            Window(log.profile[0], log.profile[1], log.profile_ranks, log.profile_stacks) if log.profile else None
+        )
         self.window: Window | None = None  # of all ranks; `recording` on those that were chosen
         self.due = 0  # the step before which all ranks read the request that rank 0 has found
+        self.started = False
         self.recording: profile | None = None
-        self.spans: Spans | None = None
+        self.spans: Spans | None = None  # of the trace
+        self.nvtx = Spans(nvtx_ranges(device), model) if log.nvtx else None
+        if self.nvtx is not None:
+            self.nvtx.install()
         self.request = request_path(folder)
         if self.rank == 0:
             remove_request(folder)  # of an attempt that was killed
@@ -67,7 +73,7 @@ class Profiler:
     # --- requests -----------------------------------------------------------------------------------------
 
     def finds_request(self) -> bool:
-        """In every step, on rank 0: about two microseconds."""
+        """In every step, on rank 0: one stat of a file, a few microseconds."""
         return self.rank == 0 and os.path.exists(self.request)
 
     def announce(self, step: int) -> None:
@@ -108,10 +114,12 @@ class Profiler:
         planned = self.planned
         if self.window is None and planned is not None and planned.first <= number <= planned.last:
             self.window = planned
-        if self.window is not None and self.recording is None and self.is_chosen(self.window):
+        if self.window is not None and not self.started and self.is_chosen(self.window):
+            self.started = True
             self.start(self.window)
-        if self.spans is not None:
-            self.spans.begin_step(number)
+        for spans in (self.nvtx, self.spans):
+            if spans is not None:
+                spans.begin_step(number)
 
     def is_chosen(self, window: Window) -> bool:
         return window.ranks is None or self.rank in window.ranks
@@ -119,6 +127,10 @@ class Profiler:
     def start(self, window: Window) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels of the step before do not belong to it
+        if under_nsys():
+            torch.cuda.profiler.start()
+            return
+        if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
         with suppress(OSError):  # else it would pass for the new one
             trace_path(self.folder, self.rank, window.first, window.last).unlink(missing_ok=True)
@@ -134,14 +146,18 @@ class Profiler:
 
     def close(self) -> None:
         """Write what was recorded; a run that ends early still leaves its trace."""
-        recording, self.recording = self.recording, None
+        recording, self.recording, self.started = self.recording, None, False
         window, self.window = self.window, None
         if window is self.planned:
             self.planned = None
-        if recording is None or window is None:
+        if window is None or not self.is_chosen(window):
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # within the last step: its kernels belong to it
+        if under_nsys():
+            torch.cuda.profiler.stop()
+        if recording is None:
+            return
         if self.spans is not None:
             self.spans.remove()
             self.spans = None
@@ -171,8 +187,24 @@ class Profiler:
 
     def end_run(self) -> None:
         self.close()
+        if self.nvtx is not None:
+            self.nvtx.remove()
+            self.nvtx = None
         if self.rank == 0:
             remove_request(self.folder)  # that came too late
+
+
+def under_nsys() -> bool:
+    """Whether Nsight Systems records this process; PyTorch's profiler cannot at the same time."""
+    return "NSYS_PROFILING_SESSION_ID" in os.environ
+
+
+def nvtx_ranges(device: torch.device) -> Range:
+    """Ranges that Nsight Systems shows. NCCL names its collectives there itself."""
+    if device.type != "cuda":
+        raise SpecError("log.nvtx = true: Nsight Systems records GPUs, and this run is on the CPU; leave it out")
+    make_range: Range = torch.cuda.nvtx.range
+    return make_range
 
 
 def recorder(device: torch.device, **options: Any) -> profile:

@@ -46,6 +46,7 @@ class Spans:
             for name, block in part.blocks.items():
                 self.wrap(block, f"layer/{name}")
         if self.model.pipeline is not None:
+            self.stage_recorder = self.model.pipeline.recorder
             self.model.pipeline.recorder = PipelineRanges(self.make_range)
 
     def remove(self) -> None:
@@ -55,7 +56,7 @@ class Spans:
             block._compiled_call_impl = call
         self.blocks.clear()
         if self.model.pipeline is not None:
-            self.model.pipeline.recorder = None
+            self.model.pipeline.recorder = self.stage_recorder
 
     # --- step, micro-batch, phase -------------------------------------------------------------------------
 

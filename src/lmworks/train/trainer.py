@@ -55,7 +55,7 @@ from .objective import Objective
 from .oom import describe_oom, with_oom_report
 from .optim import make_optimizer
 from .prefetcher import BatchStream, Prefetcher
-from .profile import Profiler
+from .profile import Profiler, nvtx_ranges
 from .progress import Progress, banner, name_device
 from .restart import (
     SkippedBatches,
@@ -139,6 +139,8 @@ class Trainer(Stepper):
         if spec.deterministic:
             make_deterministic()
         run_on_all_ranks(lambda: check_requirements(spec, self.device, force))
+        if spec.log.nvtx:
+            run_on_all_ranks(lambda: nvtx_ranges(self.device))
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
         self.base = base = run_on_rank_zero(lambda: find_base(spec)) if spec.adapters else None
         self.weights = run_on_all_ranks(lambda: source_of(spec, None if base is None else base_weights(spec, base)))

@@ -1,0 +1,72 @@
+"""Traces of a spec's own steps: warm-up, then some steps under the profiler on every rank. Nothing is saved or
+evaluated, and the loop is the trainer's, of any method.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from ..align.post_trainer import trainer_class
+from ..data.progress import Progress, silent
+from ..record import RunFolder
+from ..record.profile_request import trace_path
+from ..spec import RunSpec
+from ..train import Trainer
+from ..train.evaluate import Evaluation
+from .train import tolerate_bad_steps, weights_on_device, with_default_data, without_async_saves
+
+
+def profile_train(
+    spec: RunSpec, run_dir: Path, steps: int, warm_up: int, *, stacks: bool = False, force: bool = False,
+    progress: Progress = silent,
+) -> list[Path]:  # fmt: skip
+    """Called on every rank; returns the traces of all of them."""
+    spec = profiled_spec(spec, steps, warm_up, stacks)
+    first, last = spec.log.profile
+    trainer = profiled_trainer(spec, last + 1, progress)(spec, run_dir, quiet=True, force=force)
+    if isinstance(trainer, Trainer) and not spec.checkpoint.init and not spec.adapters:
+        trainer.weights = weights_on_device(trainer.device, spec.seed)
+    trainer.run()
+    return [trace_path(RunFolder(run_dir), rank, first, last) for rank in range(spec.parallel.world)]
+
+
+def profiled_spec(spec: RunSpec, steps: int, warm_up: int, stacks: bool) -> RunSpec:
+    spec = with_default_data(without_async_saves(tolerate_bad_steps(spec)))
+    last = warm_up + steps
+    log = spec.log.replace(
+        profile=[warm_up + 1, last],
+        profile_ranks=list(range(spec.parallel.world)),
+        profile_stacks=stacks,
+        eval_every=0,
+        tensorboard=False,
+        wandb="off",
+    )
+    optim = spec.optim.replace(steps=max(spec.optim.steps, last + 1))
+    return spec.replace(log=log, optim=optim, checkpoint=spec.checkpoint.replace(every=0, remote=""))
+
+
+def profiled_trainer(spec: RunSpec, steps: int, progress: Progress) -> type[Trainer]:
+    """The trainer of the spec's method, that ends after `steps`: one more than are recorded, so that all ranks have
+    written their traces, and checks of the last step are in none.
+    """
+    kind: Any = trainer_class(spec)
+    if not issubclass(kind, Trainer):  # a rollout rank, which ends with its trainer
+        return kind
+
+    class ProfiledTrainer(kind):
+        def is_last_step(self, values: dict[str, Any]) -> bool:
+            return bool(self.step >= steps)
+
+        def report(self, values: dict[str, Any]) -> None:
+            progress("profiling" if self.step >= spec.log.profile[0] else "warm-up", self.step, steps)
+            super().report(values)
+
+        def evaluate(self) -> Evaluation:
+            return Evaluation(math.nan, 0)
+
+        def save(self, wait: bool = True) -> float:
+            return 0.0
+
+    return ProfiledTrainer
