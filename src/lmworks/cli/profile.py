@@ -54,15 +54,11 @@ def trace(
 
 def report_traces(files: Sequence[Path], json: bool, **known: Any) -> None:
     """`known`: what the command that recorded them adds to the JSON."""
-    from ..trace import read_trace
+    from ..trace import read_traces
     from ..trace.summary import summarise
 
     with activity() as doing:
-        traces = []
-        for number, file in enumerate(files):
-            doing(f"reading {file.name}", number, len(files))
-            traces.append(read_trace(file, number))
-        facts = summarise(traces)
+        facts = summarise(read_traces(files, doing))
     if json:
         print_json({**known, **facts})
     else:

@@ -2,5 +2,6 @@
 
 from .kineto import read_trace
 from .model import Kind, Trace
+from .read import read_traces
 
-__all__ = ["Kind", "Trace", "read_trace"]
+__all__ = ["Kind", "Trace", "read_trace", "read_traces"]

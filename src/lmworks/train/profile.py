@@ -129,6 +129,7 @@ class Profiler:
             torch.cuda.synchronize(self.device)  # kernels of the step before do not belong to it
         if under_nsys():
             torch.cuda.profiler.start()
+            torch.cuda.nvtx.mark(f"rank {self.rank} of {self.spec.parallel.world}")
             return
         if self.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
