@@ -8,6 +8,7 @@ import importlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its back
 
 def pytest_collection_finish() -> None:
     """Do here, once, what PyTorch and Typer do on first use: a forked rank that had to would do little else."""
+    if "torch" in sys.modules:
+        importlib.import_module("bf16_products").multiply_in_fp32()
     if "lmworks.parallel.local_ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
@@ -82,6 +85,17 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks.report import plots, run_report
 
     monkeypatch.setattr(run_report, "draw_plots", plots.draw_plots)
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that a test starts, and those that these start, are forks of this process."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from forked_python import ForkedPopen
+
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
+    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPopen)
 
 
 @pytest.fixture(scope="session")

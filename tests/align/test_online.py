@@ -154,18 +154,16 @@ def test_gradients_of_a_step_equal_those_of_plain_functions(method: str, tmp_pat
         torch.testing.assert_close(shard.leaf.grad, grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "zero-1"])
-def test_layouts_give_the_gradients_of_one_rank(layout: str, tmp_path: Path) -> None:
-    """Five steps on the answers of one round: those of later ones would follow from other roundings."""
+def test_layouts_give_the_gradients_of_one_rank(tmp_path: Path) -> None:
+    """Steps on the answers of one round: those of later ones would follow from other roundings."""
     make_spec(tmp_path, "grpo")
     given = table(tmp_path / "grpo.jsonl", "grpo")
     given["align"] |= {"epochs": 5, "beta": 0.1}
     given["data"]["global_batch"] = 16
     with parity({**given, "optim": {"optimizer": "sgd", "lr": 0.1}}, quick=True) as proof:
-        (chosen,) = choose(layout)
-        result = proof.prove(chosen)
-    assert result.ok, result.failure
-    assert result.tokens > 0
+        results = [proof.prove(layout) for layout in choose("fsdp2,tp2,zero-1")]
+    assert [result.failure for result in results if not result.ok] == []
+    assert all(result.tokens > 0 for result in results)
 
 
 @pytest.mark.slow

@@ -74,11 +74,13 @@ def compare_two_ranks(family: str, speculate: str, folder: Path, device: str) ->
         return excused
 
 
+@pytest.mark.usefixtures("forked_python")
 @each_way
 def test_equal_to_transformers(family: str, speculate: str, tmp_path: Path) -> None:
     assert compare_two_ranks(family, speculate, tmp_path, "cpu") == 0
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("trait", ["model.positions=alibi", "model.attention_sinks=true"])
 def test_run_folder_with_two_ranks(trait: str, dataset: Path, tmp_path: Path) -> None:
     """From a run folder; two ranks have queries of one key head, and each knows the slopes or sinks of its own queries.
@@ -145,6 +147,7 @@ def greedy(llm: LLM) -> list[list[int]]:
     return [result.token_ids for result in llm.generate([[1, 2, 3], [4, 5, 6, 7, 8]], params)]
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_worker_exit_is_reported(how: str, tmp_path: Path) -> None:
     """Of a model with experts, which two ranks share like the rest."""

@@ -42,14 +42,12 @@ def test_random_pages_equal_sdpa(seed: int) -> None:
     check(random_case(200 + seed), seed)
 
 
-@pytest.mark.parametrize(
-    ("splits", "window", "least"), [(2, 40, 1), (5, 0, 1), (8, 40, 1), (8, 0, 1), (5, 0, 3), (5, 0, 20)]
-)
+@pytest.mark.parametrize(("splits", "window", "least"), [(2, 40, 1), (8, 40, 1), (5, 0, 3), (5, 0, 20)])
 def test_split_keys_merge(splits: int, window: int, least: int) -> None:
     """More splits than the six tiles as well: what was not computed must not be merged."""
     config = paged_attention_triton.LaunchConfig(16, 16, 4, 2, splits, least)
+    check(Case((3, 0, 90), (3, 1, 2), kv_heads=2, window=window), 1, config=config)
     for _ in range(2):  # tickets are as they were
-        check(Case((3, 0, 90), (3, 1, 2), kv_heads=2, window=window), 1, config=config)
         check(Case((3, 0, 90), (3, 1, 2), window=window, with_sinks=True, softcap=1.5), 1, config=config)
 
 

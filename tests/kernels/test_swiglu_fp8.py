@@ -79,6 +79,7 @@ def test_error_is_similar_to_torchao() -> None:
         assert off(mine, other) < 0.5 * off(other, right)  # they round a few numbers otherwise, the same way mostly
 
 
+@pytest.mark.skipif(INTERPRETED, reason="of the formulas; kernels are compiled where there is a GPU")
 def test_compiled_equals_eager() -> None:
     mlp, x = made(), drawn(48, 64, seed=8)
 
@@ -198,7 +199,7 @@ def near(found: Tensor, wanted: Tensor) -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("shape", [(48, 64), (20, 41), (72, 130), (64, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(48, 64), (20, 41), (72, 130), (64, 128)], ids=str)
 def test_kernels_equal_references(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that fill no tile, and more spans than there are programs for them."""
     from lmworks.kernels.training import swiglu_fp8_triton

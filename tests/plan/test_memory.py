@@ -305,7 +305,7 @@ def test_what_whole_runs_of_the_trainer_allocated(monkeypatch: pytest.MonkeyPatc
 MODEL = {"layers": 2, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn": 1536, "vocab": 2048, "context": 512}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 512}
 MLA = {
-    "layers": 8, "kv_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 128, "head_dim": 128, "rope_head_dim": 64,
+    "layers": 4, "kv_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 128, "head_dim": 128, "rope_head_dim": 64,
     "v_head_dim": 128,
 }  # fmt: skip
 LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, micro-batches, model

@@ -108,11 +108,12 @@ def test_several_clusters_are_told_apart_by_what_they_cost() -> None:
 
 
 def test_a_model_that_fits_nowhere_names_a_cluster_that_is_enough() -> None:
-    _, question = asked("llama3-405b", "8xa100", 8, offload="none")
+    """Its weights, gradients and states alone are 83 A100s full."""
+    _, question = asked("llama3-405b", "64xa100", 128, offload="none")
     assert min_memory_bytes(question) > question.safe_bytes
     larger = smallest_fitting_cluster(question)
     assert larger and min_memory_bytes(larger) <= question.safe_bytes
-    assert larger.cluster.gpus > 8
+    assert larger.cluster.gpus == 256
 
 
 def test_explaining_names_what_binds() -> None:
@@ -192,13 +193,15 @@ def test_figures_of_what_is_found_are_those_of_its_plan(one_gpu: tuple[RunSpec, 
 
 def test_what_is_not_asked_about_does_not_fit() -> None:
     """The search leaves out rows that do not fit with all blocks recomputed: every case, row by row, says the same."""
-    _, question = asked("llama3-8b", "8xh100", 32, offload="none", offload_activations=0)
-    for one in (question, replace(question, compile=False)):
+    _, question = asked("llama3-8b", "4xh100", 16, offload="none", offload_activations=0)
+    eager = replace(question, compile=False, pinned={**question.pinned, "schedule": "zbv"})
+    for one in (question, eager):
         counted: Counter[str] = Counter()
         fitting(one, counted)
         every = [np.asarray(budget(case).reserved) for _, case in cases(one)]
         assert counted["legal"] == sum(map(len, every))
         assert counted["fitting"] == sum(int((each <= one.safe_bytes).sum()) for each in every)
+        assert min_memory_bytes(one) == min(float(each.min()) for each in every)
 
 
 def test_what_only_fits_with_activations_in_host_memory_is_found() -> None:

@@ -32,7 +32,8 @@ def proof() -> Iterator[Parity]:
         yield made
 
 
-# Variations of what stays; `make test-slow` and `lmworks prove parity --layouts all` prove them too.
+# Variations of what stays: pairs of kinds of parallelism do, and tests/parallel has each kind alone. `make test-slow`
+# and `lmworks prove parity --layouts all` prove them too.
 VARIATIONS = [
     "ddp-4-accumulate",
     "fsdp1-no-shard",
@@ -75,7 +76,6 @@ VARIATIONS = [
     "tp4-kv2",
     "pp2-fsdp2-tp2",
     "bf16-pp2-fsdp2-tp2",
-    "cp2-fsdp2",
     "hsdp-tp2",
     "ep2-tp2-dp4",
     "ep2-fsdp2",
@@ -125,6 +125,24 @@ VARIATIONS = [
     "qlora-dora-zero-2",
     "qlora-int8-tp2",
     "qlora-moe-ep2",
+    "tp2-cp2-fsdp2",
+    "dora-fsdp2-tp2",
+    "lora-mla-tp2-sp",
+    "cp2-ring-window",
+    "cp2-ulysses",
+    "cp2-ulysses-mla",
+    "pp2-gpipe",
+    "pp2-interleaved",
+    "pp2-dualpipev",
+    "pp2-zbv-tied",
+    "zero-0",
+    "zero-1",
+    "zero-2",
+    "fsdp1-shard-grad-op",
+    "fsdp2",
+    "tp2",
+    "tp2-sp-gpt2",
+    "ep2",
 ]
 
 

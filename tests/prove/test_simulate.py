@@ -260,7 +260,7 @@ def run_cli(_rank: int, arguments: list[str]) -> list[str]:
 
 
 def test_the_command_prints_what_it_found() -> None:
-    small = ["tiny", "parallel.dp=4", "parallel.strategy=fsdp2", "--world", "4", "--rank", "3"]
+    small = ["tiny", "model.layers=1", "parallel.dp=4", "parallel.strategy=fsdp2", "--world", "4", "--rank", "3"]
     (shown, written) = on_ranks(1, run_cli, small, launched=False)[0]
     for words in ("rank 3 of 4", "Collectives of one step", "reduce-scatter", "gathered weights", "exact"):
         assert words in shown

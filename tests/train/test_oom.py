@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +13,7 @@ import pytest
 import torch.distributed as dist
 import typer
 
+from forked import Forked
 from lmworks.cli import ranks
 from lmworks.parallel.local_ranks import RankFailed, on_ranks
 from lmworks.parallel.world import root_cause, run_on_all_ranks
@@ -37,37 +35,25 @@ def limit_address_space(room: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
 
-LIMITED = """
-import sys
-import lmworks.report.run_report, torch._dynamo
-from lmworks.train.device import warm_runtime
-from test_oom import limit_address_space
-warm_runtime()
-limit_address_space(600 * 2**20)
-from lmworks.__main__ import command
-command()
-"""
-
-
 @pytest.mark.parametrize("force", [False, True], ids=["refused", "forced"])
 def test_oom_of_one_rank_is_one_line_error(force: bool, dataset: Path, tmp_path: Path) -> None:
     """A real process, whose allocations really fail."""
     spec = make_spec(dataset, "data.micro_batch=65536", "data.global_batch=65536", "cluster.device=cpu")
     peak = total(peak_rows(spec, 0, "cpu"))
     assert peak > 4 * GIB
-    run, here = tmp_path / "run", Path(__file__).parent
+    run = tmp_path / "run"
     words = ["train", str(write_spec(spec, tmp_path / "spec.toml")), "--run-dir", str(run), *["--force"] * force]
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
-    done = subprocess.run([sys.executable, "-c", LIMITED, *words], env=environment, capture_output=True, text=True)
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("lmworks: error: "), done.stderr
+    process = Forked(*words, first=lambda: limit_address_space(600 * MIB))
+    _, said = process.communicate()
+    assert said.count("\n") == 1 and said.startswith("lmworks: error: "), said
     if not force:
-        assert done.returncode == 2 and "; data.micro_batch=" in done.stderr and not run.exists()
+        assert process.returncode == 2 and "; data.micro_batch=" in said and not run.exists()
         return
-    assert done.returncode == 1
+    assert process.returncode == 1
     assert re.search(
         rf"out of memory in \w+ of step 1: \S+ GiB more could not be allocated; predicted {peak / GIB:.3g} GiB at its "
         r"peak, measured [01]\.\d+ GiB \(cpu\)",
-        done.stderr,
+        said,
     )
     (fail,) = events(run, "fail")
     assert (fail["cause"], fail["predicted_bytes"]) == ("oom", peak)

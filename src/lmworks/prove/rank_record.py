@@ -28,6 +28,7 @@ from ..train import Trainer
 from ..train.rank_memory import STEPS_BEFORE, ResidencyReader, held_parameters, sizes, train_one_step
 
 STEPS = 5
+QUICK_STEPS = STEPS_BEFORE + 1  # the one that is counted, and no more
 STEPS_MARKER = "parity steps"  # peak memory counts from here on: the warm-up of PyTorch in `build` is not the model's
 
 
@@ -60,20 +61,20 @@ class RankRecord:
 
 
 def record_runs(
-    rank: int, spec: RunSpec, folder: Path, optimizers: dict[str, dict[str, Any]], measure_memory: bool
+    rank: int, spec: RunSpec, folder: Path, optimizers: dict[str, dict[str, Any]], measure_memory: bool, steps: int
 ) -> dict[str, RankRecord]:
     """Train from step 0 with each of `optimizers` (changes to `optim`) on the same ranks; the last measures memory."""
     # Forced: the preflight of parity has counted the records too.
     trainer = trainer_class(spec)(spec, folder, quiet=True, force=True)
     *_, last = optimizers
     return {
-        name: record_run(trainer, spec.optim.replace(**changes), measure_memory and name == last)
+        name: record_run(trainer, spec.optim.replace(**changes), measure_memory and name == last, steps)
         for name, changes in optimizers.items()
     }
 
 
-def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool) -> RankRecord:
-    """Five steps with their gradients; with `measure_memory` peak memory instead, to which records would add.
+def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool, steps: int) -> RankRecord:
+    """So many steps with their gradients; with `measure_memory` peak memory instead, to which records would add.
 
     Bytes and traffic are read in the first step after the warm-up of all data-parallel strategies.
     """
@@ -92,7 +93,7 @@ def record_run(trainer: Trainer, optim: OptimSpec, measure_memory: bool) -> Rank
                 record.lengths = [batch.tokens.shape[1] for batch in trainer.batches.at(trainer.cursor)]
             with CommCounter(trainer.mesh) as traffic:
                 record_step(trainer, record)
-    for _ in range(STEPS_BEFORE + 1, STEPS):
+    for _ in range(STEPS_BEFORE + 1, steps):
         record_step(trainer, record)
     parallel_model = trainer.parallel_model
     record.collectives, record.device, record.host = traffic.table(), reader.device, reader.host

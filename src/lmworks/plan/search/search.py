@@ -183,8 +183,12 @@ def shortfall(problem: SearchProblem, need: Budget) -> NDArray[Any]:
 
 
 def min_memory_bytes(problem: SearchProblem) -> float:
-    """Bytes that the most frugal layout reserves on its fullest rank; infinite where no layout is legal."""
-    return min((float(np.min(budget(case).reserved)) for _, case in cases(problem)), default=np.inf)
+    """Bytes that the most frugal layout reserves on its fullest rank; infinite where no layout is legal.
+
+    It computes all blocks again, where that is not pinned.
+    """
+    leanest = replace(problem, pinned={"recompute": "full", **problem.pinned})
+    return min((float(np.min(budget(case).reserved)) for _, case in cases(leanest)), default=np.inf)
 
 
 def smallest_fitting_cluster(problem: SearchProblem) -> SearchProblem | None:
