@@ -284,7 +284,7 @@ def test_a_run_ends_early_where_the_policy_is_too_far_from_the_reference(tmp_pat
     [
         (["align.rewards=[]"], "needs rewards"),
         (["align.samples=1"], "use 2 or more"),
-        (["align.max_tokens=64"], "raise data.seq = 64"),
+        (["align.max_tokens=64"], "in data.seq = 64: lower it"),
         (["data.global_batch=6"], "not a multiple of data.global_batch = 6"),
         (["align.reward_weights=[1,2]"], "2 numbers for 1 align.rewards"),
         (["align.rewards=['nope']"], "align.rewards"),

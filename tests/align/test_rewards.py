@@ -144,7 +144,7 @@ def test_a_column_that_is_missing_is_named(file: str) -> None:
     ("names", "weights", "message"),
     [
         ([], [], r"align\.rewards is empty; give path/file\.py:function, .* exact, numeric"),
-        (["numerc"], [], r"= 'numerc': no such reward; did you mean 'numeric'\?; or give path/file\.py:function"),
+        (["numerc"], [], r"= 'numerc': no such reward; did you mean 'numeric'\? give path/file\.py:function"),
         (["exact", "exact"], [], r"'exact' is there twice"),
         (["exact"], [1.0, 2.0], r"align\.reward_weights has 2 weights; align\.rewards has 1"),
         (["no.py:f"], [], r"there is no file no\.py"),

@@ -124,7 +124,10 @@ def test_bad_examples_are_refused_by_file_and_line(mixed: Path) -> None:
     assert message.startswith(
         f"{mixed}: 3 of 6 examples cannot be used (1 not JSON, 1 no assistant turn, 1 over-long):"
     )
-    assert f"{mixed} line 2: Expecting value" in message and f"{mixed} line 5: 'messages' has no message" in message
+    assert (
+        f"{mixed} line 2: not JSON: Expecting value at character" in message
+        and f"{mixed} line 5: 'messages' has no message" in message
+    )
     assert f"{mixed} line 6: 121 tokens, more than 64" in message and "\n" not in message
     assert "data.bad_examples = 'skip'" in message and "data.overlong = 'skip'" in message
     with pytest.raises(DataError, match=r"1 of 6 examples cannot be used \(1 over-long\)"):
@@ -181,7 +184,9 @@ def test_template_refusals_count_as_bad(tmp_path: Path) -> None:
     assert "line 2" in split.report.first_left_out[0] and "System role not supported" in split.report.first_left_out[0]
     reasoner = plain_template("deepseek").replace("REASONER", "true")
     folder = write_tokenizer(tmp_path / "deepseek", reasoner)
-    with pytest.raises(DataError, match=r"no example can be used: .* line 1: the chat template ends the prompt for"):
+    with pytest.raises(
+        DataError, match=r"no example can be used: .* line 1, line 2: the chat template ends the prompt for"
+    ):
         open_split(chats(path, tokenizer=str(folder), bad_examples="skip"), "")
 
 

@@ -36,7 +36,7 @@ def import_module(key: str, name: str, place: str, forms: str) -> Any:
         if error.name is None or not (place == error.name or place.startswith(error.name + ".")):
             raise SpecError(f"{key} = {name!r}: {place} needs the module {error.name!r}; install it") from error
         raise SpecError(f"{key} = {name!r}: there is no module {error.name!r}; give {forms}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(f"{key} = {name!r}: {place} cannot be imported: {summary(error)}") from error
 
 
@@ -51,7 +51,9 @@ def load_file(path: Path) -> Any:
 
 
 def summary(error: BaseException) -> str:
-    """'ValueError: … (rewards.py, line 7)'; without a place where it was not raised, as a timeout."""
+    """'ValueError: … (rewards.py, line 7)'; without a place where it was not raised, as a timeout, or has its own."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return text
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else text

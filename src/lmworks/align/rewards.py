@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec.errors import LMWorksError, SpecError, did_you_mean
+from ..spec.errors import LMWorksError, SpecError, did_you_mean, near_names, suggestion
 from .imports import import_module, split_arguments, summary
 from .verifiers import VERIFIERS
 
@@ -98,7 +98,7 @@ def call(reward: Reward, batch: Batch) -> list[float | None]:
         found = invoke(reward, batch)
     except LMWorksError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = failing_sample(reward, batch)
         raise RewardError(f"{KEY}: {reward.name!r} failed on {where}: {summary(error)}") from error
     values = found.tolist() if hasattr(found, "tolist") else found  # an array, a tensor
@@ -146,7 +146,7 @@ def failing_sample(reward: Reward, batch: Batch) -> str:
     for index in range(len(batch.completions)):
         try:
             invoke(reward, batch.sample(index))
-        except Exception:
+        except (Exception, SystemExit):
             return batch.place(index)
     return f"the batch of {batch.place(0)} and {len(batch.completions) - 1} more"
 
@@ -202,8 +202,11 @@ def find_function(name: str, target: str) -> Callable[..., Any]:
     if target in VERIFIERS:
         return VERIFIERS[target]
     place, colon, attribute = target.rpartition(":")
+    if not colon and target.endswith(".py"):
+        raise SpecError(f"{KEY} = {name!r}: name a function of the file, as in {target}:reward")
     if not colon:
-        raise SpecError(f"{KEY} = {name!r}: no such reward{did_you_mean(target, VERIFIERS)}; or give {FORMS}")
+        near = suggestion(near_names(target, sorted(VERIFIERS)))
+        raise SpecError(f"{KEY} = {name!r}: no such reward{near or ';'} give {FORMS}")
     module = import_module(KEY, name, place, FORMS)
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -23,8 +23,10 @@ def finetune(
         str, typer.Option("--data", help="Examples: a .jsonl, .json or .parquet file, or a folder of those.")
     ] = "",
     method: Annotated[str, typer.Option("--method", help=f"One of: {', '.join(METHODS)}.")] = "sft",
-    lora: Annotated[int, typer.Option("--lora", min=0, help="Train adapters of this rank (0: all weights).")] = 0,
-    epochs: Annotated[float, typer.Option("--epochs", min=0.0, help="Passes over the examples.")] = 1.0,
+    lora: Annotated[
+        int | None, typer.Option("--lora", metavar="RANK", help="Train adapters of this rank (without: all weights).")
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", help="Passes over the examples.")] = 1.0,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/MODEL-METHOD).")
     ] = None,
@@ -46,10 +48,14 @@ def finetune(
         raise SpecError("--data is missing: name a file of examples, e.g. --data chats.jsonl")
     if method not in METHODS:
         raise SpecError(f"--method {method}: there is no such method{did_you_mean(method, METHODS)}")
+    if lora is not None and lora < 1:
+        raise SpecError(f"--lora {lora}: a rank is 1 or more, e.g. 16; without --lora all weights are trained")
+    if epochs <= 0:
+        raise SpecError(f"--epochs {epochs:g}: must be more than 0")
     from ..align.finetune import finetune_spec
 
     changes = [*(overrides or ()), *on_device(device)]
     with activity() as doing:
-        spec = finetune_spec(model, data, method, lora, epochs, changes, doing)
-    options = ["--data", data, "--method", method, "--lora", str(lora), "--epochs", str(epochs)]
+        spec = finetune_spec(model, data, method, lora or 0, epochs, changes, doing)
+    options = ["--data", data, "--method", method, "--epochs", str(epochs), *(["--lora", str(lora)] if lora else [])]
     start_run(spec, ["finetune", model, *(overrides or ()), *options], run_dir, max_restarts, device, force, json)

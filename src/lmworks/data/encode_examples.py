@@ -102,7 +102,7 @@ def load_examples(
     path: str, data: DataSpec, init: str, *, chat: ChatTokenizer | None = None, progress: Progress = silent
 ) -> ExampleSet:
     """From the cache folder, where the same files were encoded before."""
-    files = example_files(path)
+    files = example_files(path, "data.val_path" if path == data.val_path else "data.path")
     chat = chat or ChatTokenizer.open(data, init)
     content = [hash_file(file) for file in files]
     key = hashlib.sha256(json.dumps([VERSION, data.kind, chat.digest, content]).encode()).hexdigest()
@@ -112,18 +112,18 @@ def load_examples(
     return replace(read_kept(folder), files=tuple(files))
 
 
-def example_files(path: str) -> list[str]:
-    """The file, or those of a folder, by name."""
+def example_files(path: str, key: str = "data.path") -> list[str]:
+    """The file, or those of a folder, by name; `key`: of the spec, for errors."""
     place = Path(path)
     if place.is_dir():
         found = sorted(str(one) for one in place.iterdir() if one.suffix in FORMATS and one.is_file())
         if not found:
-            raise NoSuchData(f"data.path = {path!r}: no file of examples ({', '.join(FORMATS)}) in this folder")
+            raise NoSuchData(f"{key} = {path!r}: no file of examples ({', '.join(FORMATS)}) in this folder")
         return found
     if not place.is_file():
-        raise NoSuchData(f"data.path = {path!r}: no such file; post-training reads {', '.join(FORMATS)} or a folder")
+        raise NoSuchData(f"{key} = {path!r}: no such file; post-training reads {', '.join(FORMATS)} or a folder")
     if place.suffix not in FORMATS:
-        raise NoSuchData(f"data.path = {path!r}: examples are read from {', '.join(FORMATS)} files")
+        raise NoSuchData(f"{key} = {path!r}: examples are read from {', '.join(FORMATS)} files")
     return [path]
 
 
@@ -218,8 +218,10 @@ def records_of(chunk: Chunk) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except ValueError as error:
-                yield number, BadExample("not JSON", str(error))
+            except json.JSONDecodeError as error:
+                yield number, BadExample("not JSON", f"not JSON: {error.msg} at character {error.pos + 1}")
+            except ValueError as error:  # not UTF-8
+                yield number, BadExample("not JSON", f"not JSON: {error}")
 
 
 @functools.lru_cache(maxsize=1)

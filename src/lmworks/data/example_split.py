@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -110,7 +111,7 @@ def usable(examples: ExampleSet, data: DataSpec, path: str) -> tuple[NDArray[np.
         raise DataError(refusal(refused, len(examples) + len(examples.bad), path))
     kept = np.flatnonzero(keep)
     if not len(kept):
-        raise DataError(f"{path}: no example can be used{': ' if bad else ''}{listed(bad)}")
+        raise DataError(f"{path}: {f'no example can be used: {listed(bad)}' if bad else 'there are no examples in it'}")
     lengths_kept = np.minimum(examples.lengths[kept], data.seq)
     report = ExamplesReport(
         path=path,
@@ -147,12 +148,18 @@ def refusal(bad: list[tuple[str, str, str]], total: int, path: str) -> str:
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.most_common())
     keys = ["data.bad_examples = 'skip'"] if set(counts) - {OVERLONG} else []
     keys += ["a larger data.seq, or data.overlong = 'skip' or 'truncate',"] if OVERLONG in counts else []
-    return (
-        f"{path}: {len(bad):,} of {total:,} examples cannot be used ({reasons}): {listed(bad)}; "
-        f"{' and '.join(keys)} would let the run start"
-    )
+    said = f"{path}: {len(bad):,} of {total:,} examples cannot be used ({reasons}): {listed(bad)}"
+    if len(bad) == total and OVERLONG not in counts:  # to skip them would leave none
+        return said
+    return f"{said}; {' and '.join(keys)} would let the run start"
 
 
 def listed(bad: list[tuple[str, str, str]]) -> str:
+    """The first few, with one word for lines of which the same is wrong: 'a.jsonl line 1, line 2: no column …'."""
+    said = []
+    for detail, group in itertools.groupby(bad[:MAX_LISTED], key=lambda one: one[2]):
+        first, *others = (place for place, _, _ in group)
+        file = first.rsplit(" ", 2)[0]
+        said.append(", ".join([first, *(place.removeprefix(f"{file} ") for place in others)]) + f": {detail}")
     more = f"; and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
-    return "; ".join(f"{place}: {detail}" for place, _, detail in bad[:MAX_LISTED]) + more
+    return "; ".join(said) + more

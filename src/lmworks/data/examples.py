@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..spec.align import CONVERSATIONS, PREFERENCES, PROMPTS, UNPAIRED
+from ..spec.align import CONVERSATIONS, METHOD_DATA, PREFERENCES, PROMPTS, UNPAIRED
 from ..spec.errors import near_names, suggestion
 from .chat_template import Message, Tools
 
@@ -35,6 +35,12 @@ COLUMNS = {
     PREFERENCES: "'chosen' and 'rejected', with or without 'prompt'",
     UNPAIRED: "'prompt', 'completion' and 'label'",
     PROMPTS: "'prompt'",
+}
+REQUIRED = {  # the narrowest first: a record may have those of several
+    UNPAIRED: ("prompt", "completion", "label"),
+    PREFERENCES: ("chosen", "rejected"),
+    CONVERSATIONS: ("messages",),
+    PROMPTS: ("prompt",),
 }
 
 
@@ -135,7 +141,17 @@ def column(record: Mapping[str, Any], name: str, kind: str) -> Any:
     near = [other for other in OTHER_NAMES.get(name, ()) if other in record] or near_names(name, sorted(record))
     hint = f" ({near[0]!r} would have to be renamed)" if near else ""
     there = ", ".join(record) or "none"
-    raise BadExample("missing column", f"no column {name!r}{hint}; it has {there}; wanted: {COLUMNS[kind]}")
+    wanted = f"wanted: {COLUMNS[kind]}{for_other_methods(record, kind)}"
+    raise BadExample("missing column", f"no column {name!r}{hint}; it has {there}; {wanted}")
+
+
+def for_other_methods(record: Mapping[str, Any], kind: str) -> str:
+    """Methods that these columns are for."""
+    for other, names in REQUIRED.items():
+        if other != kind and all(name in record for name in names):
+            methods = [method for method, of in METHOD_DATA.items() if of == other]
+            return f"; its columns are those of {other}, for align.method = {', '.join(methods)}"
+    return ""
 
 
 def read_prompt(record: Mapping[str, Any], kind: str) -> Text:

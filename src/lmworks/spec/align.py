@@ -280,7 +280,8 @@ def check_rounds(run: RunSpec) -> None:
         raise SpecError(f"align.method = {align.method!r} hands weights to an engine: use fsdp2, ddp or zero")
     rewarded = align.rewards or align.reward_model or align.environment
     if align.method != "distill" and not rewarded:
-        raise SpecError(f'align.method = {align.method!r} needs rewards, e.g. align.rewards=["exact"]')
+        others = "align.reward_model=FOLDER or align.environment=python"
+        raise SpecError(f"align.method = {align.method!r} needs rewards, e.g. align.rewards='[\"exact\"]', {others}")
     if align.kl_stop and not align.needs_reference:
         raise SpecError("align.kl_stop needs a reference to compare with: set align.beta to more than 0")
     if align.held_out_stop and not run.log.eval_every:
@@ -298,9 +299,10 @@ def check_rounds(run: RunSpec) -> None:
             "use align.dynamic_sampling=0"
         )
     if align.max_tokens >= data.seq:
-        raise SpecError(
-            f"align.max_tokens = {align.max_tokens} leaves no room for a prompt: raise data.seq = {data.seq}"
-        )
+        context = run.model.context
+        raising = f", or raise data.seq up to model.context = {context}" if data.seq < context else ""
+        tight = f"align.max_tokens = {align.max_tokens} leaves no room for a prompt in data.seq = {data.seq}"
+        raise SpecError(f"{tight}: lower it{raising}")
     if align.answers % data.global_batch:
         raise SpecError(
             f"a round has {align.answers} answers (align.prompts × align.samples), not a multiple of "

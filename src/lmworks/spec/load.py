@@ -75,7 +75,7 @@ def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise SpecError(f"{key} = {str(folder)!r}: neither a run nor a Hugging Face folder") from None
+        raise SpecError(f"{key} = {str(folder)!r}: {no_model(folder)}") from None
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict):
@@ -84,6 +84,15 @@ def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:
         return spec_of_config(config).to_dict()
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from None
+
+
+def no_model(folder: Path) -> str:
+    """Why a folder is none that a model can be read from."""
+    if not folder.is_dir():
+        return "there is no such folder; name a Hugging Face folder or a run"
+    if (folder / "adapter_config.json").is_file():
+        return f"an adapter; `lmworks checkpoint merge BASE {folder} OUT` makes a model of it and its base"
+    return "neither a run (spec.toml) nor a Hugging Face folder (config.json)"
 
 
 def adapter_options(folder: Path, model: ModelSpec) -> LoraSpec | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,7 +166,9 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
     if origin is float and fits(value, int):
         value = float(value)
     if not fits(value, origin):
-        raise SpecError(f"{key} must be {NAMES[origin]}, got {value!r}")
+        single = origin is list and isinstance(value, str | int | float)
+        form = f", e.g. {key}='{json.dumps([value])}'" if single else ""
+        raise SpecError(f"{key} must be {NAMES[origin]}{form}, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise SpecError(f"{key} = {value} is not a finite number")
     if origin is dict:
