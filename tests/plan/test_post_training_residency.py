@@ -10,7 +10,7 @@ import pytest
 from lmworks.align.post_trainer import trainer_class
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.prove.planner_agreement import disagreements
-from lmworks.prove.rank_record import RankRecord, record_run
+from lmworks.prove.rank_record import QUICK_STEPS, RankRecord, record_run
 from lmworks.spec import RunSpec
 from post_training import make_spec
 
@@ -67,7 +67,7 @@ def record_all(_rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str,
     found = {}
     for name, spec in specs.items():
         trainer = trainer_class(spec)(spec, folder / name, quiet=True, force=True)
-        found[name] = record_run(trainer, spec.optim, measure_memory=False)
+        found[name] = record_run(trainer, spec.optim, False, QUICK_STEPS)
     return found
 
 
