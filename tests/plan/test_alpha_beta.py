@@ -42,6 +42,15 @@ def test_a_change_of_protocol_is_a_second_regime(seed: int) -> None:
     assert found.seconds(SIZES) == pytest.approx(planted, rel=0.1)
 
 
+def test_a_disturbed_point_moves_nothing() -> None:
+    planted = 20e-3 + np.array(SIZES[:8]) / 12.5e6
+    seconds = noisy(planted, 1, 0.01)
+    seconds[2] *= 3
+    found = fit_alpha_beta(SIZES[:8], seconds)
+    assert len(found.regimes) == 1
+    assert found.last.alpha == pytest.approx(20e-3, rel=0.04) and found.last.beta == pytest.approx(1 / 12.5e6, rel=0.02)
+
+
 def test_figures_of_a_profile_come_back() -> None:
     found = fit_alpha_beta(SIZES, noisy(2e-3 + np.array(SIZES) / 25e6, 0))
     read = AlphaBeta.from_dict(found.to_dict())

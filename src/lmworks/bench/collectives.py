@@ -1,8 +1,8 @@
 """Times of collectives between ranks: gloo between processes, or NCCL with one GPU each.
 
-Every rank runs the same list. A point is several rounds of the same call back to back, as in nccl-tests; of each round
-the slowest rank counts, and of the rounds the median. Every result is checked, before and after it is timed. Groups of
-one kind (`intra`, `inter`) run at once, as they do in training.
+Every rank runs the same list. A round of a point is the same call several times back to back, as in nccl-tests; of each
+round the slowest rank counts, and of the rounds the median. Every result is checked, before and after it is timed.
+Groups of one kind (`intra`, `inter`) run at once, as they do in training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from ..data.progress import Progress, silent
 from ..plan.devices.network import wire_share
 from ..spec import TrainingError
-from .collective_ops import OPS, OUT_OF_PLACE_ONLY, Group, group_layout, make_call
+from .collective_ops import OPS, OUT_OF_PLACE_ONLY, Call, Group, group_layout, make_call
 
 ROUNDS, MAX_CALLS = 5, 100
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -216,50 +216,49 @@ def run_sweep(sweep: Sweep, per_node: int, device: torch.device, report: Callabl
             for op in sweep.ops:
                 for dtype in sweep.dtypes:
                     for in_place in sweep.variants(op):
-                        for size in sweep.sizes:
-                            row = measure_point(sweep, op, name, dtype, in_place, size, device, group, team)
+                        for row in measure_series(sweep, op, name, dtype, in_place, device, group, team):
                             if rank == 0:
                                 report(row)
         dist.barrier()
 
 
-def measure_point(
-    sweep: Sweep,
-    op: str,
-    name: str,
-    dtype: str,
-    in_place: bool,
-    size: int,
-    device: torch.device,
-    group: Group,
-    team: Any,
-) -> Row:
-    """`team`: all ranks that are at work, in this group and in those beside it."""
-    call = make_call(op, in_place, size, dtype, device, group)
-    wrong = []
-    for after in (False, True):
-        if after:
-            times = time_rounds(call.run, sweep.rounds, sweep.point_s, device, team)
-        call.fill()
-        call.run()
-        synchronise(device)
-        wrong.append(call.wrong())
-    (missed,) = over_ranks([float(max(wrong))], dist.ReduceOp.SUM, device, team)
-    each = [1e6 * seconds / call.messages for seconds in times]
-    low, median, high = (float(np.quantile(each, share)) for share in (0.25, 0.5, 0.75))
-    members = 2 if op == "send" else group.size
-    return Row(op, name, members, dtype, in_place, call.nbytes, median, low, high, min(each), int(missed))
+def measure_series(
+    sweep: Sweep, op: str, name: str, dtype: str, in_place: bool, device: torch.device, group: Group, team: Any
+) -> list[Row]:
+    """All sizes of one op, round by round, so that a busy moment of the machine does not hit one size alone.
+
+    `team`: all ranks that are at work, in this group and in those beside it.
+    """
+    calls = [make_call(op, in_place, size, dtype, device, group) for size in sweep.sizes]
+    before = [wrong_elements(call, device) for call in calls]
+    repeats = [repeats_of(call, sweep, device, team) for call in calls]
+    timed = [
+        [time_round(call.run, times, device, team) for call, times in zip(calls, repeats, strict=True)]
+        for _ in range(sweep.rounds)
+    ]
+    after = [wrong_elements(call, device) for call in calls]
+    rows = []
+    for number, call in enumerate(calls):
+        times = over_ranks([one[number] for one in timed], dist.ReduceOp.MAX, device, team)
+        (wrong,) = over_ranks([float(max(before[number], after[number]))], dist.ReduceOp.SUM, device, team)
+        each = [1e6 * seconds / call.messages for seconds in times]
+        low, median, high = (float(np.quantile(each, share)) for share in (0.25, 0.5, 0.75))
+        members = 2 if op == "send" else group.size
+        rows.append(Row(op, name, members, dtype, in_place, call.nbytes, median, low, high, min(each), int(wrong)))
+    return rows
 
 
-def time_rounds(
-    call: Callable[[], object], rounds: int, seconds: float, device: torch.device, team: Any
-) -> list[float]:
-    """Seconds of one call in each round, of the slowest rank."""
-    once = max(time_round(call, 1, device, team) for _ in range(2))
-    calls = int(seconds / rounds / over_ranks([once], dist.ReduceOp.MAX, device, team)[0])
-    calls = max(1, min(MAX_CALLS, calls))
-    times = [time_round(call, calls, device, team) for _ in range(rounds)]
-    return over_ranks(times, dist.ReduceOp.MAX, device, team)
+def wrong_elements(call: Call, device: torch.device) -> int:
+    call.fill()
+    call.run()
+    synchronise(device)
+    return call.wrong()
+
+
+def repeats_of(call: Call, sweep: Sweep, device: torch.device, team: Any) -> int:
+    """Calls of a round, the same on all ranks."""
+    once = over_ranks([time_round(call.run, 1, device, team)], dist.ReduceOp.MAX, device, team)[0]
+    return max(1, min(MAX_CALLS, int(sweep.point_s / sweep.rounds / once)))
 
 
 def time_round(call: Callable[[], object], calls: int, device: torch.device, team: Any) -> float:

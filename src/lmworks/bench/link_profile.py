@@ -14,7 +14,7 @@ from ..spec import SpecError, recognise
 from .collectives import Row, monotone
 from .kernel_timing import device_name, digits
 
-IN_PLACE = ("all-reduce", "broadcast")  # as trainers call them; gathers and scatters have two buffers
+IN_PLACE = ("all-reduce", "broadcast", "all-gather")  # as DDP and FSDP2 call them; a reduce-scatter has two buffers
 MIN_FIT_SIZES = 4  # fewer points are interpolated
 
 

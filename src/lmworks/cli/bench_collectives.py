@@ -28,7 +28,7 @@ DEFAULT_SIZES = {"cpu": "1K:16M", "cuda": "1K:1G"}
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 ALIASES = {"send-recv": "send", "sendrecv": "send", "alltoall": "all-to-all", "allreduce": "all-reduce"}
 ALIASES |= {"allgather": "all-gather", "reducescatter": "reduce-scatter"}
-BUFFERS = 5  # of the largest message that a rank holds while it is checked
+BUFFERS = 2  # that a rank holds for each size
 
 
 def collectives(
@@ -240,10 +240,11 @@ def parse_size(word: str, text: str) -> int:
 def check_memory(sweep: Sweep, local: int) -> None:
     from ..plan.memory.host import available_bytes
 
-    needed, there = BUFFERS * max(sweep.sizes) * local, available_bytes()
+    needed = (BUFFERS * sum(sweep.sizes) + 2 * max(sweep.sizes)) * local  # the largest is checked
+    there = available_bytes()
     if sweep.device == "cpu" and there is not None and needed > there:
         raise SpecError(
-            f"--sizes: {local} ranks with messages of {binary_bytes(max(sweep.sizes))} need about "
+            f"--sizes: {local} ranks with messages up to {binary_bytes(max(sweep.sizes))} need about "
             f"{binary_bytes(needed)}, and {binary_bytes(there)} are free; use smaller messages"
         )
 

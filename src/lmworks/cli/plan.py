@@ -210,6 +210,9 @@ def print_calls(job: RunSpec) -> None:
 
 
 def print_time(prediction: Prediction, job: RunSpec) -> None:
+    from ..plan.devices.profile import profile_of
+    from ..plan.step.cpu_ranks import not_priced
+
     time, machine = prediction.time, prediction.machine
     if machine is None:
         typer.echo("\nstep time: not predicted; leave out --no-probe to measure this machine")
@@ -218,6 +221,8 @@ def print_time(prediction: Prediction, job: RunSpec) -> None:
         unknown = f"the rate of {machine.name} in {job.precision.dtype} is not known"
         if machine.covers(job.precision.dtype):
             unknown = "several ranks share this machine; name the accelerator of a cluster with cluster.gpu"
+            if machine.device == "cpu":
+                unknown = not_priced(job, profile_of(job.cluster) if job.cluster.profile else None) or unknown
         typer.echo(f"\nstep time: not predicted; {unknown}")
         return
     rows = [

@@ -1,7 +1,8 @@
 """The prediction of a run before its first step (prediction.json): FLOPs, memory sheet, step time.
 
 The path of a step time: `predict` → `step.price.timeline` (GPUs by name, any layout) or `step.one_device.step_time`
-(one measured machine). The path of a memory figure: `memory.sheet.memory`.
+(one measured machine) or `step.cpu_ranks.ranks_step_time` (data-parallel ranks on such machines). The path of a memory
+figure: `memory.sheet.memory`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 from ..spec import RunSpec
 from .case import Case
 from .devices.machine import Machine
+from .devices.profile import profile_of
 from .exact.hand_over import HandOverBytes, hand_over_bytes
 from .flops import hardware_flops_per_token, model_flops_per_token, run_flops_per_token
 from .memory.sheet import MemorySheet, memory
 from .ops import device_of
 from .policies import policies
+from .step.cpu_ranks import not_priced, ranks_step_time
 from .step.one_device import StepTime, step_time
 from .step.price import timeline
 
@@ -91,8 +94,8 @@ def predict(spec: RunSpec, machine: Machine | None = None) -> Prediction:
 def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
     """By the fitted model of a named GPU, or by the rates of one measured machine.
 
-    None without a machine, where its rate for this precision is unknown, for ranks that share a CPU, and for a pipeline
-    with an activation budget, whose stages may have different recompute policies.
+    None without a machine, where its rate for this precision is unknown, for CPU ranks without measured collectives,
+    and for a pipeline with an activation budget, whose stages may have different recompute policies.
     """
     gpu = spec.cluster.accelerator
     if machine is None or not machine.covers(spec.precision.dtype):
@@ -104,7 +107,12 @@ def time_of(spec: RunSpec, machine: Machine | None) -> StepTime | None:
         parts = {name: float(seconds) for name, seconds in price.parts.items()}
         low, high = price.interval
         return StepTime(parts, price.tags, spec.tokens_per_step, (float(low), float(high)), price.notes)
-    return step_time(spec, machine) if spec.parallel.world == 1 else None
+    if spec.parallel.world == 1:
+        return step_time(spec, machine)
+    profile = profile_of(spec.cluster) if spec.cluster.profile else None
+    if machine.device != "cpu" or profile is None or not_priced(spec, profile):
+        return None
+    return ranks_step_time(spec, machine, profile)
 
 
 def within_budget(spec: RunSpec, machine: Machine) -> StepTime | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 MAX_REGIMES = 3
 MIN_SIZES = 3  # of a regime, where there are several
 NOISE_FLOOR = 0.05  # relative: differences below it do not justify a further regime
+OUTLIER = 0.1  # relative: what lies farther off counts less (Huber): a point that other work on the machine disturbed
 STUDENT_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # by degrees of freedom, from 1
 COLUMNS = ("above", "alpha_us", "alpha_us_low", "alpha_us_high", "beta_ns", "beta_ns_low", "beta_ns_high")
 
@@ -83,7 +84,7 @@ class AlphaBeta:
 
 
 def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
-    """To the median time of each size, sizes in order; residuals are relative, as noise is.
+    """To the median time of each size, sizes in order; residuals are relative, as noise is, and outliers count less.
 
     Regimes need not join: a change of protocol is a jump.
     """
@@ -95,7 +96,7 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
     def error(first: int, end: int) -> float:
         if (first, end) not in errors:
             alpha, beta = line(x[first:end], y[first:end])
-            errors[first, end] = float(np.sum(((alpha + beta * x[first:end]) / y[first:end] - 1) ** 2))
+            errors[first, end] = huber_loss((alpha + beta * x[first:end]) / y[first:end] - 1)
         return errors[first, end]
 
     def score(cuts: tuple[int, ...]) -> float:
@@ -124,14 +125,33 @@ def possible_cuts(sizes: int) -> list[tuple[int, ...]]:
 
 
 def line(x: NDArray[Any], y: NDArray[Any]) -> tuple[float, float]:
-    """Least squares of (α + βx)/y − 1 with α, β ≥ 0."""
-    design = np.stack([1 / y, x / y], axis=1)
-    (alpha, beta), *_ = np.linalg.lstsq(design, np.ones_like(y), rcond=None)
+    """Huber's estimate of (α + βx)/y = 1 with α, β ≥ 0."""
+    design, weights = np.stack([1 / y, x / y], axis=1), np.ones_like(y)
+    for _ in range(20):
+        alpha, beta = least_squares(design, np.sqrt(weights))
+        weights = huber_weights(design @ (alpha, beta) - 1)
+    return alpha, beta
+
+
+def least_squares(design: NDArray[Any], root: NDArray[Any]) -> tuple[float, float]:
+    """`root`: of the weights."""
+    columns = design * root[:, np.newaxis]
+    (alpha, beta), *_ = np.linalg.lstsq(columns, root, rcond=None)
     if alpha < 0 or beta < 0:  # then one of them is 0: the better of the two
-        only = [float(np.sum(column) / np.sum(column**2)) for column in design.T]
-        left = [float(np.sum((value * column - 1) ** 2)) for value, column in zip(only, design.T, strict=True)]
+        only = [float(column @ root / (column @ column)) for column in columns.T]
+        left = [float(np.sum((value * column - root) ** 2)) for value, column in zip(only, columns.T, strict=True)]
         alpha, beta = (only[0], 0.0) if left[0] < left[1] else (0.0, only[1])
     return float(alpha), float(beta)
+
+
+def huber_weights(residuals: NDArray[Any]) -> NDArray[Any]:
+    return np.minimum(1.0, OUTLIER / np.maximum(np.abs(residuals), 1e-12))
+
+
+def huber_loss(residuals: NDArray[Any]) -> float:
+    """Squares up to OUTLIER, straight from there on."""
+    size = np.abs(residuals)
+    return float(np.sum(np.where(size <= OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER))))
 
 
 def intervals(
@@ -142,7 +162,8 @@ def intervals(
     if free < 1:
         return (np.nan, np.nan), (np.nan, np.nan)
     design = np.stack([1 / y, x / y], axis=1)
-    variance = float(np.sum((design @ (alpha, beta) - 1) ** 2)) / free
-    spread = np.sqrt(variance * np.diag(np.linalg.pinv(design.T @ design)))
+    residuals = design @ (alpha, beta) - 1
+    weighted = design * huber_weights(residuals)[:, np.newaxis]
+    spread = np.sqrt(huber_loss(residuals) / free * np.diag(np.linalg.pinv(weighted.T @ design)))
     a, b = (float(each) * (STUDENT_95[free - 1] if free <= len(STUDENT_95) else 2.1) for each in spread)
     return (max(0.0, alpha - a), alpha + a), (max(0.0, beta - b), beta + b)
