@@ -65,10 +65,10 @@ test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of 
 	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/kernels/test_nf4.py tests/data/test_trl_templates.py
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
 
-# HTA is the reference of a trace's figures. The reader needs no torch, so neither does this environment.
+# HTA (its package is now traceinsight) is the reference of a trace's figures. The reader needs no torch, so neither does this environment.
 $(VENV)-hta/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-hta
-	$(VENV)-hta/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest msgspec "HolisticTraceAnalysis==0.5.0"
+	$(VENV)-hta/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest msgspec "traceinsight==0.6.1" "pandas<3"
 	@touch $@
 
 test-hta: $(VENV)-hta/.ready  ## figures of traces against HTA, in an environment of its own

@@ -1,6 +1,6 @@
-"""Figures that HTA (HolisticTraceAnalysis) gives for traces, as JSON: the reference of tests/trace/test_hta.py.
+"""Figures that HTA (Holistic Trace Analysis) gives for traces, as JSON: the reference of tests/trace/test_hta.py.
 
-Run it with a Python that has HTA (`pip install HolisticTraceAnalysis==0.5.0`); it needs nothing of LMWorks:
+Run it with a Python that has HTA (`pip install traceinsight==0.6.1`); it needs nothing of LMWorks:
 
     python benchmarks/trace_oracle.py TRACE.json.gz … > figures.json
 """

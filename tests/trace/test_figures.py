@@ -58,7 +58,7 @@ def gpu_step() -> list[Event]:
 
 def test_the_parts_of_a_step(tmp_path: Path) -> None:
     activity = Activity(read(tmp_path, gpu_step()))
-    ((step, parts),) = activity.of_steps()
+    ((step, parts),) = activity.of_steps
     assert (step.number, step.start, step.end) == (7, 0, 1_000_000)
     assert (parts.compute, parts.exposed_comm, parts.hidden_comm) == (480_000, 150_000, 50_000)
     assert (parts.copy, parts.idle) == (10_000, 360_000)
@@ -201,7 +201,7 @@ def gloo_rank(compute: float, arrives: float) -> list[Event]:
 
 def test_host_threads_are_the_device_of_a_cpu_run(tmp_path: Path) -> None:
     trace = read(tmp_path, gloo_rank(500, 510))
-    ((step, parts),) = Activity(trace).of_steps()
+    ((step, parts),) = Activity(trace).of_steps
     assert not trace.on_device and step.number == 4
     assert (parts.compute, parts.exposed_comm, parts.hidden_comm) == (480_000, 390_000, 0)
     assert idle_causes(Activity(trace)).of(0) == {

@@ -1,4 +1,4 @@
-"""Temporal breakdown, overlap and idle time against HTA (HolisticTraceAnalysis), on traces that others published.
+"""Temporal breakdown, overlap and idle time against HTA (traceinsight), on traces that others published.
 
 HTA drops kernels whose launch is not in the trace's steps; so does `as_hta_reads`. It counts synchronisation events of
 streams (`cuda_sync`) as time of the device, which they are not: `event_sync` has two µs of them, `alexnet` a late one.

@@ -73,14 +73,20 @@ class Activity:
         return self.copies - (self.compute | self.communication)
 
     def breakdown(self, start: int, end: int) -> Breakdown:
-        compute, comm, hidden, copy, busy = (
-            int(spans.covered(start, end))
-            for spans in (self.compute, self.communication, self.hidden, self.exposed_copies, self.busy)
-        )
-        return Breakdown(end - start, compute, comm - hidden, hidden, copy, end - start - busy)
+        return self.breakdowns(np.array([start]), np.array([end]))[0]
 
+    def breakdowns(self, start: Ints, end: Ints) -> list[Breakdown]:
+        """Of many windows."""
+        parts = (self.compute, self.communication, self.hidden, self.exposed_copies, self.busy)
+        compute, comm, hidden, copy, busy = (spans.covered(start, end) for spans in parts)
+        rows = np.stack((end - start, compute, comm - hidden, hidden, copy, end - start - busy), axis=1)
+        return [Breakdown(*row) for row in rows.tolist()]
+
+    @cached_property
     def of_steps(self) -> list[tuple[Step, Breakdown]]:
-        return [(step, self.breakdown(step.start, step.end)) for step in self.trace.steps]
+        steps = self.trace.steps
+        edges = np.array([(step.start, step.end) for step in steps], np.int64).reshape(-1, 2)
+        return list(zip(steps, self.breakdowns(edges[:, 0], edges[:, 1]), strict=True))
 
 
 def compute_lanes(trace: Trace) -> Ints:

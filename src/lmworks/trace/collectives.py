@@ -55,7 +55,7 @@ def overlap(activity: Activity) -> dict[str, Any]:
         }
         for (name, group, ranks), one in kinds.items()
     ]
-    parts = [parts for _, parts in activity.of_steps()]
+    parts = [parts for _, parts in activity.of_steps]
     inside, whole = sum(p.hidden_comm for p in parts), sum(p.hidden_comm + p.exposed_comm for p in parts)
     return {
         "percent": 100 * inside / whole if whole else None,

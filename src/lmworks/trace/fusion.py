@@ -10,9 +10,10 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .hotspots import SHORT_KERNEL, in_steps
-from .model import Kind, Trace
+from .model import Ints, Kind, Trace
 
 LONGEST = 8  # kernels of a sequence
 TIMES = 3  # as often as this a step, at least
@@ -25,11 +26,7 @@ def fusible(trace: Trace, top: int = 10) -> list[dict[str, Any]]:
     found: defaultdict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0])  # times, gaps, kernel time
     for lane in np.unique(events.lane[rows]):
         own = rows[events.lane[rows] == lane]
-        short = events.duration[own] < SHORT_KERNEL
-        edges = np.flatnonzero(np.diff(short.astype(np.int8))) + 1
-        for run in np.split(np.arange(len(own)), edges):
-            if short[run[0]] and len(run) > 1:
-                count_sequences(own[run], trace, found)
+        count_sequences(events.name[own], events.start[own], events.end[own], found)
     least = TIMES * max(len(trace.steps), 1)
     worth: list[dict[str, Any]] = [
         {
@@ -44,13 +41,18 @@ def fusible(trace: Trace, top: int = 10) -> list[dict[str, Any]]:
     return sorted(worth, key=lambda one: -one["gap_s"])[:top]
 
 
-def count_sequences(run: np.ndarray, trace: Trace, found: defaultdict[tuple[int, ...], list[int]]) -> None:
-    """Cut a run of short kernels into sequences of at most LONGEST, and count each."""
-    events = trace.events
-    for place in range(0, len(run), LONGEST):
-        part = run[place : place + LONGEST]
-        if len(part) > 1:
-            one = found[tuple(events.name[part].tolist())]
-            one[0] += 1
-            one[1] += int((events.start[part[1:]] - events.end[part[:-1]]).clip(0).sum())
-            one[2] += int(events.duration[part].sum())
+def count_sequences(
+    name: npt.NDArray[np.int32], start: Ints, end: Ints, found: defaultdict[tuple[int, ...], list[int]]
+) -> None:
+    """Cut the runs of short kernels of a stream into sequences of at most LONGEST, and count each."""
+    short = end - start < SHORT_KERNEL
+    busy = np.concatenate(([0], np.cumsum(end - start)))
+    gaps = np.concatenate(([0, 0], np.cumsum((start[1:] - end[:-1]).clip(0))))  # before each kernel
+    for run in np.split(np.arange(len(name)), np.flatnonzero(np.diff(short.astype(np.int8))) + 1):
+        for first in range(int(run[0]), int(run[-1]) + 1, LONGEST) if len(run) and short[run[0]] else ():
+            after = min(first + LONGEST, int(run[-1]) + 1)
+            if after - first > 1:
+                one = found[tuple(name[first:after].tolist())]
+                one[0] += 1
+                one[1] += int(gaps[after] - gaps[first + 1])
+                one[2] += int(busy[after] - busy[first])

@@ -38,10 +38,11 @@ class Hotspot:
 
 def in_steps(trace: Trace, start: Ints) -> Mask:
     """Which times lie within the steps."""
-    inside = np.zeros(len(start), np.bool_)
-    for step in trace.steps:
-        inside |= (start >= step.start) & (start < step.end)
-    return inside
+    edges = np.array([(step.start, step.end) for step in trace.steps], np.int64).reshape(-1, 2)
+    if not len(edges):
+        return np.zeros(len(start), np.bool_)
+    place = np.searchsorted(edges[:, 0], start, side="right") - 1
+    return (place >= 0) & (start < edges[np.maximum(place, 0), 1])
 
 
 def hotspots(trace: Trace, nesting: Nesting) -> list[Hotspot]:

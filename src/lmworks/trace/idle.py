@@ -63,16 +63,18 @@ def idle_causes(activity: Activity) -> IdleCauses:
 
 def step_gaps(activity: Activity) -> tuple[Spans, Ints]:
     """Idle intervals of all steps, and the place of each one's step."""
-    parts = [activity.busy.gaps(step.start, step.end) for step in activity.trace.steps]
-    window = np.repeat(np.arange(len(parts)), [len(part.start) for part in parts])
-    empty = np.zeros(0, np.int64)
-    return (
-        Spans(
-            np.concatenate([empty, *(part.start for part in parts)]),
-            np.concatenate([empty, *(part.end for part in parts)]),
-        ),
-        window,
-    )
+    steps = activity.trace.steps
+    edges = np.array([(step.start, step.end) for step in steps], np.int64).reshape(-1, 2)
+    if not len(edges):
+        return Spans(*edges.T), edges[:, 0]
+    gaps = activity.busy.gaps(int(edges[0, 0]), int(edges[-1, 1]))
+    # A gap that runs from one step into another is cut there; what lies between two steps is dropped.
+    first, last = np.searchsorted(edges[:, 1], gaps.start, side="right"), np.searchsorted(edges[:, 0], gaps.end)
+    count = np.maximum(last - first, 0)
+    gap = np.repeat(np.arange(len(count)), count)
+    window = first[gap] + np.arange(len(gap)) - np.repeat(np.cumsum(count) - count, count)
+    start, end = np.maximum(gaps.start[gap], edges[window, 0]), np.minimum(gaps.end[gap], edges[window, 1])
+    return Spans(start, end), window
 
 
 def on_device_causes(trace: Trace, gaps: Spans) -> dict[str, Ints]:

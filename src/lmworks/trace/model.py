@@ -188,10 +188,9 @@ class Trace:
         device = np.flatnonzero(busy)
         call = self.launch[device]
         launched = np.where(call >= 0, events.start[call], events.start[device])
-        edges = []
-        for step in marks:
-            before = device[launched < step.start]
-            edges.append(max(step.start, int(events.end[before].max(initial=step.start))))
-        tail = device[(launched >= marks[-1].start) & (launched < marks[-1].end)]
-        edges.append(max(marks[-1].end, int(events.end[tail].max(initial=0))))
-        return [Step(step.number, *edges[i : i + 2]) for i, step in enumerate(marks)]
+        order = np.argsort(launched, kind="stable")
+        done = np.maximum.accumulate(events.end[device[order]])  # when all that was launched up to each is done
+        cuts = np.array([step.start for step in marks] + [marks[-1].end])
+        place = np.searchsorted(launched[order], cuts)
+        edges = np.maximum(cuts, np.where(place > 0, done[np.maximum(place - 1, 0)], cuts))
+        return [Step(step.number, int(edges[i]), int(edges[i + 1])) for i, step in enumerate(marks)]

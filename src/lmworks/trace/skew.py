@@ -68,7 +68,7 @@ def skew(activities: Sequence[Activity]) -> Skew | None:
 
 def lateness_cause(activities: Sequence[Activity], late: int, late_s: float) -> str:
     """`slow_compute` where the late rank's longer compute explains at least half of what the others waited."""
-    compute = np.array([sum(parts.compute for _, parts in activity.of_steps()) for activity in activities]) / 1e9
+    compute = np.array([sum(parts.compute for _, parts in activity.of_steps) for activity in activities]) / 1e9
     longer = compute[late] - np.median(np.delete(compute, late))
     return "slow_compute" if longer >= late_s / 2 else "late_arrival"
 

@@ -53,7 +53,7 @@ def step_rows(activity: Activity) -> list[dict[str, Any]]:
             **seconds(parts),
             "idle_by_cause": {cause: length / 1e9 for cause, length in causes.of(place).items()},
         }
-        for place, (step, parts) in enumerate(activity.of_steps())
+        for place, (step, parts) in enumerate(activity.of_steps)
     ]
 
 
