@@ -239,6 +239,17 @@ def profile(sample: Sample) -> None:
     bench_inference.print_profile(facts)
 
 
+def memory_snapshot(sample: Sample) -> None:
+    from lmworks.cli.profile_memory import print_snapshot
+
+    sizes = dict.fromkeys(("reserved", "allocated", "free", "largest_free", "peak"), 123_456_789_012)
+    site = "training/cross_entropy.py:1234 backward_of_chunk"
+    facts = {f"{name}_bytes": size for name, size in sizes.items()} | {"device": 0, "fragmentation": 0.5}
+    facts["holders"] = [{"site": site, "bytes": 10**11, "blocks": 12345}]
+    counts = {"peak_s": 12.3, "segment_allocs": 123, "segment_frees": 45, "out_of_memory": 1}
+    print_snapshot("rank 0", [facts | counts])
+
+
 def quantized(sample: Sample) -> None:
     from lmworks.cli.quantize import print_quantized
 
@@ -348,6 +359,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
     (profile, "bench_inference.print_profile"),
+    (memory_snapshot, "profile_memory.print_snapshot"),
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),

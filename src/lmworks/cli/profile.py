@@ -14,6 +14,7 @@ from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_
 from .generate import EngineOverrides
 from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
+from .profile_memory import memory, print_memory
 from .profile_record import attach, train
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the time goes: steps, traces, the engine.")
@@ -29,6 +30,7 @@ def profile() -> None:
 
 app.command()(train)
 app.command()(attach)
+app.command()(memory)
 
 
 # --- profile trace ---------------------------------------------------------------------------------------
@@ -74,6 +76,7 @@ def print_trace(facts: dict[str, Any]) -> None:
     print_collectives(facts)
     print_ops(facts)
     print_notes(facts)
+    print_memory(facts)
 
 
 def print_steps(facts: dict[str, Any]) -> None:

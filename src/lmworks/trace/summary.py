@@ -12,6 +12,7 @@ from .critical_path import critical_path
 from .fusion import fusible
 from .hotspots import Hotspot, hotspots, launches, python_time
 from .idle import CAUSES, idle_causes, stream_idle
+from .memory import read_snapshot, snapshot_path, trace_memory
 from .model import Kind, Trace
 from .nesting import Nesting
 from .skew import skew
@@ -40,7 +41,15 @@ def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
         "skew": skewed.to_dict() if skewed else None,
         "critical_path": [{"rank": trace.rank, **path} for trace in traces if (path := critical_path(trace))],
         "fusible": fusible(traces[0]) if traces else [],
+        "memory": [memory_facts(trace) for trace in traces],
     }
+
+
+def memory_facts(trace: Trace) -> dict[str, Any]:
+    """With the allocator's snapshot where the recording left one beside the trace."""
+    path = snapshot_path(trace.source)
+    snapshot = [one.to_dict() for one in read_snapshot(path)] if path.is_file() else None
+    return {"rank": trace.rank, "devices": trace_memory(trace), "snapshot": snapshot}
 
 
 def step_rows(activity: Activity) -> list[dict[str, Any]]:

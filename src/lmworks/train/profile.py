@@ -24,7 +24,7 @@ from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import run_on_rank_zero
 from ..record import RunFolder
 from ..record.jsonl import without_nan
-from ..record.profile_request import read_request, remove_request, request_path, trace_path
+from ..record.profile_request import TRACE_SUFFIX, read_request, remove_request, request_path, trace_path
 from ..spec import RunSpec, SpecError
 from .spans import Range, Spans
 
@@ -179,7 +179,7 @@ class Profiler:
             with plain.open("rb") as source, gzip.open(packed, "wb", GZIP_LEVEL) as target:
                 shutil.copyfileobj(source, target, 2**20)
             if self.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(path.with_name(path.name.removesuffix(".json.gz") + ".pickle")))
+                torch.cuda.memory._dump_snapshot(str(path).removesuffix(TRACE_SUFFIX) + ".pickle")
                 torch.cuda.memory._record_memory_history(enabled=None)
             packed.replace(path)
         finally:
