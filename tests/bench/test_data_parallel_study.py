@@ -100,6 +100,20 @@ def test_peaks_follow_the_formula(dataset: Path, tmp_path: Path, accumulate: dic
         assert measured[name] == pytest.approx(memory(one).tensors, rel=0.05), name
 
 
+def test_peaks_with_a_reduction_after_each_micro_batch(dataset: Path, tmp_path: Path) -> None:
+    """DDP has no second copy of its gradients, FSDP2 no unsharded ones."""
+    specs = {}
+    for name in ("DDP", "FSDP2 reshard"):
+        spec = make_spec(dataset, "model.layers=3", "model.hidden=64", "data.global_batch=12")
+        for each in (False, True):
+            specs[f"{name} {each}"] = with_strategy(spec, 2, {**STRATEGIES[name], "sync_each_pass": each})
+    measured = on_ranks(2, peaks, specs, tmp_path)[0]
+    for name in ("DDP", "FSDP2 reshard"):
+        each = measured[f"{name} True"]
+        assert each == pytest.approx(memory(specs[f"{name} True"]).tensors, rel=0.05), name
+        assert each < 0.95 * measured[f"{name} False"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

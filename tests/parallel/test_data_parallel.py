@@ -35,6 +35,7 @@ HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 SPECS = {
     "ddp": make_spec({"dp": 2}),
     "ddp static": make_spec({"dp": 2, "static_graph": True, "recompute": "full"}),
+    "ddp sync each": make_spec({"dp": 2, "sync_each_pass": True}),
     "ddp offload": make_spec({"dp": 2, "offload": "optimizer"}),
     "fsdp2 recompute": make_spec({"dp": 2, "strategy": "fsdp2", "recompute": "full"}),
     "fsdp2 tied": make_spec({"dp": 2, "strategy": "fsdp2"}, {**DENSE, "tie_embeddings": True}),
@@ -51,13 +52,14 @@ SPECS = {
     "fsdp2 keep": make_spec({"dp": 4, "strategy": "fsdp2", "reshard": False, "prefetch": 2}),
     "fsdp2 experts": make_spec({"dp": 4, "strategy": "fsdp2", "ep": 2}, SPARSE),
     "hsdp": make_spec({**HYBRID, "strategy": "fsdp2"}),
+    "hsdp sync each": make_spec({**HYBRID, "strategy": "fsdp2", "sync_each_pass": True}),
     "hsdp experts": make_spec({**HYBRID, "strategy": "fsdp2", "ep": 2}, SPARSE),
 }
 CASES = with_rules(SPECS, ("static", "recompute", "tied", "experts", "hybrid grad op"))
 # Each way of meeting once; the rest is in `make test-slow`, and parity counts every collective of a step.
 EVERYDAY = (
-    "ddp", "ddp static", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 full", "fsdp1 grad op",
-    "hsdp experts",
+    "ddp", "ddp static", "ddp sync each", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 full",
+    "fsdp1 grad op", "hsdp experts", "hsdp sync each",
 )  # fmt: skip
 
 
@@ -129,9 +131,11 @@ def test_steps_of_every_strategy_equal_one_rank(all_outcomes: dict[str, list[Out
 
 
 def meet_once(name: str, outcome: Outcome) -> None:
-    """Gradients do not meet while they accumulate, save in ZeRO-2, and in the pass that a static graph learns from."""
+    """Gradients do not meet while they accumulate, save in ZeRO-2, where the spec says so, and in the pass that a
+    static graph learns from.
+    """
     assert outcome.trace.late
-    if name.startswith("zero"):
+    if name.startswith("zero") or name.endswith("sync each"):
         assert len(outcome.trace.early) == 2 * len(outcome.trace.late)
     elif name == "ddp static":
         # Once, in the first of the steps, and with it which parameters were used.

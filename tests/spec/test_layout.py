@@ -56,6 +56,18 @@ ILLEGAL = {
         "needs more than model.layers = 2",
     ),
     "a cluster that is not used": (["cluster.gpus_per_node=8"], "is 8 ranks, the layout has 1"),
+    "sync each with zero": (
+        ["parallel.sync_each_pass=true", "parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2"],
+        "needs strategy = 'ddp' or 'fsdp2' without pipeline and offload",
+    ),
+    "sync each with offload": (
+        ["parallel.sync_each_pass=true", "parallel.dp=2", "parallel.strategy=fsdp2", "parallel.offload=full"],
+        "needs strategy = 'ddp' or 'fsdp2' without pipeline and offload",
+    ),
+    "sync each in bf16": (
+        ["parallel.sync_each_pass=true", "parallel.dp=2", "precision.reduce=bf16"],
+        "would round DDP's sums to precision.reduce = 'bf16' after every micro-batch",
+    ),
     "async without compile": (["parallel.async_tp=true", "parallel.tp=2"], "needs parallel.compile = true"),
     "profile": (["log.profile=[5, 2]"], "must be [first step, last step]"),
 }

@@ -110,6 +110,8 @@ parallel.virtual_stages             0               [0, inf)
 parallel.reshard                    true
 parallel.prefetch                   1               [1, inf)
 parallel.bucket_mb                  25.0            (0, inf)
+parallel.sync_each_pass             false
+parallel.comm_priority              "normal"        normal high
 parallel.static_graph               false
 parallel.recompute                  "none"          none selective mlp full budget
 parallel.recompute_every            1               [1, inf)

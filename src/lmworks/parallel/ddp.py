@@ -48,12 +48,13 @@ class DDP(SingleRank):
         # With a static graph the first backward pass is the one that DDP learns from, and it has to reduce: gradients
         # that are reduced already are equal on all ranks, and their mean in the next reduction leaves them as they are.
         self.learning = spec.parallel.static_graph
+        self.each = spec.parallel.sync_each_pass  # the same mean leaves what is reduced already as it is
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        reduce, self.learning = last or self.learning, False
+        reduce, self.learning = last or self.learning or self.each, False
         return nullcontext() if reduce else self.ddp.no_sync()
 
 

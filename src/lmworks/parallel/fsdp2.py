@@ -43,7 +43,7 @@ class FSDP2:
     loss_factor = 1.0  # gradients are summed
 
     def __init__(self, part: GPT, spec: RunSpec, mesh: Mesh, experts: set[str], adapter: str = "") -> None:
-        self.part, self.experts = part, experts
+        self.part, self.experts, self.each = part, experts, spec.parallel.sync_each_pass
         layout = spec.parallel
         reduce = reduce_dtype(spec.precision)
         # Inputs are not cast: the residual stream stays as it starts, as it does under autocast on one rank.
@@ -100,7 +100,7 @@ class FSDP2:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        self.root.set_requires_gradient_sync(last)
+        self.root.set_requires_gradient_sync(last or self.each)
         yield
 
     def finish(self) -> None:

@@ -68,6 +68,8 @@ def init_distributed(parallel: ParallelSpec, device: torch.device, timeout_s: fl
     # Newer versions rename collectives that the oldest we support, and PyTorch's own FSDP, know by the old names only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives on record; older versions record none
+    # PyTorch reads it where it makes a process group, subgroups too.
+    os.environ["TORCH_NCCL_HIGH_PRIORITY"] = str(int(parallel.comm_priority == "high"))
     limit = group_timeout(timeout_s)
     if not dist.is_initialized():
         record_agent()

@@ -54,6 +54,7 @@ class Case:
     host: Number = 1.0  # launch time of its host over that of the reference host
     # Memory of our own trainer only.
     strategy: str = ""  # ddp, zero, fsdp1 or fsdp2 ("": the one with this ZeRO stage)
+    sync_each_pass: bool = False  # DDP and FSDP2: gradients are reduced after each micro-batch
     prefetch: int = 1  # FSDP2: blocks that are gathered ahead
     bucket_mb: float = 25.0  # ZeRO: MiB of gradients that are reduced at once
     documents: bool = False  # attention is masked by document
@@ -97,6 +98,7 @@ class Case:
             offload_activations=layout.offload_activations,
             cluster=spec.cluster,
             strategy=layout.strategy,
+            sync_each_pass=layout.sync_each_pass,
             prefetch=layout.prefetch,
             bucket_mb=layout.bucket_mb,
             documents=spec.data.has_documents or spec.align.online,

@@ -76,6 +76,11 @@ def check_precision(run: RunSpec) -> None:
             raise SpecError(f"precision.{name} = '{value}' needs parallel.engine = 'native': DeepSpeed has its own")
         if given and layout.strategy == "fsdp1" and layout.dp > 1:
             raise SpecError(f"precision.{name} = '{value}' does not combine with strategy = 'fsdp1'; use 'fsdp2'")
+    if layout.sync_each_pass and layout.strategy == "ddp" and precision.reduce != precision.weights:
+        raise SpecError(
+            f"parallel.sync_each_pass = true would round DDP's sums to precision.reduce = '{precision.reduce}' after "
+            "every micro-batch; use parallel.strategy = 'fsdp2'"
+        )
     if precision.dtype == "fp8":
         check_fp8(run)
 

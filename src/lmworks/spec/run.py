@@ -148,6 +148,10 @@ class ParallelSpec(Section):
     reshard: bool = opt(True, "FSDP: free gathered parameters after the forward pass")
     prefetch: int = opt(1, "FSDP2: blocks whose parameters are gathered ahead", ge=1)
     bucket_mb: float = opt(25.0, "DDP and ZeRO: MiB of gradients that are reduced at once", gt=0)
+    sync_each_pass: bool = opt(
+        False, "DDP and FSDP2: reduce gradients after each micro-batch, not after the last: more traffic, less memory"
+    )
+    comm_priority: str = opt("normal", "CUDA: priority of the streams of collectives", choices=("normal", "high"))
     static_graph: bool = opt(False, "DDP: every step uses the same parameters, which saves its search for unused ones")
     recompute: str = opt("none", "activations computed again in the backward pass", choices=RECOMPUTE)
     recompute_every: int = opt(1, "with recompute = 'full': every how many blocks", ge=1)
@@ -180,6 +184,12 @@ class ParallelSpec(Section):
             raise SpecError(
                 f"parallel.zero = {self.zero} needs parallel.strategy = 'zero' or parallel.engine = 'deepspeed', "
                 f"not strategy = '{self.strategy}' with engine = '{self.engine}'"
+            )
+        plain = self.engine == "native" and self.pp == 1 and self.offload == "none"
+        if self.sync_each_pass and not (plain and self.strategy in ("ddp", "fsdp2")):
+            raise SpecError(
+                "parallel.sync_each_pass = true needs strategy = 'ddp' or 'fsdp2' without pipeline and offload; "
+                "ZeRO-2 reduces after each micro-batch anyway"
             )
         if self.async_tp and not (self.compile and self.tp > 1):
             raise SpecError("parallel.async_tp = true needs parallel.compile = true and parallel.tp > 1")

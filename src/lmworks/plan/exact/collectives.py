@@ -123,6 +123,11 @@ def reduction_phase(ctx: RankContext) -> str:
     return STEP if ctx.spec.parallel.pp > 1 else LAST
 
 
+def reductions(ctx: RankContext) -> tuple[int, str]:
+    """How often gradients of DDP and FSDP are reduced in a step, and when."""
+    return (ctx.spec.accumulation, BACKWARD) if ctx.case.sync_each_pass else (1, reduction_phase(ctx))
+
+
 def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
     """Experts, whose gradients meet among those that hold the same ones, and all others."""
     axes: dict[str, list[Weight]] = {}
@@ -132,16 +137,17 @@ def by_axis(found: list[Weight], other: str) -> dict[str, list[Weight]]:
 
 
 def all_reduce_gradients(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
-    """All gradients once, after the last micro-batch."""
+    """All gradients after the last micro-batch, or after each."""
+    times, when = reductions(ctx)
     for axis, inside in by_axis(trained_weights(ctx.case, stage), "dp_cp").items():
         size = ctx.case.software.reduce * sum(weight.size for weight in inside)
         yield ctx.bulk_collective(
             "all-reduce",
             "gradients",
             axis,
-            len(buckets(ctx.case, [weight.size for weight in inside])),
-            size,
-            reduction_phase(ctx),
+            times * len(buckets(ctx.case, [weight.size for weight in inside])),
+            times * size,
+            when,
         )
 
 
@@ -158,19 +164,19 @@ def zero_1_and_2(ctx: RankContext, stage: Stage, every: bool) -> Iterator[Collec
 
 
 def fsdp(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
-    """FSDP: units whole while they run, gradients to their owners after the last micro-batch, and then to copies."""
-    case = ctx.case
+    """FSDP: units whole while they run, gradients to their owners after the last micro-batch, or each, then copies."""
+    case, (times, when) = ctx.case, reductions(ctx)
     for unit in units(case, stage):
         what = "root" if unit.block == ROOT else "experts" if unit.axis == "edp" else "block"
         ranks, gathered = ctx.grid.size(unit.axis), unit_bytes(case, unit)
         forward, backward = gathers(ctx, stage, unit)
-        sent, reduced = case.software.reduce * unit_size(case, unit, trained=True), int(bool(unit.trained))
+        sent, reduced = case.software.reduce * unit_size(case, unit, trained=True), times * bool(unit.trained)
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, forward, gathered, FORWARD)
         yield ctx.collective("all-gather", f"weights of a {what}", unit.axis, backward, gathered, BACKWARD)
-        yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, reduced, sent, reduction_phase(ctx))
+        yield ctx.collective("reduce-scatter", f"gradients of a {what}", unit.axis, reduced, sent, when)
         if unit.axis == "shard" or ctx.grid.experts_over == "shard":  # else copies are a part of edp
             copies = f"gradients of a {what}, shards"
-            yield ctx.collective("all-reduce", copies, "dp_replicate", reduced, sent // ranks, reduction_phase(ctx))
+            yield ctx.collective("all-reduce", copies, "dp_replicate", reduced, sent // ranks, when)
 
 
 def gathers(ctx: RankContext, stage: Stage, unit: Unit) -> tuple[int, int]:

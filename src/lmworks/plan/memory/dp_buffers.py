@@ -105,7 +105,9 @@ def single_rank(dp: DpState) -> Sizes:
 
 
 def replicated(dp: DpState) -> Sizes:
-    return {moment: {"gradients": dp.each * dp.weights.size * (1 + dp.accumulates)} for moment in dp.reduced}
+    """Gradients of a micro-batch that is not reduced are added up beside DDP's buckets."""
+    sums = 1 + dp.accumulates * (not dp.case.sync_each_pass)
+    return {moment: {"gradients": dp.each * dp.weights.size * sums} for moment in dp.reduced}
 
 
 def bucketed(dp: DpState) -> Sizes:
@@ -151,15 +153,18 @@ def sharded(dp: DpState) -> Sizes:
     outside = {LOSS: 0, TOP: own.head, LOWEST: own.head, END: root}
     # Of bf16 weights FSDP2 adds up what it will send.
     summed = max(each, code.reduce) * (root + layers * own.reduced_block)
+    whole_sums = dp.accumulates & (not case.sync_each_pass)  # of a micro-batch that is not reduced
+    before = np.where(dp.accumulates & case.sync_each_pass, dp.state.gradients, 0)  # a rank's own, of earlier ones
     found: Sizes = {}
     for moment, weights_there in whole.items():
         past = done[moment]
-        sums = each * (past * own_block * stays + outside[moment])
-        flying = np.where(dp.accumulates, 0, message * np.greater(past, 0))
+        sums = np.maximum(before, each * past * own_block * stays) + each * outside[moment]
+        arrived = np.where(before > 0, code.reduce * own_block, 0)  # until it is added
+        flying = np.where(whole_sums, 0, (message + arrived) * np.greater(past, 0))
         if moment == TOP:  # block after block is sent, the root last
-            flying = np.where(dp.accumulates & ~piped, message, flying)
+            flying = np.where(whole_sums & ~piped, message, flying)
         found[moment] = {
-            "gradients": np.where(dp.accumulates, summed, sums)[()],
+            "gradients": np.where(whole_sums, summed, sums)[()],
             "gathered": each * own.gathered_root + weights_there,
             "flying": flying[()],
         }

@@ -164,7 +164,8 @@ def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: M
     gathered = Traffic(weights)
     if case.software.master:  # new weights are gathered block by block in the next forward pass
         gathered = overlap(weights, layers * micro_batch.block.forward.seconds, contention)
-    return Traffic(reduced.exposed + gathered.exposed, reduced.hidden + gathered.hidden)
+    times = case.accumulation if case.sync_each_pass else 1
+    return Traffic(times * reduced.exposed + gathered.exposed, times * reduced.hidden + gathered.hidden)
 
 
 def tags(case: Case, fitted: Constants, parts: Iterable[str]) -> dict[str, str]:

@@ -188,7 +188,8 @@ def copy_bytes(case: Case, weights: Weights) -> tuple[Number, Number]:
 
 def reductions_per_micro_batch(case: Case) -> Number:
     """ZeRO-3 reduce-scatters per micro-batch: our trainer reduces after the last one only, others after each."""
-    return 1 / case.accumulation if case.software.name.startswith("lmworks") else 1.0
+    last_only = case.software.name.startswith("lmworks") and not case.sync_each_pass
+    return 1 / case.accumulation if last_only else 1.0
 
 
 def updated_params(case: Case, weights: Weights) -> Number:
