@@ -17,6 +17,7 @@ from ..spec.files import check_writable
 from . import options
 from .bench_collectives import collectives, link
 from .bench_inference import offline, serve
+from .bench_overlap import overlap
 from .groups import CommandGroup
 from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, print_json, print_table, write_file
@@ -412,4 +413,5 @@ app.command(rich_help_panel="Measure")(offline)
 app.command(rich_help_panel="Measure")(serve)
 app.command(rich_help_panel="Measure")(link)
 app.command("ddp-fsdp", rich_help_panel="Compare")(ddp_fsdp)
+app.command(rich_help_panel="Compare")(overlap)
 app.command(rich_help_panel="Compare")(precision)
