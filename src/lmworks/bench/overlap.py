@@ -217,7 +217,7 @@ class TimedTrainer:
             file = folder / f"rank{dist.get_rank()}-{number}.json"
             file.parent.mkdir(parents=True, exist_ok=True)
             recorded.export_chrome_trace(str(file))
-            parts = [part for _, part in Activity(read_trace(file)).of_steps()]
+            parts = [part for _, part in Activity(read_trace(file)).of_steps]
             file.unlink()
             found.append(
                 (sum(part.exposed_comm for part in parts) / 1e9, sum(part.hidden_comm for part in parts) / 1e9)
