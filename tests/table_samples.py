@@ -250,6 +250,16 @@ def memory_snapshot(sample: Sample) -> None:
     print_snapshot("rank 0", [facts | counts])
 
 
+def compared_recordings(sample: Sample) -> None:
+    from lmworks.cli.profile_compare import print_comparison
+
+    op = "aten::_scaled_dot_product_flash_attention_backward"
+    rows = [{"name": op, "before_s": 12.3, "after_s": 4.5, "change_s": -7.8}]
+    facts = {"step": {"before_s": 1.2, "after_s": 1.1}, "speedup": 1.09, "apart": False, "parts": rows, "ops": rows}
+    ranges = {"before_range_s": (1.0, 1.3), "after_range_s": (1.0, 1.2)}
+    print_comparison({**facts, **ranges, "idle_by_cause": rows, "collectives": rows})
+
+
 def quantized(sample: Sample) -> None:
     from lmworks.cli.quantize import print_quantized
 
@@ -360,6 +370,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (predicted, "plan_validate.print_predictions"),
     (profile, "bench_inference.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
+    (compared_recordings, "profile_compare.print_comparison"),
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),

@@ -14,6 +14,7 @@ from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_
 from .generate import EngineOverrides
 from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
+from .profile_compare import compare
 from .profile_memory import memory, print_memory
 from .profile_record import attach, train
 
@@ -31,6 +32,7 @@ def profile() -> None:
 app.command()(train)
 app.command()(attach)
 app.command()(memory)
+app.command()(compare)
 
 
 # --- profile trace ---------------------------------------------------------------------------------------
