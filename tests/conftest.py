@@ -52,12 +52,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait, for a process to start, a timeout, a rank."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: a worker takes a file at a time, and one that begins late would keep the others waiting."""
     order = {
         name: place
         for place, name in enumerate(
-            ("prove", "bench", "train", "checkpoint", "parallel", "kernels", "engine", "serve")
+            ("prove", "plan", "kernels", "train", "align", "parallel", "engine", "serve", "bench", "checkpoint")
         )
     }
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))

@@ -183,20 +183,20 @@ def test_every_online_method_under_every_strategy(method: str, layout: str, tmp_
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_run_resumed_inside_of_a_round_ends_as_one_that_never_stopped(stop: int, tmp_path: Path) -> None:
-    spec = make_spec(tmp_path, "grpo", "checkpoint.every=1", "checkpoint.keep=0", "optim.steps=5")  # two steps a round
-    trainer_class(spec)(spec, tmp_path / "whole", quiet=True).run()
-    short = spec.replace(optim=spec.optim.replace(steps=stop, schedule="constant"))
-    constant = spec.replace(optim=spec.optim.replace(schedule="constant"))
-    trainer_class(constant)(constant, tmp_path / "constant", quiet=True).run()
-    trainer_class(short)(short, tmp_path / "short", quiet=True).run()
-    (tmp_path / "short" / "spec.toml").write_text((tmp_path / "constant" / "spec.toml").read_text())
-    OnlineTrainer.resume(tmp_path / "short", quiet=True).run()
-    assert not differences(saved(tmp_path / "constant", 5), saved(tmp_path / "short", 5))
-    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("constant", "short")]
-    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    assert [row.get("reward/mean") for row in rows[0]] == [row.get("reward/mean") for row in rows[1]]
+def test_a_run_resumed_inside_of_a_round_ends_as_one_that_never_stopped(tmp_path: Path) -> None:
+    """Two steps a round: resumed in the middle of the first, between two, and in the middle of the second."""
+    keys = ("checkpoint.every=1", "checkpoint.keep=0", "optim.steps=5", "optim.schedule=constant")
+    spec, whole = make_spec(tmp_path, "grpo", *keys), tmp_path / "whole"
+    trainer_class(spec)(spec, whole, quiet=True).run()
+    for stop in (1, 2, 3):
+        short, run = spec.replace(optim=spec.optim.replace(steps=stop)), tmp_path / f"stopped-{stop}"
+        trainer_class(short)(short, run, quiet=True).run()
+        (run / "spec.toml").write_text((whole / "spec.toml").read_text())
+        OnlineTrainer.resume(run, quiet=True).run()
+        assert not differences(saved(whole, 5), saved(run, 5)), stop
+        rows = [read_metrics(folder / "metrics.jsonl") for folder in (whole, run)]
+        assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]], stop
+        assert [row.get("reward/mean") for row in rows[0]] == [row.get("reward/mean") for row in rows[1]], stop
 
 
 def test_missing_answers_of_a_round_are_named(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_layouts_give_the_gradients_of_one_rank(tmp_path: Path) -> None:
     assert [result.failure for result in results if not result.ok] == []
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_as_one_that_never_stopped(stop: int, tmp_path: Path) -> None:
     """Policy, critic, both optimizers and the adapted KL coefficient; a round has two steps."""
     spec = make_spec(
@@ -197,6 +197,7 @@ def test_statistics_of_other_weights_are_not_exported(tmp_path: Path) -> None:
         read_stats(tmp_path / "exported")
 
 
+@pytest.mark.slow  # GRPO does in tests/align/test_online.py
 def test_it_learns_to_answer_with_digits(tmp_path: Path) -> None:
     spec = make_spec(
         tmp_path, "ppo", "optim.steps=80", "optim.lr=3e-3", "optim.schedule=constant", "align.samples=2",

@@ -82,8 +82,15 @@ def compare_with_one_rank(spec: RunSpec, whole: RunSpec, folder: Path) -> list[d
     return ranks
 
 
-@pytest.mark.parametrize("shape", ["dense", "experts"])
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("fsdp2", "experts"),
+        ("tp2", "dense"),
+        pytest.param("fsdp2", "dense", marks=pytest.mark.slow),
+        pytest.param("tp2", "experts", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_are_one_engine(layout: str, shape: str, tmp_path: Path) -> None:
     make = functools.partial(make_spec, tmp_path, "grpo", *ROUNDS, *SHAPES[shape])
     spec = make("align.engine_tp=2", *LAYOUTS[layout])
@@ -96,8 +103,8 @@ def test_two_ranks_are_one_engine(layout: str, shape: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        ("fsdp2", "dense"),
         ("fsdp2", "nf4"),
+        pytest.param("fsdp2", "dense", marks=pytest.mark.slow),
         pytest.param("tp2", "dora", marks=pytest.mark.slow),
         pytest.param("fsdp2-tp2", "int8", marks=pytest.mark.slow),
     ],

@@ -108,11 +108,10 @@ def test_rollout_ranks_that_are_one_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "count"),
     [
-        ("optimizer", 2),
         ("rollout_wait", 4),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("optimizer", 1), ("save.commit", 3), ("backward", 4))
+            for one in (("optimizer", 1), ("optimizer", 2), ("save.commit", 3), ("backward", 4))
         ),
     ],
 )

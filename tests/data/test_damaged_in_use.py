@@ -51,7 +51,8 @@ def test_token_beyond_vocabulary_is_reported_with_position(copy: Path) -> None:
             made.at(cursor)
 
 
-def test_stopped_worker_ends_with_stream(copy: Path) -> None:
+def test_stopped_worker_ends_with_stream(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that it is waited for, twice
     stream = batches(copy).stream(0, 50, workers=1)
     next(stream)
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

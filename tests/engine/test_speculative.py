@@ -116,11 +116,20 @@ def test_proposal_cost_does_not_grow_with_the_text() -> None:
 # --- exact tokens -----------------------------------------------------------------------------------------
 
 each = pytest.mark.parametrize(("family", "source"), list(itertools.product(FAMILIES, ("ngram", "draft"))))
+# Each family with either source and either way, not all three at once.
+each_pair = pytest.mark.parametrize(
+    ("family", "source", "behind"),
+    [
+        pytest.param(family, source, behind, marks=() if (place + drafted + behind) % 2 else pytest.mark.slow)
+        for place, family in enumerate(FAMILIES)
+        for drafted, source in enumerate(("ngram", "draft"))
+        for behind in (False, True)
+    ],
+)
 either_way = pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 
 
-@each
-@either_way
+@each_pair
 def test_equal_to_transformers(family: str, source: str, behind: bool) -> None:
     """Batching, prompts in chunks, prefix hits and preemption at once: the pool holds half of what is asked."""
     engine = hf_engine(family, source, blocks=22, max_batch_tokens=11, behind=behind)
@@ -287,7 +296,7 @@ def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor)
     return torch.where(settled == guesses, guesses, pick(p, seeds, places))
 
 
-@pytest.mark.parametrize("planted", [always, from_p])
+@pytest.mark.parametrize("planted", [always, pytest.param(from_p, marks=pytest.mark.slow)])
 def test_injected_bias_is_detected(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_module, "rejection_sample", planted)
     fit, _ = fit_of_triples("draft")

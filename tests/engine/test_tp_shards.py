@@ -44,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tied": {"qk_norm": True, "tie_embeddings": True},
     "latent attention": {"kv_lora_rank": 16, "q_lora_rank": 24, "rope_head_dim": 8, "kv_heads": 4},
 }
+pytestmark = pytest.mark.usefixtures("forked_python")  # tests/engine/test_engine_tp.py starts real workers
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "block": 4, "blocks": 40, "max_batch_tokens": 11}
 PROMPTS = [[7, 8, 9] * 3, [1, 2, 3, 4, 5], [50], list(range(20, 43))]
 

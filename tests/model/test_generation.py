@@ -55,9 +55,7 @@ def test_a_model_that_trains_with_flash_attention_generates_without_a_gpu() -> N
         *((shape, "auto") for shape in SHAPES),
         ("window", "reference"),
         ("window", "flex"),
-        ("alibi-window", "flex"),
-        ("soft cap", "flex"),
-        ("sinks", "flex"),
+        *(pytest.param(shape, "flex", marks=pytest.mark.slow) for shape in ("alibi-window", "soft cap", "sinks")),
     ],
 )
 def test_the_cache_equals_recomputation_token_for_token(shape: str, backend: str) -> None:

@@ -222,15 +222,16 @@ def test_the_bias_evens_out_the_load_with_recompute_as_without() -> None:
             assert moe.choice_bias is not None
             moe.choice_bias[0] = 0.4
         loads = []
-        for _ in range(20):
+        for step in range(20 if recompute == "none" else 6):
             model(tokens, targets)[1].backward()
             update_balance(model)
             loads.append(expert_load(model))
+            if step == 5:
+                biases.append([moe.choice_bias.clone() for moe in moe_layers(model) if moe.choice_bias is not None])
         assert loads[0] > 2
-        assert loads[-1] < 1.15
-        biases.append([moe.choice_bias for moe in moe_layers(model)])
-    torch.testing.assert_close(biases[0], biases[1], rtol=0, atol=0)
-    torch.testing.assert_close(biases[0], biases[2], rtol=0, atol=0)
+        assert recompute != "none" or loads[-1] < 1.15
+    for other in biases[1:]:
+        torch.testing.assert_close(biases[0], other, rtol=0, atol=0)
 
 
 def test_the_bias_is_saved_but_is_no_parameter() -> None:

@@ -48,6 +48,11 @@ STARTS: dict[str, tuple[str, ...]] = {  # from a folder of another, or of no, la
     "mixtral-tp": (*MIXTRAL, "parallel.tp=2"),
 }
 FOUR = ("parallel.tp=2", *FSDP2)  # both cut the same rows
+VARIATIONS = ("zero-2", "zero-3", "tp-experts", "llama-tp", "gpt2-fsdp2", "mixtral-tp")  # of what stays
+
+
+def each(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS else ()) for name in names]
 
 
 def alone(keys: tuple[str, ...]) -> list[str]:
@@ -64,8 +69,10 @@ def save_starts(rank: int, cases: dict[Path, RunSpec]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf-FAMILY/`, `run/` of one rank and two steps, and `NAME/` with the start of every case."""
+def folders(request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`hf-FAMILY/`, `run/` of one rank and two steps, and `NAME/` with the start of every case that is asked about."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in here}
     root = tmp_path_factory.mktemp("starts")
     for family, keys in {"llama": (), "gpt2": GPT2, "mixtral": MIXTRAL}.items():
         model = GPT(layout(dataset, *keys).model)
@@ -75,9 +82,10 @@ def folders(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter += 0.01 * torch.randn_like(parameter)
         model.save_hf(root / f"hf-{family}")
     train(layout(dataset, "optim.steps=2"), root / "run")
-    cases = {root / name: layout(dataset, *keys) for name, keys in LAYOUTS.items()}
+    cases = {root / name: layout(dataset, *keys) for name, keys in LAYOUTS.items() if name in asked}
     for name, keys in STARTS.items():
-        cases[root / name] = layout(dataset, *keys, f"checkpoint.init={root}/hf-{name.split('-')[0]}")
+        if name in asked:
+            cases[root / name] = layout(dataset, *keys, f"checkpoint.init={root}/hf-{name.split('-')[0]}")
     for name in ("fsdp2", "tp", "pp", "fsdp1"):
         keys = [key for key in LAYOUTS[name] if key.startswith("parallel")]
         cases[root / f"run-{name}"] = layout(dataset, *keys, f"checkpoint.init={root}/run")
@@ -91,7 +99,7 @@ def model_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "four"])
+@pytest.mark.parametrize("name", each(*LAYOUTS, "four"))
 def test_the_seed_gives_every_layout_the_weights_of_one_rank(folders: Path, dataset: Path, name: str) -> None:
     model = GPT(layout(dataset, *alone(LAYOUTS.get(name, ()))).model)
     model.init_weights(0)
@@ -102,7 +110,7 @@ def test_the_seed_gives_every_layout_the_weights_of_one_rank(folders: Path, data
     assert len(moments) == 3 * len(list(model.parameters())) and not any(moment.any() for moment in moments)
 
 
-@pytest.mark.parametrize("name", [*STARTS, "llama-four"])
+@pytest.mark.parametrize("name", each(*STARTS, "llama-four"))
 def test_a_hugging_face_folder_gives_every_layout_its_weights(folders: Path, name: str) -> None:
     model = GPT.from_hf(folders / f"hf-{name.split('-')[0]}")
     assert differences(model_of(saved(folders / name)), {n: v.detach() for n, v in model.state_dict().items()}) == []

@@ -99,11 +99,12 @@ def on_one_machine(rank: int, spec: RunSpec, run_dir: Path) -> None:
     train(spec, run_dir)
 
 
+@pytest.mark.slow  # four and six processes that import PyTorch; torchrun on one machine: tests/train/test_ranks_cli.py
 @pytest.mark.parametrize(
     ("ranks", "layout"),  # on each machine
     [
         (1, SHARDED),
-        pytest.param(2, ["parallel.tp=2", *SHARDED], marks=pytest.mark.slow),  # six processes that import PyTorch
+        (2, ["parallel.tp=2", *SHARDED]),
     ],
 )
 def test_two_machines_train_what_one_trains(

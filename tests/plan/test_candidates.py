@@ -95,7 +95,8 @@ def test_what_is_left_out_is_refused_by_the_spec() -> None:
         if 16 % (tp * cp * pp) == 0
     ]
     accepted = refused = 0
-    for kind, (tp, cp, pp, dp), virtual in itertools.product(layout_kinds(asked), sizes, (1, 2, 3)):
+    every = list(itertools.product(layout_kinds(asked), sizes, (1, 2, 3)))
+    for kind, (tp, cp, pp, dp), virtual in random.Random(0).sample(every, len(every) // 3):
         shard = dp if kind.zero else 1
         row = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp_shard": shard, "dp_replicate": dp // shard, "micro_batch": 1}
         row["virtual"] = virtual

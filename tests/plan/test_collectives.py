@@ -49,21 +49,16 @@ LARGE = {  # a spec and one of its ranks
 }
 
 
-def simulate_all(_rank: int) -> dict[str, Report]:
+def simulate_exactly(_rank: int, spec: RunSpec, rank: int) -> Report:
     torch.set_num_threads(1)
-    return {name: simulate(spec, rank, exact=True) for name, (spec, rank) in LARGE.items()}
+    return simulate(spec, rank, exact=True)
 
 
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, Report]:
+@pytest.mark.parametrize("name", ["256 ranks", "experts", pytest.param("hsdp, cp", marks=pytest.mark.slow)])
+def test_a_rank_of_hundreds_sends_and_holds_what_is_simulated(name: str) -> None:
     """In a process of its own, which belongs to no group."""
-    (found,) = on_ranks(1, simulate_all, launched=False, timeout=120)
-    return dict(found)
-
-
-@pytest.mark.parametrize("name", LARGE)
-def test_a_rank_of_hundreds_sends_and_holds_what_is_simulated(simulated: dict[str, Report], name: str) -> None:
-    (spec, rank), found = LARGE[name], simulated[name].simulation
+    spec, rank = LARGE[name]
+    found = on_ranks(1, simulate_exactly, spec, rank, launched=False, timeout=120)[0].simulation
     assert not different_calls(planned_calls(spec, rank), call_table(found.collectives, spec, rank))
     held = resident(spec, rank)
     assert held.parameters + held.parameter_padding == found.resident[PARAMETERS]

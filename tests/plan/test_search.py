@@ -36,7 +36,7 @@ def asked(model: str, cluster: str, batch: int, seq: int = 8192, **pinned: objec
 
 @pytest.fixture(scope="module")
 def found() -> tuple[RunSpec, SearchProblem, Result]:
-    base, question = asked("llama3-8b", "32xh100", 128)
+    base, question = asked("llama3-8b", "32xh100", 128, offload="none")
     return base, question, search([question])
 
 

@@ -233,6 +233,9 @@ def test_pieces_of_a_step_are_listed() -> None:
 # --- what is reached ------------------------------------------------------------------------------------------
 
 
+replayed = cache(replay)
+
+
 @cache
 def published() -> str:
     report = replay()
@@ -256,7 +259,7 @@ def test_a_grown_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from lmworks_validation import replay as module
 
     monkeypatch.setattr(module, "thresholds", lambda: limits(0.001))
-    (sentence,) = regressions(replay(source="korthikanti"))
+    (sentence,) = regressions(replayed(source="korthikanti"))
     assert sentence.startswith("korthikanti/step_s: fitted error")
 
 
@@ -264,7 +267,7 @@ def test_what_was_reached_must_be_known(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """Without it no error could grow."""
     from lmworks_validation import replay as module
 
-    report = replay(source="korthikanti")
+    report = replayed(source="korthikanti")
     monkeypatch.setattr(module, "thresholds", lambda: {"korthikanti/step_s": {"fitted": 99.0}})
     with pytest.raises(LMWorksError, match="does not say what blind error was reached for 'korthikanti/step_s'"):
         regressions(report)
@@ -285,6 +288,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     from lmworks_validation import replay as module
 
     monkeypatch.setattr(module, "thresholds", lambda: limits(99.0))
+    monkeypatch.setattr(module, "replay", replayed)
     validate_command(source="korthikanti", json=True)
     result = json.loads(capsys.readouterr().out)
     assert 0 < result["mape"]["korthikanti"] < 1

@@ -26,13 +26,10 @@ PROCESSES = [
     ("kill-writer", "save.write", "ddp2", "async"),
     ("shrink", "forward", "fsdp2", "sync"),
     ("sigterm", "backward", "ddp2", "async"),
-    ("sigterm-late", "forward", "one", "sync"),
-    ("sigstop", "reduce", "fsdp2", "sync"),
 ]
 DISKS = [
     ("eio", "save.write", "zero2", "sync"),
     ("flip", "load.read", "tp2", "sync"),
-    ("data-corrupt", "data", "ddp2", "sync"),
 ]
 NUMBERS = [
     ("nan-loss", "forward", "pp2", "sync"),
@@ -41,8 +38,11 @@ NUMBERS = [
     ("flip-gradient", "optimizer", "ddp2", "sync"),
     ("flip-optimizer", "data", "ddp2", "sync"),
 ]
-# Faults that other tests cover too: hangs, slow ranks, damaged checkpoints, full disks, data.
+# Faults that other tests cover too: signals, hangs, slow ranks, damaged checkpoints, full disks, data.
 ALSO = [
+    ("sigterm-late", "forward", "one", "sync"),
+    ("sigstop", "reduce", "fsdp2", "sync"),
+    ("data-corrupt", "data", "ddp2", "sync"),
     ("kill-rank", "load.read", "pp2", "sync"),
     ("mismatch", "optimizer", "ddp2", "sync"),
     ("slow", "forward", "ddp2", "sync"),

@@ -123,7 +123,7 @@ def test_planted_bug_is_found(
         ("bf16-ddp", forget_gradient_scale),
         ("bf16-cp2", shift_mask),
         ("bf16-tp2-sp", leave_partial_gradients),
-        ("fp16-fsdp2-tp2", double_gradients),
+        pytest.param("fp16-fsdp2-tp2", double_gradients, marks=pytest.mark.slow),
     ],
 )
 def test_planted_bug_is_found_in_low_precision(

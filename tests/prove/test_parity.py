@@ -79,7 +79,6 @@ VARIATIONS = [
     "hsdp-tp2",
     "ep2-tp2-dp4",
     "ep2-fsdp2",
-    "ep2-pp2",
     "ep2-capacity",
     "bf16-weights-zero-1",
     "bf16-weights-zero-2",
@@ -143,6 +142,9 @@ VARIATIONS = [
     "tp2",
     "tp2-sp-gpt2",
     "ep2",
+    "ep2-pp2-fsdp2-zbv",
+    "pp2-fsdp2-capped-sinks",
+    "tp2-sp-capped-sinks",
 ]
 
 

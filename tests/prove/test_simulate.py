@@ -87,7 +87,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # Variations of what stays; parity counts what real ranks of them send, plan/test_collectives.py simulates the largest,
 # and `make test-slow` has them here too.
 VARIATIONS = (
-    "zero-1", "fsdp1 no reshard", "tp", "cp ulysses", "pp 1f1b", "pp interleaved", "hsdp", "pp x fsdp2 x tp",
+    "zero-1", "zero-2", "fsdp1", "fsdp1 no reshard", "tp", "cp ulysses", "pp 1f1b", "pp interleaved", "hsdp",
+    "pp x fsdp2 x tp",
 )  # fmt: skip
 
 

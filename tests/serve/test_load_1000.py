@@ -104,6 +104,7 @@ async def in_use(backend: EngineProcess, told: Path) -> list[int]:
     return [*tiny_engine.in_use(), *map(int, told.read_text().split())]
 
 
+@pytest.mark.slow
 def test_memory_is_constant(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in use, not what the system lent: from five objects or 250 bytes a request on, a leak is seen."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # on aarch64 it grows with every new shape, to 1,024

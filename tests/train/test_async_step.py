@@ -317,13 +317,14 @@ def on_each(rank: int, cases: dict[Path, RunSpec], stopped: Path) -> list[str]:
         return [*said, run_to_end(see_data(Trainer.resume(stopped, quiet=True), as_it_is, bad=BAD))]
 
 
-def test_ranks_launch_early_passes_together(dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["fsdp2"], pytest.param(["fsdp2", "zero1"], marks=pytest.mark.slow)], ids=str)
+def test_ranks_launch_early_passes_together(names: list[str], dataset: Path, tmp_path: Path) -> None:
     """A window that is computed again and gone back from, or taken all the same; ZeRO gathers after an update."""
     cases = {
         "fsdp2": ("parallel.dp=2", "parallel.strategy=fsdp2", "health.spike_loss=rewind", "health.rerun=true"),
         "zero1": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=1", "health.spike_loss=log"),
     }
-    specs = {tmp_path / name: layout(dataset, *WATCH, "optim.steps=16", *keys) for name, keys in cases.items()}
+    specs = {tmp_path / name: layout(dataset, *WATCH, "optim.steps=16", *cases[name]) for name in names}
     first, second = on_ranks(2, on_each, specs, tmp_path / "stopped")
     assert (
         first == second and "step 7" in first[0]

@@ -211,6 +211,7 @@ def test_replica_mismatch_names_rank_and_replay_is_bitwise_equal(dataset: Path, 
     assert "it differed before the rewind, too: the fault is permanent" in stays
 
 
+@pytest.mark.slow  # two replicas that differ stay, and which of several is the outlier
 def test_outlier_of_three_replicas_and_no_false_alarms(dataset: Path, tmp_path: Path) -> None:
     every = ("health.hash_every=1", "optim.steps=3", "checkpoint.every=0")
     four = {

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
     "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
-VARIATIONS = ("zero-2", "cp", "hsdp", "fsdp1-tp")  # of what stays; `make test-slow` has them too
+VARIATIONS = ("zero-2", "cp", "hsdp", "fsdp1", "fsdp1-tp", "zbv")  # of what stays; `make test-slow` has them too
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
