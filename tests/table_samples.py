@@ -21,6 +21,7 @@ from lmworks.record import MetricsWriter, RunFolder
 from lmworks.spec import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+TRACES = Path(__file__).parent / "trace" / "data"
 GPU = "cluster.gpu=H100-SXM-80GB"
 LAYOUT = (
     "model.layers=8",
@@ -116,7 +117,7 @@ def demo(sample: Sample) -> None:
 
 
 def diagnosed(sample: Sample) -> None:
-    from lmworks.cli.runs import print_diagnosis
+    from lmworks.cli.diagnose import print_diagnosis
     from lmworks.diagnose.hang import Diagnosis
 
     host, place = "gpu-node-0123.cluster.example.org", "backward of step 17,345"
@@ -227,7 +228,7 @@ def bench_serve(sample: Sample) -> None:
 
 
 def profile(sample: Sample) -> None:
-    from lmworks.cli import bench_inference
+    from lmworks.cli.profile import print_profile
 
     row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
     facts = {
@@ -236,7 +237,7 @@ def profile(sample: Sample) -> None:
         "inter_token_ms": {"p50": 12.3, "p99": 45.6}}, "host": {"share": 0.1, "launch_ms": 0.123, "wait_ms": 1.234},
         "prefill": {"tokens_per_s": 53123.0}, "batching": [{**row, "slower": 1.3, "efficiency": 0.77}],
     }  # fmt: skip
-    bench_inference.print_profile(facts)
+    print_profile(facts)
 
 
 def memory_snapshot(sample: Sample) -> None:
@@ -348,7 +349,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (lambda sample: data(sample, "inspect"), "data.print_survey"),
     (lambda sample: data(sample, "window"), "data.window"),
     (demo, "demo.compare"),
-    (diagnosed, "runs.print_diagnosis"),
+    (diagnosed, "diagnose.print_diagnosis"),
     (typed("hardware"), "plan_lookup.print_catalogue"),
     (machine, "plan_lookup.print_machine"),
     (health, "runs.print_stats"),
@@ -368,7 +369,11 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
     (validated, "plan_validate.print_report plan_validate.print_parts"),
     (predicted, "plan_validate.print_predictions"),
-    (profile, "bench_inference.print_profile"),
+    (
+        lambda sample: sample.prints("profile", "trace", str(TRACES / "ddp_nccl.json.gz")),
+        "profile.print_steps profile.print_collectives profile.print_ops",
+    ),
+    (profile, "profile.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
     (compared_recordings, "profile_compare.print_comparison"),
     (quantized, "quantize.print_quantized"),

@@ -23,7 +23,7 @@ FORMER = [
     (["pipeline", "tiny", "parallel.pp=2", "data.global_batch=32", "--json"], 0),
     (["pipeline", "tiny"], 2),
     (["health", "NOWHERE"], 2),
-    (["diagnose", "NOWHERE", "--json"], 2),
+    (["runs diagnose", "NOWHERE", "--json"], 2),
     (["parity", "--layouts", "fsdp9"], 2),
     (["chaos", "--list", "--json"], 0),
     (["simulate", "tiny", "--rank", "9"], 2),

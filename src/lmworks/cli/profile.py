@@ -11,6 +11,7 @@ import typer
 from ..data.progress import activity
 from ..record.formatting import binary_bytes, duration, short
 from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_llm
+from .diagnose import print_judgement
 from .generate import EngineOverrides
 from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
@@ -58,15 +59,19 @@ def trace(
 
 def report_traces(files: Sequence[Path], json: bool, **known: Any) -> None:
     """`known`: what the command that recorded them adds to the JSON."""
+    from ..diagnose.verdict import judge
     from ..trace import read_traces
     from ..trace.summary import summarise
 
     with activity() as doing:
-        facts = summarise(read_traces(files, doing))
+        traces = read_traces(files, doing)
+        facts = summarise(traces)
+        judged = judge(traces, facts)
     if json:
-        print_json({**known, **facts})
+        print_json({**known, **facts, **judged.to_dict()})
     else:
         print_trace(facts)
+        print_judgement(judged)
 
 
 def print_trace(facts: dict[str, Any]) -> None:

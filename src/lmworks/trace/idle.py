@@ -27,13 +27,13 @@ CAUSES = {
 }
 KERNEL_GAP = 30_000  # ns: HTA's threshold between the delay of a launch and a wait
 
-INPUT = re.compile(r"DataLoader|^(?:next_batch|input|data|batch)$|^data[:/]")
+INPUT = re.compile(r"DataLoader|^(?:phase/)?input$|^next_batch$")
 WAITS = re.compile(
     r"^(?:cuda|hip)(?:Device|Stream|Event|Ctx)Synchronize|^(?:cuda|hip)(?:Memcpy|MemcpyAsync|Free|Malloc|HostAlloc)$"
     r"|^cu(?:Stream|Event|Ctx)Synchronize|^hipMemcpyWithStream$"
 )
 SYNCHRONIZE = re.compile(r"Synchronize")
-RANK_WAITS = re.compile(r"^c10d::|^gloo:(?:barrier|recv|send)|barrier|^nccl:(?:recv|send)")
+RANK_WAITS = re.compile(r"^c10d::|^phase/communication$|^(?:gloo|nccl):(?:recv|send)|barrier")
 SLOW_CALL = 20_000  # ns: a copy or an allocation that returns within it did not wait for the device
 
 

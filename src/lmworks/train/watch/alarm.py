@@ -136,7 +136,7 @@ class Alarm:
         where = str(self.folder.relative_to(self.run.path))
         self.run.event("hang", phase.step, ranks=list(verdict.ranks), cause=verdict.kind, reports=where)
         self.run.event("fail", phase.step, error=text)
-        print(f"lmworks: error: {text} (lmworks runs diagnose {self.run.path})", file=sys.stderr, flush=True)
+        print(f"lmworks: error: {text} (lmworks diagnose {self.run.path})", file=sys.stderr, flush=True)
 
     def terminate_stuck_ranks(self, states: dict[int, str]) -> None:
         """End local ranks that could not report; a stopped one is continued, and finds the verdict itself."""

@@ -1,0 +1,78 @@
+"""`lmworks diagnose`: the verdict on traces, and on the latest traces of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lmworks.bench.remedy_trial import Trial
+from lmworks.record import RunFolder
+from lmworks.spec import RunSpec
+from typed import lmworks
+
+DATA = Path(__file__).parents[1] / "trace" / "data"
+KEYS = {"verdict", "evidence", "remedy", "predicted_gain"}
+
+
+def test_traces(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(DATA / "resnet50_workers0.json.gz")
+    code, out, _ = lmworks(capsys, "diagnose", file)
+    assert code == 0 and out.startswith("verdict: input_bound\n") and "data.workers=4" in out
+    code, out, _ = lmworks(capsys, "diagnose", file, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts.keys() >= {*KEYS, "steps", "idle_by_cause"}
+    assert facts["remedy"]["overrides"] == ["data.workers=4"] and len(facts["evidence"]) == 3
+    assert json.loads(lmworks(capsys, "profile", "trace", file, "--json")[1]).keys() == facts.keys()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """With the traces of two ranks, and an older one."""
+    folder = RunFolder.create(tmp_path / "run", RunSpec.from_dict({"data": {"workers": 5}}))
+    folder.traces.mkdir()
+    for name, file in (("rank0-steps-1-2", "alexnet"), ("rank0-steps-8-9", "resnet50_workers0")):
+        shutil.copy(DATA / f"{file}.json.gz", folder.traces / f"{name}.json.gz")
+    os.utime(folder.traces / "rank0-steps-1-2.json.gz", (1, 1))
+    return folder
+
+
+def test_the_latest_traces_of_a_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = lmworks(capsys, "diagnose", str(run.path))
+    assert code == 0 and "rank0-steps-8-9" in out and "rank0-steps-1-2" not in out and "no hang" not in out
+    assert "verdict: input_bound" in out and "data.workers=10" in out
+    facts = json.loads(lmworks(capsys, "diagnose", str(run.path), "--json")[1])
+    assert facts["verdict"] == "input_bound" and facts.keys() >= {*KEYS, "attempt", "ranks"}
+
+
+def test_the_remedy_is_tried(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def tried(*wanted: object) -> Trial:
+        asked.append(wanted)
+        return Trial(0.4, 0.3, 0.25)
+
+    monkeypatch.setattr("lmworks.bench.remedy_trial.try_remedy", tried)
+    code, out, _ = lmworks(capsys, "diagnose", str(run.path), "--try", "--steps", "2")
+    assert code == 0 and asked == [(str(run.path), ("data.workers=10",), 2)] and "gain of 25%" in out
+    trial = json.loads(lmworks(capsys, "diagnose", str(run.path), "--try", "--json")[1])["trial"]
+    assert trial == {"before_s": 0.4, "after_s": 0.3, "gain": 0.25}
+
+
+def test_what_cannot_be_tried_or_diagnosed(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(DATA / "alexnet.json.gz")
+    for words, says in (
+        ((file, "--try"), "give the run"),
+        ((file, str(run.path)), "is no file"),
+        ((str(tmp_path / "none.json"),), "none.json"),
+    ):
+        code, out, err = lmworks(capsys, "diagnose", *words)
+        assert code == 2 and not out and err.count("\n") == 1 and says in err
+    shutil.rmtree(run.traces)
+    code, _, err = lmworks(capsys, "diagnose", str(run.path), "--try")
+    assert code == 2 and "has no traces" in err
