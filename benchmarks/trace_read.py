@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", default="1G", help="of the trace, as 128M or 1G")
     parser.add_argument("--hta", default="", help="a Python that has traceinsight")
-    parser.add_argument("--name", default="", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--name", default="", help="write benchmarks/results/NAME.json, size by size")
     asked = parser.parse_args()
     size = int(asked.size[:-1]) * {"M": 2**20, "G": 2**30}[asked.size[-1]]
     with tempfile.TemporaryDirectory() as folder:
@@ -146,9 +146,11 @@ def main() -> None:
             result["times_faster"] = round(result["hta"]["cpu_s"] / result["lmworks"]["cpu_s"], 1)
         print(json.dumps(result, indent=1))
     if asked.name:
-        from common import write_result
+        from common import RESULTS, write_result
 
-        print(write_result(asked.name, result))
+        path = RESULTS / f"{asked.name}.json"
+        sizes = json.loads(path.read_text())["sizes"] if path.exists() else {}
+        print(write_result(asked.name, {"sizes": {**sizes, asked.size: result}}))
 
 
 if __name__ == "__main__":
