@@ -75,6 +75,7 @@ class House:
         upstream: Upstream | list[Upstream] | None = None,
         tls: tuple[str, str] | None = None,
         prompt_tokenizer: PromptTokenizer | None = None,
+        profile_dir: Path | None = None,
         **options: Any,
     ) -> Api:
         """Another server over the same engine (or an upstream alone); `prompt_tokenizer` replaces its tokenizer."""
@@ -82,7 +83,7 @@ class House:
         if prompt_tokenizer is not None:
             local.processor = PromptProcessor("reworded", prompt_tokenizer)
         behind = [upstream] if isinstance(upstream, Upstream) else upstream or []
-        serving = Serving(Settings(config, keys), [] if behind else [local], behind)
+        serving = Serving(Settings(config, keys), [] if behind else [local], behind, profile_dir=profile_dir)
         for one in behind:
             self.run(one.start())
         listening = bind_socket("127.0.0.1", 0)

@@ -80,7 +80,7 @@ def test_empty_profile_ranges_are_rejected(dataset: Path, key: str, said: str) -
 def test_profiler_is_silent() -> None:
     """In a process of its own: the profiler asks once how much it should say."""
     code = (
-        "import torch; from lmworks.train.profile import recorder\n"
+        "import torch; from lmworks.parallel.profiler import recorder\n"
         "with recorder(torch.device('cpu')): torch.ones(3) + 1"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from ..data.progress import Progress, silent
 from ..parallel.ddp import DDP
+from ..parallel.profiler import recorder
 from ..parallel.world import all_gather_object
 from ..plan.memory.sheet import memory
 from ..spec import RunSpec, SpecError
 from ..trace.breakdown import Activity
 from ..trace.kineto import read_trace
 from ..train import Trainer
-from ..train.profile import recorder
 from ..train.rank_memory import train_one_step
 from .kernel_timing import device_name
 from .train import synchronize, tolerate_bad_steps, with_default_data, without_async_saves

@@ -27,6 +27,7 @@ from torch.profiler import profile
 
 from ..data.progress import Progress, silent
 from ..parallel.initial_weights import Source
+from ..parallel.profiler import recorder
 from ..parallel.world import collective_error
 from ..plan.devices.machine import Machine
 from ..plan.memory.host_need import gib
@@ -39,7 +40,6 @@ from ..train.device import find_gpu
 from ..train.health.bad_step import StepRejected
 from ..train.oom import with_oom_report
 from ..train.prefetcher import Prefetcher
-from ..train.profile import recorder
 from ..train.rank_memory import train_one_step
 from .calibrate import cached_machine, probe
 from .kernel_timing import device_name, memory_bytes

@@ -64,6 +64,9 @@ def serve(
     api_processes: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that speak HTTP, where one does not keep up with the engine.")
     ] = 1,
+    profile_dir: Annotated[
+        Path | None, typer.Option(help="Where POST /start_profile and /stop_profile write traces; off by default.")
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(min=0, help="Time to finish requests after SIGTERM.")] = 30.0,
     step: Annotated[int | None, typer.Option(help="Of a run: the checkpoint of this step, not the newest.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none, and of a preset's random weights.")] = 0,
@@ -100,6 +103,7 @@ def serve(
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
     upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own
     serving = make_serving(names, options, step, seed, adapter or [], templates, upstream_urls, config, keys)
+    serving.profile_dir = profile_dir
     if host in ALL_INTERFACES and not serving.settings.current().keys:
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
@@ -123,6 +127,7 @@ def serve(
                 local=loopback(host),
                 drain_seconds=drain_seconds,
                 tls=tls,
+                profile_dir=profile_dir,
             )
             EngineHost(serving, process_config, listening, min(NOTICE_S, drain_seconds)).run()
         else:

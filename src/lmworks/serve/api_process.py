@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
@@ -158,6 +159,10 @@ class RemoteBackend:
             if not finished:
                 self.engine_host.notify("cancel", number)
 
+    async def profile(self, folder: Path | None) -> Path:
+        found: Path = await self.engine_host.call("profile", self.name, folder)
+        return found
+
     async def drain(self, seconds: float) -> int:
         self.draining = True
         deadline = asyncio.get_running_loop().time() + seconds
@@ -209,7 +214,8 @@ def make_serving(engine_host: EngineHostClient, spec: APIProcessConfig) -> Servi
         local = LocalModel(RemoteBackend(engine_host, card, PromptProcessor.unpacked(packed).prompt_tokenizer))
         locals_.append(local)
     upstreams = [Upstream(url, spec.upstream_key) for url in spec.upstreams]
-    return Serving(Settings(spec.config, spec.keys), locals_, upstreams, engine_host=engine_host)
+    settings = Settings(spec.config, spec.keys)
+    return Serving(settings, locals_, upstreams, engine_host=engine_host, profile_dir=spec.profile_dir)
 
 
 async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> None:

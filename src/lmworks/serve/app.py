@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
@@ -31,6 +32,7 @@ from .body import read_body
 from .errors import ErrorBody, error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
+from .limits import APIError
 from .middleware import RequestMiddleware
 from .request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .response_bodies import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
@@ -79,6 +81,8 @@ def make_app(
     add_generation_routes(app, serving)
     add_tokenizer_routes(app, serving)
     add_status_routes(app, serving)
+    if serving.profile_dir is not None:
+        add_profile_routes(app, serving, serving.profile_dir)
     app.openapi = lambda: openapi_schema(app)  # type: ignore[method-assign]
     return app
 
@@ -274,6 +278,30 @@ def add_status_routes(app: FastAPI, serving: Serving) -> None:
     async def metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(telemetry.render_metrics(serving), media_type=telemetry.CONTENT_TYPE)
+
+
+class ProfileTrace(TypedDict):
+    trace: str  # on the server's disk; it is there once the engine has written it
+
+
+def add_profile_routes(app: FastAPI, serving: Serving, folder: Path) -> None:
+    """As vLLM names them. With `--profile-dir` alone: a profiled engine is slower for everybody."""
+
+    async def set_profile(request: Request, name: str | None, where: Path | None) -> ProfileTrace:
+        model, _ = serving.find(serving.authenticate(request), name)
+        if isinstance(model, Upstream):
+            raise APIError(400, "not_local", "only engines of this server can be profiled", "model")
+        return {"trace": str(await model.backend.profile(where))}
+
+    @app.post("/start_profile", responses=error_responses(400, 401, 404, 503))
+    async def start_profile(request: Request, model: str | None = None) -> ProfileTrace:
+        """Record the steps of an engine from now on."""
+        return await set_profile(request, model, folder)
+
+    @app.post("/stop_profile", responses=error_responses(400, 401, 404, 503))
+    async def stop_profile(request: Request, model: str | None = None) -> ProfileTrace:
+        """End it, and write the trace."""
+        return await set_profile(request, model, None)
 
 
 def health_response(state: Health, ok: bool) -> Any:

@@ -177,6 +177,10 @@ class Backend(Protocol):
         """Nothing is sent before the first event is awaited. An async generator: close it (`aclosing`)."""
         ...
 
+    async def profile(self, folder: Path | None) -> Path:
+        """Record a profiler trace of the engine's steps into `folder`, or (None) end it; returns the trace's path."""
+        ...
+
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; waits for open ones, at most so many seconds; returns how many were cut off."""
         ...

@@ -73,6 +73,12 @@ class Cancel(NamedTuple):
     number: int
 
 
+class Profile(NamedTuple):
+    """Record the steps from now on; `trace`: end it and write them there."""
+
+    trace: Path | None
+
+
 class StepReport(NamedTuple):
     """Results of the last steps."""
 

@@ -28,6 +28,7 @@ from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
 from .backend import BackendError, EngineRequest, ModelCard, State
 from .channel import ENDED, encode_frame, read_frame, spawn
+from .engine_process import EngineProcess
 from .errors import to_api_error
 from .limits import Admission, KeyLimits, Limits, RequestMeter, Size
 from .serving import Serving
@@ -53,6 +54,7 @@ class APIProcessConfig:
     drain_seconds: float
     tls: tuple[str, ...]
     processes: int
+    profile_dir: Path | None = None
     models: tuple[tuple[ModelCard, bytes], ...] = ()  # cards, and `PromptProcessor.packed`
 
 
@@ -105,6 +107,7 @@ class APIProcessHandle:
                 self.finish,
                 self.stream,
                 self.cancel,
+                self.profile,
                 self.report_metrics,
             )
         }
@@ -174,6 +177,11 @@ class APIProcessHandle:
         except BackendError as error:
             self.put(number, (error.kind, str(error), error.retry_after, error.started))
         self.streams.pop(number, None)
+
+    def profile(self, model: str, folder: Path | None) -> Path:
+        backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
+        assert isinstance(backend, EngineProcess)
+        return backend.set_profile(folder)
 
     def put(self, number: int, found: Any) -> None:
         """Events of one engine step are sent in one message."""

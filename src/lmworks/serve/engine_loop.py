@@ -13,12 +13,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.profiler import profile, record_function
 
 from ..engine.core.engine import Engine
 from ..engine.core.request import Answer, OutputDelta, Request, Result
+from ..parallel.profiler import recorder, write_trace
 from ..spec import LMWorksError, SpecError
 from .backend import EngineRequest, Usage
 from .channel import (
@@ -27,6 +32,7 @@ from .channel import (
     EngineReady,
     LoadedEngine,
     LoadEngine,
+    Profile,
     SocketChannel,
     StepReport,
     Submit,
@@ -111,10 +117,14 @@ class EngineLoop:
         self.refused: list[tuple[int, str]] = []
         self.steps = 0
         self.metrics_sent_at = 0.0  # when metrics were last reported
+        self.recording: profile | None = None  # between /start_profile and /stop_profile
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def handle_message(self, message: Submit | Cancel) -> None:
+    def handle_message(self, message: Submit | Cancel | Profile) -> None:
+        if isinstance(message, Profile):
+            self.post(lambda: self.set_profile(message.trace))
+            return
         if isinstance(message, Cancel):
             with self.changed:
                 self.active.discard(message.number)
@@ -158,9 +168,29 @@ class EngineLoop:
             self.run_pending()
             pieces: list[OutputDelta] = []
             if self.engine.busy:
-                pieces = self.engine.step()
+                with self.step_span():
+                    pieces = self.engine.step()
                 self.steps += 1
             self.report(pieces)
+
+    def step_span(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.recording is None else record_function(f"ProfilerStep#{self.steps + 1}")
+
+    def set_profile(self, trace: Path | None) -> None:
+        """Record the steps from now on, or write what was recorded. A trace that cannot be written stops no answer."""
+        recording, self.recording = self.recording, None
+        try:
+            if recording is not None:
+                recording.stop()
+                if trace is not None:
+                    write_trace(recording, trace)
+            if trace is None:
+                device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+                started = recorder(device, record_shapes=True)
+                started.start()
+                self.recording = started
+        except (OSError, RuntimeError) as error:
+            print(f"lmworks: the engine was not profiled: {error}", file=sys.stderr, flush=True)
 
     def run_pending(self) -> None:
         timeout = METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S

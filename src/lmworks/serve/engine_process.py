@@ -23,6 +23,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..spec import LMWorksError, SpecError
@@ -34,6 +35,7 @@ from .channel import (
     EngineReady,
     Factory,
     LoadEngine,
+    Profile,
     StepReport,
     Submit,
     encode_frame,
@@ -101,6 +103,7 @@ class EngineProcess:
         self.restart_delay = FIRST_DELAY_S  # before the next start
         self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
+        self.trace: Path | None = None  # while it is profiled: what /stop_profile will write
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -227,6 +230,26 @@ class EngineProcess:
         for queue in self.queues.values():
             queue.fail("dead", message, retry_after)
 
+    async def profile(self, folder: Path | None) -> Path:
+        return self.set_profile(folder)
+
+    def set_profile(self, folder: Path | None) -> Path:
+        handle = self.ready_process()
+        if handle is None:
+            raise BackendError("dead", "the engine is being restarted", self.retry_after)
+        if folder is not None and self.trace is not None:
+            raise BackendError("refused", f"{self.name!r} is being profiled already; /stop_profile ends it")
+        if folder is None and self.trace is None:
+            raise BackendError("refused", f"{self.name!r} is not being profiled; /start_profile begins it")
+        if folder is not None:
+            self.trace = folder.absolute() / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+            handle.writer.write(encode_frame(Profile(None)))
+            return self.trace
+        trace, self.trace = self.trace, None
+        assert trace is not None
+        handle.writer.write(encode_frame(Profile(trace)))
+        return trace
+
     # --- the process --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -270,7 +293,7 @@ class EngineProcess:
             log.exception("invalid message from the engine process", extra={"model": self.name})
             handle.exit_reason = f"{type(error).__name__}: {error}"
         watchdog.cancel()
-        self.handle, self.stalled = None, 0.0
+        self.handle, self.stalled, self.trace = None, 0.0, None
         self.unfinished.clear()
         self.compiling.clear()
         lasted = time.monotonic() - handle.started

@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -172,6 +173,7 @@ class Serving:
     workers: WorkerPool = field(default_factory=WorkerPool)
     draining: bool = False
     engine_host: EngineHostLink | None = None  # with several API processes: where the limits are counted
+    profile_dir: Path | None = None  # where /start_profile and /stop_profile write; None: there are no such routes
 
     async def admit(
         self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size

@@ -8,27 +8,24 @@ what is asked for.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from ..parallel.parallel_model import ParallelModel
+from ..parallel.profiler import recorder, write_trace
 from ..parallel.world import run_on_rank_zero
 from ..record import RunFolder
 from ..record.jsonl import without_nan
 from ..record.profile_request import TRACE_SUFFIX, read_request, remove_request, request_path, trace_path
 from ..spec import RunSpec, SpecError
 from .spans import Range, Spans
-
-GZIP_LEVEL = 3  # a rank that compresses keeps the others waiting: 4 × as fast as the default, files 15 % larger
 
 
 @dataclass(frozen=True)
@@ -170,21 +167,12 @@ class Profiler:
             print(f"lmworks: rank {self.rank}: the trace was not written: {where}", file=sys.stderr, flush=True)
 
     def write(self, recording: profile, window: Window) -> None:
-        """The name of a trace appears when all of it is written."""
         path = trace_path(self.folder, self.rank, window.first, window.last)
         path.parent.mkdir(parents=True, exist_ok=True)
-        plain, packed = (path.with_name(f".{path.name}.{end}") for end in ("json", "half"))
-        try:
-            recording.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(packed, "wb", GZIP_LEVEL) as target:
-                shutil.copyfileobj(source, target, 2**20)
-            if self.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(path).removesuffix(TRACE_SUFFIX) + ".pickle")
-                torch.cuda.memory._record_memory_history(enabled=None)
-            packed.replace(path)
-        finally:
-            for draft in (plain, packed):
-                draft.unlink(missing_ok=True)
+        if self.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(path).removesuffix(TRACE_SUFFIX) + ".pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        write_trace(recording, path)
 
     def end_run(self) -> None:
         self.close()
@@ -206,10 +194,3 @@ def nvtx_ranges(device: torch.device) -> Range:
         raise SpecError("log.nvtx = true: Nsight Systems records GPUs, and this run is on the CPU; leave it out")
     make_range: Range = torch.cuda.nvtx.range
     return make_range
-
-
-def recorder(device: torch.device, **options: Any) -> profile:
-    """PyTorch's profiler of host and device."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints to standard error when it starts and stops
-    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-    return profile(activities=[ProfilerActivity.CPU, *cuda], **options)
