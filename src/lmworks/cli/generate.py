@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -281,7 +281,7 @@ def entry(prompt: Prompt, result: Result) -> dict[str, Any]:
         "prompt": prompt,
         **answers[0],
         "prompt_tokens": len(result.prompt_token_ids),
-        "prompt_logprobs": None if known is None else [None if one is None else asdict(one) for one in known],
+        "prompt_logprobs": None if known is None else [None if one is None else one._asdict() for one in known],
         "answers": answers,
     }
 
@@ -293,7 +293,7 @@ def answer_fields(answer: Answer) -> dict[str, Any]:
         "text": answer.text,
         "tokens": tokens,
         "finish_reason": answer.finish_reason,
-        "logprobs": None if answer.logprobs is None else [asdict(one) for one in answer.logprobs[: len(tokens)]],
+        "logprobs": None if answer.logprobs is None else [one._asdict() for one in answer.logprobs[: len(tokens)]],
         "error": answer.error or None,
     }
 

@@ -17,7 +17,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -117,7 +116,7 @@ Work = Callable[[Batch, SamplingMetadata | None], Result]
 
 def captured_metadata(sampling_metadata: SamplingMetadata) -> SamplingMetadata:
     """What a captured sampler computes: with noise, which greedy rows ignore, so that one graph serves both."""
-    return replace(sampling_metadata, noise=True)
+    return sampling_metadata._replace(noise=True)
 
 
 class CUDAGraphs(Generic[Result]):

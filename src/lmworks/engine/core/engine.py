@@ -289,10 +289,18 @@ class Engine:
         for found in in_flight.launched.prompt_logprobs():
             self.record_prompt_logprobs(found)
         now = time.monotonic()
-        sampling_chunks = (chunk for chunk in in_flight.step.chunks if chunk.num_logits)
-        for chunk, token_output in zip(sampling_chunks, token_outputs, strict=True):
-            if chunk.sequence.state is not SequenceStatus.FINISHED and chunk.sequence not in in_flight.discarded:
+        previous_times: dict[float, int] = {}  # of the sequences of inner tokens: when the token before came
+        for chunk, token_output in zip(in_flight.step.sampling_chunks, token_outputs, strict=True):
+            sequence = chunk.sequence
+            if sequence.state is SequenceStatus.FINISHED or sequence in in_flight.discarded:
+                continue
+            before = sequence.last_token_time
+            if append_inner_token(chunk, token_output):
+                previous_times[before] = previous_times.get(before, 0) + 1
+                sequence.last_token_time = now
+            else:
                 self.append_tokens(chunk, token_output, now)
+        self.metrics.note_inner_tokens(previous_times, now)
 
     def record_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """A prompt that is recomputed after a preemption gives the same values again."""
@@ -369,3 +377,29 @@ class Engine:
             self.pending_outputs.append(
                 OutputDelta(request, sequence.index, tokens or [], text_delta, logprobs or [], ending.reason, outcome)
             )
+
+
+def append_inner_token(chunk: Chunk, token_output: TokenOutput) -> bool:
+    """Append a token that is neither the first nor the last of its answer, and of which nothing is emitted.
+
+    False, with nothing done, where there is more to do. Large batches spend most of the host's time here.
+    """
+    sequence = chunk.sequence
+    request, index = sequence.request, chunk.start + 1
+    if (
+        chunk.num_logits > 1
+        or token_output.bad
+        or request.stream
+        or sequence.detokenizer is not None
+        or sequence.matcher is not None
+        or not sequence.last_token_time
+        or index + 1 >= sequence.limit
+        or (token := token_output.tokens[0]) in request.end_token_ids
+        or chunk.count > 1
+    ):
+        return False
+    sequence.tokens[index] = token
+    sequence.num_known_tokens = index + 1
+    if token_output.logprobs:
+        sequence.logprobs += token_output.logprobs
+    return True

@@ -88,6 +88,12 @@ class Metrics:
             self.inter_token_latency_seconds.add((now - sequence.last_token_time) / count, count)
         sequence.last_token_time = now
 
+    def note_inner_tokens(self, previous_times: dict[float, int], now: float) -> None:
+        """One token each of sequences whose token before was read at these times."""
+        for before, count in previous_times.items():
+            self.generation_tokens += count
+            self.inter_token_latency_seconds.add(now - before, count)
+
     def note_end(self, request: Request) -> None:
         """All its sequences have finished."""
         self.e2e_request_latency_seconds.add(time.monotonic() - request.arrival_time)

@@ -192,7 +192,7 @@ class ModelRunner:
         self.cache.copy(step.copies)
         adapters = None if self.adapters is None else self.adapters.adapter_indices(step.chunks)
         self.set_adapter_indices(adapters)
-        sampling_chunks = [chunk for chunk in step.chunks if chunk.num_logits]
+        sampling_chunks = step.sampling_chunks
         sampling_metadata = self.sampler.sampling_metadata(chunk.sequence.slot for chunk in sampling_chunks)
         mask = self.grammar_masks(sampling_chunks)
         if self.draft is not None:
@@ -200,7 +200,7 @@ class ModelRunner:
         prompt_queries = prompt_logprobs_queries(step.chunks)
         if self.graphs is not None and not prompt_queries and (bucket := self.bucket(self.graphs, step)):
             found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
-            return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, sampling_chunks))
+            return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, step))
         buffer, layout = self.packer.pack(step)
         if self.tp_rank is not None:
             self.tp_rank.broadcast_step(step, buffer, layout, prompt_queries, self.draft is not None, adapters)
@@ -218,9 +218,7 @@ class ModelRunner:
             logits = self.logits(states, batch)
             sampled = self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, mask)
             sampled = self.verify(sampled, logits, batch, drafted, sampling_metadata)
-        return self.async_output(
-            sampling_chunks, sampled, prompt_queries, prompt, draft_tokens_of(batch, sampling_chunks)
-        )
+        return self.async_output(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens_of(batch, step))
 
     def set_adapter_indices(self, adapters: np.ndarray | None) -> None:
         """Set the adapter of each token of a step, if there are adapters."""
@@ -229,8 +227,8 @@ class ModelRunner:
 
     def bucket(self, graphs: CUDAGraphs[Tensor | SamplerOutput], step: Step) -> Layout | None:
         """The bucket of a step; None if it runs without a graph."""
-        if is_decode_only(step):
-            return graphs.padded(len(step.chunks), 1 if step.tokens == len(step.chunks) else self.max_decode_tokens)
+        if step.decode_only:
+            return graphs.padded(len(step.chunks), 1 if step.single_tokens else self.max_decode_tokens)
         # Draft models and adapters need contiguous tokens; a mixed bucket has padding between them.
         plain = self.draft is None and self.adapters is None
         return graphs.mixed(step) if plain else None
@@ -244,7 +242,7 @@ class ModelRunner:
         mask: Tensor | None,
     ) -> tuple[SamplerOutput, Batch]:
         """Replay a graph. It includes the sampler where that only makes passes over the logits."""
-        rows = sum(chunk.num_logits for chunk in step.chunks)
+        rows = step.rows
         buffer, layout = self.packer.pack(step, bucket)
         buffer = graphs.buffer[: layout.size].copy_(buffer, non_blocking=True)
         batch = unpack(buffer, layout)
@@ -340,9 +338,9 @@ def to_host(results: Any) -> Any:
     return SamplerOutput(*parts) if isinstance(results, SamplerOutput) else tuple(parts)
 
 
-def draft_tokens_of(batch: Batch, sampling_chunks: list[Chunk]) -> Tensor | None:
+def draft_tokens_of(batch: Batch, step: Step) -> Tensor | None:
     """(rows): the token after each row's own: the draft token that the row verifies, if any."""
-    if batch.logits_indices is None or all(chunk.num_logits == 1 for chunk in sampling_chunks):
+    if batch.logits_indices is None or step.rows == len(step.sampling_chunks):
         return None
     return batch.tokens[(batch.logits_indices + 1).clamp(max=len(batch.tokens) - 1)]
 
@@ -363,11 +361,6 @@ def sample_row_by_row(
     ]
     columns: Any = (None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True))
     return SamplerOutput(*columns)
-
-
-def is_decode_only(step: Step) -> bool:
-    """Whether the step has no prefill: every token needs logits."""
-    return all(chunk.count == chunk.num_logits for chunk in step.chunks)
 
 
 def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:

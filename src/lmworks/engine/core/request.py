@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...spec import SpecError
 from ...spec.errors import did_you_mean
@@ -37,13 +37,16 @@ class SequenceStatus(enum.Enum):
     FINISHED = "done"
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """Log-probability of a token, and of the likeliest tokens at its position."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+    def cut(self, top: int) -> Logprob:
+        """With so many of the likeliest tokens at most."""
+        return self if len(self.top) <= top else self._replace(top=self.top[:top])
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Sequence:
     num_shared_tokens: int = 0  # whose KV came from other sequences, at admission
     skip_prefix_cache: bool = False  # shared blocks were corrupted: recompute all tokens
     detokenizer: IncrementalDetokenizer | None = None  # for streaming and stop strings
+    top_logprobs: int | None = field(init=False)  # how many beside its own a token's log-probability has (None: unused)
     final_answer: Answer | None = None  # once finished
     last_token_time: float = 0.0  # seconds of the monotonic clock
     matcher: Matcher | None = None  # state of its grammar
@@ -129,6 +133,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_known_tokens = len(self.tokens)
+        self.top_logprobs = (self.params.logprobs or 0) if self.params.needs_logprobs else None
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -182,7 +187,8 @@ def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
     prompt = request.prompt
     if not prompt:
         raise SpecError("the prompt is empty: give at least one token")
-    for token in prompt:
+    usual = set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < valid_vocab
+    for token in () if usual else prompt:
         if index(token) is None or not 0 <= token < valid_vocab:
             raise SpecError(f"the prompt holds token {token!r:.60}: the model's tokens are 0 to {valid_vocab - 1}")
     if len(prompt) >= context:

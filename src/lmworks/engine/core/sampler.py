@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +27,7 @@ MIN_TOP_P = 1e-30  # representable in fp32; leaves only the likeliest token
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e9  # beyond these fp32 sampling is greedy, or uniform
 
 
-@dataclass(frozen=True)
-class SamplingMetadata:
+class SamplingMetadata(NamedTuple):
     """What a batch needs beyond greedy sampling. What no sequence needs is not computed."""
 
     noise: bool = False

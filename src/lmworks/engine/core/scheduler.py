@@ -26,6 +26,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 
 from ...spec import EngineSpec
@@ -36,7 +37,7 @@ AGEING = 256  # steps of waiting that one level of priority is worth
 RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """Compute tokens[start : start + count]; the logits of the last `num_logits` positions are needed.
 
@@ -62,9 +63,28 @@ class Step:
     chunks: list[Chunk]
     copies: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+        return sum([chunk.count for chunk in self.chunks])
+
+    @cached_property
+    def rows(self) -> int:
+        """Positions that need logits."""
+        return sum([chunk.num_logits for chunk in self.chunks])
+
+    @cached_property
+    def sampling_chunks(self) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.num_logits]
+
+    @property
+    def decode_only(self) -> bool:
+        """Whether there is no prefill: every token needs logits."""
+        return self.tokens == self.rows
+
+    @property
+    def single_tokens(self) -> bool:
+        """Whether every chunk is a decode of one token."""
+        return self.tokens == self.rows == len(self.chunks)
 
 
 class Scheduler:
@@ -114,14 +134,18 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         if self.preemptions == before:
             self.admit_waiting(chunks, copies, token_budget)
+        block_size = self.block_manager.block_size
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.num_computed_tokens = chunk.start + chunk.count
+            sequence.num_computed_tokens = end = chunk.start + chunk.count
             if chunk.num_logits:
                 sequence.tokens.append(PLACEHOLDER_TOKEN)
-            self.block_manager.cache_full_blocks(sequence)
-        chunks.sort(key=lambda chunk: chunk.count > 1)
-        return Step(chunks, copies)
+            if end // block_size > sequence.num_cached_blocks:
+                self.block_manager.cache_full_blocks(sequence)
+        step = Step(chunks, copies)
+        if step.tokens > len(chunks):
+            chunks.sort(key=lambda chunk: chunk.count > 1)
+        return step
 
     def schedule_running(self) -> tuple[list[Chunk], int]:
         """Chunks of the running sequences, and the remaining token budget."""
@@ -131,16 +155,22 @@ class Scheduler:
         # Draft tokens take neither the blocks nor the budget that sampled tokens of later sequences need.
         owed = sum(map(self.needs_block, self.running)) if drafting else 0
         others = sum(map(is_decoding, self.running)) if drafting else 0
+        block_size = self.block_manager.block_size
+        prefilling = False
         for sequence in list(self.running):
-            start = sequence.num_computed_tokens
-            if token_budget and sequence.state is SequenceStatus.RUNNING and is_decoding(sequence):
-                owed -= drafting and self.needs_block(sequence)
-                others -= drafting
-                count = 1 + self.trim_draft_tokens(sequence, token_budget - 1 - others, owed)
-                if self.allocate_slots(sequence, start + count):
+            start, count = sequence.num_computed_tokens, 1
+            if not is_decoding(sequence):
+                prefilling = True
+            elif token_budget and sequence.state is SequenceStatus.RUNNING:
+                if drafting:
+                    owed -= self.needs_block(sequence)
+                    others -= 1
+                    count += self.trim_draft_tokens(sequence, token_budget - 1 - others, owed)
+                room = len(sequence.blocks) * block_size
+                if start + count <= room or self.allocate_slots(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
                     token_budget -= count
-        for sequence in self.running:
+        for sequence in self.running if prefilling else ():
             missing = len(sequence.tokens) - sequence.num_computed_tokens
             if token_budget and missing > 1:
                 chunks.append(prefill_chunk(sequence, token_budget))

@@ -133,14 +133,20 @@ class Packer:
     def pack(self, step: Step, bucket: Layout | None = None) -> tuple[Tensor, Layout]:
         """The buffer on the host, padded to `bucket` if one is given."""
         chunks = step.chunks
-        facts = list(zip(*map(chunk_facts, chunks), strict=True))
-        _, _, counts, asked, _, held = facts
-        slot, start, count, wanted, prompt, blocks = np.array(facts, np.int64)  # (S) each
+        slot, prompt, blocks = np.array(
+            [(each.slot, each.num_prompt_tokens, len(each.blocks)) for each in [chunk.sequence for chunk in chunks]],
+            np.int64,
+        ).T  # (S) each
+        start = np.array([chunk.start for chunk in chunks], np.int64)
+        if step.single_tokens:
+            count = wanted = np.ones(len(chunks), np.int64)
+        else:
+            count, wanted = np.array([(chunk.count, chunk.num_logits) for chunk in chunks], np.int64).T
         self.update_tables(chunks, slot, blocks)
-        seqs, total, rows, single = len(chunks), sum(counts), sum(asked), counts.count(1)
-        width = self.width(max(held))
+        seqs, total, rows, single = len(chunks), step.tokens, step.rows, int((count == 1).sum())
+        width = self.width(int(blocks.max()))
         if bucket is None:
-            layout = Layout(total, seqs, rows, width, single, max(counts))
+            layout = Layout(total, seqs, rows, width, single, int(count.max()))
         else:
             layout = bucket._replace(width=width)
         buffer, parts = self.padding_buffer(layout)
@@ -166,7 +172,7 @@ class Packer:
             chunk_rows[single:] += layout.num_decodes - single
             token_rows[single:] += layout.num_decodes - single
         slot_of = slot[owner]
-        ids = np.array(input_token_ids(chunks), np.int64)
+        ids = np.array(input_token_ids(step), np.int64)
         tokens[token_rows] = np.where(ids == PLACEHOLDER_TOKEN, self.vocab + slot_of, ids)
         positions[token_rows] = position
         block, within = np.divmod(position, self.block_size)
@@ -194,8 +200,10 @@ class Packer:
 
     def padding_buffer(self, layout: Layout) -> tuple[Tensor, list[np.ndarray]]:
         """A buffer of padding, and its sections: token 0, written to no slot, of sequences of length 0."""
-        buffer = torch.zeros(layout.size, dtype=torch.int64, pin_memory=self.pinned)
-        parts = split_sections(buffer.numpy(), layout, np.int32)
+        buffer = torch.empty(layout.size, dtype=torch.int64, pin_memory=self.pinned)
+        numbers = buffer.numpy()
+        numbers.fill(0)  # by numpy: torch would wake its threads for it
+        parts = split_sections(numbers, layout, np.int32)
         parts[SLOT_MAPPING][:], parts[ROW_SLOTS][:] = -1, self.padding_slot
         return buffer, parts
 
@@ -220,15 +228,12 @@ def mixed_bucket(num_decodes: int, prompts: int, tokens: int, max_query_len: int
     return Layout(num_decodes + tokens, num_decodes + prompts, num_decodes + prompts, 0, num_decodes, max_query_len)
 
 
-def chunk_facts(chunk: Chunk) -> tuple[int, int, int, int, int, int]:
-    sequence = chunk.sequence
-    return sequence.slot, chunk.start, chunk.count, chunk.num_logits, sequence.num_prompt_tokens, len(sequence.blocks)
-
-
-def input_token_ids(chunks: list[Chunk]) -> list[int]:
+def input_token_ids(step: Step) -> list[int]:
     """Of all chunks, concatenated; a speculating chunk is its last token followed by its draft tokens."""
+    if step.single_tokens:
+        return [chunk.sequence.tokens[chunk.start] for chunk in step.chunks]
     ids: list[int] = []
-    for chunk in chunks:
+    for chunk in step.chunks:
         sequence = chunk.sequence
         if chunk.count == 1:
             ids.append(sequence.tokens[chunk.start])

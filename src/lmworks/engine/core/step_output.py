@@ -56,9 +56,9 @@ def prompt_logprobs_queries(chunks: list[Chunk]) -> list[PromptLogprobsQuery]:
     prompt_queries, at = [], 0
     for chunk in chunks:
         sequence = chunk.sequence
-        count = min(chunk.count, sequence.num_prompt_tokens - 1 - chunk.start)
-        if sequence.params.prompt_logprobs is not None and count > 0:
-            prompt_queries.append(PromptLogprobsQuery(sequence, chunk.start + 1, at, count))
+        left = sequence.num_prompt_tokens - 1 - chunk.start
+        if left > 0 and sequence.params.prompt_logprobs is not None:
+            prompt_queries.append(PromptLogprobsQuery(sequence, chunk.start + 1, at, min(chunk.count, left)))
         at += chunk.count
     return prompt_queries
 
@@ -120,18 +120,23 @@ class AsyncStepOutput:
             return []
         sampled = self.sampled
         tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = None if sampled.logprob is None else list(logprob_rows(sampled.logprob, *sampled[2:4]))
+        logprobs = sampled_logprobs(tokens, sampled)
         draft_tokens = [] if self.draft_tokens is None else self.draft_tokens.tolist()
         token_output, row = [], 0
         for chunk in self.chunks:
+            top, found = chunk.sequence.top_logprobs, None
+            if chunk.num_logits == 1:
+                if top is not None:
+                    found = [logprobs[row].cut(top)]
+                token_output.append(TokenOutput([tokens[row]], found, bad[row]))
+                row += 1
+                continue
             end = row + 1
             # A row follows a draft token: it is valid only if the row before sampled that token.
             while end < row + chunk.num_logits and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
                 end += 1
-            params = chunk.sequence.params
-            found = None
-            if logprobs is not None and params.needs_logprobs:
-                found = [to_logprob(tokens[i], logprobs[i], params.logprobs or 0) for i in range(row, end)]
+            if top is not None:
+                found = [one.cut(top) for one in logprobs[row:end]]
             token_output.append(TokenOutput(tokens[row:end], found, any(bad[row:end])))
             row += chunk.num_logits
         return token_output
@@ -150,6 +155,16 @@ class AsyncStepOutput:
         ]
 
 
+def sampled_logprobs(tokens: list[int], sampled: SamplerOutput) -> list[Logprob]:
+    """Row by row, with as many of the likeliest tokens as any sequence needs; empty if none needs any."""
+    if sampled.logprob is None:
+        return []
+    if sampled.top_ids is None:
+        return list(map(Logprob, tokens, sampled.logprob.tolist()))
+    rows = logprob_rows(sampled.logprob, sampled.top_ids, sampled.top_logprobs)
+    return [to_logprob(token, row, len(row[1])) for token, row in zip(tokens, rows, strict=True)]
+
+
 Row = tuple[float, list[int], list[float]]
 
 
@@ -163,4 +178,4 @@ def logprob_rows(own: Tensor, ids: Tensor | None, others: Tensor | None) -> Iter
 
 def to_logprob(token: int, row: Row, top: int) -> Logprob:
     own, ids, others = row
-    return Logprob(token, own, tuple(zip(ids[:top], others[:top], strict=True)))
+    return Logprob(token, own, tuple(zip(ids[:top], others[:top], strict=True)) if top else ())
