@@ -175,6 +175,24 @@ def test_async_run_equals_sync_run(overrides: tuple[str, ...], dataset: Path, tm
     ends_alike(make_spec(dataset, *overrides), tmp_path)
 
 
+def test_step_time_includes_its_own_passes_only(dataset: Path, tmp_path: Path) -> None:
+    """On a clock that only passes advance. Those after a checkpoint are launched late, by their own step."""
+    spec = make_spec(dataset, "checkpoint.every=3", "optim.steps=5", "log.eval_every=0")
+    clock = [0.0]
+    with looking(True), mock.patch("time.perf_counter", lambda: clock[0]):
+        trainer = Trainer(spec, tmp_path / "run", quiet=True)
+        passes = trainer.forward_backward
+
+        def timed(*arguments: Any) -> Any:
+            clock[0] += 1.0
+            return passes(*arguments)
+
+        trainer.forward_backward = timed  # type: ignore[method-assign]
+        trainer.run()
+    rows = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics_path.read_text().splitlines()]
+    assert [row["step_s"] for row in rows] == [1.0] * 5
+
+
 def test_falsely_skipped_update_recomputes_gradients(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.steps=5", "optim.clip=0.1")
     plain = train(spec, tmp_path / "plain")

@@ -14,6 +14,7 @@ not grow. A step whose update was skipped, and is taken after all, recomputes th
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,7 @@ class PassLauncher:
     def __init__(self, parallel_model: ParallelModel, launch: Callable[[Sequence[Batch]], LaunchedPasses]) -> None:
         self.parallel_model, self.launch = parallel_model, launch
         self.pending: LaunchedPasses | FailedLaunch | None = None  # of the next step
+        self.pending_s = 0.0  # host seconds that launching them took
 
     def take(self, batches: Sequence[Batch]) -> LaunchedPasses:
         """The pending passes if they are of these batches; otherwise new ones."""
@@ -67,23 +69,26 @@ class PassLauncher:
         if pending is None or pending.batches is not batches:
             self.discard()
             return self.launch(batches)
-        self.pending = None
+        self.pending, self.pending_s = None, 0.0
         if isinstance(pending, FailedLaunch):
             raise pending.error
         return pending
 
     def launch_next(self, batches: Sequence[Batch]) -> None:
         """Queue the passes of the next step behind the update of this one."""
+        began = time.perf_counter()
         self.parallel_model.after_step()
         self.parallel_model.zero_grad()
         try:
             self.pending = self.launch(batches)
         except Exception as error:
             self.pending = FailedLaunch(batches, error)
+        self.pending_s = time.perf_counter() - began
 
     def discard(self) -> None:
         """Drop pending passes, with their gradients and the random numbers that they drew."""
         pending, self.pending = self.pending, None
+        self.pending_s = 0.0
         if pending is not None:
             self.parallel_model.zero_grad()
         if isinstance(pending, LaunchedPasses) and pending.rng_before is not None:

@@ -306,6 +306,7 @@ class Trainer(Stepper):
         while not last:
             self.checkpoints.poll()
             began = time.perf_counter() if self.launcher.pending is None else ended  # its passes run since then
+            passes_s = self.launcher.pending_s
             try:
                 values = self.next_step(prefetcher)
                 last = self.is_last_step(values)
@@ -329,7 +330,8 @@ class Trainer(Stepper):
                     self.skip_to(self.cursor + 1, rejected.issue.kind, seconds=round(time.perf_counter() - began, 4))
                 continue
             ended = time.perf_counter()
-            values |= {"step_s": ended - began, "checkpoint_s": save_s}
+            step_s = ended - began + passes_s - self.launcher.pending_s  # launching passes is part of their own step
+            values |= {"step_s": step_s, "checkpoint_s": save_s}
             evaluation = None
             if evaluation_due:
                 evaluation = self.evaluate()
