@@ -12,7 +12,7 @@ import torch
 
 from lmworks.bench import calibrate
 from lmworks.bench.kernel_timing import device_name
-from lmworks.cli.bench_collectives import parse_groups, parse_sizes
+from lmworks.cli.collective_request import parse_groups, parse_sizes
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.devices.profile import Profile, load_profile
 from typed import lmworks

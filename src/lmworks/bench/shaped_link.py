@@ -9,6 +9,7 @@ one to the other (`link_relay.py`). `ShapedLink.how` says which. Linux, root, an
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -23,8 +24,10 @@ from ..spec import LMWorksError, SpecError
 from .link_relay import MTU, Relay
 
 EXAMPLE = "e.g. 1gbit,2ms or 200mbit,5ms,0.1%"
-PREFIX = "lmwlink"  # of namespaces, followed by the process that made them
+PREFIX = "lmwlink"  # of namespaces, followed by the process that made them and a number
+PORT = 29400  # of the rendezvous, inside the first node
 CLONE_NEWNET = 0x40000000
+LINKS = itertools.count()  # of this process
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 0.01}
 BURST_S = 2e-4  # of the token bucket at full rate; at least one packet
 QUEUE_S = 1.0  # what the token bucket holds before it drops: TCP's windows stay below it
@@ -88,11 +91,12 @@ class ShapedLink:
     def enter(self, node: int) -> None:
         self.nodes[node].enter()
 
-    def variables(self, node: int, port: int = 29400) -> dict[str, str]:
-        """Environment of one rank on each node, as torchrun would set it."""
-        rank = {"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        master = {"MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(port)}
-        return {**rank, **master, "GROUP_RANK": str(node), "GLOO_SOCKET_IFNAME": self.nodes[node].interface}
+    def variables(self, node: int, local_rank: int = 0, per_node: int = 1) -> dict[str, str]:
+        """Environment of a rank, as torchrun would set it."""
+        rank = {"RANK": node * per_node + local_rank, "WORLD_SIZE": 2 * per_node, "GROUP_RANK": node}
+        local = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": PORT}
+        names = {"MASTER_ADDR": self.nodes[0].address, "GLOO_SOCKET_IFNAME": self.nodes[node].interface}
+        return {name: str(value) for name, value in (rank | local | names).items()}
 
 
 @contextmanager
@@ -100,7 +104,8 @@ def shaped_link(shape: LinkShape) -> Iterator[ShapedLink]:
     """Both namespaces, joined; gone when the block ends."""
     check_allowed()
     sweep()
-    names = [f"{PREFIX}-{os.getpid()}-{number}" for number in range(2)]
+    serial = next(LINKS)
+    names = [f"{PREFIX}-{os.getpid()}-{serial}-{number}" for number in range(2)]
     device = f"lmw{os.getpid() % 1000000}"
     nodes = [Node(name, f"10.214.0.{number + 1}", f"{device}n{number}") for number, name in enumerate(names)]
     relay: Relay | None = None
@@ -188,7 +193,7 @@ def check_allowed() -> None:
 def sweep() -> None:
     """Remove namespaces of processes that were killed."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\d)\b", listed, re.MULTILINE):
+    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-\d+-\d)\b", listed, re.MULTILINE):
         if not Path(f"/proc/{pid}").exists():
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
@@ -215,14 +220,15 @@ def enter_namespace(name: str) -> None:
             os.close(handle)
 
 
-def run_on_both(link: ShapedLink, command: Sequence[str]) -> list[int]:
-    """Exit codes of the command on both nodes; the second node's standard output is dropped."""
-    processes = []
+def run_on_both(link: ShapedLink, command: Sequence[str], per_node: int = 1) -> list[int]:
+    """Exit codes of the command on every rank; the first one's standard output is kept."""
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, node in enumerate(link.nodes):
-            environment = {**os.environ, **link.variables(number)}
-            output = None if number == 0 else subprocess.DEVNULL
-            processes.append(subprocess.Popen(node.command(*command), env=environment, stdout=output))
+            for local_rank in range(per_node):
+                environment = {**os.environ, **link.variables(number, local_rank, per_node)}
+                output = subprocess.DEVNULL if processes else None
+                processes.append(subprocess.Popen(node.command(*command), env=environment, stdout=output))
         return [process.wait() for process in processes]
     finally:
         for process in processes:

@@ -15,8 +15,9 @@ from ..record.formatting import binary_bytes, duration, short
 from ..spec import Cluster, RunSpec, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
-from .bench_collectives import collectives, link
+from .bench_collectives import collectives
 from .bench_inference import offline, serve
+from .bench_link import link
 from .bench_overlap import overlap
 from .groups import CommandGroup
 from .options import Force, OnDevice, device_options, on_device
