@@ -33,6 +33,7 @@ SMALL_SHAPE = "model.vocab=512 model.layers=1 model.hidden=64 model.heads=2 mode
 NOT_HERE = {
     r"^make |^source |^pip (install|wheel)": "sets up the environment that this test runs in",
     r"^torchrun --nnodes": "two machines: tests/parallel/test_two_nodes.py runs it between network namespaces",
+    r"^lmworks bench (collectives --)?link": "needs root: tests/bench/test_shaped_link.py runs it",
     r"^lm_eval": "downloads its task: tests/serve/test_lm_eval.py runs one from disk",
     r"^python benchmarks/(train_gpu.py(?! --predict)|loss_gpu|serve_overhead)": "measures a GPU",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
@@ -50,6 +51,7 @@ SHORTER = {
     r"^lmworks bench offline": "--model tiny --quick",
     r"^lmworks bench kernels": "--model tiny --batch 1 --seq 16 --rounds 1",
     r"^lmworks profile engine": "--model tiny --requests 4",
+    r"^lmworks bench collectives": "--sizes 1K:64K --seconds 0 --rounds 3",
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
