@@ -77,3 +77,10 @@ def test_a_reward_model_starts_as_a_language_model_with_a_new_head(tmp_path: Pat
 def test_pretraining_a_scalar_head_is_refused() -> None:
     with pytest.raises(SpecError, match=r"align\.method = 'reward'"):
         RunSpec.from_dict({"model": {"scalar_head": True}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_no_view(dtype: torch.dtype) -> None:
+    """FSDP2 warns of modules that return one."""
+    values = GPT(LLAMA).to(dtype)(torch.zeros(1, 3, dtype=torch.long))
+    assert values.dtype == torch.float32 and not values._is_view()

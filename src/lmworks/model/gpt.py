@@ -338,7 +338,7 @@ class GPT(nn.Module):
         if self.score_grad_share != 1.0:
             states = ScaleGradient.apply(states, self.score_grad_share)
         values: Tensor = score(states).squeeze(-1).float()
-        return values
+        return values.clone() if values._is_view() else values  # FSDP2 hooks what a module returns, and warns of views
 
     def layers(self) -> list[Block]:
         return cast("list[Block]", list(self.blocks.values()))
