@@ -143,7 +143,7 @@ def adapted(line: str) -> Iterator[str]:
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a reader has: a clone, and files, runs and adapters of his own."""
     folder = tmp_path_factory.mktemp("stage")
-    for name in ("src", "benchmarks", "configs", "docs", "validation"):
+    for name in ("src", "benchmarks", "configs", "docs", "tests", "validation"):
         (folder / name).symlink_to(ROOT / name)
     shell(STAGE, folder)
     spec = load_run(folder / "runs/demo").model
