@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.cli.main import main
+from lmworks.trace import read_trace
 from typed import lmworks
 
 
@@ -16,8 +17,10 @@ def test_a_table_json_and_a_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "deep" / "engine.html"
-    base = ["lmworks", "profile", "engine", "--model", "tiny", "--requests", "3", "--output", "8", "engine.max_seqs=8"]
-    for arguments in ([*base, "--json", "--html", str(page)], base):
+    lengths = ["--requests", "3", "--input", "16", "--output", "8"]
+    base = ["lmworks", "profile", "engine", "--model", "tiny", *lengths, "engine.max_seqs=8"]
+    trace = tmp_path / "traces" / "engine.json.gz"
+    for arguments in ([*base, "--json", "--html", str(page)], [*base, "--trace", str(trace)]):
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as end:
             main()
@@ -28,6 +31,7 @@ def test_a_table_json_and_a_page(
     assert [row["batch"] for row in facts["batching"]] == [1, 2, 4, 8]
     assert {"prefill", "cache", "host", "steps", "workload"} <= facts.keys()
     assert "efficiency" in out and "cache reads" in out and "between tokens" in out
+    assert "Steps, in milliseconds" in out and len(read_trace(trace).steps) >= 8  # one a token at least
     text = page.read_text()
     assert "Throughput and latency by batch" in text and f"{facts['batching'][3]['ms']:.3f}" in text
 

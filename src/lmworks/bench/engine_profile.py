@@ -5,9 +5,14 @@ the HTML page of `lmworks profile engine`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.profiler import record_function
+
 from ..engine.core.engine import Engine
+from ..parallel.profiler import recorder, write_trace
 from ..plan.flops import forward_flops_per_token
 from ..record.formatting import binary_bytes, duration, short
 from ..report.html_page import chart_cards, header, note, page, table, tiles
@@ -18,6 +23,7 @@ from .workload import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LONG_CONTEXT = 1024  # tokens, for measurable KV cache reads
+RECORDED_STEPS = 64  # of a profiler trace
 MAX_POINTS = 400  # points of a curve over the steps
 
 
@@ -37,6 +43,25 @@ def profile_engine(engine: Engine, workload: Workload, batches: Sequence[int] = 
         "host": host(trace, bench.runner.synchronous),
         "steps": step_curves(trace),
     }
+
+
+def record_steps(engine: Engine, workload: Workload, trace: Path) -> None:
+    """A profiler trace of the first steps of the workload, which is begun once more."""
+    requests = workload.within(engine.spec.context).draw(engine.runner.valid_vocab)
+    for request in requests:
+        engine.add(request)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with recorder(device, record_shapes=True) as recording:
+        for number in range(1, RECORDED_STEPS + 1):
+            if not engine.busy:
+                break
+            with record_function(f"ProfilerStep#{number}"):
+                engine.step()
+    for request in requests:
+        engine.cancel(request.id)
+    for _ in engine.run():  # what was launched ahead
+        pass
+    write_trace(recording, trace)
 
 
 def batching(rows: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -169,6 +169,9 @@ def engine(
     seed: Seed = 0,
     quick: Quick = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Also record steps (.json.gz), and read the trace.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time prefill, decode, cache reads and the host, by batch size.
@@ -177,18 +180,24 @@ def engine(
     Examples:
       lmworks profile engine --model qwen3-0.6b --html engine.html
       lmworks profile engine --model tiny --requests 16 --json
+      lmworks profile engine --model qwen3-0.6b --trace engine.json.gz
     """
-    from ..bench.engine_profile import engine_page, profile_engine
+    from ..bench.engine_profile import engine_page, profile_engine, record_steps
     from ..bench.workload import make_workload
 
     work = make_workload(requests, input, output, seed, quick)
     llm, startup_s = start_llm(model, overrides, seed)
     with llm:
         facts = {"model": model, "startup_s": startup_s, **profile_engine(llm.native, work)}
+        if trace is not None:
+            record_steps(llm.native, work, trace)
+            facts["trace"] = str(trace)
     if json:
         print_json(facts)
     else:
         print_profile(facts)
+        if trace is not None:
+            report_traces([trace], json=False)
     if html is not None:  # last: the figures are printed even if it cannot be written
         write_file(html, engine_page(facts), "--html")
         if not json:
