@@ -322,6 +322,22 @@ def precision(sample: Sample) -> None:
     study(sample, "lmworks.bench.precision.study", "precision", "precision_cpu.md", columns)
 
 
+def overlap(sample: Sample) -> None:
+    from lmworks.bench.overlap import OverlapStudy, Setting, Spread
+    from lmworks.cli.bench_overlap import print_study
+    from lmworks.spec import load_run
+
+    spread = Spread(0.1234, -0.0123, 0.2345)
+    own = Setting("as the spec says", {}, 1.234, Spread(0, 0, 0), spread, 0.123, 0.0456, 123_456_789)
+    other = Setting(
+        "parallel.sync_each_pass=true", {"sync_each_pass": True}, 12.34, spread, spread, 1.23, 4.56e-4, 1_234_567_890
+    )
+    machine = ("NVIDIA H200", "nccl")
+    print_study(
+        OverlapStudy(load_run("tiny", ["parallel.dp=2"]), 2, 10, *machine, 1.1, own, [other], other, {"a": "b"})
+    )
+
+
 def typed(*words: str) -> Callable[[Sample], object]:
     return lambda sample: sample.prints(*words)
 
@@ -339,6 +355,12 @@ def validated(sample: Sample) -> None:
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (bench_offline, "bench_inference.print_throughput"),
+    (overlap, "bench_overlap.print_study"),
+    (typed("plan", "collective", "all_reduce", "--cluster", "1024xh100"), "plan_collective.print_comparison"),
+    (
+        typed("plan", "collective", "all_to_all", "--cluster", "4xh100", "--schedule", "bruck"),
+        "plan_collective.show_schedule",
+    ),
     (bench_kernels, "bench.print_kernels"),
     (bench_serve, "bench_inference.print_load_test"),
     (bench_train, "bench.print_step bench.parts_table bench.kernels_table"),
