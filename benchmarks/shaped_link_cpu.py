@@ -3,7 +3,7 @@
     python benchmarks/shaped_link_cpu.py                      # some minutes; root, for network namespaces
 
 One thread a rank, as in the trainings. The machine may be busy: the link is slow enough that it dominates a step, and
-everything here runs at the highest priority.
+what is timed runs with real-time priority.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ def run(*words: str) -> None:
     subprocess.run([*LMWORKS, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
+def run_first(*words: str) -> None:
+    """Before all other processes of the machine."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    try:
+        run(*words)
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def fitted(facts: dict[str, Any], shape: LinkShape) -> dict[str, Any]:
     """Of a send, which crosses the link once: α is its delay, β one over its bandwidth."""
     fit = next(one["fit"] for one in facts["fits"] if one["op"] == "send")
@@ -47,7 +56,7 @@ def fitted(facts: dict[str, Any], shape: LinkShape) -> dict[str, Any]:
 
 def step(strategy: str, link: str, steps: int, profile: Path, folder: Path) -> dict[str, Any]:
     changes = [*SPEC, f"parallel.strategy={strategy}", f"optim.steps={steps}", f"cluster.profile={profile}"]
-    run("bench", "link", link, "--", *LMWORKS, "train", *changes, "--run-dir", str(folder))
+    run_first("bench", "link", link, "--", *LMWORKS, "train", *changes, "--run-dir", str(folder))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_s"] for line in lines[WARM_UP:]]
     predicted = json.loads((folder / "prediction.json").read_text())
@@ -65,17 +74,16 @@ def step(strategy: str, link: str, steps: int, profile: Path, folder: Path) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="50mbit,10ms")
+    parser.add_argument("--link", default="100mbit,5ms")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    os.setpriority(os.PRIO_PROCESS, 0, -20)
     with TemporaryDirectory() as name:
         folder = Path(name)
         profile, wire = folder / "profile.toml", folder / "wire.json"
         run("plan", "calibrate", "--device", "cpu", "--ranks", "2", "--out", str(profile))
         picture = ["--profile", str(profile), "--plot", str(IMAGE), "--out", str(wire)]
         ops = ["--ops", "all-reduce,reduce-scatter,all-gather,broadcast,send", "--sizes", "4K:4M"]
-        run("bench", "collectives", "--link", options.link, *ops, *picture)
+        run_first("bench", "collectives", "--link", options.link, *ops, *picture)
         facts = json.loads(wire.read_text())
         steps = [step(one, options.link, options.steps, profile, folder / one) for one in ("ddp", "fsdp2")]
     shape = LinkShape.parse(options.link)
