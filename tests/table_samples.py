@@ -338,6 +338,26 @@ def overlap(sample: Sample) -> None:
     )
 
 
+def collectives(sample: Sample) -> None:
+    from lmworks.bench.collectives import Row
+    from lmworks.cli.bench_collectives import print_collectives, series
+    from lmworks.plan.devices.alpha_beta import AlphaBeta, Regime
+
+    rows = [
+        Row("reduce_scatter", "inter", 16, "bfloat16", in_place, size, took, 0.8 * took, 1.9 * took, 0.8 * took, 0)
+        for size, took in ((2**10, 12.34), (2**30, 123_456.7))
+        for in_place in (False, True)
+    ]
+    regimes = (
+        Regime(0, 1.234e-5, 1.234e-10, (1.1e-5, 1.3e-5), (1.2e-10, 1.3e-10)),
+        Regime(2**20, 1.2e-4, 1.1e-11, (1.1e-4, 1.3e-4), (1.0e-11, 1.2e-11)),
+    )
+    link = {"shape": "200mbit,5ms", "bandwidth": "tc tbf", "delay": "netem"}
+    machine = {"backend": "nccl", "ranks": 16, "nodes": 2, "device": "NVIDIA H200"}
+    fits = [{**series(rows[0]), "fit": AlphaBeta(regimes).to_dict()}]
+    print_collectives({**machine, "link": link, "fits": fits}, rows, Path("profile.toml"), Path("links.png"))
+
+
 def typed(*words: str) -> Callable[[Sample], object]:
     return lambda sample: sample.prints(*words)
 
@@ -356,6 +376,7 @@ def validated(sample: Sample) -> None:
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (bench_offline, "bench_inference.print_throughput"),
     (overlap, "bench_overlap.print_study"),
+    (collectives, "bench_collectives.print_collectives bench_collectives.print_fits"),
     (typed("plan", "collective", "all_reduce", "--cluster", "1024xh100"), "plan_collective.print_comparison"),
     (
         typed("plan", "collective", "all_to_all", "--cluster", "4xh100", "--schedule", "bruck"),

@@ -162,7 +162,7 @@ def print_collectives(facts: dict[str, Any], rows: Sequence[Row], profile: Path 
     for what, how in (facts["link"] or {}).items():
         if what != "shape":
             typer.echo(f"{what} of the link: {how}")
-    columns = ["bytes", "out of place", "± ", "algbw", "busbw", "in place", "±", "algbw ", "busbw ", "wrong"]
+    columns = ["bytes", "out of place", "±", "algbw", "busbw", "in place", "in ±", "in algbw", "in busbw", "wrong"]
     tables: dict[tuple[Any, ...], dict[int, dict[bool, Row]]] = {}
     for row in rows:
         tables.setdefault((row.op, row.group, row.ranks, row.dtype), {}).setdefault(row.bytes, {})[row.in_place] = row
@@ -171,7 +171,7 @@ def print_collectives(facts: dict[str, Any], rows: Sequence[Row], profile: Path 
         for size, pair in by_size.items():
             wrong = sum(row.wrong for row in pair.values())
             lines.append([binary_bytes(size), *cells(pair.get(False)), *cells(pair.get(True)), wrong])
-        print_table(f"{op}, {group}: {ranks} ranks, {dtype}; GB/s", columns, lines, drop=("± ", "±"))
+        print_table(f"{op}, {group}: {ranks} ranks, {dtype}; GB/s", columns, lines, drop=("in ±", "±"))
     print_fits(facts)
     if profile is not None:
         typer.echo(f"α and β are in {profile}; plan with it: lmworks plan SPEC cluster.profile={profile}")
@@ -205,5 +205,5 @@ def print_fits(facts: dict[str, Any]) -> None:
             ends = f"{duration(low)} – {duration(high)}"
             lines.append([name, start, duration(regime.alpha), ends, beta, span, limit])
     if lines:
-        columns = ["seconds = α + β · bytes", "from", "α", "95 %", "β, ns/byte", "95 % ", "busbw limit, GB/s"]
-        print_table("Fits", columns, lines, drop=("95 % ", "95 %"))
+        columns = ["seconds = α + β · bytes", "from", "α", "95 % of α", "β, ns/byte", "95 % of β", "busbw limit, GB/s"]
+        print_table("Fits", columns, lines, drop=("95 % of β", "95 % of α"))
