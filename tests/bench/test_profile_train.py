@@ -16,7 +16,7 @@ from layouts import layout
 from lmworks.bench.profile_train import profile_train
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, read_metrics
-from lmworks.spec import RunSpec, SpecError
+from lmworks.spec import RunSpec, SpecError, dump_toml
 from lmworks.train import Trainer
 from tiny import events, make_spec, train
 from typed import lmworks
@@ -43,6 +43,16 @@ def test_stacks_adds_python_calls(dataset: Path, tmp_path: Path) -> None:
     content = json.loads(gzip.decompress(trace.read_bytes()))
     calls = {event["name"] for event in content["traceEvents"] if event.get("cat") == "python_function"}
     assert any("train_step" in call for call in calls)
+
+
+def test_the_page_lies_beside_the_traces(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "spec.toml").write_text(dump_toml(make_spec(dataset).to_dict()))
+    options = ["--steps", "1", "--warmup", "0", "--run-dir", str(tmp_path / "run"), "--json"]
+    code, out, err = lmworks(capsys, "profile", "train", str(tmp_path / "spec.toml"), *options)
+    assert code == 0, err
+    facts = json.loads(out)
+    page = tmp_path / "run" / "traces" / "steps-1-1.html"
+    assert facts["page"] == str(page) and facts["verdict"] in page.read_text()
 
 
 def test_missing_nsys_is_said_in_one_line(

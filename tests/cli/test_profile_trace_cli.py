@@ -33,3 +33,11 @@ def test_what_is_no_trace_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pa
     code, out, err = lmworks(capsys, "profile", "trace", str(tmp_path / "t.json"))
     assert code == 1 and not out and err.count("\n") == 1 and "cut off" in err
     assert lmworks(capsys, "profile", "trace", str(tmp_path / "none.json"))[0] == 2
+
+
+def test_a_page_and_a_place_where_it_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace, page = str(DATA / "event_sync.json.gz"), tmp_path / "new" / "page.html"
+    code, out, _ = lmworks(capsys, "profile", "trace", trace, "--html", str(page))
+    assert code == 0 and out.endswith(f"page: {page}\n") and "<h2>One step</h2>" in page.read_text()
+    code, out, err = lmworks(capsys, "profile", "trace", trace, "--html", str(page / "below"))
+    assert code == 2 and "verdict:" in out and err.count("\n") == 1 and f"--html {page / 'below'}" in err

@@ -182,6 +182,7 @@ def test_attach_to_two_ranks_under_way(dataset: Path, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         process.communicate()
     traces = [Path(trace) for trace in json.loads(out)["traces"]]
+    assert "<h2>One step</h2>" in Path(json.loads(out)["page"]).read_text()
     (asked,) = events(run, "profile")
     assert [profiled_steps(trace) for trace in traces] == [list(range(asked["first"], asked["first"] + 3))] * 2
     taken = asked["last"] + 1

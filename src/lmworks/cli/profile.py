@@ -17,7 +17,7 @@ from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
 from .profile_compare import compare
 from .profile_memory import memory, print_memory
-from .profile_record import attach, train
+from .profile_record import Html, attach, train
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the time goes: steps, traces, the engine.")
 
@@ -45,19 +45,20 @@ def trace(
         list[Path],
         typer.Argument(metavar="FILE...", help="Traces of PyTorch's profiler, one a rank (.json, .json.gz)."),
     ],
+    html: Html = None,
     json: Json = False,
 ) -> None:
     """Read profiler traces of any PyTorch program.
 
     \b
     Examples:
-      lmworks profile trace runs/tiny/traces/*.json
+      lmworks profile trace runs/tiny/traces/*.json.gz --html page.html
       lmworks profile trace rank0.json.gz rank1.json.gz --json
     """
-    report_traces(files, json)
+    report_traces(files, json, html)
 
 
-def report_traces(files: Sequence[Path], json: bool, **known: Any) -> None:
+def report_traces(files: Sequence[Path], json: bool, html: Path | None = None, **known: Any) -> None:
     """`known`: what the command that recorded them adds to the JSON."""
     from ..diagnose.verdict import judge
     from ..trace import read_traces
@@ -67,11 +68,18 @@ def report_traces(files: Sequence[Path], json: bool, **known: Any) -> None:
         traces = read_traces(files, doing)
         facts = summarise(traces)
         judged = judge(traces, facts)
+    whole = {**known, **facts, **judged.to_dict()}
     if json:
-        print_json({**known, **facts, **judged.to_dict()})
+        print_json(whole)
     else:
         print_trace(facts)
         print_judgement(judged)
+    if html is not None:  # last: the figures are printed even if it cannot be written
+        from ..report.trace_page import trace_page
+
+        write_file(html, trace_page(whole, traces), "--html")
+        if not json:
+            typer.echo(f"page: {html}")
 
 
 def print_trace(facts: dict[str, Any]) -> None:
@@ -168,7 +176,7 @@ def engine(
     output: Output = "100:1024",
     seed: Seed = 0,
     quick: Quick = False,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")] = None,
+    html: Html = None,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Also record steps (.json.gz), and read the trace.")
     ] = None,

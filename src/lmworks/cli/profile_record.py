@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,10 @@ from .ranks import needs_ranks, start_ranks
 from .train import RunDir, default_run_folder
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps to record.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")]
+PageOfRun = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Where the page goes (by default beside the traces).")
+]
 Stacks = Annotated[bool, typer.Option("--stacks", help="Also record Python calls; this slows the recorded steps down.")]
 
 
@@ -38,6 +43,7 @@ def train(
     nsys: Annotated[bool, typer.Option("--nsys", help="Record with NVIDIA Nsight Systems.")] = False,
     device: OnDevice = "",
     force: Force = False,
+    html: PageOfRun = None,
     json: Json = False,
 ) -> None:
     """Record steps of a spec on every rank, and read the traces.
@@ -54,10 +60,11 @@ def train(
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     target = run_dir or default_run_folder(loaded.replace(name=f"{loaded.name}-profile"))
     options = ["--steps", str(steps), "--warmup", str(warmup), "--run-dir", str(target)]
+    options += ["--html", str(html)] if html else []
     options += [*(["--stacks"] if stacks else []), *(["--json"] if json else []), *device_options(device, force)]
     command = ["profile", "train", spec, *(overrides or ()), *options]
     if nsys:
-        report_traces([record_with_nsys(command, target)], json, run=str(target))
+        report_recorded([record_with_nsys(command, target)], target, json, html)
         return
     if needs_ranks(loaded):
         RunFolder(target).check_unused()
@@ -72,19 +79,25 @@ def train(
         traces = profile_train(loaded, target, steps, warmup, stacks=stacks, force=force, progress=doing)
         first = is_rank_zero()
     if first and not under_nsys():
-        report_recorded(traces, target, json)
+        report_recorded(traces, target, json, html)
 
 
-def report_recorded(traces: list[Path], run: Path, json: bool) -> None:
-    report_traces(traces, json, run=str(run), traces=list(map(str, traces)))
+def report_recorded(traces: list[Path], run: Path, json: bool, html: Path | None) -> None:
+    html = html or page_path(traces[0])
+    report_traces(traces, json, html, run=str(run), traces=list(map(str, traces)), page=str(html))
     if not json:
         typer.echo(f"traces: {traces[0].parent} (Perfetto, https://ui.perfetto.dev, opens them)")
 
 
-def report_traces(files: list[Path], json: bool, **known: Any) -> None:
+def page_path(trace: Path) -> Path:
+    """traces/rank0-steps-4-5.json.gz → traces/steps-4-5.html"""
+    return trace.with_name(re.sub(r"^rank\d+-", "", trace.name).partition(".")[0] + ".html")
+
+
+def report_traces(files: list[Path], json: bool, html: Path, **known: Any) -> None:
     from .profile import report_traces as report  # which has the commands of this file
 
-    report(files, json, **known)
+    report(files, json, html, **known)
 
 
 def record_with_nsys(command: list[str], run: Path) -> Path:
@@ -116,6 +129,7 @@ def attach(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1, metavar="S", help="Give up when the run takes no step for so long.")
     ] = 600,
+    html: PageOfRun = None,
     json: Json = False,
 ) -> None:
     """Profile the next steps of a run under way, without a restart.
@@ -141,7 +155,7 @@ def attach(
             raise
     if done.steps < steps:
         typer.echo(f"the run ended: {done.steps} of {steps} steps were recorded", err=True)
-    report_recorded(done.traces, run, json)
+    report_recorded(done.traces, run, json, html)
 
 
 def parse_ranks(text: str) -> list[int] | None:

@@ -16,7 +16,7 @@ import numpy as np
 from .breakdown import Activity
 from .collectives import message_of
 from .hotspots import in_steps
-from .model import Kind, Trace
+from .model import Ints, Kind, Trace
 
 Entries = dict[tuple[str, str, int], tuple[int, int]]  # (name, group, which one) → start, end in absolute time
 
@@ -40,12 +40,11 @@ def skew(activities: Sequence[Activity]) -> Skew | None:
     """None where there is one rank, or nothing that all ranks entered."""
     if len(activities) < 2:
         return None
-    found = [entries(activity.trace) for activity in activities]
-    common = sorted(set.intersection(*(set(one) for one in found)))
-    if not common:
+    edges = common_collectives([activity.trace for activity in activities])
+    if edges is None:
         return None
-    start, end = (np.array([[one[key][edge] for key in common] for one in found]) for edge in (0, 1))
-    clock = np.median(end - end[0], axis=1).astype(np.int64)
+    start, end = edges
+    clock = ahead_of_first(end)
     start = start - clock[:, None]
     wait = start.max(axis=0) - start  # rank, collective
     # A collective cannot end before the last rank has begun it: what is more than its length is a clock's error.
@@ -57,13 +56,34 @@ def skew(activities: Sequence[Activity]) -> Skew | None:
     steps = float(np.mean([sum(step.seconds for step in activity.trace.steps) for activity in activities]))
     share = late_s / steps if steps else 0.0
     return Skew(
-        collectives=len(common),
+        collectives=start.shape[1],
         wait_s=dict(zip(ranks, map(float, wait), strict=True)),
         late_rank=ranks[late] if late_s > 0 else None,
         late_s=late_s,
         late_share=share,
         cause=lateness_cause(activities, late, late_s) if late_s > 0 else "",
     )
+
+
+def common_collectives(traces: Sequence[Trace]) -> tuple[Ints, Ints] | None:
+    """Start and end (rank, collective) of those that all ranks entered; None where there are none."""
+    found = [entries(trace) for trace in traces]
+    common = sorted(set.intersection(*(set(one) for one in found)))
+    if not common:
+        return None
+    start, end = (np.array([[one[key][edge] for key in common] for one in found]) for edge in (0, 1))
+    return start, end
+
+
+def ahead_of_first(end: Ints) -> Ints:
+    """By how many nanoseconds each rank's clock is ahead of the first rank's."""
+    return np.median(end - end[0], axis=1).astype(np.int64)
+
+
+def clock_differences(traces: Sequence[Trace]) -> Ints | None:
+    """The same, of traces; None where no collective is common to all."""
+    edges = common_collectives(traces)
+    return None if edges is None else ahead_of_first(edges[1])
 
 
 def lateness_cause(activities: Sequence[Activity], late: int, late_s: float) -> str:
