@@ -10,6 +10,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.formatting import binary_bytes, duration, short
+from ..spec.errors import SpecError
 from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_llm
 from .diagnose import print_judgement
 from .generate import EngineOverrides
@@ -17,7 +18,7 @@ from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
 from .profile_compare import compare
 from .profile_memory import memory, print_memory
-from .profile_record import Html, attach, train
+from .profile_record import Html, Perfetto, attach, train
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="See where the time goes: steps, traces, the engine.")
 
@@ -46,6 +47,7 @@ def trace(
         typer.Argument(metavar="FILE...", help="Traces of PyTorch's profiler, one a rank (.json, .json.gz)."),
     ],
     html: Html = None,
+    perfetto: Perfetto = None,
     json: Json = False,
 ) -> None:
     """Read profiler traces of any PyTorch program.
@@ -53,12 +55,15 @@ def trace(
     \b
     Examples:
       lmworks profile trace runs/tiny/traces/*.json.gz --html page.html
+      lmworks profile trace rank0.json.gz rank1.json.gz --perfetto job.json.gz
       lmworks profile trace rank0.json.gz rank1.json.gz --json
     """
-    report_traces(files, json, html)
+    report_traces(files, json, html, perfetto)
 
 
-def report_traces(files: Sequence[Path], json: bool, html: Path | None = None, **known: Any) -> None:
+def report_traces(
+    files: Sequence[Path], json: bool, html: Path | None = None, perfetto: Path | None = None, **known: Any
+) -> None:
     """`known`: what the command that recorded them adds to the JSON."""
     from ..diagnose.verdict import judge
     from ..trace import read_traces
@@ -80,6 +85,15 @@ def report_traces(files: Sequence[Path], json: bool, html: Path | None = None, *
         write_file(html, trace_page(whole, traces), "--html")
         if not json:
             typer.echo(f"page: {html}")
+    if perfetto is not None:
+        from ..trace.perfetto import write_perfetto
+
+        try:
+            write_perfetto(perfetto, traces, whole)
+        except OSError as error:
+            raise SpecError(f"--perfetto {perfetto}: {error.strerror}") from None
+        if not json:
+            typer.echo(f"for Perfetto (https://ui.perfetto.dev): {perfetto}")
 
 
 def print_trace(facts: dict[str, Any]) -> None:

@@ -28,6 +28,10 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write
 PageOfRun = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Where the page goes (by default beside the traces).")
 ]
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE", help="Write all ranks as one trace (.json.gz) for Perfetto."),
+]
 Stacks = Annotated[bool, typer.Option("--stacks", help="Also record Python calls; this slows the recorded steps down.")]
 
 
@@ -44,6 +48,7 @@ def train(
     device: OnDevice = "",
     force: Force = False,
     html: PageOfRun = None,
+    perfetto: Perfetto = None,
     json: Json = False,
 ) -> None:
     """Record steps of a spec on every rank, and read the traces.
@@ -60,11 +65,11 @@ def train(
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     target = run_dir or default_run_folder(loaded.replace(name=f"{loaded.name}-profile"))
     options = ["--steps", str(steps), "--warmup", str(warmup), "--run-dir", str(target)]
-    options += ["--html", str(html)] if html else []
+    options += [*(["--html", str(html)] if html else []), *(["--perfetto", str(perfetto)] if perfetto else [])]
     options += [*(["--stacks"] if stacks else []), *(["--json"] if json else []), *device_options(device, force)]
     command = ["profile", "train", spec, *(overrides or ()), *options]
     if nsys:
-        report_recorded([record_with_nsys(command, target)], target, json, html)
+        report_recorded([record_with_nsys(command, target)], target, json, html, perfetto)
         return
     if needs_ranks(loaded):
         RunFolder(target).check_unused()
@@ -79,12 +84,12 @@ def train(
         traces = profile_train(loaded, target, steps, warmup, stacks=stacks, force=force, progress=doing)
         first = is_rank_zero()
     if first and not under_nsys():
-        report_recorded(traces, target, json, html)
+        report_recorded(traces, target, json, html, perfetto)
 
 
-def report_recorded(traces: list[Path], run: Path, json: bool, html: Path | None) -> None:
+def report_recorded(traces: list[Path], run: Path, json: bool, html: Path | None, perfetto: Path | None) -> None:
     html = html or page_path(traces[0])
-    report_traces(traces, json, html, run=str(run), traces=list(map(str, traces)), page=str(html))
+    report_traces(traces, json, html, perfetto, run=str(run), traces=list(map(str, traces)), page=str(html))
     if not json:
         typer.echo(f"traces: {traces[0].parent} (Perfetto, https://ui.perfetto.dev, opens them)")
 
@@ -94,10 +99,10 @@ def page_path(trace: Path) -> Path:
     return trace.with_name(re.sub(r"^rank\d+-", "", trace.name).partition(".")[0] + ".html")
 
 
-def report_traces(files: list[Path], json: bool, html: Path, **known: Any) -> None:
+def report_traces(files: list[Path], json: bool, html: Path, perfetto: Path | None, **known: Any) -> None:
     from .profile import report_traces as report  # which has the commands of this file
 
-    report(files, json, html, **known)
+    report(files, json, html, perfetto, **known)
 
 
 def record_with_nsys(command: list[str], run: Path) -> Path:
@@ -130,6 +135,7 @@ def attach(
         float, typer.Option("--timeout", min=1, metavar="S", help="Give up when the run takes no step for so long.")
     ] = 600,
     html: PageOfRun = None,
+    perfetto: Perfetto = None,
     json: Json = False,
 ) -> None:
     """Profile the next steps of a run under way, without a restart.
@@ -155,7 +161,7 @@ def attach(
             raise
     if done.steps < steps:
         typer.echo(f"the run ended: {done.steps} of {steps} steps were recorded", err=True)
-    report_recorded(done.traces, run, json, html)
+    report_recorded(done.traces, run, json, html, perfetto)
 
 
 def parse_ranks(text: str) -> list[int] | None:
