@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lmworks.trace import Trace, read_trace
+from lmworks.trace import Kind, Trace, read_trace
 from lmworks.trace.breakdown import Activity
 from lmworks.trace.collectives import overlap
 from lmworks.trace.critical_path import critical_path
@@ -169,6 +172,45 @@ def test_nesting_is_that_of_a_stack(tmp_path: Path) -> None:
         assert found.self_time[row] == table.duration[row] - table.duration[children].sum()
 
 
+def test_parents_where_ranges_overlap_in_part(tmp_path: Path) -> None:
+    """A span that is opened within one op and closed within another, as hooks of autograd do."""
+    events = [
+        span("cpu_op", "first", 0, 100),
+        span("user_annotation", "layer/0 backward", 50, 100),
+        span("cpu_op", "of both", 60, 20),
+        span("user_annotation", "layer/1 backward", 90, 90),
+        span("cpu_op", "second", 110, 80),
+        span("cpu_op", "of layer/0", 115, 30),
+        span("cpu_op", "of second", 155, 20),
+        span("cpu_op", "third", 200, 10),
+    ]
+    trace = read(tmp_path, events)
+    nesting = Nesting.of(trace)
+    names = [trace.names[name] for name in trace.events.name]
+    found = {name: names[row] if row >= 0 else None for name, row in zip(names, nesting.parent, strict=True)}
+    assert found == {
+        **dict.fromkeys(("first", "layer/0 backward", "layer/1 backward", "second", "third")),
+        "of both": "layer/0 backward",
+        "of layer/0": "second",
+        "of second": "second",
+    }
+    own = dict(zip(names, nesting.self_time // 1000, strict=True))
+    assert (own["first"], own["layer/0 backward"], own["second"]) == (100, 80, 30)
+
+
+def test_every_kernel_of_alexnet_has_its_op() -> None:
+    """Its annotations overlap the ops; by the times in the file, every launch lies within an operator."""
+    trace = read_trace(DATA / "alexnet.json.gz")
+    nesting, events = Nesting.of(trace), trace.events
+    kernels = np.flatnonzero(events.of(Kind.KERNEL))
+    op = nesting.nearest(trace, Kind.OP)[trace.launch[kernels]]
+    counts = Counter(trace.names[events.name[row]] for row in op[op >= 0])
+    assert len(kernels) == counts.total() == 79
+    assert counts["aten::cudnn_convolution"] == 30 and counts["aten::addmm"] == 12
+    convolution = trace.named(re.compile("^aten::cudnn_convolution$")) & events.of(Kind.OP)
+    assert nesting.self_time[convolution].sum() == 508_250_000
+
+
 def test_host_time_by_python_call(tmp_path: Path) -> None:
     events = [
         kernel("gemm", 0, 100),
@@ -190,7 +232,7 @@ def gloo_rank(compute: float, arrives: float) -> list[Event]:
     """A step of 1,000 µs: ops until `compute`, an all-reduce from `arrives` to 900, the thread waits for it."""
     shapes = {"Input Dims": [[256]], "Input type": ["float"]}
     return [
-        span("user_annotation", "step 4", 0, 1000, 1),
+        span("user_annotation", "ProfilerStep#4", 0, 1000, 1),
         span("cpu_op", "aten::mm", 50, compute - 50, 1),
         span("cpu_op", "c10d::allreduce_", arrives - 5, 5, 1),
         span("user_annotation", "gloo:all_reduce", arrives, 900 - arrives, 9, **shapes),
@@ -264,3 +306,24 @@ def test_names_of_kernels_are_shortened() -> None:
     long = "void at::native::(anonymous namespace)::multi_tensor<at::Meta<4>, at::Adam<float, 4>>(at::Meta<4>, float)"
     assert short_name(long) == "at::native::multi_tensor"
     assert short_name("volta_sgemm_64x64_nt") == "volta_sgemm_64x64_nt"
+
+
+@pytest.mark.parametrize(("world", "waited"), [(None, 0), (1, 0), (2, 30_000)])
+def test_one_rank_waits_for_no_other(tmp_path: Path, world: int | None, waited: int) -> None:
+    for on_device in (False, True):
+        events = [
+            span("user_annotation", "ProfilerStep#1", 0, 100),
+            span("cpu_op", "aten::mm", 0, 50),
+            span("user_annotation", "phase/communication", 60, 30),
+            *([kernel("gemm", 0, 50)] if on_device else []),
+        ]
+        info = {} if world is None else {"rank": 0, "world_size": world}
+        causes = idle_causes(Activity(read(tmp_path, events, distributedInfo=info))).of(0)
+        assert (causes["other_rank"], causes["host_late"]) == (waited, 50_000 - waited)
+
+
+def test_an_unrelated_pickle_beside_a_trace_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.pickle").write_bytes(pickle.dumps({"weights": [1, 2]}))
+    facts = summarise([read(tmp_path, gpu_step())])
+    assert facts["memory"][0]["snapshot"] is None and facts["step_s"] == pytest.approx(1e-3)
+    assert "t.pickle: no snapshot of PyTorch's allocator" in facts["ranks"][0]["missing"][-1]

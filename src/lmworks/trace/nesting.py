@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class Nesting:
         rows = rows[np.argsort(events.lane[rows], kind="stable")]  # by thread, and by start within it
         edges = np.flatnonzero(np.diff(events.lane[rows])) + 1
         for own in np.split(rows, edges):
-            parent[own] = lane_parents(events.start[own], events.end[own], own)
+            parent[own] = lane_parents(events.end[own], own)
         inner = np.flatnonzero(parent >= 0)
         within = np.bincount(parent[inner], weights=events.duration[inner], minlength=len(events))
         return cls(parent, np.maximum(events.duration - within.astype(np.int64), 0))
@@ -42,20 +41,16 @@ class Nesting:
             found[climb] = self.parent[found[climb]]
 
 
-def lane_parents(start: Ints, end: Ints, rows: Ints) -> Ints:
-    """Of properly nested events by start, longest first; `rows` are their indices in the trace.
+def lane_parents(end: Ints, rows: Ints) -> Ints:
+    """Of one lane's events by start, longest first; `rows` are their indices in the trace.
 
-    An event's depth is how many began before it and have not ended; its parent is the last one before it that is one
-    less deep.
+    All that began before and end no earlier are around an event; the last of them to begin is its parent, also where
+    ranges overlap in part. So this is the previous greater or equal element of `end`: each event looks at the one
+    before, and skips what that one has skipped as long as it ends too early.
     """
-    count = np.arange(len(start))
-    depth = count - np.searchsorted(np.sort(end), start, side="right")
-    depth = np.maximum(depth, 0)
-    parent = np.full(len(start), -1, np.int64)
-    order = np.argsort(depth, kind="stable")
-    levels = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1)
-    for above, below in pairwise(levels):
-        place = np.searchsorted(above, below) - 1
-        inside = (place >= 0) & (end[above[np.maximum(place, 0)]] >= end[below])
-        parent[below[inside]] = rows[above[place[inside]]]
-    return parent
+    place = np.arange(len(end)) - 1  # all between `place` and an event end before it does
+    low = np.flatnonzero(place >= 0)
+    while len(low := low[end[place[low]] < end[low]]):
+        place[low] = place[place[low]]
+        low = low[place[low] >= 0]
+    return np.where(place >= 0, rows[place], -1)
