@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from lmworks.spec.errors import DataError, LMWorksError
-from lmworks.trace import Kind, Trace, kineto, read_trace
+from lmworks.trace import Kind, Trace, kineto, read_trace, read_traces
+from lmworks.trace.summary import summarise
 from traces import kernel, launch, span, write_trace
 
 
@@ -110,3 +111,63 @@ def test_the_rank_is_in_the_file_or_in_its_name(tmp_path: Path) -> None:
     assert read_trace(write_trace(tmp_path / "rank-5.json", events), 9).rank == 5
     assert read_trace(write_trace(tmp_path / "worker.json", events), 9).rank == 9
     assert read_trace(write_trace(tmp_path / "rank-6.json", events, distributedInfo={"rank": 2}), 9).rank == 2
+
+
+def test_damaged_gzip_is_refused_in_one_line(tmp_path: Path) -> None:
+    whole = bytearray(gzip.compress(a_trace(tmp_path / "t.json").read_bytes()))
+    whole[len(whole) // 2 : len(whole) // 2 + 40] = b"\xff" * 40
+    (tmp_path / "t.json.gz").write_bytes(whole)
+    with pytest.raises(DataError, match="gzip file is cut off or damaged"):
+        read_trace(tmp_path / "t.json.gz")
+
+
+MESSAGE = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 8, "Group size": 2}
+
+
+@pytest.mark.parametrize("value", ["abc", 99999999999999999999999, "1e3"])
+@pytest.mark.parametrize(
+    "field", ["correlation", "bytes", "In msg nelems", "Group size", "Device Id", "Total Reserved"]
+)
+def test_a_number_that_is_none_is_named(tmp_path: Path, field: str, value: object) -> None:
+    events = [kernel("gemm", 0, 1), kernel("gemm", 2, 1)]
+    if field in ("Device Id", "Total Reserved"):
+        events.append({"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": 5, "args": {"Bytes": 1, field: value}})
+    else:
+        events[1]["args"] = {**MESSAGE, field: value}
+    with pytest.raises(DataError, match=f"t.json: '{field}' of an event is no integer of 64 bits: '{value}'"):
+        read_trace(write_trace(tmp_path / "t.json", events))
+
+
+@pytest.mark.parametrize("chunk", [300, 2**20])
+def test_events_without_a_duration_are_left_out_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(kineto, "CHUNK", chunk)
+    events = [kernel("gemm", 10 * i, 5) for i in range(50)]
+    events[7]["dur"] = events[8]["ts"] = None
+    trace = read_trace(write_trace(tmp_path / "t.json", events))
+    assert len(trace.events) == 48 and trace.skipped == 2
+    assert "2 events without a time or a duration are left out" in summarise([trace])["ranks"][0]["missing"]
+
+
+def test_an_event_of_other_types_is_refused_in_the_chunk_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after every end of every chunk was tried: that takes the square of the file's length."""
+    events = [kernel("gemm", 10 * i, 5) for i in range(200)]
+    events[3]["dur"] = "long"
+    path = write_trace(tmp_path / "t.json", events)
+    monkeypatch.setattr(kineto, "CHUNK", 2000)
+    with open(path, "rb") as stream:
+        with pytest.raises(DataError, match=r"Expected `float \| null`, got `str` - at `\$\[3\].dur`"):
+            list(kineto.documents(stream, str(path)))
+        assert stream.tell() <= 2 * 2000
+
+
+def test_a_rank_is_given_once(tmp_path: Path) -> None:
+    events = [kernel("gemm", 0, 1)]
+    one, two = (write_trace(tmp_path / f"rank0-steps-{steps}.json", events) for steps in ("1-2", "5-6"))
+    for pair in ((one, one), (one, two)):
+        with pytest.raises(DataError, match=f"{pair[0].name} and .*{pair[1].name} are both of rank 0"):
+            read_traces(pair)
+    assert [trace.rank for trace in read_traces([one, write_trace(tmp_path / "rank1.json", events)])] == [0, 1]

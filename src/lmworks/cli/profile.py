@@ -132,7 +132,7 @@ def print_collectives(facts: dict[str, Any]) -> None:
             one["calls"],
             "-" if one["bytes"] is None else binary_bytes(one["bytes"]),
             milliseconds(one["seconds"]),
-            f"{one['percent']:.0f}%",
+            "-" if one["percent"] is None else f"{one['percent']:.0f}%",
         ]
         for one in facts["overlap"]["collectives"]
     ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .breakdown import Activity, compute_lanes
+from .breakdown import C10D, Activity, compute_lanes
 from .intervals import Spans
 from .model import DEVICE, Ints, Kind, Mask, Trace
 
@@ -94,7 +94,7 @@ def on_device_causes(trace: Trace, gaps: Spans) -> dict[str, Ints]:
     waited_input = Spans.of(events.take(trace.named(INPUT) & events.of(Kind.ANNOTATION, Kind.OP)))
     input_late = waited_input.covered(gaps.start, to)
     synced = after_synchronisation(trace, gaps.start, to)
-    ranks = Spans.of(events.take(trace.named(RANK_WAITS) & events.of(Kind.ANNOTATION, Kind.OP))) - waited_input
+    ranks = Spans.of(events.take(rank_waits(trace))) - waited_input
     rank = np.where(synced, 0, ranks.covered(gaps.start, to))
     rest = np.where(in_time, 0, length - input_late - rank)  # with the latency of the launch itself
     return {
@@ -105,6 +105,17 @@ def on_device_causes(trace: Trace, gaps: Spans) -> dict[str, Ints]:
         "kernel_gap": np.where(in_time & (length < KERNEL_GAP), length, 0),
         "other": np.where(in_time & (length >= KERNEL_GAP), length, 0),
     }
+
+
+def rank_waits(trace: Trace) -> Mask:
+    """What the host calls to send and receive, in a job of several ranks.
+
+    A trace that does not say how many there are has several if it has a collective.
+    """
+    marks = trace.events.of(Kind.ANNOTATION, Kind.OP)
+    together = trace.events.of(Kind.COLLECTIVE) | trace.named(C10D) & marks
+    several = np.any(together) if trace.world is None else trace.world > 1
+    return trace.named(RANK_WAITS) & marks & several
 
 
 def device_waits(trace: Trace) -> Mask:
@@ -126,7 +137,7 @@ def on_host_causes(trace: Trace, gaps: Spans) -> dict[str, Ints]:
     lanes = np.isin(events.lane, compute_lanes(trace))
     marks = lanes & events.of(Kind.ANNOTATION, Kind.OP)
     inputs = Spans.of(events.take(trace.named(INPUT) & marks))
-    ranks = Spans.of(events.take(trace.named(RANK_WAITS) & marks)) - inputs
+    ranks = Spans.of(events.take(rank_waits(trace) & marks)) - inputs
     input_late, rank = (spans.covered(gaps.start, gaps.end) for spans in (inputs, ranks))
     return {
         "input_late": input_late,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,8 +68,8 @@ class Event(msgspec.Struct, gc=False):
     name: str = ""
     pid: Number = None
     tid: Number = None
-    ts: float = 0.0  # µs
-    dur: float = 0.0
+    ts: float | None = 0.0  # µs
+    dur: float | None = 0.0  # null: the event had not ended
     args: Args | None = None
 
 
@@ -99,7 +100,7 @@ def read_trace(path: str | Path, rank: int | None = None) -> Trace:
             columns = Columns(str(path))
             for part in documents(stream, str(path)):
                 columns.add(part)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: the gzip file is cut off or damaged ({error})") from None
     except FileNotFoundError:
         raise NoSuchData(f"{path}: there is no such file") from None
@@ -130,7 +131,7 @@ def documents(stream: IO[bytes] | gzip.GzipFile, path: str) -> Iterator[Document
     else:
         buffer = buffer.lstrip()[1:]
     while more := stream.read(CHUNK):
-        if (end := whole_events(buffer)) is None:
+        if (end := whole_events(buffer, path)) is None:
             buffer += more
             continue
         events, rest = end
@@ -140,12 +141,14 @@ def documents(stream: IO[bytes] | gzip.GzipFile, path: str) -> Iterator[Document
     yield decode(before + buffer + (b"}" if bare else b""), path)
 
 
-def whole_events(buffer: bytes) -> tuple[list[Event], bytes] | None:
+def whole_events(buffer: bytes, path: str) -> tuple[list[Event], bytes] | None:
     """The events that are whole in the buffer, and the bytes after them."""
     ends = [match.start() for match in BETWEEN.finditer(buffer, max(0, len(buffer) - 2**16))]
     for end in reversed(ends[-TRIES:]):
         try:
             events = EVENT_LIST.decode(b"[" + buffer[: end + 1] + b"]")
+        except msgspec.ValidationError as error:  # of an event before the end: no other end would mend it
+            raise DataError(f"{path}: {why_not(buffer, error)}") from None
         except msgspec.DecodeError:
             continue
         return events, buffer[buffer.index(b",", end) + 1 :]
@@ -192,6 +195,7 @@ class Columns:
         self.parts: list[list[np.ndarray]] = []
         self.memory: list[tuple[float, ...]] = []  # time, device, bytes, allocated, reserved
         self.events = 0
+        self.skipped = 0  # without a time or a duration
 
     def add(self, document: Document) -> None:
         for key in Head.__struct_fields__:
@@ -201,8 +205,12 @@ class Columns:
         for event in document.traceEvents or ():
             self.events += 1
             if event.ph == "X":
-                if event.cat in KINDS:
-                    spans.append(event)
+                if event.cat not in KINDS:
+                    continue
+                if event.ts is None or event.dur is None:
+                    self.skipped += 1
+                    continue
+                spans.append(event)
             elif event.name == "[memory]":
                 self.add_memory(event)
             elif event.name == "thread_name" and event.args is not None:
@@ -212,8 +220,12 @@ class Columns:
 
     def add_memory(self, event: Event) -> None:
         args = event.args or NO_ARGS
-        row = (args.device, args.Bytes, args.allocated, args.reserved)
-        self.memory.append((event.ts, *(-1 if value is None else int(value) for value in row)))
+        row = {"Device Id": args.device, "Bytes": args.Bytes}
+        row |= {"Total Allocated": args.allocated, "Total Reserved": args.reserved}
+        if event.ts is None:
+            self.skipped += 1
+        else:
+            self.memory.append((event.ts, *(self.integer(field, value) for field, value in row.items())))
 
     def add_spans(self, spans: Sequence[Event]) -> None:
         kinds = np.array([KINDS[event.cat] for event in spans], np.uint8)  # type: ignore[index]
@@ -228,12 +240,28 @@ class Columns:
                 np.array([lanes[event.pid, event.tid] for event in spans], np.int32),
                 np.array([event.ts for event in spans]),
                 np.array([event.dur for event in spans]),
-                np.array([-1 if one.correlation is None else int(one.correlation) for one in args], np.int64),
-                np.array([-1 if one.bytes is None else int(one.bytes) for one in args], np.int64),
+                self.integers("correlation", [one.correlation for one in args]),
+                self.integers("bytes", [one.bytes for one in args]),
                 np.array(shapes, np.int32),
                 np.array(messages, np.int32),
             ]
         )
+
+    def integer(self, field: str, value: Number) -> int:
+        """Of an argument; −1 where there is none."""
+        try:
+            number = -1 if value is None else int(value)
+            if -(2**63) <= number < 2**63:
+                return number
+        except (ValueError, OverflowError):
+            pass
+        raise DataError(f"{self.path}: {field!r} of an event is no integer of 64 bits: {str(value)[:40]!r}")
+
+    def integers(self, field: str, values: Sequence[Number]) -> np.ndarray:
+        try:
+            return np.array([-1 if value is None else int(value) for value in values], np.int64)
+        except (ValueError, OverflowError):
+            return np.array([self.integer(field, value) for value in values], np.int64)
 
     def shape(self, args: Args) -> int:
         return self.shapes[bytes(args.dims), bytes(args.types)]
@@ -241,12 +269,12 @@ class Columns:
     def message(self, args: Args) -> int:
         group = args.group_about or args.group
         size = item_size(str(args.dtype))
-        count = None if args.nelems is None else int(args.nelems)
+        count = None if args.nelems is None else self.integer("In msg nelems", args.nelems)
         return self.messages[
             Message(
                 str(args.collective),
                 "" if group is None else str(group),
-                None if args.group_size is None else int(args.group_size),
+                None if args.group_size is None else self.integer("Group size", args.group_size),
                 None if size is None or count is None else count * size,
                 str(args.dtype or ""),
             )
@@ -282,6 +310,7 @@ class Columns:
             memory=self.memory_table(origin),
             device=str(devices[0].get("name", "")) if devices else "",
             backend=str(info.get("backend", "")),
+            skipped=self.skipped,
         )
 
     def mark_collectives(self, kind: np.ndarray, name: np.ndarray) -> np.ndarray:
@@ -318,6 +347,4 @@ def item_size(dtype: str) -> int | None:
 
 def rank_of_name(path: str, rank: int | None) -> int:
     match = re.search(r"rank[-_]?(\d+)", Path(path).name)
-    if rank is None:
-        return int(match[1]) if match else 0
-    return int(match[1]) if match else rank
+    return int(match[1]) if match else rank or 0

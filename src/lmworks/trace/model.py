@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 DEVICE = (Kind.KERNEL, Kind.COLLECTIVE, Kind.COPY, Kind.MEMSET)  # what occupies a device
-STEP = re.compile(r"(?:ProfilerStep#|step )(\d+)$")  # names of the annotation around a step
+STEP = re.compile(r"ProfilerStep#(\d+)$")  # names of the annotation around a step
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ class Trace:
     memory: MemoryEvents
     device: str = ""  # its name
     backend: str = ""  # of torch.distributed
+    skipped: int = 0  # events of the file that have no time or no duration
 
     @cached_property
     def on_device(self) -> bool:

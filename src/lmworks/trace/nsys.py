@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import DataError
-from .kineto import COMMUNICATION, interner
+from .kineto import COMMUNICATION, interner, rank_of_name
 from .model import Events, Kind, Lane, MemoryEvents, Trace
 
 MAGIC = b"SQLite format 3\x00"
@@ -49,11 +49,14 @@ def is_nsys(path: Path) -> bool:
         return False
 
 
-def read_nsys(path: str | Path) -> list[Trace]:
-    """One trace a process that used a device, by rank where the processes say it, else by device."""
+def read_nsys(path: str | Path, rank: int | None = None) -> list[Trace]:
+    """One trace a process that used a device, by rank where the processes say it, else by device.
+
+    `rank`: of a file with one process, where neither it nor the file's name says it.
+    """
     try:
-        with closing(sqlite3.connect(f"file:{Path(path).absolute()}?mode=ro", uri=True)) as connection:
-            return Export(str(path), connection).traces()
+        with closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            return Export(str(path), connection).traces(rank)
     except sqlite3.DatabaseError as error:
         raise DataError(f"{path}: cannot be read as an export of Nsight Systems ({error})") from None
 
@@ -76,13 +79,18 @@ class Export:
         wanted = ", ".join(f'"{column}"' if column in there else "NULL" for column in columns)
         return self.connection.execute(f"SELECT {wanted} FROM {table}").fetchall()
 
-    def traces(self) -> list[Trace]:
+    def traces(self, rank: int | None) -> list[Trace]:
         self.read_device()
         if not self.processes:
             raise DataError(f"{self.path}: an SQLite file without kernels or copies of Nsight Systems (--trace=cuda)")
         self.read_host()
         order = sorted(self.processes, key=lambda process: (*self.ranks.get(process, (0, 0)), self.devices[process]))
-        return [self.trace(process, number) for number, process in enumerate(order)]
+        if len(order) == 1:
+            own = self.ranks.get(order[0], (rank_of_name(self.path, rank), None))
+            return [self.trace(order[0], *own)]
+        return [
+            self.trace(process, *self.ranks.get(process, (number, len(order)))) for number, process in enumerate(order)
+        ]
 
     def read_device(self) -> None:
         common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid")
@@ -131,7 +139,7 @@ class Export:
         """Old exports have no process in their device tables: then all belongs to one."""
         return 0 if thread is None or 0 in self.processes else thread & PROCESS
 
-    def trace(self, process: int, number: int) -> Trace:
+    def trace(self, process: int, rank: int, world: int | None) -> Trace:
         rows = sorted(self.processes[process], key=lambda row: (row.start, -row.end))
         names, lanes = interner(), interner()
         origin = rows[0].start
@@ -146,7 +154,6 @@ class Export:
             "shapes": np.full(len(rows), -1, np.int32),
             "message": np.full(len(rows), -1, np.int32),
         }
-        rank, world = self.ranks.get(process, (number, len(self.processes)))
         epoch = self.select("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         gpus = self.select("TARGET_INFO_GPU", "name")
         nothing = np.zeros(0, np.int64)

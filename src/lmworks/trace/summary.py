@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from ..spec.errors import DataError
 from .breakdown import Activity, Breakdown
 from .collectives import overlap
 from .critical_path import critical_path
@@ -27,8 +28,9 @@ def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
     nestings = [Nesting.of(trace) for trace in traces]
     rows = [row for activity in activities for row in step_rows(activity)]
     skewed = skew(activities)
+    snapshots = [allocator_snapshot(trace) for trace in traces]
     return {
-        "ranks": [describe(trace) for trace in traces],
+        "ranks": [describe(trace, lacks) for trace, (_, lacks) in zip(traces, snapshots, strict=True)],
         "steps": rows,
         "step_s": sum(row["seconds"] for row in rows),
         **{f"{part}_s": sum(row[f"{part}_s"] for row in rows) for part in PARTS},
@@ -41,15 +43,20 @@ def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
         "skew": skewed.to_dict() if skewed else None,
         "critical_path": [{"rank": trace.rank, **path} for trace in traces if (path := critical_path(trace))],
         "fusible": fusible(traces[0]) if traces else [],
-        "memory": [memory_facts(trace) for trace in traces],
+        "memory": [
+            {"rank": trace.rank, "devices": trace_memory(trace), "snapshot": snapshot}
+            for trace, (snapshot, _) in zip(traces, snapshots, strict=True)
+        ],
     }
 
 
-def memory_facts(trace: Trace) -> dict[str, Any]:
-    """With the allocator's snapshot where the recording left one beside the trace."""
+def allocator_snapshot(trace: Trace) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Where the recording left one beside the trace; and why it cannot be read."""
     path = snapshot_path(trace.source)
-    snapshot = [one.to_dict() for one in read_snapshot(path)] if path.is_file() else None
-    return {"rank": trace.rank, "devices": trace_memory(trace), "snapshot": snapshot}
+    try:
+        return [one.to_dict() for one in read_snapshot(path)] if path.is_file() else None, []
+    except DataError as error:
+        return None, [str(error)]
 
 
 def step_rows(activity: Activity) -> list[dict[str, Any]]:
@@ -117,20 +124,22 @@ def all_ops(ranks: Sequence[Sequence[Hotspot]]) -> list[dict[str, Any]]:
     return [{**one.to_dict(), "share": one.seconds / whole if whole else 0.0} for one in merged[:TOP]]
 
 
-def describe(trace: Trace) -> dict[str, Any]:
+def describe(trace: Trace, lacks: Sequence[str]) -> dict[str, Any]:
     return {
         "rank": trace.rank,
         "file": trace.source,
         "device": trace.device if trace.on_device else "cpu",
         "backend": trace.backend,
         "events": len(trace.events),
-        "missing": missing(trace),
+        "missing": [*missing(trace), *lacks],
     }
 
 
 def missing(trace: Trace) -> list[str]:
     """What the trace lacks, and so what cannot be said of it."""
     lacks = []
+    if trace.skipped:
+        lacks.append(f"{trace.skipped:,} events without a time or a duration are left out")
     if not trace.on_device:
         lacks.append("no device events: the host's threads are judged (activities=[CPU, CUDA] records a GPU)")
     if not trace.host_steps:
