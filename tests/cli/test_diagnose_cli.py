@@ -11,6 +11,7 @@ import pytest
 
 from lmworks.bench.remedy_trial import Trial
 from lmworks.record import RunFolder
+from lmworks.record.attach import Attached
 from lmworks.spec import RunSpec
 from typed import lmworks
 
@@ -46,6 +47,34 @@ def test_the_latest_traces_of_a_run(run: RunFolder, capsys: pytest.CaptureFixtur
     assert "verdict: input_bound" in out and "data.workers=10" in out
     facts = json.loads(lmworks(capsys, "diagnose", str(run.path), "--json")[1])
     assert facts["verdict"] == "input_bound" and facts.keys() >= {*KEYS, "attempt", "ranks"}
+
+
+def test_a_recorded_run_has_the_remedy_of_its_spec(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = shutil.copy(DATA / "resnet50_workers0.json.gz", tmp_path)
+    monkeypatch.setattr("lmworks.record.attach.Attach.run", lambda self: Attached(8, 9, [Path(trace)], 3))
+    monkeypatch.setattr("lmworks.bench.profile_train.profile_train", lambda *_, **options: [Path(trace)])
+    for words in (("attach", str(run.path)), ("train", "tiny", "data.workers=5", "--run-dir", str(tmp_path / "new"))):
+        code, out, err = lmworks(capsys, "profile", *words, "--json")
+        assert code == 0 and json.loads(out)["remedy"]["overrides"] == ["data.workers=10"], err
+
+
+def test_unfinished_traces_are_not_read(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    for end in ("json", "half"):
+        draft = run.traces / f".rank0-steps-8-9.json.gz.{end}"
+        draft.write_text("{")
+        os.utime(draft, (4e9, 4e9))
+    code, out, err = lmworks(capsys, "diagnose", str(run.path))
+    assert code == 0 and "verdict: input_bound" in out, err
+
+
+def test_a_healthy_run_has_nothing_to_try(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmworks.diagnose.verdict.WORTH", 2.0)
+    code, _, err = lmworks(capsys, "diagnose", str(run.path), "--try")
+    assert (code, err) == (2, "lmworks: error: --try: the verdict is healthy: there is nothing to try\n")
 
 
 def test_the_remedy_is_tried(

@@ -153,12 +153,43 @@ def test_the_gain_predicted_for_four_workers_holds() -> None:
 def test_remedies_are_overrides_that_a_spec_takes(tmp_path: Path) -> None:
     from lmworks.spec import load_run
 
-    base = load_run("tiny", ["data.workers=3", "data.micro_batch=4"])
+    keys = ["data.workers=3", "data.micro_batch=4", "parallel.dp=2", "parallel.recompute=full", "precision.dtype=fp32"]
+    base = load_run("tiny", keys)
     for cause in PLANTED:
         found = verdict(trace(tmp_path, cause), spec=base)
-        load_run("tiny", list(found.overrides))
+        load_run("tiny", [*keys, *found.overrides])
         assert found.overrides or cause == "sync_bound"
     assert verdict(trace(tmp_path, "input_bound"), spec=base).overrides == ("data.workers=6",)
+
+
+@pytest.mark.parametrize(
+    "cause, keys, wanted",
+    [
+        ("host_bound", "data.global_batch=8 data.micro_batch=8", ["parallel.compile=true"]),  # 16 do not divide 8
+        ("host_bound", "data.global_batch=8 data.micro_batch=8 parallel.compile=true", []),
+        ("host_bound", "data.global_batch=8 data.micro_batch=4 parallel.compile=true", ["data.micro_batch=8"]),
+        ("memory_bound", "parallel.compile=true", []),
+        ("compute_bound", "precision.dtype=bf16", []),
+        ("allocator_bound", "data.micro_batch=1", []),
+        ("recompute_heavy", "parallel.recompute=full", ["parallel.recompute=selective"]),
+        ("recompute_heavy", "parallel.recompute=selective", ["parallel.recompute=none"]),
+        ("recompute_heavy", "parallel.recompute=none", []),
+        ("comm_bound latency", "parallel.dp=2", ["parallel.bucket_mb=100"]),
+        ("comm_bound latency", "parallel.dp=2 parallel.bucket_mb=100", ["parallel.bucket_mb=400"]),
+        ("comm_bound latency", "parallel.dp=2 parallel.strategy=fsdp2", ["parallel.reshard=false"]),
+        ("comm_bound latency", "parallel.dp=2 parallel.strategy=fsdp2 parallel.reshard=false", []),
+        ("comm_bound latency", "parallel.tp=2", []),  # no gradients are sent
+        ("comm_bound order", "parallel.dp=2 parallel.bucket_mb=10", ["parallel.bucket_mb=5"]),
+        ("comm_bound order", "parallel.dp=2 parallel.strategy=fsdp2 parallel.prefetch=2", ["parallel.prefetch=4"]),
+        ("comm_bound order", "parallel.dp=2 parallel.strategy=fsdp1", []),
+    ],
+)
+def test_remedies_change_the_spec(tmp_path: Path, cause: str, keys: str, wanted: list[str]) -> None:
+    """None that the spec has already, none that it would refuse, none of another strategy."""
+    from lmworks.spec import load_run
+
+    found = verdict(trace(tmp_path, cause), spec=load_run("tiny", keys.split()))
+    assert list(found.overrides) == wanted and found.advice
 
 
 def test_nothing_to_judge_is_unknown(tmp_path: Path) -> None:

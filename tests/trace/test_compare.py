@@ -77,6 +77,10 @@ def test_newest_recording_of_a_run_is_read(recordings: tuple[Path, Path], tmp_pa
     later = write_trace(folder / "rank0-steps-7-8.json", steps(1000, gemm=500, comm=300))
     os.utime(later, (4e9, 4e9))
     assert trace_files(recordings[0]) == [later]
+    exported = folder / "nsys.sqlite"
+    exported.touch()
+    os.utime(exported, (5e9, 5e9))
+    assert trace_files(recordings[0]) == [exported]
     with pytest.raises(NoSuchData, match=r"empty has no traces"):
         (tmp_path / "empty").mkdir()
         trace_files(tmp_path / "empty")

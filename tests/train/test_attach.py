@@ -131,6 +131,24 @@ def test_nothing_stays_installed_after_the_last_step(dataset: Path, tmp_path: Pa
     assert all(block._compiled_call_impl is None for block in trainer.model.layers())
 
 
+def test_the_event_is_written_before_the_request_goes(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`profile attach` looks for the one, then for the other."""
+    trainer = Trainer(layout(dataset, "optim.steps=5", "checkpoint.every=0"), tmp_path / "run", quiet=True)
+    before_step(trainer, 2, partial(put, trainer.folder, ProfileRequest("all", 1)))
+    removed_after = []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "profile-request.json" and path.exists():
+            removed_after.append([event["id"] for event in events(tmp_path / "run", "profile")])
+        os.unlink(path) if path.exists() or not missing_ok else None
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    trainer.run()
+    assert removed_after == [["all"]]
+
+
 def test_request_of_a_killed_attempt_is_dropped(dataset: Path, tmp_path: Path) -> None:
     from tiny import Crash, crash, resume
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import subprocess
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layouts import layout, with_meshes
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.profiler import recorder
 from lmworks.spec import LogSpec, RunSpec, SpecError
 from lmworks.train import Trainer
+from lmworks.train.profile import Profiler, Window
 from tiny import Crash, before_step, crash
 
 PROFILE = ("log.profile=[3,4]", "log.profile_ranks=[0,1]", "optim.steps=5")
@@ -58,6 +62,25 @@ def test_failed_run_writes_partial_trace(dataset: Path, tmp_path: Path) -> None:
         trainer.run()
     assert traces(tmp_path / "run") == ["rank0-steps-3-4.json.gz"]
     assert "ProfilerStep#3" in names(tmp_path / "run" / "traces" / "rank0-steps-3-4.json.gz")
+
+
+def test_memory_history_ends_though_its_snapshot_cannot_be_written(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every later allocation of the run would be recorded."""
+    ended = []
+
+    def full(path: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled: ended.append(enabled))
+    trainer = Trainer(layout(dataset), tmp_path / "run", quiet=True)
+    trainer.build()
+    profiler = Profiler(trainer.spec, trainer.folder, torch.device("cuda"), trainer.parallel_model)
+    with pytest.raises(OSError, match="No space left"):
+        profiler.write(recorder(torch.device("cpu")), Window(1, 2))
+    assert ended == [None]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from ..data.progress import activity
 from ..record.formatting import duration
 from ..spec import SpecError
 from .output import Json, print_json, print_table
+from .profile_compare import newest_traces
 
 if TYPE_CHECKING:
     from ..bench.remedy_trial import Trial
@@ -66,7 +66,7 @@ def diagnose_run(run: Path, attempt: int | None, stacks: bool, trial_steps: int,
 
     folder = locate(run)
     found = diagnose(folder, attempt)
-    files = latest_traces(folder.traces)
+    files = newest_traces(folder.traces)
     judged = judge_traces(files, folder.spec())[0] if files else None
     trial = run_trial(folder.path, judged, trial_steps) if trial_steps else None
     if json:
@@ -90,6 +90,8 @@ def run_trial(run: Path, judged: Judgement | None, steps: int) -> Trial:
     """The remedy of the verdict, measured."""
     if judged is None:
         raise SpecError(f"--try: {run} has no traces; `lmworks profile attach` or `profile train` records some")
+    if judged.verdict == "healthy":
+        raise SpecError("--try: the verdict is healthy: there is nothing to try")
     if not judged.overrides:
         raise SpecError(f"--try: the verdict is {judged.verdict}, which no key of a spec changes")
     from ..bench.remedy_trial import try_remedy
@@ -108,19 +110,6 @@ def judge_traces(files: Sequence[Path], spec: RunSpec | None = None) -> tuple[Ju
     traces = read_traces(files)
     facts = summarise(traces)
     return judge(traces, facts, spec), facts
-
-
-def latest_traces(folder: Path) -> list[Path]:
-    """The newest trace of a run and those of the other ranks that were recorded with it."""
-    files = sorted(folder.glob("*.json*")) if folder.is_dir() else []
-    if not files:
-        return []
-    newest = max(files, key=lambda file: file.stat().st_mtime)
-
-    def steps(file: Path) -> str:
-        return re.sub(r"rank[-_]?\d+", "", file.name)
-
-    return [file for file in files if steps(file) == steps(newest)]
 
 
 def print_judgement(judged: Judgement) -> None:

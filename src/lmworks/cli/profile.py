@@ -10,7 +10,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.formatting import binary_bytes, duration, short
-from ..spec.errors import SpecError
+from ..spec import RunSpec, SpecError
 from .bench_inference import Input, Model, Output, Quick, Requests, Seed, start_llm
 from .diagnose import print_judgement
 from .generate import EngineOverrides
@@ -62,9 +62,14 @@ def trace(
 
 
 def report_traces(
-    files: Sequence[Path], json: bool, html: Path | None = None, perfetto: Path | None = None, **known: Any
+    files: Sequence[Path],
+    json: bool,
+    html: Path | None = None,
+    perfetto: Path | None = None,
+    spec: RunSpec | None = None,
+    **known: Any,
 ) -> None:
-    """`known`: what the command that recorded them adds to the JSON."""
+    """`spec`: the run's, where it is known. `known`: what the command that recorded them adds to the JSON."""
     from ..diagnose.verdict import judge
     from ..trace import read_traces
     from ..trace.summary import summarise
@@ -72,7 +77,7 @@ def report_traces(
     with activity() as doing:
         traces = read_traces(files, doing)
         facts = summarise(traces)
-        judged = judge(traces, facts)
+        judged = judge(traces, facts, spec)
     whole = {**known, **facts, **judged.to_dict()}
     if json:
         print_json(whole)

@@ -45,11 +45,25 @@ def trace_files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
     folder = place / "traces" if (place / "traces").is_dir() else place
-    found = sorted({file for pattern in TRACES for file in folder.glob(pattern) if not file.name.startswith(".")})
+    found = newest_traces(folder)
     if not found:
         raise NoSuchData(f"{folder} has no traces ({', '.join(TRACES)}); `lmworks profile train` records some")
-    newest = STEPS.search(max(found, key=lambda file: file.stat().st_mtime).name)
-    return [file for file in found if newest is None or newest[0] in file.name]
+    return found
+
+
+def newest_traces(folder: Path) -> list[Path]:
+    """The newest trace of a folder and those that were recorded with it. Names of unfinished ones begin with a dot."""
+    found = sorted({file for pattern in TRACES for file in folder.glob(pattern) if not file.name.startswith(".")})
+    if not found:
+        return []
+    newest = recording_of(max(found, key=lambda file: file.stat().st_mtime))
+    return [file for file in found if recording_of(file) == newest]
+
+
+def recording_of(trace: Path) -> str:
+    """What the traces of one recording have in common: the steps of our own, else the format."""
+    steps = STEPS.search(trace.name)
+    return steps[1] if steps else "Nsight Systems" if trace.suffix == ".sqlite" else "Kineto"
 
 
 def print_comparison(facts: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ..data.progress import activity
 from ..record import RunFolder
 from ..record.attach import Attach
 from ..record.profile_request import ProfileRequest
-from ..spec import LMWorksError, SpecError, load_run
+from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec
 from .ranks import needs_ranks, start_ranks
@@ -69,7 +69,7 @@ def train(
     options += [*(["--stacks"] if stacks else []), *(["--json"] if json else []), *device_options(device, force)]
     command = ["profile", "train", spec, *(overrides or ()), *options]
     if nsys:
-        report_recorded([record_with_nsys(command, target)], target, json, html, perfetto)
+        report_recorded([record_with_nsys(command, target)], target, loaded, json, html, perfetto)
         return
     if needs_ranks(loaded):
         RunFolder(target).check_unused()
@@ -84,12 +84,15 @@ def train(
         traces = profile_train(loaded, target, steps, warmup, stacks=stacks, force=force, progress=doing)
         first = is_rank_zero()
     if first and not under_nsys():
-        report_recorded(traces, target, json, html, perfetto)
+        report_recorded(traces, target, loaded, json, html, perfetto)
 
 
-def report_recorded(traces: list[Path], run: Path, json: bool, html: Path | None, perfetto: Path | None) -> None:
+def report_recorded(
+    traces: list[Path], run: Path, spec: RunSpec, json: bool, html: Path | None, perfetto: Path | None
+) -> None:
     html = html or page_path(traces[0])
-    report_traces(traces, json, html, perfetto, run=str(run), traces=list(map(str, traces)), page=str(html))
+    known = {"run": str(run), "traces": list(map(str, traces)), "page": str(html)}
+    report_traces(traces, json, html, perfetto, spec, **known)
     if not json:
         typer.echo(f"traces: {traces[0].parent} (Perfetto, https://ui.perfetto.dev, opens them)")
 
@@ -99,10 +102,12 @@ def page_path(trace: Path) -> Path:
     return trace.with_name(re.sub(r"^rank\d+-", "", trace.name).partition(".")[0] + ".html")
 
 
-def report_traces(files: list[Path], json: bool, html: Path, perfetto: Path | None, **known: Any) -> None:
+def report_traces(
+    files: list[Path], json: bool, html: Path, perfetto: Path | None, spec: RunSpec, **known: Any
+) -> None:
     from .profile import report_traces as report  # which has the commands of this file
 
-    report(files, json, html, perfetto, **known)
+    report(files, json, html, perfetto, spec, **known)
 
 
 def record_with_nsys(command: list[str], run: Path) -> Path:
@@ -142,7 +147,7 @@ def attach(
 
     Every rank begins with the same step, one or two after the request is seen. Ctrl-C withdraws the request.
 
-    \\b
+    \b
     Examples:
       lmworks profile attach runs/tiny
       lmworks profile attach runs/tiny --steps 5 --ranks 0,7
@@ -161,7 +166,7 @@ def attach(
             raise
     if done.steps < steps:
         typer.echo(f"the run ended: {done.steps} of {steps} steps were recorded", err=True)
-    report_recorded(done.traces, run, json, html, perfetto)
+    report_recorded(done.traces, run, folder.spec(), json, html, perfetto)
 
 
 def parse_ranks(text: str) -> list[int] | None:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from ..spec import RunSpec
+from ..spec import RunSpec, SpecError
+from ..spec.load import apply_overrides
 from .causes import Cause, Figures
 
 Remedy = tuple[list[str], str]
+
+
+def remedy_of(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
+    """Of a spec that is known, overrides that change it, and that it takes."""
+    overrides, advice = REMEDIES[cause.verdict](cause, f, spec)
+    return (overrides if spec is None else effective(spec, overrides)), advice
+
+
+def effective(spec: RunSpec, overrides: Iterable[str]) -> list[str]:
+    kept: list[str] = []
+    for override in overrides:
+        try:
+            changed = RunSpec.from_dict(apply_overrides(spec.to_dict(), [override]))
+        except SpecError:
+            continue
+        if changed != spec:
+            spec = changed
+            kept.append(override)
+    return kept
 
 
 def more_workers(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
@@ -16,7 +36,7 @@ def more_workers(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
 
 
 def fewer_launches(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
-    overrides = [] if spec is not None and spec.parallel.compile else ["parallel.compile=true"]
+    overrides = ["parallel.compile=true"]
     if spec is not None:
         overrides.append(f"data.micro_batch={2 * spec.data.micro_batch}")
     return overrides, "fewer and larger kernels: torch.compile, CUDA graphs, a larger micro-batch"
@@ -27,14 +47,31 @@ def fewer_synchronisations(cause: Cause, f: Figures, spec: RunSpec | None) -> Re
 
 
 def faster_communication(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
-    sharded = spec is not None and spec.parallel.strategy.startswith("fsdp")
     if cause.kind == "latency":
-        return (["parallel.reshard=false"] if sharded else ["parallel.bucket_mb=100"]), "fewer and larger messages"
+        return larger_messages(spec), "fewer and larger messages"
     if cause.kind == "order":
-        wanted = ["parallel.prefetch=2"] if sharded else ["parallel.bucket_mb=10"]
-        return wanted, "start messages earlier, so that compute hides them"
-    wanted = [] if spec is None else [f"data.global_batch={2 * batch(spec)}"]
+        return earlier_messages(spec), "start messages earlier, so that compute hides them"
+    wanted = [] if spec is None else [f"data.global_batch={2 * spec.data.global_batch}"]
     return wanted, "fewer bytes a step: accumulate gradients over more micro-batches, or send them in 16 bits"
+
+
+def larger_messages(spec: RunSpec | None) -> list[str]:
+    if spec is None:
+        return ["parallel.bucket_mb=100"]
+    layout = spec.parallel
+    if layout.strategy in ("fsdp1", "fsdp2"):
+        return ["parallel.reshard=false"]
+    return [f"parallel.bucket_mb={max(100, 4 * layout.bucket_mb):g}"] if layout.dp > 1 else []
+
+
+def earlier_messages(spec: RunSpec | None) -> list[str]:
+    if spec is None:
+        return ["parallel.bucket_mb=10"]
+    layout = spec.parallel
+    if layout.strategy == "fsdp2":
+        return [f"parallel.prefetch={2 * layout.prefetch}"]
+    in_buckets = layout.strategy in ("ddp", "zero") and layout.dp > 1
+    return [f"parallel.bucket_mb={min(10, layout.bucket_mb / 2):g}"] if in_buckets else []
 
 
 def mend_the_rank(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
@@ -45,7 +82,7 @@ def mend_the_rank(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
 
 
 def more_micro_batches(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
-    wanted = [] if spec is None else [f"data.global_batch={2 * batch(spec)}"]
+    wanted = [] if spec is None else [f"data.global_batch={2 * spec.data.global_batch}"]
     return wanted, "more micro-batches a step, or more stages a rank (an interleaved schedule)"
 
 
@@ -63,13 +100,8 @@ def steady_memory(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
 
 
 def less_recompute(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
-    return [
-        "parallel.recompute=selective"
-    ], "keep more activations (none is computed again with parallel.recompute=none)"
-
-
-def batch(spec: RunSpec) -> int:
-    return spec.data.global_batch or spec.data.micro_batch * spec.parallel.dp
+    less = "selective" if spec is None or spec.parallel.recompute == "full" else "none"
+    return [f"parallel.recompute={less}"], "keep more activations; with parallel.recompute=none all of them"
 
 
 REMEDIES: dict[str, Callable[[Cause, Figures, RunSpec | None], Remedy]] = {

@@ -14,7 +14,7 @@ from typing import Any
 from ..spec import RunSpec
 from ..trace.model import Trace
 from .causes import Cause, Evidence, causes, figures_of
-from .remedies import REMEDIES
+from .remedies import remedy_of
 
 VERDICTS = (
     "input_bound",
@@ -76,5 +76,5 @@ def judge(traces: Sequence[Trace], facts: Mapping[str, Any], spec: RunSpec | Non
         )
         return Judgement("healthy", "", evidence, (), "no remedy is expected to gain 5 %", best.gain, ())
     first = found[0]
-    overrides, advice = REMEDIES[first.verdict](first, figures, spec)
+    overrides, advice = remedy_of(first, figures, spec)
     return Judgement(first.verdict, first.kind, first.evidence, tuple(overrides), advice, first.gain, tuple(found[1:]))

@@ -30,6 +30,19 @@ class ProfileRequest:
     def new(cls, steps: int, ranks: list[int] | None = None, stacks: bool = False) -> ProfileRequest:
         return cls(uuid.uuid4().hex, steps, ranks, stacks)
 
+    @property
+    def is_valid(self) -> bool:
+        """Whether a run can take it: anyone may have written the file."""
+        ranks = [] if self.ranks is None else self.ranks
+        return (
+            isinstance(self.id, str)
+            and type(self.steps) is int
+            and self.steps > 0
+            and isinstance(ranks, list)
+            and all(type(rank) is int for rank in ranks)
+            and isinstance(self.stacks, bool)
+        )
+
 
 def request_path(folder: RunFolder) -> Path:
     return folder.path / FILE_NAME
@@ -43,7 +56,7 @@ def read_request(folder: RunFolder) -> ProfileRequest | None:
     """None where there is none, or a file that is not one."""
     with suppress(OSError, ValueError, TypeError):
         request = ProfileRequest(**json.loads(request_path(folder).read_text(encoding="utf-8")))
-        if isinstance(request.steps, int) and request.steps > 0:
+        if request.is_valid:
             return request
     return None
 

@@ -23,7 +23,7 @@ from ..parallel.profiler import recorder, write_trace
 from ..parallel.world import run_on_rank_zero
 from ..record import RunFolder
 from ..record.jsonl import without_nan
-from ..record.profile_request import TRACE_SUFFIX, read_request, remove_request, request_path, trace_path
+from ..record.profile_request import TRACE_SUFFIX, read_request, remove_request, request_path, trace_path, withdraw
 from ..spec import RunSpec, SpecError
 from .spans import Range, Spans
 
@@ -92,9 +92,9 @@ class Profiler:
             return
         self.window = Window(step, last, request.ranks, request.stacks)
         if self.rank == 0:
-            remove_request(self.folder)
             ranks = request.ranks if request.ranks is not None else list(range(self.spec.parallel.world))
             self.folder.event("profile", step - 1, id=request.id, first=step, last=last, ranks=ranks)
+            withdraw(self.folder, request)  # after the event: `profile attach` takes a request without either for lost
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -170,8 +170,10 @@ class Profiler:
         path = trace_path(self.folder, self.rank, window.first, window.last)
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(path).removesuffix(TRACE_SUFFIX) + ".pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                torch.cuda.memory._dump_snapshot(str(path).removesuffix(TRACE_SUFFIX) + ".pickle")
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
         write_trace(recording, path)
 
     def end_run(self) -> None:
