@@ -28,7 +28,7 @@ test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval]"
 	$(BIN)/python -m pytest -m slow
 
-test-browser: $(READY)  ## open the planner's pages in Debian's chromium (installs it, and the extra `browser`)
+test-browser: $(READY)  ## open the pages in Debian's chromium (installs it, and the extra `browser`)
 	command -v chromium > /dev/null || $$([ $$(id -u) = 0 ] || echo sudo) sh -c "apt-get update && apt-get install -y chromium"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	$(BIN)/python -m pytest -m browser tests/browser
