@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from traces import kernel, span, write_trace
 from typed import lmworks
 
 DATA = Path(__file__).parents[1] / "trace" / "data"
@@ -26,6 +27,21 @@ def test_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trace_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = lmworks(capsys, "profile", "trace", str(DATA / "ddp_nccl.json.gz"))
     assert code == 0 and "critical path" in out and "launches a step" in out and "default_pg" in out
+
+
+def test_words_of_a_trace_without_a_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events = [span("user_annotation", "ProfilerStep#1", 0, 1000)]
+    events += [span("cpu_op", "aten::add", start, 5) for start in range(0, 1000, 20)]
+    code, out, _ = lmworks(capsys, "profile", "trace", str(write_trace(tmp_path / "t.json", events)))
+    assert code == 0 and "rank 0: 50 ops a step, 100% under 10 µs" in out and "verdict: host_bound" in out
+    assert "ops a step 50, ops under 10 µs 100.0%" in out
+
+
+def test_a_collective_of_no_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    events = [kernel("gemm", 0, 10), kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL()", 5, 0, stream=20)]
+    code, out, _ = lmworks(capsys, "profile", "trace", str(write_trace(tmp_path / "t.json", events)))
+    (row,) = (line.split() for line in out.splitlines() if line.strip().startswith("allreduce"))
+    assert code == 0 and row == ["allreduce", "-", "1", "-", "0.00", "-"]
 
 
 def test_what_is_no_trace_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_rank_is_in_the_file_or_in_its_name(tmp_path: Path) -> None:
 
 def test_damaged_gzip_is_refused_in_one_line(tmp_path: Path) -> None:
     whole = bytearray(gzip.compress(a_trace(tmp_path / "t.json").read_bytes()))
-    whole[len(whole) // 2 : len(whole) // 2 + 40] = b"\xff" * 40
+    whole[10] = 0xFF  # the type of the first block
     (tmp_path / "t.json.gz").write_bytes(whole)
     with pytest.raises(DataError, match="gzip file is cut off or damaged"):
         read_trace(tmp_path / "t.json.gz")

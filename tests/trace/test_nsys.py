@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,20 @@ def test_breakdown_of_an_export(tmp_path: Path) -> None:
         key: round(1e6 * facts[key]) for key in ("compute_s", "exposed_comm_s", "hidden_comm_s", "copy_s", "idle_s")
     }
     assert parts == {"compute_s": 40, "exposed_comm_s": 20, "hidden_comm_s": 10, "copy_s": 10, "idle_s": 30}
+
+
+def test_any_file_name(tmp_path: Path) -> None:
+    (trace,) = read_traces([export(tmp_path / "100%25 of #1?mode=rw.sqlite", {300: 0})])
+    assert len(trace.events) > 3
+
+
+def test_exports_of_one_process_each_are_ranks_by_their_names_or_order(tmp_path: Path) -> None:
+    for names, ranks in ((("rank5.sqlite", "rank2.sqlite"), [5, 2]), (("a.sqlite", "b.sqlite"), [0, 1])):
+        files = [export(tmp_path / name, {300: 0}) for name in names]
+        for file in files:
+            with closing(sqlite3.connect(file)) as made, made:
+                made.execute("DELETE FROM NVTX_EVENTS WHERE eventType = 34")
+        assert [(trace.rank, trace.world) for trace in read_traces(files)] == [(rank, None) for rank in ranks]
 
 
 def test_other_sqlite_files_are_refused(tmp_path: Path) -> None:

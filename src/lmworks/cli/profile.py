@@ -162,9 +162,10 @@ def print_ops(facts: dict[str, Any]) -> None:
 
 
 def print_notes(facts: dict[str, Any]) -> None:
-    for one in facts["launches"]:
+    for one, rank in zip(facts["launches"], facts["ranks"], strict=True):
+        what = "ops" if rank["device"] == "cpu" else "launches"
         typer.echo(
-            f"rank {one['rank']}: {one['per_step']:,.0f} launches a step, {one['share_under_10us']:.0%} under 10 µs"
+            f"rank {one['rank']}: {one['per_step']:,.0f} {what} a step, {one['share_under_10us']:.0%} under 10 µs"
         )
     for one in facts["critical_path"]:
         parts = ", ".join(

@@ -38,8 +38,8 @@ class Figures:
     late_rank: int | None
     late_cause: str
     message_bytes: float | None  # of a collective, on average
-    launches: float  # a step
-    short_kernels: float  # share of kernels under 10 µs
+    launches: float  # a step; on a CPU, ops called
+    short_kernels: float  # share of those under 10 µs
     product: float
     attention: float
     memory: float
@@ -120,11 +120,12 @@ def causes(f: Figures) -> list[Cause]:
     sync = max(f.sync - f.allocation, 0.0)  # cudaMalloc and cudaFree wait for the device too
     # Without a device, what is between two ops is Python itself: fewer and larger ops help less than a compiler would.
     host_gain = (0.4, 0.9) if f.on_device else (0.1, 0.5)
-    compute, short = Evidence("compute", f.compute), Evidence("kernels under 10 µs", f.short_kernels)
+    kernels, launches = ("kernels", "launches") if f.on_device else ("ops", "ops a step")
+    compute, short = Evidence("compute", f.compute), Evidence(f"{kernels} under 10 µs", f.short_kernels)
     products = Evidence("products", f.compute * f.product)
     return [
         cause("input_bound", f.input, (0.7, 1.0), "idle, input late", Evidence("idle, host late", f.host), compute),
-        cause("host_bound", host, host_gain, "idle, host late", Evidence("launches", f.launches, "count"), short),
+        cause("host_bound", host, host_gain, "idle, host late", Evidence(launches, f.launches, "count"), short),
         cause("sync_bound", sync, (0.5, 1.0), "idle after synchronisations", Evidence("host late", f.host), compute),
         communication(f),
         straggler(f),
@@ -134,7 +135,7 @@ def causes(f: Figures) -> list[Cause]:
         ),
         cause(
             "memory_bound", f.compute * f.memory, (0.1, 0.4) if f.on_device else (0.0, 0.15),
-            "memory-bound kernels", products, short,
+            f"memory-bound {kernels}", products, short,
         ),
         cause(
             "compute_bound", f.compute * f.product * f.float32, (0.3, 0.7), "products in fp32",

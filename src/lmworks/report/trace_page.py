@@ -206,7 +206,8 @@ def launches_table(facts: Facts) -> str:
                 f"{one['share_under_10us']:.1%}",
             ]
         )
-    columns = ["rank", "critical path", "its ms", "launches a step", "under 10 µs"]
+    what = "ops" if all(rank["device"] == "cpu" for rank in facts["ranks"]) else "launches"
+    columns = ["rank", "critical path", "its ms", f"{what} a step", "under 10 µs"]
     longest = [
         [str(one["rank"]), short_name(part["name"]), milliseconds(part["seconds"])]
         for one in facts["critical_path"][:1]
