@@ -59,6 +59,10 @@ def test_figures_are_those_of_the_json() -> None:
     assert [(row[0], row[2]) for row in rows_after(page, "Hotspots")] == [
         (one["op"], ms(one["seconds"])) for one in facts["ops"]
     ]
+    assert [(row[1], row[3]) for row in rows_after(page, "Host time")] == [
+        (one["call"], ms(one["seconds"])) for one in facts["host"][0]["calls"]
+    ]
+    assert "<title>FSDP::all_gather (blocks.1), " in page  # in the timeline, with the module
     assert rows_after(page, "Skew between ranks") == [
         [str(rank), ms(length)] for rank, length in facts["skew"]["wait_s"].items()
     ]

@@ -15,7 +15,7 @@ from ..trace.hotspots import short_name
 from ..trace.model import Trace
 from .html_page import chart_cards, header, note, page, resource_text, table, tiles
 from .svg import Bars, Line, as_svg, line_chart
-from .trace_timeline import draw_timeline, legend_style
+from .trace_timeline import draw_timeline, legend_style, shortened
 
 Facts = Mapping[str, Any]
 MOST_BARS = 64
@@ -182,7 +182,7 @@ def ops_table(facts: Facts) -> str:
 
 def host_table(facts: Facts) -> str:
     rows = [
-        [str(rank["rank"]), short_name(one["call"], 100), f"{one['calls']:,}", milliseconds(one["seconds"])]
+        [str(rank["rank"]), shortened(one["call"]), f"{one['calls']:,}", milliseconds(one["seconds"])]
         for rank in facts["host"][:1]
         for one in rank["calls"][:LISTED]
     ]

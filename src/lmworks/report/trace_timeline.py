@@ -13,7 +13,7 @@ import numpy as np
 
 from ..record.formatting import duration
 from ..trace.hotspots import short_name
-from ..trace.model import Kind, Trace
+from ..trace.model import DEVICE, Kind, Trace
 from ..trace.timeline import GROUPS, Timeline, timeline
 from .html_page import note
 from .svg import legend
@@ -63,6 +63,18 @@ def box_tops(found: Timeline) -> tuple[np.ndarray, np.ndarray, int]:
     return first[found.boxes.row] + found.boxes.depth, first[:-1], int(first[-1])
 
 
+def box_names(found: Timeline) -> list[str]:
+    """Without the template arguments of a kernel; `FSDP::all_gather (layer 3)` stays whole."""
+    return [
+        short_name(name) if kind in DEVICE else shortened(name)
+        for name, kind in zip(found.boxes.name, found.boxes.kind, strict=True)
+    ]
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def bokeh_timeline(found: Timeline) -> tuple[str, str]:
     """A place for the figure, and the scripts that draw it."""
     from bokeh.embed import json_item
@@ -88,7 +100,7 @@ def bokeh_timeline(found: Timeline) -> tuple[str, str]:
     plot.add_tools(wheel)
     plot.toolbar.active_scroll = wheel
     plot.toolbar.logo = None
-    boxes, names = found.boxes, np.array([short_name(name) for name in found.boxes.name])
+    boxes, names = found.boxes, np.array(box_names(found))
     groups = np.array([GROUPS[Kind(kind)] for kind in boxes.kind])
     for group, colour in COLOURS.items():
         own = groups == group
@@ -139,8 +151,9 @@ def svg_timeline(found: Timeline) -> str:
         for top, row in zip(first, found.rows, strict=True)
     ]
     boxes = found.boxes
-    for at, kind, start, end, name in zip(line, boxes.kind, boxes.start, boxes.end, boxes.name, strict=True):
-        took = f"{short_name(name)}, {duration(float(end - start) / 1e9)}"
+    names = box_names(found)
+    for at, kind, start, end, name in zip(line, boxes.kind, boxes.start, boxes.end, names, strict=True):
+        took = f"{name}, {duration(float(end - start) / 1e9)}"
         drawn.append(
             f'<rect x="{left + start * unit:.2f}" y="{LINE * at}" width="{max((end - start) * unit, 0.3):.2f}" '
             f'height="{LINE - 2}" fill="{COLOURS[GROUPS[Kind(kind)]]}"><title>{escape(took)}</title></rect>'
