@@ -53,11 +53,13 @@ def test_settings_and_their_figures(studies: list[OverlapStudy]) -> None:
     assert [one.overrides for one in fsdp2.settings] == [{"reshard": False}, {"sync_each_pass": True}]
     for found in studies:
         assert (found.ranks, found.backend) == (2, "gloo") and found.compute_s > 0
-        assert found.not_measured == {"comm_priority": "gloo has no streams"}
+        assert found.not_measured["comm_priority"] == "gloo has no streams"
         for one in (found.baseline, *found.settings):
             assert one.exposed_s + one.hidden_s > 0
             assert one.gain.low <= one.gain.median <= one.gain.high < 1
         assert found.baseline.gain == Spread(0, 0, 0)
+    assert ddp.not_measured.keys() == {"bucket_mb", "comm_priority"}
+    assert fsdp2.not_measured.keys() == {"prefetch", "comm_priority"}
     kept, each = fsdp2.settings
     assert kept.planned_bytes > fsdp2.baseline.planned_bytes > each.planned_bytes
 
@@ -123,6 +125,17 @@ def test_only_what_gains_more_than_its_spread_is_recommended() -> None:
         "parallel.reshard=false",
         "parallel.prefetch=2",
     ]
+
+
+def test_nothing_to_vary_is_said_with_the_reasons(
+    studies: list[OverlapStudy], dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, left_out = variations(make_spec(dataset, "parallel.dp=2"), "cpu")
+    assert changes == [] and left_out.keys() == {"bucket_mb", "sync_each_pass", "comm_priority"}
+    print_study(replace(studies[0], settings=[], together=None, not_measured=left_out))
+    out = capsys.readouterr().out
+    assert "parallel.bucket_mb: one bucket holds all gradients" in out
+    assert out.endswith("recommendation: keep the spec: there was nothing to vary, for the reasons above\n")
 
 
 def test_a_gain_that_is_not_confirmed_is_not_recommended(studies: list[OverlapStudy]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from lmworks.bench import remedy_trial
@@ -10,11 +12,22 @@ from lmworks.spec import LMWorksError
 
 
 def test_the_gain_is_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the sequences in 1.5 times the time: a quarter less for each."""
-    seconds = {(): 1.0, ("data.micro_batch=16",): 1.5}
-    monkeypatch.setattr(remedy_trial, "step_seconds", lambda source, overrides, steps: seconds[tuple(overrides)])
-    trial = try_remedy("tiny", ["data.micro_batch=16"], 3)
-    assert (trial.before_s, trial.after_s, trial.gain) == (1.0, 1.5, 0.25)
+    """Twice the sequences in 1.5 times the time: a quarter less for each. Both are measured in turns."""
+    change = "data.micro_batch=16"
+    measured = [((), 1.0), ((change,), 1.5), ((), 1.25), ((change,), 1.5), ((), 0.8), ((change,), 1.4)]
+    left = list(measured)
+
+    def step_seconds(source: str, overrides: Sequence[str], steps: int) -> float:
+        wanted, seconds = left.pop(0)
+        assert tuple(overrides) == wanted
+        return seconds
+
+    monkeypatch.setattr(remedy_trial, "step_seconds", step_seconds)
+    trial = try_remedy("tiny", [change], 3)
+    assert (trial.before_s, trial.after_s, trial.gain, trial.apart) == (1.0, 1.5, 0.25, True)
+    assert trial.gain_range == pytest.approx((0.125, 0.4)) and not left
+    left = [*measured[:5], ((change,), 1.7)]  # 0.85 s for as many sequences as before, which took 0.8 to 1.25 s
+    assert not try_remedy("tiny", [change], 3).apart
 
 
 def test_a_run_that_fails_is_one_line() -> None:

@@ -84,13 +84,17 @@ def test_the_remedy_is_tried(
 
     def tried(*wanted: object) -> Trial:
         asked.append(wanted)
-        return Trial(0.4, 0.3, 0.25)
+        return Trial(0.4, 0.3, 0.25, (-0.1, 0.3), apart=len(asked) == 1)
 
     monkeypatch.setattr("lmworks.bench.remedy_trial.try_remedy", tried)
     code, out, _ = lmworks(capsys, "diagnose", str(run.path), "--try", "--steps", "2")
-    assert code == 0 and asked == [(str(run.path), ("data.workers=10",), 2)] and "gain of 25%" in out
+    assert code == 0 and asked == [(str(run.path), ("data.workers=10",), 2)]
+    assert "gain of 25% for each sequence (-10% to 30%)\n" in out
+    assert (
+        "30%); the steps of both overlap: it may be chance\n" in lmworks(capsys, "diagnose", str(run.path), "--try")[1]
+    )
     trial = json.loads(lmworks(capsys, "diagnose", str(run.path), "--try", "--json")[1])["trial"]
-    assert trial == {"before_s": 0.4, "after_s": 0.3, "gain": 0.25}
+    assert trial == {"before_s": 0.4, "after_s": 0.3, "gain": 0.25, "gain_range": [-0.1, 0.3], "apart": False}
 
 
 def test_what_cannot_be_tried_or_diagnosed(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,9 +23,9 @@ from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import BackendError, EngineRequest, Event, EventQueue, merge_events
-from lmworks.serve.channel import SocketChannel
+from lmworks.serve.channel import ProfileReport, SocketChannel
 from lmworks.serve.engine_loop import EngineLoop
-from lmworks.serve.engine_process import EngineProcess, StallTimeouts
+from lmworks.serve.engine_process import EngineProcess, ProcessHandle, StallTimeouts
 from lmworks.spec import LMWorksError, SpecError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
@@ -239,6 +239,35 @@ def test_lost_rank_ends_idle_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.engine = cast(Any, SimpleNamespace(runner=SimpleNamespace(failed_worker=lambda: next(answers)), busy=False))
     with pytest.raises(LMWorksError, match="rank 1: it ended"):
         loop.run()
+
+
+def test_profiler_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **options: object) -> None:
+        raise RuntimeError("CUPTI is in use")
+
+    monkeypatch.setattr(engine_loop, "recorder", fails)
+    sent: list[ProfileReport] = []
+    EngineLoop(cast(SocketChannel, SimpleNamespace(send=sent.append))).set_profile(None)
+    assert sent == [ProfileReport(True, False), ProfileReport(False, False, "CUPTI is in use")]
+
+
+def test_writing_a_profile_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "TICK_S", 0.001)
+    killed: list[bool] = []
+
+    async def main() -> None:
+        backend = EngineProcess("tiny", tiny_engine.tiny, StallTimeouts(stuck=0.002, kill=0.004))
+        backend.unfinished.add(1)
+        handle = ProcessHandle(cast(Any, SimpleNamespace(kill=lambda: killed.append(True))), *[cast(Any, None)] * 2)
+        backend.on_profile_report(ProfileReport(True, True), handle)
+        watching = asyncio.create_task(backend.watchdog(handle))
+        await asyncio.sleep(0.1)
+        assert not killed and backend.stalled == 0
+        backend.on_profile_report(ProfileReport(False, False), handle)
+        await watching
+        assert killed == [True]
+
+    asyncio.run(main())
 
 
 def test_events_after_end_are_dropped() -> None:

@@ -135,13 +135,19 @@ def variations(spec: RunSpec, device: str) -> tuple[list[dict[str, Any]], dict[s
     """Changes to `parallel`, one key at a time; and which keys are left out, with the reason."""
     layout = spec.parallel
     found: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     if layout.strategy in ("ddp", "zero"):
-        found += [{"bucket_mb": size} for size in bucket_sizes(spec)]
+        sizes = list(bucket_sizes(spec))
+        found += [{"bucket_mb": size} for size in sizes]
+        if not sizes:
+            left_out["bucket_mb"] = "one bucket holds all gradients, of whichever size"
     if layout.strategy in ("fsdp1", "fsdp2"):
         found.append({"reshard": not layout.reshard})
     if layout.strategy == "fsdp2":
-        found += [{"prefetch": n} for n in PREFETCHES if n != layout.prefetch and n < spec.model.layers]
-    left_out: dict[str, str] = {}
+        blocks = [n for n in PREFETCHES if n != layout.prefetch and n < spec.model.layers]
+        found += [{"prefetch": n} for n in blocks]
+        if not blocks:
+            left_out["prefetch"] = f"model.layers = {spec.model.layers}: there is no other block to gather ahead"
     if layout.strategy in ("ddp", "fsdp2") and spec.accumulation > 1:
         found.append({"sync_each_pass": not layout.sync_each_pass})
     elif layout.strategy in ("ddp", "fsdp2"):

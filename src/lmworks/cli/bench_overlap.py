@@ -22,7 +22,8 @@ def overlap(
     spec: Spec,
     overrides: Overrides = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=0, help="Data-parallel ranks on this machine (the spec's, or 2).")
+        int,
+        typer.Option("--ranks", min=0, show_default=False, help="Data-parallel ranks (by default the spec's, or 2)."),
     ] = 0,
     steps: Annotated[int, typer.Option("--steps", min=2, help="Timed steps of each setting.")] = 10,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw steps by setting.")] = None,
@@ -87,6 +88,9 @@ def print_study(found: OverlapStudy) -> None:
     print_table(title, columns, [cells(one, base) for one in shown], drop=("planned memory", "quartiles", "hidden"))
     for key, reason in found.not_measured.items():
         typer.echo(f"parallel.{key}: {reason}")
+    if not found.settings:
+        typer.echo("recommendation: keep the spec: there was nothing to vary, for the reasons above")
+        return
     best = found.recommended
     if best is None:
         typer.echo("recommendation: keep the spec: no setting gains more than its spread")

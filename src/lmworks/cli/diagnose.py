@@ -80,9 +80,11 @@ def diagnose_run(run: Path, attempt: int | None, stacks: bool, trial_steps: int,
         typer.echo(f"traces: {', '.join(str(file) for file in files)}")
         print_judgement(judged)
     if trial is not None:
+        low, high = trial.gain_range
+        chance = "" if trial.apart else "; the steps of both overlap: it may be chance"
         typer.echo(
             f"    tried: a step of {duration(trial.before_s)} became one of {duration(trial.after_s)}, "
-            f"a gain of {trial.gain:.0%} for each sequence"
+            f"a gain of {trial.gain:.0%} for each sequence ({low:.0%} to {high:.0%}){chance}"
         )
 
 

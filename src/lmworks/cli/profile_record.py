@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -21,6 +21,7 @@ from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec
 from .ranks import needs_ranks, start_ranks
+from .trace_report import report_traces
 from .train import RunDir, default_run_folder
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps to record.")]
@@ -100,14 +101,6 @@ def report_recorded(
 def page_path(trace: Path) -> Path:
     """traces/rank0-steps-4-5.json.gz → traces/steps-4-5.html"""
     return trace.with_name(re.sub(r"^rank\d+-", "", trace.name).partition(".")[0] + ".html")
-
-
-def report_traces(
-    files: list[Path], json: bool, html: Path, perfetto: Path | None, spec: RunSpec, **known: Any
-) -> None:
-    from .profile import report_traces as report  # which has the commands of this file
-
-    report(files, json, html, perfetto, spec, **known)
 
 
 def record_with_nsys(command: list[str], run: Path) -> Path:

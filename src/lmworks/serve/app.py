@@ -281,7 +281,7 @@ def add_status_routes(app: FastAPI, serving: Serving) -> None:
 
 
 class ProfileTrace(TypedDict):
-    trace: str  # on the server's disk; it is there once the engine has written it
+    trace: str  # on the server's disk; /stop_profile answers when it is written
 
 
 def add_profile_routes(app: FastAPI, serving: Serving, folder: Path) -> None:
@@ -293,12 +293,12 @@ def add_profile_routes(app: FastAPI, serving: Serving, folder: Path) -> None:
             raise APIError(400, "not_local", "only engines of this server can be profiled", "model")
         return {"trace": str(await model.backend.profile(where))}
 
-    @app.post("/start_profile", responses=error_responses(400, 401, 404, 503))
+    @app.post("/start_profile", responses=error_responses(400, 401, 404, 429, 503))
     async def start_profile(request: Request, model: str | None = None) -> ProfileTrace:
         """Record the steps of an engine from now on."""
         return await set_profile(request, model, folder)
 
-    @app.post("/stop_profile", responses=error_responses(400, 401, 404, 503))
+    @app.post("/stop_profile", responses=error_responses(400, 401, 404, 429, 503))
     async def stop_profile(request: Request, model: str | None = None) -> ProfileTrace:
         """End it, and write the trace."""
         return await set_profile(request, model, None)

@@ -79,6 +79,14 @@ class Profile(NamedTuple):
     trace: Path | None
 
 
+class ProfileReport(NamedTuple):
+    """Answers Profile twice: when the profiler is being started, or stopped and written, and when that is over."""
+
+    busy: bool  # until the second report the engine takes no step
+    recording: bool
+    error: str = ""  # why it records nothing, or has written nothing
+
+
 class StepReport(NamedTuple):
     """Results of the last steps."""
 

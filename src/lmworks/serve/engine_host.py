@@ -10,13 +10,14 @@ together; a process that dies is restarted, and only its own requests are lost. 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,7 @@ class APIProcessHandle:
         self.meters: dict[int, RequestMeter] = {}
         self.admissions: dict[int, Admission] = {}
         self.streams: dict[int, asyncio.Task[None]] = {}
+        self.calls: set[asyncio.Task[None]] = set()  # that are answered later
         self.metrics: list[Metric] = []
         self.pending_events: list[tuple[int, Any]] = []
         self.methods: dict[str, Callable[..., Any]] = {
@@ -113,10 +115,27 @@ class APIProcessHandle:
         }
 
     def call(self, call: Call) -> None:
-        found, refused = None, None
         try:
             found = self.methods[call.method](*call.arguments)
         except Exception as error:
+            self.reply(call, None, error)
+            return
+        if inspect.isawaitable(found):
+            task = asyncio.create_task(self.reply_later(call, found))
+            self.calls.add(task)
+            task.add_done_callback(self.calls.discard)
+        else:
+            self.reply(call, found)
+
+    async def reply_later(self, call: Call, found: Awaitable[Any]) -> None:
+        try:
+            self.reply(call, await found)
+        except Exception as error:
+            self.reply(call, None, error)
+
+    def reply(self, call: Call, found: Any, error: Exception | None = None) -> None:
+        refused = None
+        if error is not None:
             api_error = to_api_error(error)
             if api_error.code == "internal_error":
                 log.error("a call of an API process failed", exc_info=error)
@@ -178,10 +197,10 @@ class APIProcessHandle:
             self.put(number, (error.kind, str(error), error.retry_after, error.started))
         self.streams.pop(number, None)
 
-    def profile(self, model: str, folder: Path | None) -> Path:
+    async def profile(self, model: str, folder: Path | None) -> Path:
         backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
         assert isinstance(backend, EngineProcess)
-        return backend.set_profile(folder)
+        return await backend.profile(folder)
 
     def put(self, number: int, found: Any) -> None:
         """Events of one engine step are sent in one message."""
@@ -195,7 +214,7 @@ class APIProcessHandle:
 
     def shut_down(self) -> None:
         """The process is gone: cancel its requests, release its limits."""
-        for task in self.streams.values():
+        for task in (*self.streams.values(), *self.calls):
             task.cancel()
         for admission in self.admissions.values():
             admission.__exit__(None, None, None)

@@ -33,6 +33,7 @@ from .channel import (
     LoadedEngine,
     LoadEngine,
     Profile,
+    ProfileReport,
     SocketChannel,
     StepReport,
     Submit,
@@ -179,6 +180,8 @@ class EngineLoop:
     def set_profile(self, trace: Path | None) -> None:
         """Record the steps from now on, or write what was recorded. A trace that cannot be written stops no answer."""
         recording, self.recording = self.recording, None
+        error = ""
+        self.channel.send(ProfileReport(busy=True, recording=recording is not None))
         try:
             if recording is not None:
                 recording.stop()
@@ -189,8 +192,9 @@ class EngineLoop:
                 started = recorder(device, record_shapes=True)
                 started.start()
                 self.recording = started
-        except (OSError, RuntimeError) as error:
-            print(f"lmworks: the engine was not profiled: {error}", file=sys.stderr, flush=True)
+        except (OSError, RuntimeError) as raised:
+            error = str(raised)
+        self.channel.send(ProfileReport(busy=False, recording=self.recording is not None, error=error))
 
     def run_pending(self) -> None:
         timeout = METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S

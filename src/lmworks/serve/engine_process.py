@@ -5,8 +5,8 @@
 
 When the process dies or its loop fails, all open requests fail at once and it is restarted, with exponential backoff.
 When it has work and takes no step it is reported as stuck (`state.stuck`), and later killed and restarted. Grammars
-that are being compiled do not count as work: they have a timeout of their own. When the API dies, the socket closes and
-the engine process ends.
+that are being compiled do not count as work: they have a timeout of their own. While a profile is being written no step
+is expected. When the API dies, the socket closes and the engine process ends.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .channel import (
     Factory,
     LoadEngine,
     Profile,
+    ProfileReport,
     StepReport,
     Submit,
     encode_frame,
@@ -43,6 +44,7 @@ from .channel import (
     spawn,
     unpack_tokenizer,
 )
+from .limits import APIError
 
 log = logging.getLogger("lmworks.serve")
 
@@ -72,6 +74,7 @@ class ProcessHandle:
     started: float = field(default_factory=time.monotonic)
     ready: float = 0.0  # when it reported ready
     steps: int = 0
+    profiling: bool = False  # a profiler is being started, or its trace written: no step is taken meanwhile
     exit_reason: str = ""  # what it reported, or why it was killed
     spec_error: bool = False  # the model's spec was wrong
 
@@ -104,6 +107,7 @@ class EngineProcess:
         self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
         self.trace: Path | None = None  # while it is profiled: what /stop_profile will write
+        self.profile_reply: asyncio.Future[str] | None = None  # why it could not be started or ended, once that is over
 
     # --- state --------------------------------------------------------------------------------------------
 
@@ -231,24 +235,36 @@ class EngineProcess:
             queue.fail("dead", message, retry_after)
 
     async def profile(self, folder: Path | None) -> Path:
-        return self.set_profile(folder)
-
-    def set_profile(self, folder: Path | None) -> Path:
+        """Returns when steps are recorded, or when all of the trace is written."""
         handle = self.ready_process()
         if handle is None:
             raise BackendError("dead", "the engine is being restarted", self.retry_after)
+        if self.profile_reply is not None:
+            raise BackendError("busy", f"a profile of {self.name!r} is being started or written", 1.0)
         if folder is not None and self.trace is not None:
             raise BackendError("refused", f"{self.name!r} is being profiled already; /stop_profile ends it")
         if folder is None and self.trace is None:
             raise BackendError("refused", f"{self.name!r} is not being profiled; /start_profile begins it")
         if folder is not None:
             self.trace = folder.absolute() / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
-            handle.writer.write(encode_frame(Profile(None)))
-            return self.trace
-        trace, self.trace = self.trace, None
+        trace = self.trace
         assert trace is not None
-        handle.writer.write(encode_frame(Profile(trace)))
+        self.profile_reply = asyncio.get_running_loop().create_future()
+        handle.writer.write(encode_frame(Profile(trace if folder is None else None)))
+        if error := await asyncio.shield(self.profile_reply):  # a client that leaves does not cancel it
+            raise APIError(500, "profile_failed", f"{self.name!r} was not profiled: {error}")
         return trace
+
+    def on_profile_report(self, report: ProfileReport, handle: ProcessHandle) -> None:
+        handle.profiling = report.busy
+        if not report.busy:
+            self.end_profile_call(report.error, report.recording)
+
+    def end_profile_call(self, error: str, recording: bool = False) -> None:
+        self.trace = self.trace if recording else None
+        reply, self.profile_reply = self.profile_reply, None
+        if reply is not None:
+            reply.set_result(error)
 
     # --- the process --------------------------------------------------------------------------------------
 
@@ -293,7 +309,8 @@ class EngineProcess:
             log.exception("invalid message from the engine process", extra={"model": self.name})
             handle.exit_reason = f"{type(error).__name__}: {error}"
         watchdog.cancel()
-        self.handle, self.stalled, self.trace = None, 0.0, None
+        self.handle, self.stalled = None, 0.0
+        self.end_profile_call("the engine stopped")
         self.unfinished.clear()
         self.compiling.clear()
         lasted = time.monotonic() - handle.started
@@ -309,6 +326,8 @@ class EngineProcess:
             message = await read_frame(handle.reader)
             if isinstance(message, StepReport):
                 self.on_report(message, handle)
+            elif isinstance(message, ProfileReport):
+                self.on_profile_report(message, handle)
             elif isinstance(message, EngineReady):
                 await self.on_ready(message, handle)
             elif isinstance(message, EngineFailed):
@@ -361,7 +380,8 @@ class EngineProcess:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            self.stalled = self.stalled + min(now - before, 2 * TICK_S) if self.unfinished else 0.0
+            waits = self.unfinished and not handle.profiling
+            self.stalled = self.stalled + min(now - before, 2 * TICK_S) if waits else 0.0
             before = now
             if self.stall_timeouts.kill and self.stalled >= self.stall_timeouts.kill:
                 handle.exit_reason = f"it had work and took no step for {self.stalled:.0f} s: killed"
