@@ -414,7 +414,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (predicted, "plan_validate.print_predictions"),
     (
         lambda sample: sample.prints("profile", "trace", str(TRACES / "ddp_nccl.json.gz")),
-        "profile.print_steps profile.print_collectives profile.print_ops",
+        "trace_report.print_steps trace_report.print_collectives trace_report.print_ops",
     ),
     (profile, "profile.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
