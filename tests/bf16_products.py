@@ -30,7 +30,7 @@ def multiply_in_fp32() -> None:
 
 def in_fp32(kernel: Any) -> Callable[..., Any]:
     def product(*given: Any, **options: Any) -> Any:
-        if getattr(given[1], "dtype", None) is not torch.bfloat16:
+        if {one.dtype for one in given[:3] if isinstance(one, torch.Tensor)} != {torch.bfloat16}:
             return kernel.call_boxed(CPU, *given, **options)
         wide = kernel.call_boxed(CPU, *map(widen, given), **{name: widen(one) for name, one in options.items()})
         if isinstance(wide, torch.Tensor):

@@ -70,9 +70,9 @@ def test_nor_one_of_an_attempt(tmp_path: Path) -> None:
 
 def test_a_profile_counts_ranks() -> None:
     known = {"gpus": 2, "link_gbs": 1.0, "fabric": "nvlink", "sizes": [1.0, 2.0]}
-    assert read_links({**known, "all-reduce": {"2": [1.0, 2.0]}})["all-reduce"] == {"2": [1.0, 2.0]}
+    assert read_links("links", {**known, "all-reduce": {"2": [1.0, 2.0]}})["all-reduce"] == {"2": [1.0, 2.0]}
     with pytest.raises(ProfileError, match="'٢' is no number of ranks"):
-        read_links({**known, "all-reduce": {"٢": [1.0, 2.0]}})
+        read_links("links", {**known, "all-reduce": {"٢": [1.0, 2.0]}})
 
 
 def test_an_exponent_is_no_count_of_layers() -> None:

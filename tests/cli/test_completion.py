@@ -61,7 +61,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         ("lmworks train t", ["tiny", "tall.toml", "tests/"]),
         ("lmworks train x", []),  # no preset: the shell completes paths itself
-        ("lmworks p", ["plan", "prove"]),  # former spellings are not offered, and complete what follows them
+        ("lmworks p", ["plan", "profile", "prove"]),  # former spellings are not offered, and complete what follows them
         ("lmworks hardware gb2", ["gb200"]),
         ("lmworks prove ", ["parity", "chaos", "simulate"]),
         ("lmworks plan gpt2-s", ["gpt2-small"]),

@@ -104,6 +104,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
         {"kind": "eval", "val_loss": -0.25, "reward": 0.25, "tokens": 64, "unit": "answer", "seconds": 2.0},
         "reward 0.2500 over 64 answers, in 2 s",
     ),
+    ({"kind": "profile", "first": 5, "last": 7, "ranks": [0, 1]}, "steps 5 to 7 are profiled on 2 ranks"),
     ({"kind": "interrupt", "error": "SIGTERM"}, "stopped: SIGTERM"),
     ({"kind": "fail", "error": "line one\n  line two"}, "failed: line one line two"),
     ({"kind": "finish", "step": 300}, "finished after 300 steps"),

@@ -31,7 +31,6 @@ class Mesh:
         ranks = torch.arange(self.grid.world).view([self.grid.size(axis) for axis in axes])
         return DeviceMesh(self.device_type, ranks, mesh_dim_names=axes)
 
-    @functools.cache  # noqa: B019  # a mesh lives as long as its run; to slice one takes a millisecond
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP."""
         for names, mesh in self.device_meshes.items():
@@ -53,7 +52,7 @@ class Mesh:
         """This rank's place on an axis."""
         return self.place[axis]
 
-    @functools.cache  # noqa: B019
+    @functools.cache  # noqa: B019  # a mesh lives as long as its run
     def on_host(self) -> Mesh:
         """The same grid for tensors in host memory."""
         return Mesh(self.grid, "cpu")
