@@ -274,8 +274,11 @@ def test_a_recorded_fsdp2_step_over_gloo() -> None:
     assert [(row["rank"], row["step"]) for row in facts["steps"]] == [(0, 3), (1, 3)]
     for row in facts["steps"]:
         whole = row["compute_s"] + row["exposed_comm_s"] + row["copy_s"] + row["idle_s"]
-        assert whole == pytest.approx(row["seconds"]) and row["compute_s"] > row["seconds"] / 2
+        assert whole == pytest.approx(row["seconds"])
         assert sum(row["idle_by_cause"].values()) == pytest.approx(row["idle_s"])
+    # Rank 1 waits for rank 0 within nodes of autograd: that is no compute.
+    assert [row["hidden_comm_s"] for row in facts["steps"]] == pytest.approx([0, 0], abs=1e-3)
+    assert facts["steps"][1]["exposed_comm_s"] > 0.2 and facts["skew"]["cause"] == "slow_compute"
     # gloo reduce-scatters by an all-reduce: 2 blocks, the root and the loss; 2 + 1 gathers forward, 2 backward
     calls = {one["collective"]: one["calls"] for one in facts["overlap"]["collectives"]}
     assert calls == {"all_reduce": 2 * 4, "all_gather": 2 * 5}

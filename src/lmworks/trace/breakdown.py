@@ -18,6 +18,7 @@ from .model import STEP, Ints, Kind, Step, Trace
 
 C10D = re.compile(r"^c10d::|^record_param_comms|^gloo:")
 AUTOGRAD = re.compile(r"^autograd::engine::")
+NODE = re.compile(r"^autograd::engine::|Backward\d*$")  # hold the ops of a backward pass, and its waits for messages
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Activity:
         if trace.on_device:
             return Spans.of(events.take(events.of(Kind.KERNEL)))
         whole = Spans.union(*(np.zeros(0, np.int64),) * 2)
-        ops, calls = events.of(Kind.OP), trace.named(C10D)
+        ops, calls, nodes = events.of(Kind.OP), trace.named(C10D), trace.named(NODE)
         for lane in compute_lanes(trace):
             here = ops & (events.lane == lane)
-            whole = whole | (Spans.of(events.take(here & ~calls)) - Spans.of(events.take(here & calls)))
+            computed = Spans.of(events.take(here & ~calls & ~nodes))
+            around = Spans.of(events.take(here & nodes)) - self.communication
+            whole = whole | ((computed | around) - Spans.of(events.take(here & calls)))
         return whole
 
     @cached_property
