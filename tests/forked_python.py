@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import traceback
-from contextlib import suppress
 from typing import Any
 
 
@@ -43,9 +42,12 @@ def run_program(words: list[str], files: tuple[int, int, int], kept: Any, cwd: A
         for number, descriptor in enumerate(files):
             if descriptor not in (-1, number):
                 os.dup2(descriptor, number)
+        # Closed, their numbers would be given out again, and objects of this process that still have them would close
+        # the files of others when they are collected.
+        nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in kept:
-                close(descriptor)
+                os.dup2(nothing, descriptor)
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
@@ -81,8 +83,3 @@ def exit_code(words: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def close(descriptor: int) -> None:
-    with suppress(OSError):  # the one that the folder was read with
-        os.close(descriptor)
