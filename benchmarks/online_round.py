@@ -5,7 +5,7 @@ same lists for both. Ours: the engine over the trained weights, packed rows, spl
 the same shape. TRL's side is `online_round_trl.py`; run both on one machine, one after the other.
 
     python benchmarks/online_round.py grpo ppo --save             # llama3-1b, on a GPU
-    python benchmarks/online_round_trl.py grpo ppo --save         # with TRL installed
+    python benchmarks/online_round_trl.py grpo --save             # with TRL 1.16 installed (ppo: 1.12)
     python benchmarks/online_round.py grpo --model tiny --prompts 4 --max-tokens 16 --rounds 1    # on a CPU, to try it
 """
 
@@ -37,7 +37,10 @@ CUDA = torch.cuda.is_available()
 def main() -> None:
     options = parse(__doc__)
     for method in options.methods:
-        options.save and save(options, method, "ours", measure(options, method))
+        found = measure(options, method)
+        print(json.dumps(found, indent=1))
+        if options.save:
+            save(options, method, "ours", found)
 
 
 def parse(doc: str | None) -> argparse.Namespace:
@@ -109,31 +112,36 @@ def write_reward_model(root: Path, model: str) -> Path:
     return folder
 
 
+def make_trainer(options: argparse.Namespace, method: str, root: Path) -> OnlineTrainer:
+    """Its engine answers with the lengths of `answer_lengths`."""
+    (root / "reward.py").write_text(REWARD)
+    context = max(2048, PROMPT_TOKENS + options.max_tokens) if CUDA else 256
+    scored = (
+        {"reward_model": str(write_reward_model(root, options.model)), "kl_target": 0}
+        if method == "ppo"
+        else {"rewards": [f"{root / 'reward.py'}:parity"]}
+    )
+    spec = RunSpec.from_dict({
+        "model": {"preset": options.model, "context": context, **({} if CUDA else {"vocab": 258})},
+        "data": {"path": str(write_prompts(root, options)), "tokenizer": "bytes", "seq": context,
+                 "micro_batch": 8, "overlong": "refuse"},
+        "align": {"method": method, "prompts": options.prompts, "samples": SAMPLES,
+                  "max_tokens": options.max_tokens, "engine_memory": 0.5, **scored},
+        "precision": {"dtype": "bf16", "weights": "bf16"} if CUDA else {},
+        "optim": {"lr": 1e-6, "steps": 100},
+    })  # fmt: skip
+    trainer = OnlineTrainer(spec, root / "run", quiet=True, force=True)
+    trainer.build()
+    answer_with_lengths(trainer, answer_lengths(options))
+    return trainer
+
+
 def measure(options: argparse.Namespace, method: str) -> dict[str, Any]:
     lengths = answer_lengths(options)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "reward.py").write_text(REWARD)
-        context = max(2048, PROMPT_TOKENS + options.max_tokens) if CUDA else 256
-        scored = (
-            {"reward_model": str(write_reward_model(root, options.model)), "kl_target": 0}
-            if method == "ppo"
-            else {"rewards": [f"{root / 'reward.py'}:parity"]}
-        )
-        spec = RunSpec.from_dict({
-            "model": {"preset": options.model, "context": context, **({} if CUDA else {"vocab": 258})},
-            "data": {"path": str(write_prompts(root, options)), "tokenizer": "bytes", "seq": context,
-                     "micro_batch": 8, "overlong": "refuse"},
-            "align": {"method": method, "prompts": options.prompts, "samples": SAMPLES,
-                      "max_tokens": options.max_tokens, "engine_memory": 0.5, **scored},
-            "precision": {"dtype": "bf16", "weights": "bf16"} if CUDA else {},
-            "optim": {"lr": 1e-6, "steps": 100},
-        })  # fmt: skip
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
-        trainer = OnlineTrainer(spec, root / "run", quiet=True, force=True)
-        trainer.build()
-        answer_with_lengths(trainer, lengths)
+        trainer = make_trainer(options, method, Path(folder))
         found = []
         for _ in range(options.rounds + 1):  # the first one compiles and captures
             began = time.perf_counter()
@@ -145,7 +153,7 @@ def measure(options: argparse.Namespace, method: str) -> dict[str, Any]:
         best["update_s"] = best["forward_backward_s"] + best["optimizer_s"]
         seconds = {key: value for key, value in best.items() if key.endswith("_s")}
         tokens = sum(lengths) + PROMPT_TOKENS * len(lengths)
-        flops = model_flops_per_token(spec.model, PROMPT_TOKENS + int(np.mean(lengths))) * tokens
+        flops = model_flops_per_token(trainer.spec.model, PROMPT_TOKENS + int(np.mean(lengths))) * tokens
         return seconds | {
             "generate_tokens_per_s": sum(lengths) / best["generate_s"],
             "update_tflops": flops / best["update_s"] / 1e12,

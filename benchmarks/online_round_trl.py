@@ -39,7 +39,9 @@ def main() -> None:
     for method in options.methods:
         with tempfile.TemporaryDirectory() as folder:
             found = grpo(options, Path(folder)) if method == "grpo" else ppo(options, Path(folder))
-        options.save and save(options, method, "trl", found)
+        print(found)
+        if options.save:
+            save(options, method, "trl", found)
 
 
 class Clock(TrainerCallback):
