@@ -228,7 +228,7 @@ def bench_serve(sample: Sample) -> None:
 
 
 def profile(sample: Sample) -> None:
-    from lmworks.cli.profile import print_profile
+    from lmworks.cli.profile_engine import print_profile
 
     row = {"batch": 64, "ms": 213.94, "p99_ms": 339.968, "floor_ms": 0.307, "tokens_per_s": 2990.0, "gain": 49.1}
     facts = {
@@ -416,7 +416,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
         lambda sample: sample.prints("profile", "trace", str(TRACES / "ddp_nccl.json.gz")),
         "trace_report.print_steps trace_report.print_collectives trace_report.print_ops",
     ),
-    (profile, "profile.print_profile"),
+    (profile, "profile_engine.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
     (compared_recordings, "profile_compare.print_comparison"),
     (quantized, "quantize.print_quantized"),
