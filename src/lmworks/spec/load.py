@@ -11,6 +11,7 @@ from typing import Any
 
 from . import components
 from .errors import SpecError, did_you_mean, suggestion
+from .files import read_json_object
 from .hf_config import spec_of_config
 from .lora import LoraSpec
 from .model import ModelSpec
@@ -72,14 +73,9 @@ def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:
         shape = RunSpec.from_dict(read_toml(folder / "spec.toml")).model.to_dict()
         return shape | {"scalar_head": False}
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SpecError(f"{key} = {str(folder)!r}: {no_model(folder)}") from None
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise SpecError(f"{path}: expected a JSON object")
+    if not path.exists():
+        raise SpecError(f"{key} = {str(folder)!r}: {no_model(folder)}")
+    config = read_json_object(path, SpecError)
     try:
         return spec_of_config(config).to_dict()
     except SpecError as error:
