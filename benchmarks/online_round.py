@@ -23,8 +23,9 @@ import torch
 from common import RESULTS, write_result
 
 from lmworks.align.online_trainer import OnlineTrainer
-from lmworks.align.rollout_engine import Completion
-from lmworks.engine.core.request import Request
+from lmworks.align.rollout_engine import Completion, paused_gc
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.spec import ModelSpec, RunSpec
@@ -167,23 +168,33 @@ def measure(options: argparse.Namespace, method: str) -> dict[str, Any]:
 
 def answer_with_lengths(trainer: OnlineTrainer, lengths: list[int]) -> None:
     """The engine's answers to a round get these lengths."""
-    engine = trainer.rollout_engine
+    engine = trainer.rollout_engine.engine
 
     def generate(prompts: Any, seeds: Any) -> list[list[Completion]]:
-        requests = [
-            Request(list(prompt), SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=seed + index))
-            for (prompt, seed), own in zip(zip(prompts, seeds, strict=True), groups(lengths), strict=True)
-            for index, length in enumerate(own)
+        return [
+            [
+                Completion(one.token_ids, [x.logprob for x in one.logprobs or ()], one.text, True)
+                for one in found.answers
+            ]
+            for found in sample_with_lengths(engine, prompts, seeds, lengths)
         ]
-        for request in requests:
-            engine.engine.add(request)
-        results = {delta.request.id: delta.result for delta in engine.engine.run()}
-        answers = [results[request.id].answers[0] for request in requests]  # type: ignore[union-attr]
-        return groups(
-            [Completion(one.token_ids, [x.logprob for x in one.logprobs or ()], one.text, True) for one in answers]
-        )
 
-    engine.generate = generate  # type: ignore[method-assign]
+    trainer.rollout_engine.generate = generate  # type: ignore[method-assign]
+
+
+def sample_with_lengths(engine: Engine, prompts: Any, seeds: Any, lengths: list[int]) -> list[Result]:
+    """Sample as `RolloutEngine.sample` does; only that each answer has a length of its own."""
+    requests = [
+        Request(list(prompt), SamplingParams(n=SAMPLES, max_tokens=max(own), ignore_eos=True, logprobs=0, seed=seed))
+        for prompt, seed, own in zip(prompts, seeds, groups(lengths), strict=True)
+    ]
+    for request, own in zip(requests, groups(lengths), strict=True):
+        engine.add(request)
+        for sequence, length in zip(request.sequences, own, strict=True):
+            sequence.limit = len(request.prompt) + length
+    with paused_gc():
+        results = {delta.request.id: delta.result for delta in engine.run()}
+    return [results[request.id] for request in requests]  # type: ignore[misc]
 
 
 def groups(flat: list[Any]) -> list[list[Any]]:

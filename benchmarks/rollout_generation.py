@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from online_round import PROMPT_TOKENS, answer_lengths, make_trainer, parse
 
+from lmworks.engine.core.step_output import AsyncStepOutput
+
 
 def main() -> None:
     options = parse(__doc__)
@@ -25,9 +27,9 @@ def main() -> None:
         engine, seconds = rollouts.engine, Counter[str]()
         for part, name in (
             (engine.scheduler, "schedule"), (engine.runner, "launch"), (engine.runner, "admit"),
-            (engine, "process_output"),
+            (engine, "process_output"), (AsyncStepOutput, "wait"),
         ):  # fmt: skip
-            time_calls(part, name, seconds)
+            time_calls(part, name, seconds)  # process_output contains wait: for the device
         prompts = np.random.default_rng(1).integers(97, 120, (options.prompts, PROMPT_TOKENS)).tolist()
         for _ in range(options.rounds + 1):  # the first one compiles and captures
             seconds.clear()
