@@ -107,11 +107,12 @@ def judge_traces(files: Sequence[Path], spec: RunSpec | None = None) -> tuple[Ju
     """The verdict, and the figures that it is based on."""
     from ..diagnose.verdict import judge
     from ..trace import read_traces
+    from ..trace.own_runs import recorded_spec
     from ..trace.summary import summarise
 
     traces = read_traces(files)
     facts = summarise(traces)
-    return judge(traces, facts, spec), facts
+    return judge(traces, facts, spec or recorded_spec(traces)), facts
 
 
 def print_judgement(judged: Judgement) -> None:

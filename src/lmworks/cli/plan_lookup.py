@@ -235,16 +235,14 @@ def measured(run: RunSpec) -> list[Span] | None:
 def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], list[Span]]:
     """Everything that is printed, as data; and the simulated timeline of this split."""
     from ..plan.pipelines.bubble import ideal_idle
-    from ..plan.pipelines.schedule import actions, durations, idle_shares, simulate, stage_times, stages_of
-    from ..plan.pipelines.stages import split_layers
+    from ..plan.pipelines.schedule import durations, idle_shares, simulate, stage_times, stages_of
+    from ..plan.pipelines.stages import orders_of, simulated, split_layers
 
     layout, model, seq = run.parallel, run.model, run.data.seq
     shape = (layout.schedule, layout.pp, layout.virtual_stages, run.accumulation)
     stages = split_layers(model, seq, layout.pp * layout.virtual_stages)
     costs = [stage.cost(model, seq) for stage in stages]
-    mean = sum(costs) / len(costs)
-    times, orders = durations(layout.recompute), actions(*shape)
-    simulated = simulate(orders, stage_times(times, [cost / mean for cost in costs]))
+    times, spans = durations(layout.recompute), simulated(run)
     held = [stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank) for rank in range(layout.pp)]
     share, formula = ideal_idle(*shape, times)
     facts = {
@@ -264,12 +262,12 @@ def describe(run: RunSpec, real: list[Span] | None) -> tuple[dict[str, Any], lis
         "idle": {
             "formula": formula,
             "ideal": share,
-            "equal_stages": idle_shares(simulate(orders, stage_times(times, [1.0] * len(costs)))),
-            "this_split": idle_shares(simulated),
+            "equal_stages": idle_shares(simulate(orders_of(run), stage_times(times, [1.0] * len(costs)))),
+            "this_split": idle_shares(spans),
             "measured": idle_shares(real) if real else None,
         },
     }
-    return facts, simulated
+    return facts, spans
 
 
 def print_stages(facts: dict[str, Any]) -> None:

@@ -26,14 +26,18 @@ def report_traces(
     spec: RunSpec | None = None,
     **known: Any,
 ) -> None:
-    """`spec`: the run's, where it is known. `known`: what the command that recorded them adds to the JSON."""
+    """`spec`: the run's, where traces do not hold it. `known`: what the command that recorded them adds to the JSON."""
+    from ..diagnose.schedule_bubble import with_schedule
     from ..diagnose.verdict import judge
     from ..trace import read_traces
+    from ..trace.own_runs import recorded_spec
     from ..trace.summary import summarise
 
     with activity() as doing:
         traces = read_traces(files, doing)
         facts = summarise(traces)
+        spec = spec or recorded_spec(traces)
+        facts["pipeline"] = with_schedule(facts["pipeline"], spec)
         judged = judge(traces, facts, spec)
     whole = {**known, **facts, **judged.to_dict()}
     if json:
@@ -66,6 +70,7 @@ def print_trace(facts: dict[str, Any]) -> None:
     print_steps(facts)
     print_collectives(facts)
     print_ops(facts)
+    print_pipeline(facts)
     print_notes(facts)
     print_memory(facts)
 
@@ -116,6 +121,14 @@ def print_ops(facts: dict[str, Any]) -> None:
         for one in facts["ops"][:10]
     ]
     print_table("Ops", ["op", "calls", "ms", "share", "TFLOP/s"], rows)
+
+
+def print_pipeline(facts: dict[str, Any]) -> None:
+    if facts["pipeline"]:
+        from ..diagnose.schedule_bubble import bubble_table
+
+        columns, rows = bubble_table(facts["pipeline"])
+        print_table("Pipeline bubble, of the time from the first pass to the last", columns, rows)
 
 
 def print_notes(facts: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from ..diagnose.causes import Evidence
+from ..diagnose.schedule_bubble import bubble_table
 from ..record.formatting import binary_bytes, duration, short
 from ..trace.hotspots import short_name
 from ..trace.model import Trace
@@ -46,6 +47,7 @@ def trace_page(facts: Facts, traces: Sequence[Trace]) -> str:
         *section("Hotspots", ops_table(facts)),
         *section("Host time", host_table(facts)),
         *section("Launches and the critical path", launches_table(facts)),
+        *section("Pipeline bubble", pipeline_table(facts)),
         *section("Skew between ranks", skew_table(facts)),
         *section("Kernel sequences worth fusing", fusible_table(facts)),
         *section("Memory", memory_charts(facts)),
@@ -215,6 +217,14 @@ def launches_table(facts: Facts) -> str:
     ]
     kernels = table(["rank", "longest on the path", "ms"], longest, 1) if longest else ""
     return f"{table(columns, rows, 3)}{kernels}" if rows else ""
+
+
+def pipeline_table(facts: Facts) -> str:
+    if not facts["pipeline"]:
+        return ""
+    columns, rows = bubble_table(facts["pipeline"])
+    said = note("The bubble is the share of the time from the first pass to the end of the last that a rank idles.")
+    return f"{table(columns, rows, len(columns) - 2)}{said}"
 
 
 def skew_table(facts: Facts) -> str:

@@ -79,6 +79,8 @@ class Head(msgspec.Struct):
     baseTimeNanoseconds: int = 0
     distributedInfo: dict[str, Any] = {}
     deviceProperties: list[dict[str, Any]] = []
+    host_name: str = ""
+    lmworks: Any = None  # of our own traces: rank, steps, spec
 
 
 class Document(Head):
@@ -311,6 +313,8 @@ class Columns:
             device=str(devices[0].get("name", "")) if devices else "",
             backend=str(info.get("backend", "")),
             skipped=self.skipped,
+            host=self.head.host_name,
+            about=self.head.lmworks if isinstance(self.head.lmworks, dict) else {},
         )
 
     def mark_collectives(self, kind: np.ndarray, name: np.ndarray) -> np.ndarray:

@@ -7,10 +7,11 @@ host thread or a device stream. A device event and the runtime call that launche
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,7 @@ class Events:
 
     def take(self, chosen: Mask | Ints) -> Events:
         """Rows by mask or by index."""
-        return Events(*(getattr(self, field.name)[chosen] for field in fields(self)))
+        return Events(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     @property
     def duration(self) -> Ints:
@@ -128,6 +129,8 @@ class Trace:
     device: str = ""  # its name
     backend: str = ""  # of torch.distributed
     skipped: int = 0  # events of the file that have no time or no duration
+    host: str = ""  # name of the machine
+    about: Mapping[str, Any] = field(default_factory=dict)  # what our own recordings say of the run: its spec
 
     @cached_property
     def on_device(self) -> bool:

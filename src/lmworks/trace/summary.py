@@ -16,6 +16,8 @@ from .idle import CAUSES, idle_causes, stream_idle
 from .memory import read_snapshot, snapshot_path, trace_memory
 from .model import Kind, Trace
 from .nesting import Nesting
+from .own_runs import recorded_spec
+from .pipeline import pipeline_facts
 from .skew import skew
 
 PARTS = ("compute", "exposed_comm", "hidden_comm", "copy", "idle")
@@ -42,6 +44,7 @@ def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
         "stream_idle": [{"rank": trace.rank, "streams": in_seconds(stream_idle(trace))} for trace in traces],
         "skew": skewed.to_dict() if skewed else None,
         "critical_path": [{"rank": trace.rank, **path} for trace in traces if (path := critical_path(trace))],
+        "pipeline": pipeline_facts(traces, recorded_spec(traces)),
         "fusible": fusible(traces[0]) if traces else [],
         "memory": [
             {"rank": trace.rank, "devices": trace_memory(trace), "snapshot": snapshot}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ...spec import ModelSpec, RunSpec, SpecError
 from ..flops import attention_flops_per_token
-from .schedule import stages_of
+from .schedule import Action, Span, actions, durations, simulate, stage_times, stages_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,20 @@ def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
     layout = spec.parallel
     stages = split_layers(spec.model, spec.data.seq, layout.pp * layout.virtual_stages)
     return [stages[index] for index in stages_of(layout.schedule, layout.pp, layout.virtual_stages, pp_rank)]
+
+
+def orders_of(spec: RunSpec) -> list[list[Action]]:
+    """What every rank of a run's pipeline does in a step."""
+    layout = spec.parallel
+    return actions(layout.schedule, layout.pp, layout.virtual_stages, spec.accumulation)
+
+
+def simulated(spec: RunSpec) -> list[Span]:
+    """A step with the stages' costs, in forward passes of an average stage; messages take no time."""
+    layout, model, seq = spec.parallel, spec.model, spec.data.seq
+    costs = [stage.cost(model, seq) for stage in split_layers(model, seq, layout.pp * layout.virtual_stages)]
+    mean = sum(costs) / len(costs)
+    return simulate(orders_of(spec), stage_times(durations(layout.recompute), [cost / mean for cost in costs]))
 
 
 def layer_cost(model: ModelSpec, seq: int) -> float:
