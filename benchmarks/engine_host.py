@@ -45,7 +45,7 @@ def main() -> None:
             (engine.scheduler, "schedule"), (engine.runner, "launch"), (engine.runner, "admit"),
             (engine, "process_output"),
         ):  # fmt: skip
-            time_calls(part, name, seconds)
+            time_calls(part, name, seconds, time.process_time)
     prompts = np.random.default_rng(1).integers(97, 120, (options.prompts, PROMPT_TOKENS)).tolist()
     for _ in range(options.rounds):
         seconds.clear()

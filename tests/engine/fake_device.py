@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Logprob, Sequence
 from lmworks.engine.core.scheduler import Step
-from lmworks.engine.core.step_output import PromptLogprobs, TokenOutput
+from lmworks.engine.core.step_output import PromptLogprobs, StepTokens
 from lmworks.engine.grammars.grammar import Grammars
 from lmworks.spec import EngineSpec
 
@@ -50,6 +50,15 @@ class Work:
     bad: bool
 
 
+@dataclass(frozen=True)
+class TokenOutput:
+    """Of one chunk."""
+
+    tokens: list[int]
+    logprobs: list[Logprob] = field(default_factory=list)
+    bad: bool = False
+
+
 @dataclass
 class StepOutput:
     device: FakeDevice
@@ -57,10 +66,15 @@ class StepOutput:
     copies: list[tuple[int, int]]
     picks: list[TokenOutput] | None = None
 
-    def read(self) -> list[TokenOutput]:
+    def read(self) -> StepTokens:
         self.device.run_until(self)
         assert self.picks is not None
-        return self.picks
+        return StepTokens(
+            [token for each in self.picks for token in each.tokens],
+            [one for each in self.picks for one in each.logprobs],
+            [len(each.tokens) for each in self.picks],
+            frozenset(index for index, each in enumerate(self.picks) if each.bad),
+        )
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         return []

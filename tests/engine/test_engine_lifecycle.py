@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, StepOutput, Work, alone
+from fake_device import FakeDevice, StepOutput, TokenOutput, Work, alone
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.async_engine import AsyncEngine, Consumer, send
@@ -22,7 +22,6 @@ from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import OutputDelta, Request, Result, SequenceStatus
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Step
-from lmworks.engine.core.step_output import TokenOutput
 from lmworks.engine.grammars.grammar import grammar
 from lmworks.engine.offline import OfflineEngine
 from lmworks.model import GPT

@@ -146,7 +146,7 @@ def test_tokens_unknown_to_host() -> None:
             0, each.num_prompt_tokens :
         ].tolist()
         rows = [next(i for i, chunk in enumerate(one.chunks) if chunk.sequence is each) for one in launched]
-        assert [one.read()[row].tokens[0] for one, row in zip(launched, rows, strict=True)] == expected
+        assert [one.read().tokens[row] for one, row in zip(launched, rows, strict=True)] == expected
 
 
 class Unrecorded(CUDAGraphs[Any]):
@@ -278,7 +278,7 @@ def test_blocks_are_copied_in_every_layer() -> None:
     prompt = prompts_of([10])[0]
     runner = runner_of(model)
     one = sequence_of(runner, prompt, 0, [0, 1, 2])
-    first = runner.launch(Step([Chunk(one, 0, 10, 1)])).read()[0].tokens
+    first = runner.launch(Step([Chunk(one, 0, 10, 1)])).read().tokens
     other = sequence_of(runner, prompt, 1, [0, 1, 2])
     runner.launch(Step([Chunk(other, 9, 1, 1)]))  # its table now names the blocks of the first
     other.blocks = [0, 7, 8]
@@ -286,7 +286,7 @@ def test_blocks_are_copied_in_every_layer() -> None:
     one.tokens += [5]
     runner.launch(Step([Chunk(one, 10, 1, 1)]))
     copied = Step([Chunk(other, 10, 1, 1)], [(1, 7), (2, 8)])
-    assert first + runner.launch(copied).read()[0].tokens == generate(model, torch.tensor([prompt]), 2)[0, 10:].tolist()
+    assert first + runner.launch(copied).read().tokens == generate(model, torch.tensor([prompt]), 2)[0, 10:].tolist()
     for cache in runner.cache.layers:
         assert torch.equal(cache.keys[7], cache.keys[1]) and not torch.equal(cache.keys[8], cache.keys[2])
 

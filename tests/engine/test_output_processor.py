@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from fake_device import FakeDevice, Work
+from fake_device import FakeDevice, TokenOutput, Work
 from test_detokenizer import SENTENCES
 
 from lmworks.data.tokenizer import ByteTokenizer, Tokenizer
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.core.step_output import TokenOutput
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(block=4, blocks=64, context=64, max_seqs=8, max_batch_tokens=32)

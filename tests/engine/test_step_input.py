@@ -61,7 +61,7 @@ def check(batch: Batch, step: Step, bucket: Layout) -> None:
                 token = VOCAB + sequence.slot if text[place] == PLACEHOLDER_TOKEN else text[place]
                 block, within = sequence.blocks[place // SPEC.block], place % SPEC.block
                 tokens.append((token, place, block * SPEC.block + within))
-            tables.append((end, sequence.blocks))
+            tables.append((end, sequence.blocks[: -(-end // SPEC.block)]))
         starts.append(len(tokens))
     tokens += [(0, 0, -1)] * (bucket.tokens - len(tokens))
     rows += [(SPEC.max_seqs, 0)] * (bucket.rows - len(rows))

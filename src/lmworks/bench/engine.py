@@ -118,10 +118,10 @@ class TracedStep:
 
     def read(self) -> Any:
         began = time.perf_counter()
-        token_output = self.inner.read()
+        tokens = self.inner.read()
         self.record.ended = time.perf_counter()
         self.record.waited = self.record.ended - began
-        return token_output
+        return tokens
 
 
 @contextmanager

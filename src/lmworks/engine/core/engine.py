@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -37,15 +38,15 @@ from .request import (
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
 from .sleep import ASLEEP
-from .step_output import PromptLogprobs, TokenOutput
+from .step_output import PromptLogprobs, StepTokens
 
 DRIVEN = "an AsyncEngine runs it; send requests to that, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
 class StepOutput(Protocol):
-    def read(self) -> list[TokenOutput]:
-        """Wait for the step; one output for each chunk that needs logits, in order."""
+    def read(self) -> StepTokens:
+        """Wait for the step; the tokens of its chunks that need logits, in order."""
         ...
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
@@ -285,21 +286,29 @@ class Engine:
             self.process_output(in_flight)
 
     def process_output(self, in_flight: InFlightStep) -> None:
-        token_outputs = in_flight.launched.read()
-        for found in in_flight.launched.prompt_logprobs():
-            self.record_prompt_logprobs(found)
-        now = time.monotonic()
-        previous_times: dict[float, int] = {}  # of the sequences of inner tokens: when the token before came
-        for chunk, token_output in zip(in_flight.step.sampling_chunks, token_outputs, strict=True):
+        found = in_flight.launched.read()
+        for prompt_logprobs in in_flight.launched.prompt_logprobs():
+            self.record_prompt_logprobs(prompt_logprobs)
+        chunks, discarded, bad = in_flight.step.sampling_chunks, in_flight.discarded, found.bad
+        ends = range(1, len(chunks) + 1) if found.counts is None else accumulate(found.counts)
+        now, begin = time.monotonic(), 0
+        previous_times: list[float] = []  # of the sequences of inner tokens: when the token before came
+        for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
             sequence = chunk.sequence
-            if sequence.state is SequenceStatus.FINISHED or sequence in in_flight.discarded:
-                continue
-            before = sequence.last_token_time
-            if append_inner_token(chunk, token_output):
-                previous_times[before] = previous_times.get(before, 0) + 1
+            if sequence.state is SequenceStatus.FINISHED or sequence in discarded:
+                pass
+            elif index in bad:
+                self.handle_invalid_logits(sequence)
+            elif is_inner_token(chunk, found.tokens[begin]):
+                sequence.tokens[chunk.start + 1] = found.tokens[begin]
+                sequence.num_known_tokens = chunk.start + 2
+                if sequence.top_logprobs is not None:
+                    sequence.logprobs.append(found.logprobs[begin])
+                previous_times.append(sequence.last_token_time)
                 sequence.last_token_time = now
             else:
-                self.append_tokens(chunk, token_output, now)
+                self.append_tokens(chunk, found.tokens[begin:end], found.logprobs[begin:end], now)
+            begin = end
         self.metrics.note_inner_tokens(previous_times, now)
 
     def record_prompt_logprobs(self, found: PromptLogprobs) -> None:
@@ -307,21 +316,17 @@ class Engine:
         request = found.sequence.request
         request.prompt_logprobs[found.first : found.first + len(found.logprobs)] = found.logprobs
 
-    def append_tokens(self, chunk: Chunk, token_output: TokenOutput, now: float) -> None:
+    def append_tokens(self, chunk: Chunk, tokens: list[int], logprobs: list[Logprob], now: float) -> None:
         """Append the sampled tokens of a chunk to its sequence."""
-        sequence = chunk.sequence
-        if token_output.bad:
-            self.handle_invalid_logits(sequence)
-            return
-        index = chunk.output_index
+        sequence, index = chunk.sequence, chunk.output_index
         if chunk.num_logits > 1:
             # Rejected draft tokens lie in the cache beyond num_computed_tokens, and are overwritten.
-            sequence.num_computed_tokens = chunk.start + len(token_output.tokens)
-            sequence.tokens[index:] = [PLACEHOLDER_TOKEN] * len(token_output.tokens)
+            sequence.num_computed_tokens = chunk.start + len(tokens)
+            sequence.tokens[index:] = [PLACEHOLDER_TOKEN] * len(tokens)
             self.metrics.proposed_guesses += chunk.num_logits - 1
-            self.metrics.accepted_guesses += len(token_output.tokens) - 1
+            self.metrics.accepted_guesses += len(tokens) - 1
         text_delta, ending, num_taken = "", None, 0
-        for token in token_output.tokens:
+        for token in tokens:
             sequence.tokens[index + num_taken] = token
             num_taken += 1
             sequence.num_known_tokens = index + num_taken
@@ -329,14 +334,14 @@ class Engine:
             text_delta += text
             if ending is not None:
                 break
-        logprobs = (token_output.logprobs or [])[:num_taken]
+        logprobs = [] if sequence.top_logprobs is None else logprobs[:num_taken]
         sequence.logprobs += logprobs
         self.metrics.note_tokens(sequence, num_taken, now)
         if ending is not None:
-            self.finish(sequence, ending, token_output.tokens[:num_taken], text_delta, logprobs)
+            self.finish(sequence, ending, tokens[:num_taken], text_delta, logprobs)
         elif sequence.request.stream:
             self.pending_outputs.append(
-                OutputDelta(sequence.request, sequence.index, token_output.tokens[:num_taken], text_delta, logprobs)
+                OutputDelta(sequence.request, sequence.index, tokens[:num_taken], text_delta, logprobs)
             )
 
     def handle_invalid_logits(self, sequence: Sequence) -> None:
@@ -379,27 +384,16 @@ class Engine:
             )
 
 
-def append_inner_token(chunk: Chunk, token_output: TokenOutput) -> bool:
-    """Append a token that is neither the first nor the last of its answer, and of which nothing is emitted.
+def is_inner_token(chunk: Chunk, token: int) -> bool:
+    """Whether a token is neither the first nor the last of its answer, and nothing of it is emitted or matched yet.
 
-    False, with nothing done, where there is more to do. Large batches spend most of the host's time here.
+    Almost all tokens of a large batch are, and they are only appended.
     """
     sequence = chunk.sequence
-    request, index = sequence.request, chunk.start + 1
-    if (
-        chunk.num_logits > 1
-        or token_output.bad
-        or request.stream
-        or sequence.detokenizer is not None
-        or sequence.matcher is not None
-        or not sequence.last_token_time
-        or index + 1 >= sequence.limit
-        or (token := token_output.tokens[0]) in request.end_token_ids
-        or chunk.count > 1
-    ):
-        return False
-    sequence.tokens[index] = token
-    sequence.num_known_tokens = index + 1
-    if token_output.logprobs:
-        sequence.logprobs += token_output.logprobs
-    return True
+    return bool(
+        chunk.count == 1
+        and not sequence.token_by_token
+        and sequence.last_token_time
+        and chunk.start + 2 < sequence.limit
+        and token not in sequence.request.end_token_ids
+    )

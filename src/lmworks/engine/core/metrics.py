@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .request import Request, Sequence
@@ -88,9 +89,9 @@ class Metrics:
             self.inter_token_latency_seconds.add((now - sequence.last_token_time) / count, count)
         sequence.last_token_time = now
 
-    def note_inner_tokens(self, previous_times: dict[float, int], now: float) -> None:
+    def note_inner_tokens(self, previous_times: list[float], now: float) -> None:
         """One token each of sequences whose token before was read at these times."""
-        for before, count in previous_times.items():
+        for before, count in Counter(previous_times).items():
             self.generation_tokens += count
             self.inter_token_latency_seconds.add(now - before, count)
 

@@ -6,6 +6,7 @@ the next one meanwhile. A token that the host has not read yet stays on the devi
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from .step_output import AsyncStepOutput, PromptLogprobsQuery, prompt_logprobs, 
 if TYPE_CHECKING:
     from ..tensor_parallel.tp_rank import TensorParallelRank
 
+MATCHER = attrgetter("sequence.matcher")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -193,11 +195,11 @@ class ModelRunner:
         adapters = None if self.adapters is None else self.adapters.adapter_indices(step.chunks)
         self.set_adapter_indices(adapters)
         sampling_chunks = step.sampling_chunks
-        sampling_metadata = self.sampler.sampling_metadata(chunk.sequence.slot for chunk in sampling_chunks)
+        sampling_metadata = self.sampler.sampling_metadata(step.sampling_slots)
         mask = self.grammar_masks(sampling_chunks)
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
-        prompt_queries = prompt_logprobs_queries(step.chunks)
+        prompt_queries = [] if step.decode_only else prompt_logprobs_queries(step.chunks)
         if self.graphs is not None and not prompt_queries and (bucket := self.bucket(self.graphs, step)):
             found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
             return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, step))
@@ -304,7 +306,7 @@ class ModelRunner:
 
     def grammar_masks(self, chunks: list[Chunk]) -> Tensor | None:
         """Grammar masks of all rows; only the first row of a chunk has one, as grammars exclude speculation."""
-        if self.grammars is None or all(chunk.sequence.matcher is None for chunk in chunks):
+        if self.grammars is None or not any(map(MATCHER, chunks)):
             return None
         rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.num_logits - 1))]
         return self.grammars.masks(rows, self.device)

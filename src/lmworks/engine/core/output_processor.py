@@ -33,6 +33,7 @@ def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | No
         sequence.detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
     if grammars is not None and params.structured:
         sequence.matcher = grammars.matcher(params, sequence.request.grammar)
+    sequence.token_by_token = bool(sequence.request.stream or sequence.detokenizer or sequence.matcher)
 
 
 def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:

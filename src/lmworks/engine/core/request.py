@@ -44,10 +44,6 @@ class Logprob(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
-    def cut(self, top: int) -> Logprob:
-        """With so many of the likeliest tokens at most."""
-        return self if len(self.top) <= top else self._replace(top=self.top[:top])
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -125,6 +121,7 @@ class Sequence:
     num_shared_tokens: int = 0  # whose KV came from other sequences, at admission
     skip_prefix_cache: bool = False  # shared blocks were corrupted: recompute all tokens
     detokenizer: IncrementalDetokenizer | None = None  # for streaming and stop strings
+    token_by_token: bool = False  # each token is emitted, detokenized or matched when it is read
     top_logprobs: int | None = field(init=False)  # how many beside its own a token's log-probability has (None: unused)
     final_answer: Answer | None = None  # once finished
     last_token_time: float = 0.0  # seconds of the monotonic clock

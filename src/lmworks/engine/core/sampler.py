@@ -9,7 +9,7 @@ its logits in fp32 over the whole vocabulary, before any of that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from .sampling_params import SamplingParams
 
 # Columns of a row of floats; the seed lies in the first two.
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS = range(2, 10)
+ALL_SLOTS = slice(None)
 MIN_TOP_P = 1e-30  # representable in fp32; leaves only the likeliest token
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e9  # beyond these fp32 sampling is greedy, or uniform
 
@@ -37,17 +38,6 @@ class SamplingMetadata(NamedTuple):
     min_tokens_ban: bool = False  # min_tokens
     logprobs: bool = False
     top: int = 0  # top_logprobs
-
-    def __or__(self, other: SamplingMetadata) -> SamplingMetadata:
-        return SamplingMetadata(
-            self.noise or other.noise,
-            self.truncated or other.truncated,
-            self.penalties or other.penalties,
-            self.bias or other.bias,
-            self.min_tokens_ban or other.min_tokens_ban,
-            self.logprobs or other.logprobs,
-            max(self.top, other.top),
-        )
 
     @property
     def plain(self) -> bool:
@@ -95,7 +85,7 @@ class Sampler:
     def __init__(self, vocab: int, valid: int, max_seqs: int, device: torch.device | str) -> None:
         self.vocab, self.valid, self.slots = vocab, valid, max_seqs + 1
         self.device = torch.device(device)
-        self.metadata_by_slot: dict[int, SamplingMetadata] = {}
+        self.metadata_by_slot = np.zeros((self.slots, len(SamplingMetadata._fields)), np.int64)
         self.rows = torch.zeros(self.slots, 5, dtype=torch.int64, device=self.device)  # seed, and eight floats
         self.seeds = self.rows[:, 0]
         self.floats = self.rows.view(torch.float32)  # (slots, 10)
@@ -112,7 +102,8 @@ class Sampler:
     def admit(self, slot: int, sequence: Running) -> None:
         """Write the sampling parameters of a sequence to its slot, asynchronously."""
         params, ends = sequence.params, [i for i in sequence.request.end_token_ids if i < self.valid]
-        metadata = self.metadata_by_slot[slot] = metadata_of(params, ends)
+        metadata = metadata_of(params, ends)
+        self.metadata_by_slot[slot] = metadata
         row = np.zeros(5, np.int64)
         row[0] = sequence.seed
         row.view(np.float32)[2:] = (
@@ -172,12 +163,10 @@ class Sampler:
             counts = np.bincount([i for i in ids if 0 <= i < self.valid], minlength=self.valid)
             self.send(table[slot], counts.astype(bool if table is self.prompt_mask else np.int32))
 
-    def sampling_metadata(self, slots: Iterable[int]) -> SamplingMetadata:
+    def sampling_metadata(self, slots: np.ndarray | Sequence[int] | slice) -> SamplingMetadata:
         """Combined metadata of these slots (padding slots need nothing)."""
-        needed = SamplingMetadata()
-        for each in {self.metadata_by_slot[slot] for slot in slots if slot in self.metadata_by_slot}:
-            needed |= each
-        return needed
+        *flags, top = self.metadata_by_slot[slots].max(axis=0, initial=0).tolist()
+        return SamplingMetadata._make([*map(bool, flags), top])
 
     # --- sampling, on the device ---
 
@@ -194,7 +183,7 @@ class Sampler:
         `mask` (rows, ⌈valid/32⌉) int32 holds a bit for each token, 1 where a grammar allows it. `sampling_metadata` is
         what `self.sampling_metadata` gives for the batch; None: of all slots.
         """
-        sampling_metadata = sampling_metadata or self.sampling_metadata(self.metadata_by_slot)
+        sampling_metadata = sampling_metadata or self.sampling_metadata(ALL_SLOTS)
         # Truncation applies to tokens that a grammar allows; without truncation the sampling kernel applies the mask.
         scores = self.process_logits(
             logits, slots, output_positions, mask if sampling_metadata.truncated else None, sampling_metadata
@@ -226,7 +215,7 @@ class Sampler:
     ) -> Tensor:
         """(rows, vocab) float32: sampling probabilities; a greedy row is one-hot."""
         scores = self.truncated_logits(
-            logits, slots, output_positions, mask, sampling_metadata or self.sampling_metadata(self.metadata_by_slot)
+            logits, slots, output_positions, mask, sampling_metadata or self.sampling_metadata(ALL_SLOTS)
         ).float()
         temperatures = self.floats[slots, TEMPERATURE].unsqueeze(1)
         best = torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)

@@ -29,12 +29,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
+import numpy as np
+
 from ...spec import EngineSpec
 from .block_manager import BlockManager
 from .request import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
 
 AGEING = 256  # steps of waiting that one level of priority is worth
-RANK = attrgetter("rank")
+RANK, DRAFT_TOKENS = attrgetter("rank"), attrgetter("draft_tokens")
 
 
 @dataclass(slots=True)
@@ -74,7 +76,17 @@ class Step:
 
     @cached_property
     def sampling_chunks(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.num_logits]
+        return self.chunks if self.decode_only else [chunk for chunk in self.chunks if chunk.num_logits]
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """(chunks) int64: the slots of their sequences, when first asked for: before any of them is freed."""
+        return np.array([chunk.sequence.slot for chunk in self.chunks], np.int64)
+
+    @cached_property
+    def sampling_slots(self) -> np.ndarray:
+        """(sampling chunks) int64."""
+        return self.slots if self.decode_only else self.slots[[chunk.num_logits > 0 for chunk in self.chunks]]
 
     @property
     def decode_only(self) -> bool:
@@ -151,7 +163,7 @@ class Scheduler:
         """Chunks of the running sequences, and the remaining token budget."""
         token_budget = self.spec.max_batch_tokens
         chunks: list[Chunk] = []
-        drafting = any(sequence.draft_tokens for sequence in self.running)
+        drafting = any(map(DRAFT_TOKENS, self.running))
         # Draft tokens take neither the blocks nor the budget that sampled tokens of later sequences need.
         owed = sum(map(self.needs_block, self.running)) if drafting else 0
         others = sum(map(is_decoding, self.running)) if drafting else 0

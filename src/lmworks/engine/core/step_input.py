@@ -119,9 +119,11 @@ class Packer:
         self.max_blocks_per_seq = math.ceil(engine.context / engine.block)
         self.tables = np.zeros((engine.max_seqs + 1, self.max_blocks_per_seq), np.int32)
         self.num_written = np.zeros(engine.max_seqs + 1, np.int64)  # blocks of each table that are written
+        self.num_prompt_tokens = np.zeros(engine.max_seqs + 1, np.int64)
 
     def admit(self, sequence: Sequence) -> None:
         self.num_written[sequence.slot] = 0
+        self.num_prompt_tokens[sequence.slot] = sequence.num_prompt_tokens
 
     def width(self, blocks: int) -> int:
         """Block table width for so many blocks: one of a few, as each needs its own CUDA graph."""
@@ -132,19 +134,16 @@ class Packer:
 
     def pack(self, step: Step, bucket: Layout | None = None) -> tuple[Tensor, Layout]:
         """The buffer on the host, padded to `bucket` if one is given."""
-        chunks = step.chunks
-        slot, prompt, blocks = np.array(
-            [(each.slot, each.num_prompt_tokens, len(each.blocks)) for each in [chunk.sequence for chunk in chunks]],
-            np.int64,
-        ).T  # (S) each
-        start = np.array([chunk.start for chunk in chunks], np.int64)
+        chunks, slot = step.chunks, step.slots
+        start = np.array([chunk.start for chunk in chunks], np.int64)  # (S)
         if step.single_tokens:
             count = wanted = np.ones(len(chunks), np.int64)
         else:
             count, wanted = np.array([(chunk.count, chunk.num_logits) for chunk in chunks], np.int64).T
-        self.update_tables(chunks, slot, blocks)
+        end = start + count
+        self.update_tables(chunks, slot, end)
         seqs, total, rows, single = len(chunks), step.tokens, step.rows, int((count == 1).sum())
-        width = self.width(int(blocks.max()))
+        width = self.width(int(self.num_written[slot].max()))
         if bucket is None:
             layout = Layout(total, seqs, rows, width, single, int(count.max()))
         else:
@@ -164,7 +163,6 @@ class Packer:
         ) = parts
         chunk_rows, token_rows = np.arange(seqs), np.arange(total)  # (S), (T): row of each chunk and of each token
         owner = chunk_rows.repeat(count)  # (T): the chunk of each token
-        end = start + count
         left = count.cumsum()[owner] - token_rows  # (T): tokens of the chunk from this one on
         position = end[owner] - left
         logits_tokens = (left <= wanted[owner]).nonzero()[0]  # (R): the token of each row of logits
@@ -179,7 +177,7 @@ class Packer:
         slot_mapping[token_rows] = self.tables[slot_of, block].astype(np.int64) * self.block_size + within
         logits_indices[:rows] = token_rows[logits_tokens]
         row_slots[:rows] = slot_of[logits_tokens]
-        output_positions[:rows] = (position - prompt[owner])[logits_tokens] + 1
+        output_positions[:rows] = (position - self.num_prompt_tokens[slot_of])[logits_tokens] + 1
         lengths[chunk_rows] = end
         starts[1 : layout.num_decodes + 1] = 1  # padded decodes have one token each
         starts[chunk_rows + 1] = count
@@ -207,13 +205,16 @@ class Packer:
         parts[SLOT_MAPPING][:], parts[ROW_SLOTS][:] = -1, self.padding_slot
         return buffer, parts
 
-    def update_tables(self, chunks: list[Chunk], slot: np.ndarray, blocks: np.ndarray) -> None:
-        """Write newly allocated blocks to the block tables; a sequence keeps its blocks until it is admitted again."""
-        for i in (blocks > self.num_written[slot]).nonzero()[0].tolist():
-            row, end = slot[i], blocks[i]
+    def update_tables(self, chunks: list[Chunk], slot: np.ndarray, end: np.ndarray) -> None:
+        """Write new blocks to the tables of sequences that compute up to `end`.
+
+        A sequence keeps its blocks until it is admitted again.
+        """
+        for i in (end > self.num_written[slot] * self.block_size).nonzero()[0].tolist():
+            row, blocks = slot[i], chunks[i].sequence.blocks
             begin = self.num_written[row]
-            self.tables[row, begin:end] = chunks[i].sequence.blocks[begin:end]
-            self.num_written[row] = end
+            self.tables[row, begin : len(blocks)] = blocks[begin:]
+            self.num_written[row] = len(blocks)
 
 
 def decode_bucket(seqs: int, tokens_per_seq: int = 1) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,13 +17,14 @@ from .scheduler import Chunk
 LOGITS_AT_ONCE = 2**25  # elements of one chunk of a prompt's logits: 128 MiB in fp32
 
 
-@dataclass(slots=True)
-class TokenOutput:
-    """Sampled tokens of one chunk."""
+@dataclass(frozen=True)
+class StepTokens:
+    """Sampled tokens of the chunks of a step that sample, concatenated; padding may follow."""
 
     tokens: list[int]
-    logprobs: list[Logprob] | None = None
-    bad: bool = False  # logits not finite, or no token allowed: the tokens are invalid
+    logprobs: list[Logprob]  # of each token; empty if no sequence needs any
+    counts: list[int] | None = None  # tokens of each chunk: several where draft tokens were right; None: one each
+    bad: frozenset[int] = frozenset()  # chunks with invalid tokens: logits not finite, or no token allowed
 
 
 @dataclass(frozen=True)
@@ -113,33 +115,35 @@ class AsyncStepOutput:
         if self.arrived is not None:
             self.arrived.synchronize()
 
-    def read(self) -> list[TokenOutput]:
-        """One output for each chunk that samples, in order. Waits for the device."""
+    def read(self) -> StepTokens:
+        """Waits for the device."""
         self.wait()
         if self.sampled is None:
-            return []
-        sampled = self.sampled
-        tokens, bad = sampled.tokens.tolist(), sampled.bad.tolist()
-        logprobs = sampled_logprobs(tokens, sampled)
-        draft_tokens = [] if self.draft_tokens is None else self.draft_tokens.tolist()
-        token_output, row = [], 0
-        for chunk in self.chunks:
-            top, found = chunk.sequence.top_logprobs, None
-            if chunk.num_logits == 1:
-                if top is not None:
-                    found = [logprobs[row].cut(top)]
-                token_output.append(TokenOutput([tokens[row]], found, bad[row]))
-                row += 1
-                continue
+            return StepTokens([], [])
+        tokens, bad = self.sampled.tokens.tolist(), frozenset(np.flatnonzero(self.sampled.bad).tolist())
+        logprobs = sampled_logprobs(tokens, self.sampled, self.chunks)
+        if self.draft_tokens is None:  # a row for each chunk; padding behind them
+            return StepTokens(tokens, logprobs, None, bad)
+        return self.verified(tokens, logprobs, bad, self.draft_tokens.tolist())
+
+    def verified(
+        self, tokens: list[int], logprobs: list[Logprob], bad: frozenset[int], draft_tokens: list[int]
+    ) -> StepTokens:
+        """Of each chunk its first row, and rows after a draft token that the row before has sampled too."""
+        valid: list[int] = []  # rows
+        counts, bad_chunks, row = [], [], 0
+        for index, chunk in enumerate(self.chunks):
             end = row + 1
-            # A row follows a draft token: it is valid only if the row before sampled that token.
-            while end < row + chunk.num_logits and tokens[end - 1] == draft_tokens[end - 1] and not bad[end - 1]:
+            while end < row + chunk.num_logits and tokens[end - 1] == draft_tokens[end - 1] and end - 1 not in bad:
                 end += 1
-            if top is not None:
-                found = [one.cut(top) for one in logprobs[row:end]]
-            token_output.append(TokenOutput(tokens[row:end], found, any(bad[row:end])))
+            valid += range(row, end)
+            counts.append(end - row)
+            if not bad.isdisjoint(range(row, end)):
+                bad_chunks.append(index)
             row += chunk.num_logits
-        return token_output
+        return StepTokens(
+            [tokens[i] for i in valid], [logprobs[i] for i in valid if logprobs], counts, frozenset(bad_chunks)
+        )
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """The prompt log-probabilities that this step computed. Waits for the device."""
@@ -155,14 +159,15 @@ class AsyncStepOutput:
         ]
 
 
-def sampled_logprobs(tokens: list[int], sampled: SamplerOutput) -> list[Logprob]:
-    """Row by row, with as many of the likeliest tokens as any sequence needs; empty if none needs any."""
+def sampled_logprobs(tokens: list[int], sampled: SamplerOutput, chunks: list[Chunk]) -> list[Logprob]:
+    """Row by row, with as many of the likeliest tokens as its sequence needs; empty if none needs any."""
     if sampled.logprob is None:
         return []
     if sampled.top_ids is None:
         return list(map(Logprob, tokens, sampled.logprob.tolist()))
     rows = logprob_rows(sampled.logprob, sampled.top_ids, sampled.top_logprobs)
-    return [to_logprob(token, row, len(row[1])) for token, row in zip(tokens, rows, strict=True)]
+    tops = [chunk.sequence.top_logprobs or 0 for chunk in chunks for _ in range(chunk.num_logits)]
+    return [to_logprob(*each) for each in zip(tokens, rows, tops, strict=True)]
 
 
 Row = tuple[float, list[int], list[float]]
