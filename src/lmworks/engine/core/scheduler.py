@@ -171,9 +171,9 @@ class Scheduler:
         prefilling = False
         for sequence in list(self.running):
             start, count = sequence.num_computed_tokens, 1
-            if not is_decoding(sequence):
+            if len(sequence.tokens) > start + 1:
                 prefilling = True
-            elif token_budget and sequence.state is SequenceStatus.RUNNING:
+            elif start + 1 < sequence.limit and token_budget and sequence.state is SequenceStatus.RUNNING:
                 if drafting:
                     owed -= self.needs_block(sequence)
                     others -= 1
