@@ -72,24 +72,28 @@ def step(strategy: str, link: str, steps: int, profile: Path, folder: Path) -> d
     }
 
 
+def measure(link: str, steps: int, folder: Path, image: Path) -> dict[str, Any]:
+    """Fits of the link into a profile of this machine, and steps over it beside what that profile predicts."""
+    profile, wire = folder / "profile.toml", folder / "wire.json"
+    run("plan", "calibrate", "--device", "cpu", "--ranks", "2", "--out", str(profile))
+    files = ["--profile", str(profile), "--plot", str(image), "--out", str(wire)]
+    ops = ["--ops", "all-reduce,reduce-scatter,all-gather,broadcast,send", "--sizes", "4K:4M"]
+    run_first("bench", "collectives", "--link", link, *ops, *files)
+    facts = json.loads(wire.read_text())
+    timed = [step(one, link, steps, profile, folder / one) for one in ("ddp", "fsdp2")]
+    found = {"link": facts["link"], "load": os.getloadavg(), **fitted(facts, LinkShape.parse(link)), "steps": timed}
+    return {**found, "fits": facts["fits"], "rows": facts["rows"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link", default="100mbit,5ms")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        profile, wire = folder / "profile.toml", folder / "wire.json"
-        run("plan", "calibrate", "--device", "cpu", "--ranks", "2", "--out", str(profile))
-        picture = ["--profile", str(profile), "--plot", str(IMAGE), "--out", str(wire)]
-        ops = ["--ops", "all-reduce,reduce-scatter,all-gather,broadcast,send", "--sizes", "4K:4M"]
-        run_first("bench", "collectives", "--link", options.link, *ops, *picture)
-        facts = json.loads(wire.read_text())
-        steps = [step(one, options.link, options.steps, profile, folder / one) for one in ("ddp", "fsdp2")]
-    shape = LinkShape.parse(options.link)
-    result = {"link": facts["link"], "load": os.getloadavg(), **fitted(facts, shape), "steps": steps}
-    print(write_result("shaped_link_cpu", {**result, "fits": facts["fits"], "rows": facts["rows"]}))
-    for one in steps:
+        result = measure(options.link, options.steps, Path(name), IMAGE)
+    print(write_result("shaped_link_cpu", result))
+    for one in result["steps"]:
         print(f"{one['strategy']}: predicted {one['predicted_s']:.3g} s, measured {one['measured_s']:.3g} s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -128,6 +129,20 @@ def test_shapes() -> None:
     ):
         with pytest.raises(SpecError, match=why):
             LinkShape.parse(bad)
+
+
+@pytest.mark.slow  # calibration, collectives and two trainings: three minutes, with real-time priority
+def test_steps_over_a_link_are_predicted_within_15_percent(
+    far: ShapedLink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    measure = importlib.import_module("shaped_link_cpu").measure
+    found = measure("100mbit,5ms", 6, tmp_path, tmp_path / "link.png")
+    assert [one["strategy"] for one in found["steps"]] == ["ddp", "fsdp2"]
+    for one in found["steps"]:
+        assert one["parts_s"]["communication"] > 0.8 * one["predicted_s"]  # not the machine
+        assert abs(one["error"]) < 0.15, one
+    assert all(abs(error) < 0.1 for error in found["error"].values()), found["error"]
 
 
 def test_a_command_over_a_link(fast: ShapedLink, capfd: pytest.CaptureFixture[str]) -> None:
