@@ -77,22 +77,28 @@ def test_a_healthy_run_has_nothing_to_try(
     assert (code, err) == (2, "lmworks: error: --try: the verdict is healthy: there is nothing to try\n")
 
 
+# Ranges of the measured gain, and whether the steps of both are apart; the last two overlap.
+TRIALS = [((0.0, 1.0), True), ((0.0, 0.01), True), ((0.98, 0.99), True), *[((-0.1, 0.3), False)] * 2]
+
+
 def test_the_remedy_is_tried(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
+    trials = [Trial(0.4, 0.3, 0.25, gains, apart) for gains, apart in TRIALS]
 
     def tried(*wanted: object) -> Trial:
         asked.append(wanted)
-        return Trial(0.4, 0.3, 0.25, (-0.1, 0.3), apart=len(asked) == 1)
+        return trials[len(asked) - 1]
 
     monkeypatch.setattr("lmworks.bench.remedy_trial.try_remedy", tried)
     code, out, _ = lmworks(capsys, "diagnose", str(run.path), "--try", "--steps", "2")
     assert code == 0 and asked == [(str(run.path), ("data.workers=10",), 2)]
-    assert "gain of 25% for each sequence (-10% to 30%)\n" in out
-    assert (
-        "30%); the steps of both overlap: it may be chance\n" in lmworks(capsys, "diagnose", str(run.path), "--try")[1]
-    )
+    low, high = json.loads(lmworks(capsys, "diagnose", str(run.path), "--json")[1])["predicted_gain"].values()
+    assert 0.01 < low < high < 0.98, (low, high)  # so that the trials are beside, below and above it
+    assert "became one of 300 ms, a gain of 25% for each sequence (0% to 100%), as predicted\n" in out
+    for words in ("(0% to 1%), less than predicted", "(98% to 99%), more than predicted", "it may be chance"):
+        assert f"{words}\n" in lmworks(capsys, "diagnose", str(run.path), "--try")[1]
     trial = json.loads(lmworks(capsys, "diagnose", str(run.path), "--try", "--json")[1])["trial"]
     assert trial == {"before_s": 0.4, "after_s": 0.3, "gain": 0.25, "gain_range": [-0.1, 0.3], "apart": False}
 

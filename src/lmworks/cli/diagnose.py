@@ -79,13 +79,21 @@ def diagnose_run(run: Path, attempt: int | None, stacks: bool, trial_steps: int,
     if judged is not None:
         typer.echo(f"traces: {', '.join(str(file) for file in files)}")
         print_judgement(judged)
-    if trial is not None:
-        low, high = trial.gain_range
-        chance = "" if trial.apart else "; the steps of both overlap: it may be chance"
-        typer.echo(
-            f"    tried: a step of {duration(trial.before_s)} became one of {duration(trial.after_s)}, "
-            f"a gain of {trial.gain:.0%} for each sequence ({low:.0%} to {high:.0%}){chance}"
-        )
+    if trial is not None and judged is not None:
+        typer.echo(f"    tried: {trial_text(trial, judged)}")
+
+
+def trial_text(trial: Trial, judged: Judgement) -> str:
+    low, high = trial.gain_range
+    gained = (
+        f"a step of {duration(trial.before_s)} became one of {duration(trial.after_s)}, "
+        f"a gain of {trial.gain:.0%} for each sequence ({low:.0%} to {high:.0%})"
+    )
+    if not trial.apart:
+        return f"{gained}; the steps of both overlap: it may be chance"
+    return (
+        f"{gained}, {'less than' if high < judged.gain[0] else 'more than' if low > judged.gain[1] else 'as'} predicted"
+    )
 
 
 def run_trial(run: Path, judged: Judgement | None, steps: int) -> Trial:
