@@ -14,6 +14,7 @@ from lmworks.plan.exact.collectives import collectives
 from lmworks.plan.predict import Prediction, predict
 from lmworks.plan.step.cpu_ranks import backward_seconds, not_priced
 from lmworks.plan.step.one_device import step_time
+from lmworks.plan.step.op_prices import op_prices
 from lmworks.spec import RunSpec, load_run
 from typed import lmworks
 
@@ -134,3 +135,14 @@ def test_links_between_nodes_are_read_back(profile: Path) -> None:
     assert read.between.seconds("all-reduce", 2.0**20, 2) == pytest.approx(ALPHA + BETA * 2**20, rel=1e-4)
     both = replace(read, links=links())
     assert both.to_dict()["links"]["fit"] == both.to_dict()["network"]["fit"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_prices_of_ops_and_collectives_add_up_to_the_step(profile: Path, strategy: str) -> None:
+    spec = spec_of(profile, f"parallel.strategy={strategy}")
+    prices, time = op_prices(spec, load_profile(str(profile)).machine), predicted(spec).time
+    assert prices is not None and time is not None
+    assert sum(one.seconds for one in prices) == pytest.approx(time.total, rel=1e-9)
+    wire = {one.op: one.seconds for one in prices if one.part == "communication"}
+    assert sum(wire.values()) == pytest.approx(time.parts["communication"])
+    assert wire.keys() == ({"all-reduce"} if strategy == "ddp" else {"all-gather", "reduce-scatter", "all-reduce"})

@@ -98,13 +98,20 @@ def test_spans_are_nested_and_named(dataset: Path, tmp_path: Path) -> None:
     micro_batch = [
         "phase/forward", "layer/0", "layer/1", "phase/backward", "layer/1 backward", "layer/0 backward",
     ]  # fmt: skip
-    found = [name for name in spans(trace) if not name.startswith("Optimizer.")]
+    found = [name for name in spans(trace) if not name.startswith(("Optimizer.", "module/"))]
     save = found.index("phase/checkpoint")
     assert found[:save] == [
         "ProfilerStep#2", "phase/input", "micro_batch/0", *micro_batch, "micro_batch/1", *micro_batch,
         "phase/communication", "phase/optimizer",
     ]  # fmt: skip
     assert set(found[save:]) == {"phase/checkpoint"}  # which belongs to the step before it
+    whole = spans(trace)
+    first = whole[whole.index("layer/0") + 1 : whole.index("layer/1")]
+    assert [name.removeprefix("module/") for name in first] == [
+        "attention_norm", "attention", "attention.q", "attention.k", "attention.v", "attention.out",
+        "mlp_norm", "mlp", "mlp.gate", "mlp.up", "mlp.down",
+    ]  # fmt: skip
+    assert whole.count("module/embed") == whole.count("module/norm") == 2  # once a micro-batch
 
     content = json.loads(gzip.decompress(trace.read_bytes()))
     assert content["lmworks"]["steps"] == [2, 2] and content["lmworks"]["spec"]["optim"]["steps"] == 3
@@ -128,7 +135,7 @@ def test_nothing_stays_installed_after_the_last_step(dataset: Path, tmp_path: Pa
     listeners = list(phase.listeners)
     trainer = train(layout(dataset, "log.profile=[1,2]"), tmp_path / "run")
     assert phase.listeners == listeners
-    assert all(block._compiled_call_impl is None for block in trainer.model.layers())
+    assert all(module._compiled_call_impl is None for module in trainer.model.modules())
 
 
 def test_the_event_is_written_before_the_request_goes(

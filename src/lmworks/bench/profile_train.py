@@ -5,6 +5,7 @@ evaluated, and the loop is the trainer's, of any method.
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..record.profile_request import trace_path
 from ..spec import RunSpec
 from ..train import Trainer
 from ..train.evaluate import Evaluation
+from .calibrate import cached_machine
 from .train import tolerate_bad_steps, weights_on_device, with_default_data, without_async_saves
 
 
@@ -25,7 +27,8 @@ def profile_train(
     """Called on every rank; returns the traces of all of them."""
     spec = profiled_spec(spec, steps, warm_up, stacks)
     first, last = spec.log.profile
-    trainer = profiled_trainer(spec, last + 1, progress)(spec, run_dir, quiet=True, force=force)
+    machine = cached_machine(spec.cluster) if int(os.environ.get("RANK", 0)) == 0 else None  # who writes predictions
+    trainer = profiled_trainer(spec, last + 1, progress)(spec, run_dir, machine=machine, quiet=True, force=force)
     if isinstance(trainer, Trainer) and not spec.checkpoint.init and not spec.adapters:
         trainer.weights = weights_on_device(trainer.device, spec.seed)
     trainer.run()

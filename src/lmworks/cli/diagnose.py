@@ -13,7 +13,6 @@ from ..data.progress import activity
 from ..record.formatting import duration
 from ..spec import SpecError
 from .output import Json, print_json, print_table
-from .profile_compare import newest_traces
 
 if TYPE_CHECKING:
     from ..bench.remedy_trial import Trial
@@ -63,6 +62,7 @@ def diagnose(
 def diagnose_run(run: Path, attempt: int | None, stacks: bool, trial_steps: int, json: bool) -> None:
     from ..diagnose.hang import diagnose
     from ..record.run_summary import locate
+    from ..trace.files import newest_traces
 
     folder = locate(run)
     found = diagnose(folder, attempt)
@@ -113,14 +113,13 @@ def run_trial(run: Path, judged: Judgement | None, steps: int) -> Trial:
 
 def judge_traces(files: Sequence[Path], spec: RunSpec | None = None) -> tuple[Judgement, dict[str, Any]]:
     """The verdict, and the figures that it is based on."""
+    from ..diagnose.trace_facts import trace_facts
     from ..diagnose.verdict import judge
     from ..trace import read_traces
-    from ..trace.own_runs import recorded_spec
-    from ..trace.summary import summarise
 
     traces = read_traces(files)
-    facts = summarise(traces)
-    return judge(traces, facts, spec or recorded_spec(traces)), facts
+    facts, spec = trace_facts(traces, spec)
+    return judge(traces, facts, spec), facts
 
 
 def print_judgement(judged: Judgement) -> None:

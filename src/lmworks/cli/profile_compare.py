@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,6 @@ from ..spec.errors import NoSuchData
 from .output import Json, print_json, print_table
 
 Recording = Annotated[Path, typer.Argument(help="A run folder, a folder of traces, or a trace.")]
-TRACES = ("*.json.gz", "*.json", "*.sqlite")
-STEPS = re.compile(r"-steps-(\d+-\d+)\.")  # of our own traces
 LISTED = 10  # ops of the table
 
 
@@ -44,26 +41,13 @@ def trace_files(place: Path) -> list[Path]:
     """The traces of one recording, by name."""
     if not place.is_dir():
         return [place]
+    from ..trace.files import TRACES, newest_traces
+
     folder = place / "traces" if (place / "traces").is_dir() else place
     found = newest_traces(folder)
     if not found:
         raise NoSuchData(f"{folder} has no traces ({', '.join(TRACES)}); `lmworks profile train` records some")
     return found
-
-
-def newest_traces(folder: Path) -> list[Path]:
-    """The newest trace of a folder and those that were recorded with it. Names of unfinished ones begin with a dot."""
-    found = sorted({file for pattern in TRACES for file in folder.glob(pattern) if not file.name.startswith(".")})
-    if not found:
-        return []
-    newest = recording_of(max(found, key=lambda file: file.stat().st_mtime))
-    return [file for file in found if recording_of(file) == newest]
-
-
-def recording_of(trace: Path) -> str:
-    """What the traces of one recording have in common: the steps of our own, else the format."""
-    steps = STEPS.search(trace.name)
-    return steps[1] if steps else "Nsight Systems" if trace.suffix == ".sqlite" else "Kineto"
 
 
 def print_comparison(facts: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from .output import print_json, print_table, write_file
 from .profile_memory import print_memory
 
 MOST_ROWS = 40  # of steps and ranks in a table
+MOST_OPS = 20  # of the network; all of them are in --json and on the page
 
 
 def report_traces(
@@ -27,17 +28,13 @@ def report_traces(
     **known: Any,
 ) -> None:
     """`spec`: the run's, where traces do not hold it. `known`: what the command that recorded them adds to the JSON."""
-    from ..diagnose.schedule_bubble import with_schedule
+    from ..diagnose.trace_facts import trace_facts
     from ..diagnose.verdict import judge
     from ..trace import read_traces
-    from ..trace.own_runs import recorded_spec
-    from ..trace.summary import summarise
 
     with activity() as doing:
         traces = read_traces(files, doing)
-        facts = summarise(traces)
-        spec = spec or recorded_spec(traces)
-        facts["pipeline"] = with_schedule(facts["pipeline"], spec)
+        facts, spec = trace_facts(traces, spec)
         judged = judge(traces, facts, spec)
     whole = {**known, **facts, **judged.to_dict()}
     if json:
@@ -70,6 +67,7 @@ def print_trace(facts: dict[str, Any]) -> None:
     print_steps(facts)
     print_collectives(facts)
     print_ops(facts)
+    print_predicted(facts)
     print_pipeline(facts)
     print_notes(facts)
     print_memory(facts)
@@ -121,6 +119,17 @@ def print_ops(facts: dict[str, Any]) -> None:
         for one in facts["ops"][:10]
     ]
     print_table("Ops", ["op", "calls", "ms", "share", "TFLOP/s"], rows)
+
+
+def print_predicted(facts: dict[str, Any]) -> None:
+    if not facts["predicted"]:
+        return
+    from ..diagnose.predicted_ops import missing_price, op_table
+
+    columns, rows = op_table(facts["predicted"], MOST_OPS)
+    print_table("Predicted beside measured, a step", columns, rows)
+    if why := missing_price(facts["predicted"]):
+        typer.echo(why)
 
 
 def print_pipeline(facts: dict[str, Any]) -> None:

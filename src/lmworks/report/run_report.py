@@ -7,17 +7,22 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
+from ..diagnose.predicted_ops import predicted_ops
 from ..record import RunFolder, read_metrics
 from ..record.event_text import describe_event
 from ..record.formatting import binary_bytes, clock, duration, short
 from ..record.run_summary import Steps, Summary, measures_reward, summarize
 from ..spec import LMWorksError, RunSpec
+from ..spec.errors import DataError
 from ..spec.files import write_whole
+from ..trace import read_traces
+from ..trace.files import newest_traces
 from . import predicted_vs_measured
 from .html_page import StyledCell, chart_cards, header, note, page, table, tiles
 from .plots import draw_plots
 from .post_training import Tile, points, post_training, reward_tiles
 from .svg import EventMarks, Line, Points, line_chart, stacked_chart
+from .trace_page import predicted_table
 
 PARTS = {
     "forward_backward_s": "forward and backward",
@@ -25,6 +30,7 @@ PARTS = {
     "data_s": "waiting for data",
 }
 MAX_EVENTS = 200
+MAX_TRACES = 8  # ranks whose traces are read
 # Event marks on the loss curve: name, CSS class, glyph, kinds of events.
 MARKED_EVENTS = (
     ("spike or NaN", "spike", "▼", ("spike", "fault", "corrupt")),
@@ -41,6 +47,7 @@ def write_report(folder: RunFolder) -> Path:
         heading(summary),
         summary_tiles(summary, reward_tiles(spec, steps)),
         predicted(folder, steps),
+        profiled(folder),
         charts(spec, steps, folder.events(), pngs),
         post_training(folder, spec, steps),
         events(folder),
@@ -96,6 +103,21 @@ def predicted(folder: RunFolder, steps: Steps) -> str:
     notes = [note(row.why, "outside") for row in found if row.why] + ([note(busy, "busy")] if busy else [])
     notes.append(note("Measured: the peak for memory, the median over steps for the rest."))
     return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
+
+
+def profiled(folder: RunFolder) -> str:
+    """Of the newest recording of a run: prices and traced times of the ops of a step."""
+    files = newest_traces(folder.traces)[:MAX_TRACES]
+    if not files:
+        return ""
+    try:
+        inside = predicted_table(predicted_ops(read_traces(files)))
+    except DataError as error:
+        return note(str(error))
+    if not inside:
+        return ""
+    source = note(f"From {', '.join(file.name for file in files)}; recording itself takes time, most on a CPU.")
+    return f"<h2>Predicted beside measured, op by op</h2>{inside}{source}"
 
 
 def event_marks(recorded: Steps) -> list[EventMarks]:

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from ..diagnose.causes import Evidence
+from ..diagnose.predicted_ops import missing_price, op_table
 from ..diagnose.schedule_bubble import bubble_table
 from ..record.formatting import binary_bytes, duration, short
 from ..trace.hotspots import short_name
@@ -45,6 +46,7 @@ def trace_page(facts: Facts, traces: Sequence[Trace]) -> str:
         *section("Idle time by cause", idle_table(facts)),
         *section("Collectives", collectives_table(facts)),
         *section("Hotspots", ops_table(facts)),
+        *section("Predicted beside measured, op by op", predicted_table(facts.get("predicted"))),
         *section("Host time", host_table(facts)),
         *section("Launches and the critical path", launches_table(facts)),
         *section("Pipeline bubble", pipeline_table(facts)),
@@ -180,6 +182,18 @@ def ops_table(facts: Facts) -> str:
         for one in facts["ops"][:LISTED]
     ]
     return table(["op", "calls", "ms", "share", "achieved", "inputs read"], rows, 5) if rows else ""
+
+
+def predicted_table(predicted: Facts | None) -> str:
+    """Of our own runs: the planner's price of every op of a step beside its traced time."""
+    if not predicted:
+        return ""
+    columns, rows = op_table(predicted)
+    said = note(
+        "One step of one rank, by the seconds that the planner was wrong. Floor: the op's kernels at the machine's "
+        "rates, without the host."
+    )
+    return f"{table(columns, rows, 6)}{said}{note(why) if (why := missing_price(predicted)) else ''}"
 
 
 def host_table(facts: Facts) -> str:

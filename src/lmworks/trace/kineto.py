@@ -50,6 +50,8 @@ class Args(msgspec.Struct, gc=False):
     Bytes: Number = None
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
+    sequence: Number = msgspec.field(default=None, name="Sequence number")
+    forward_thread: Number = msgspec.field(default=None, name="Fwd thread id")
     collective: str | None = msgspec.field(default=None, name="Collective name")
     nelems: Number = msgspec.field(default=None, name="In msg nelems")
     dtype: Any = None
@@ -246,6 +248,8 @@ class Columns:
                 self.integers("bytes", [one.bytes for one in args]),
                 np.array(shapes, np.int32),
                 np.array(messages, np.int32),
+                self.integers("Sequence number", [one.sequence for one in args]),
+                self.integers("Fwd thread id", [one.forward_thread for one in args]),
             ]
         )
 
@@ -286,7 +290,7 @@ class Columns:
         if not self.parts:
             found = f"{self.events:,} events, none" if self.events else "no events"
             raise DataError(f"{self.path}: {found} of PyTorch's profiler (ops, kernels, runtime calls)")
-        kind, name, lane, ts, dur, correlation, sizes, shapes, messages = (
+        kind, name, lane, ts, dur, correlation, sizes, shapes, messages, sequence, forward_thread = (
             np.concatenate(column) for column in zip(*self.parts, strict=True)
         )
         self.parts.clear()
@@ -295,7 +299,10 @@ class Columns:
         start = np.rint((ts - origin) * 1e3).astype(np.int64)
         end = start + np.rint(np.maximum(dur, 0) * 1e3).astype(np.int64)
         order = np.lexsort((-end, start))  # of two that start together, the one around the other is first
-        columns: tuple[Any, ...] = (kind, name, lane, start, end, correlation, sizes, shapes, messages)
+        columns: tuple[Any, ...] = (
+            *(kind, name, lane, start, end, correlation, sizes, shapes, messages),
+            *(sequence, forward_thread),
+        )
         info = self.head.distributedInfo
         own = info.get("rank")
         devices = self.head.deviceProperties

@@ -72,6 +72,8 @@ class Events:
     bytes: Ints  # of a copy or memset; -1: unknown
     shapes: npt.NDArray[np.int32]  # index into Trace.shapes; -1: not recorded
     message: npt.NDArray[np.int32]  # index into Trace.messages; -1: no collective, or without details
+    sequence: Ints  # of an op and of the node of autograd that it made, counted by thread; -1: none
+    forward_thread: Ints  # of a node of autograd: which thread made it; 0: an op, -1: unknown
 
     def __len__(self) -> int:
         return len(self.start)

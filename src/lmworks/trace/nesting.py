@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .model import Ints, Kind, Trace
+from .model import Ints, Kind, Mask, Trace
 
 HOST = (Kind.OP, Kind.RUNTIME, Kind.ANNOTATION, Kind.PYTHON)
 
@@ -19,10 +19,10 @@ class Nesting:
     self_time: Ints  # less that of the events directly within
 
     @classmethod
-    def of(cls, trace: Trace, kinds: tuple[Kind, ...] = HOST) -> Nesting:
+    def of(cls, trace: Trace, kinds: tuple[Kind, ...] = HOST, without: Mask | None = None) -> Nesting:
         events = trace.events
         parent = np.full(len(events), -1, np.int64)
-        rows = np.flatnonzero(events.of(*kinds))
+        rows = np.flatnonzero(events.of(*kinds) if without is None else events.of(*kinds) & ~without)
         rows = rows[np.argsort(events.lane[rows], kind="stable")]  # by thread, and by start within it
         edges = np.flatnonzero(np.diff(events.lane[rows])) + 1
         for own in np.split(rows, edges):
@@ -33,9 +33,13 @@ class Nesting:
 
     def nearest(self, trace: Trace, kind: Kind) -> Ints:
         """The innermost event of a kind around each event, itself included; −1: none."""
+        return self.innermost(trace.events.of(kind))
+
+    def innermost(self, chosen: Mask) -> Ints:
+        """The innermost of the chosen events around each event, itself included; −1: none."""
         found = np.arange(len(self.parent))
         while True:
-            climb = (found >= 0) & (trace.events.kind[found] != kind)
+            climb = (found >= 0) & ~chosen[found]
             if not np.any(climb):
                 return found
             found[climb] = self.parent[found[climb]]

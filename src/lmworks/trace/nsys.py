@@ -153,6 +153,8 @@ class Export:
             "bytes": np.array([row.bytes for row in rows], np.int64),
             "shapes": np.full(len(rows), -1, np.int32),
             "message": np.full(len(rows), -1, np.int32),
+            "sequence": np.full(len(rows), -1, np.int64),
+            "forward_thread": np.full(len(rows), -1, np.int64),
         }
         epoch = self.select("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         gpus = self.select("TARGET_INFO_GPU", "name")

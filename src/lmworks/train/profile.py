@@ -135,12 +135,15 @@ class Profiler:
         self.recording = recorder(self.device, profile_memory=True, record_shapes=True, with_stack=window.stacks)
         self.recording.start()
         self.recording.add_metadata_json("lmworks", json.dumps(without_nan(self.facts(window))))
-        self.spans = Spans(record_function, self.model)
+        self.spans = Spans(record_function, self.model, modules=True)
         self.spans.install()
 
     def facts(self, window: Window) -> dict[str, Any]:
         """What the trace says of the run, for its analysis."""
-        return {"rank": self.rank, "steps": [window.first, window.last], "spec": self.spec.to_dict()}
+        facts = {"rank": self.rank, "steps": [window.first, window.last], "spec": self.spec.to_dict()}
+        with suppress(OSError, ValueError, KeyError):  # a run without a prediction
+            facts["step_ops"] = json.loads(self.folder.prediction_path.read_text(encoding="utf-8"))["step_ops"]
+        return facts
 
     def close(self) -> None:
         """Write what was recorded; a run that ends early still leaves its trace."""

@@ -1,10 +1,10 @@
-"""Names for what a rank is doing, as nested ranges of a profiler: step, micro-batch, phase, layer.
+"""Names for what a rank is doing, as nested ranges of a profiler: step, micro-batch, phase, layer, module.
 
-    ProfilerStep#12 > micro_batch/0 > phase/forward > layer/3
+    ProfilerStep#12 > micro_batch/0 > phase/forward > layer/3 > module/attention > module/attention.q
 
-Phases come from `record.phase`, which calls its listeners; layers from wrapped blocks; passes of a pipeline from its
-recorder. All of them are installed while something records, and removed after it: a run that is not profiled executes
-none of this.
+Phases come from `record.phase`, which calls its listeners; layers from wrapped blocks, modules from what is in them
+(unless they are compiled) and around them; passes of a pipeline from its recorder. All of them are installed while
+something records, and removed after it: a run that is not profiled executes none of this.
 """
 
 from __future__ import annotations
@@ -31,20 +31,25 @@ def phase_word(name: str) -> str:
 
 
 class Spans:
-    def __init__(self, make_range: Range, model: ParallelModel) -> None:
-        self.make_range, self.model = make_range, model
+    def __init__(self, make_range: Range, model: ParallelModel, modules: bool = False) -> None:
+        self.make_range, self.model, self.modules = make_range, model, modules
         self.thread = threading.get_ident()  # a range ends in the thread that it began in
         self.open: list[AbstractContextManager[Any]] = []  # step, micro-batch, phase
         self.in_micro_batch = False
         self.micro_batches = 0  # of this step
-        self.blocks: dict[nn.Module, Any] = {}  # block → what its call was
+        self.blocks: dict[nn.Module, Any] = {}  # block or module of one → what its call was
         self.backward: dict[int, tuple[str, AbstractContextManager[Any]]] = {}  # thread → the layer that it is in
 
     def install(self) -> None:
         phase.listeners.append(self.on_phase)
         for part in self.model.parts.values():
             for name, block in part.blocks.items():
+                if self.modules and block._compiled_call_impl is None:
+                    self.wrap_modules(dict(block.named_modules()))
                 self.wrap(block, f"layer/{name}")
+            if self.modules:
+                ends = {name: module for name, module in part.named_children() if name != "blocks"}
+                self.wrap_modules(ends)
         if self.model.pipeline is not None:
             self.stage_recorder = self.model.pipeline.recorder
             self.model.pipeline.recorder = PipelineRanges(self.make_range)
@@ -106,6 +111,21 @@ class Spans:
 
         self.blocks[block] = block._compiled_call_impl
         block._compiled_call_impl = named
+
+    def wrap_modules(self, modules: dict[str, nn.Module]) -> None:
+        """By their names within a block, or within the network; the block itself, named "", is wrapped by `wrap`."""
+        for name, module in modules.items():
+            if name and module not in self.blocks:
+                call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+                self.blocks[module] = module._compiled_call_impl
+                module._compiled_call_impl = self.named_call(call, f"module/{name}")
+
+    def named_call(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def named(*args: Any, **options: Any) -> Any:
+            with self.make_range(name):
+                return call(*args, **options)
+
+        return named
 
     def begin_backward(self, name: str) -> None:
         """The gradient of a layer's output is known. The layer above ends here: its own hook comes after this one."""

@@ -38,6 +38,7 @@ from ..parallel.world import (
 from ..plan.devices.machine import Machine
 from ..plan.flops import run_flops_per_token
 from ..plan.predict import predict
+from ..plan.step.op_prices import op_prices
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.files import check_writable, with_absolute_paths, write_whole
@@ -454,6 +455,8 @@ class Trainer(Stepper):
 def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
     try:
         prediction = predict(spec, machine).to_dict()
+        ops = op_prices(spec, machine)
+        prediction["step_ops"] = None if ops is None else [one.to_dict() for one in ops]
     except SpecError as error:  # no number is better than a made-up one
         prediction = {"params": spec.model.params, "notes": [str(error)]}
     folder = RunFolder.create(run_dir, spec)

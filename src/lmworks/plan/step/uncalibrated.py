@@ -100,26 +100,30 @@ def stops_early(software: Software) -> bool:
 
 
 def recomputed_kernels(net: Network, recompute: str) -> list[PartKernel]:
-    """Kernels that a block's backward pass recomputes.
+    return [(op.part, kernel) for op, again in recomputed_by_op(net, recompute) for kernel in again]
+
+
+def recomputed_by_op(net: Network, recompute: str) -> list[tuple[Op, tuple[Kernel, ...]]]:
+    """Kernels that a block's backward pass recomputes, by op.
 
     `full`: all, but for the last GEMM where recompute stops early; `selective`: all but attention and the saved GEMMs;
     `mlp`: as `selective`, and the MLP's GEMMs but for the last; `attention`: core attention alone.
     """
     software = net.load.software
     if recompute == "full":
-        return kernels([op for op in net.block if not (stops_early(software) and op.name == "down")], "forward")
+        return [(op, op.forward) for op in net.block if not (stops_early(software) and op.name == "down")]
     if recompute == "attention":
-        return kernels([op for op in net.block if op.name == "attention"], "forward")
+        return [(op, op.forward) for op in net.block if op.name == "attention"]
     if recompute not in ("selective", "mlp"):
         return []
-    cheap = kernels([op for op in net.block if op.part not in ("matmul", "attention")], "forward")
+    cheap = [(op, op.forward) for op in net.block if op.part not in ("matmul", "attention")]
     if recompute == "mlp":
         wide, model = [op for op in net.halves[1] if op.part == "matmul"], net.load.model
         # Expert gates need the experts' outputs; nothing needs the last GEMM of a dense MLP.
-        return cheap + kernels(wide if model.experts and not model.shared_experts else wide[:-1], "forward")
-    products = kernels([op for op in net.block if op.part == "matmul"], "forward")
+        return cheap + [(op, op.forward) for op in (wide if model.experts and not model.shared_experts else wide[:-1])]
+    products = [op for op in net.block if op.part == "matmul"]
     share = software.selective_recompute_share
-    return cheap + [(part, replace(kernel, count=kernel.count * share)) for part, kernel in products]
+    return cheap + [(op, tuple(replace(one, count=one.count * share) for one in op.forward)) for op in products]
 
 
 # --- a whole step ----------------------------------------------------------------------------------------
