@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
-from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
+from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
 from .channel import ENDED, encode_frame, read_frame
 from .engine_host import STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
 from .limits import Admission, APIError, KeyLimits, Limits, RequestMeter, Size
@@ -159,8 +159,8 @@ class RemoteBackend:
             if not finished:
                 self.engine_host.notify("cancel", number)
 
-    async def profile(self, folder: Path | None) -> Path:
-        found: Path = await self.engine_host.call("profile", self.name, folder)
+    async def profile(self, wanted: ProfileRequest | None) -> Path:
+        found: Path = await self.engine_host.call("profile", self.name, wanted)
         return found
 
     async def drain(self, seconds: float) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 from .. import __version__
 from ..spec import LMWorksError
 from . import chat, completions, prompts, telemetry
-from .backend import State
+from .backend import Backend, ProfileRequest, State
 from .body import read_body
 from .errors import ErrorBody, error_response
 from .forward import forward
@@ -280,28 +280,61 @@ def add_status_routes(app: FastAPI, serving: Serving) -> None:
         return Response(telemetry.render_metrics(serving), media_type=telemetry.CONTENT_TYPE)
 
 
+MAX_PROFILE_STEPS, MAX_PROFILE_S = 1000, 60.0
+MAX_PROFILE_BYTES = 4 * 2**30  # of all traces in --profile-dir
+
+
+class ProfileLimits(BaseModel):
+    """Query parameters of /start_profile: what ends the recording if /stop_profile does not."""
+
+    steps: int = Field(MAX_PROFILE_STEPS, ge=1, le=MAX_PROFILE_STEPS)
+    seconds: float = Field(MAX_PROFILE_S, gt=0, le=MAX_PROFILE_S)
+
+
+class ProfileStarted(TypedDict):
+    trace: str  # on the server's disk, when /stop_profile or a limit has ended it
+    steps: int
+    seconds: float
+
+
 class ProfileTrace(TypedDict):
-    trace: str  # on the server's disk; /stop_profile answers when it is written
+    trace: str  # all of it is written
 
 
 def add_profile_routes(app: FastAPI, serving: Serving, folder: Path) -> None:
     """As vLLM names them. With `--profile-dir` alone: a profiled engine is slower for everybody."""
 
-    async def set_profile(request: Request, name: str | None, where: Path | None) -> ProfileTrace:
+    def engine(request: Request, name: str | None) -> Backend:
         model, _ = serving.find(serving.authenticate(request), name)
         if isinstance(model, Upstream):
             raise APIError(400, "not_local", "only engines of this server can be profiled", "model")
-        return {"trace": str(await model.backend.profile(where))}
+        return model.backend
 
     @app.post("/start_profile", responses=error_responses(400, 401, 404, 429, 503))
-    async def start_profile(request: Request, model: str | None = None) -> ProfileTrace:
-        """Record the steps of an engine from now on."""
-        return await set_profile(request, model, folder)
+    async def start_profile(request: Request, model: str | None = None) -> ProfileStarted:
+        """Record the steps of an engine from now on, at most `steps` (1,000) of them and `seconds` (60)."""
+        backend = engine(request, model)
+        asked = {key: value for key, value in request.query_params.items() if key in ProfileLimits.model_fields}
+        limits = ProfileLimits.model_validate(asked)
+        check_profile_room(folder)
+        trace = await backend.profile(ProfileRequest(folder, limits.steps, limits.seconds))
+        return {"trace": str(trace), "steps": limits.steps, "seconds": limits.seconds}
 
     @app.post("/stop_profile", responses=error_responses(400, 401, 404, 429, 503))
     async def stop_profile(request: Request, model: str | None = None) -> ProfileTrace:
-        """End it, and write the trace."""
-        return await set_profile(request, model, None)
+        """End it and write the trace, or say where the one is that ended at its limit."""
+        return {"trace": str(await engine(request, model).profile(None))}
+
+
+def check_profile_room(folder: Path) -> None:
+    used = sum(file.stat().st_size for file in folder.glob("*.json.gz"))
+    if used >= MAX_PROFILE_BYTES:
+        raise APIError(
+            503,
+            "profile_dir_full",
+            f"--profile-dir {folder}: its traces have {used / 2**30:.1f} GiB; below {MAX_PROFILE_BYTES / 2**30:g} GiB "
+            "there is room for another",
+        )
 
 
 def health_response(state: Health, ok: bool) -> Any:

@@ -44,6 +44,15 @@ class BackendError(LMWorksError):
 
 
 @dataclass(frozen=True)
+class ProfileRequest:
+    """A trace into `folder`, which ends by itself after so many steps or seconds."""
+
+    folder: Path
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """One prompt with its sampling parameters. Smaller priorities first; prefixes are shared within a tenant."""
 
@@ -177,8 +186,8 @@ class Backend(Protocol):
         """Nothing is sent before the first event is awaited. An async generator: close it (`aclosing`)."""
         ...
 
-    async def profile(self, folder: Path | None) -> Path:
-        """Record a profiler trace of the engine's steps into `folder`, or (None) end it; returns the trace's path."""
+    async def profile(self, wanted: ProfileRequest | None) -> Path:
+        """Record a profiler trace of the engine's steps, or (None) end it; returns the trace's path."""
         ...
 
     async def drain(self, seconds: float) -> int:

@@ -74,13 +74,15 @@ class Cancel(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Record the steps from now on; `trace`: end it and write them there."""
+    """Record the steps from now on, at most so many and so long, and then write them; `trace` None: end it now."""
 
     trace: Path | None
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class ProfileReport(NamedTuple):
-    """Answers Profile twice: when the profiler is being started, or stopped and written, and when that is over."""
+    """Sent twice: when the profiler is being started, or stopped (asked, or at its limit), and when that is over."""
 
     busy: bool  # until the second report the engine takes no step
     recording: bool

@@ -27,7 +27,7 @@ from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
-from .backend import BackendError, EngineRequest, ModelCard, State
+from .backend import BackendError, EngineRequest, ModelCard, ProfileRequest, State
 from .channel import ENDED, encode_frame, read_frame, spawn
 from .engine_process import EngineProcess
 from .errors import to_api_error
@@ -197,10 +197,10 @@ class APIProcessHandle:
             self.put(number, (error.kind, str(error), error.retry_after, error.started))
         self.streams.pop(number, None)
 
-    async def profile(self, model: str, folder: Path | None) -> Path:
+    async def profile(self, model: str, wanted: ProfileRequest | None) -> Path:
         backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
         assert isinstance(backend, EngineProcess)
-        return await backend.profile(folder)
+        return await backend.profile(wanted)
 
     def put(self, number: int, found: Any) -> None:
         """Events of one engine step are sent in one message."""

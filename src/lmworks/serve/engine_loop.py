@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,19 @@ def ready_message(served: LoadedEngine) -> EngineReady:
     )
 
 
+@dataclass(frozen=True)
+class Recording:
+    """Between /start_profile and /stop_profile, or a limit."""
+
+    profiler: profile
+    trace: Path
+    last_step: int
+    deadline: float  # of time.monotonic
+
+    def over(self, steps: int) -> bool:
+        return steps >= self.last_step or time.monotonic() >= self.deadline
+
+
 class EngineLoop:
     """Only `run` touches the engine; messages wait as pending callbacks between steps."""
 
@@ -118,13 +131,13 @@ class EngineLoop:
         self.refused: list[tuple[int, str]] = []
         self.steps = 0
         self.metrics_sent_at = 0.0  # when metrics were last reported
-        self.recording: profile | None = None  # between /start_profile and /stop_profile
+        self.recording: Recording | None = None
 
     # --- messages -----------------------------------------------------------------------------------------
 
     def handle_message(self, message: Submit | Cancel | Profile) -> None:
         if isinstance(message, Profile):
-            self.post(lambda: self.set_profile(message.trace))
+            self.post(lambda: self.set_profile(message))
             return
         if isinstance(message, Cancel):
             with self.changed:
@@ -167,6 +180,8 @@ class EngineLoop:
     def run(self) -> None:
         while True:
             self.run_pending()
+            if self.recording is not None and self.recording.over(self.steps):
+                self.end_profile()
             pieces: list[OutputDelta] = []
             if self.engine.busy:
                 with self.step_span():
@@ -177,24 +192,36 @@ class EngineLoop:
     def step_span(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.recording is None else record_function(f"ProfilerStep#{self.steps + 1}")
 
-    def set_profile(self, trace: Path | None) -> None:
-        """Record the steps from now on, or write what was recorded. A trace that cannot be written stops no answer."""
-        recording, self.recording = self.recording, None
+    def set_profile(self, message: Profile) -> None:
+        if message.trace is None:
+            self.end_profile()
+        else:
+            self.start_profile(message.trace, message.steps, message.seconds)
+
+    def start_profile(self, trace: Path, steps: int, seconds: float) -> None:
+        self.channel.send(ProfileReport(busy=True, recording=False))
         error = ""
-        self.channel.send(ProfileReport(busy=True, recording=recording is not None))
         try:
-            if recording is not None:
-                recording.stop()
-                if trace is not None:
-                    write_trace(recording, trace)
-            if trace is None:
-                device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-                started = recorder(device, record_shapes=True)
-                started.start()
-                self.recording = started
+            profiler = recorder(torch.device("cuda" if torch.cuda.is_available() else "cpu"), record_shapes=True)
+            profiler.start()
+            self.recording = Recording(profiler, trace, self.steps + steps, time.monotonic() + seconds)
         except (OSError, RuntimeError) as raised:
             error = str(raised)
         self.channel.send(ProfileReport(busy=False, recording=self.recording is not None, error=error))
+
+    def end_profile(self) -> None:
+        """Write what was recorded. A trace that cannot be written stops no answer."""
+        recording, self.recording = self.recording, None
+        if recording is None:
+            return  # a limit ended it while the request to end it was on its way
+        self.channel.send(ProfileReport(busy=True, recording=True))
+        error = ""
+        try:
+            recording.profiler.stop()
+            write_trace(recording.profiler, recording.trace)
+        except (OSError, RuntimeError) as raised:
+            error = str(raised)
+        self.channel.send(ProfileReport(busy=False, recording=False, error=error))
 
     def run_pending(self) -> None:
         timeout = METRICS_INTERVAL_S if self.compiling else IDLE_CHECK_S
@@ -202,7 +229,7 @@ class EngineLoop:
             while not self.changed.wait_for(lambda: self.pending or self.engine.busy, timeout):
                 if why := self.engine.runner.failed_worker():  # idle: no step would notice it
                     raise LMWorksError(why)
-                if self.compiling:
+                if self.compiling or (self.recording is not None and self.recording.over(self.steps)):
                     break  # report, as a heartbeat
             pending, self.pending = self.pending, []
         for post in pending:

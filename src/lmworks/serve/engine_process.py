@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import LMWorksError, SpecError
-from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, PromptTokenizer, State
+from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
 from .channel import (
     ENDED,
     Cancel,
@@ -106,7 +106,8 @@ class EngineProcess:
         self.restart_delay = FIRST_DELAY_S  # before the next start
         self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
-        self.trace: Path | None = None  # while it is profiled: what /stop_profile will write
+        self.trace: Path | None = None  # while it is profiled: what will be written
+        self.ended_profile: tuple[Path, str] | None = None  # a trace that ended at its limit, and why it is not written
         self.profile_reply: asyncio.Future[str] | None = None  # why it could not be started or ended, once that is over
 
     # --- state --------------------------------------------------------------------------------------------
@@ -234,31 +235,44 @@ class EngineProcess:
         for queue in self.queues.values():
             queue.fail("dead", message, retry_after)
 
-    async def profile(self, folder: Path | None) -> Path:
+    async def profile(self, wanted: ProfileRequest | None) -> Path:
         """Returns when steps are recorded, or when all of the trace is written."""
         handle = self.ready_process()
         if handle is None:
             raise BackendError("dead", "the engine is being restarted", self.retry_after)
-        if self.profile_reply is not None:
+        if self.profile_reply is not None or handle.profiling:
             raise BackendError("busy", f"a profile of {self.name!r} is being started or written", 1.0)
-        if folder is not None and self.trace is not None:
+        if wanted is None and self.trace is None and self.ended_profile is not None:  # by its limit
+            ended, self.ended_profile = self.ended_profile, None
+            return self.written(*ended)
+        if wanted is not None and self.trace is not None:
             raise BackendError("refused", f"{self.name!r} is being profiled already; /stop_profile ends it")
-        if folder is None and self.trace is None:
+        if wanted is None and self.trace is None:
             raise BackendError("refused", f"{self.name!r} is not being profiled; /start_profile begins it")
-        if folder is not None:
-            self.trace = folder.absolute() / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        message = Profile(None)
+        if wanted is not None:
+            self.trace = wanted.folder.absolute() / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+            self.ended_profile = None
+            message = Profile(self.trace, wanted.steps, wanted.seconds)
         trace = self.trace
         assert trace is not None
         self.profile_reply = asyncio.get_running_loop().create_future()
-        handle.writer.write(encode_frame(Profile(trace if folder is None else None)))
-        if error := await asyncio.shield(self.profile_reply):  # a client that leaves does not cancel it
+        handle.writer.write(encode_frame(message))
+        return self.written(trace, await asyncio.shield(self.profile_reply))  # a client that leaves cancels nothing
+
+    def written(self, trace: Path, error: str) -> Path:
+        if error:
             raise APIError(500, "profile_failed", f"{self.name!r} was not profiled: {error}")
         return trace
 
     def on_profile_report(self, report: ProfileReport, handle: ProcessHandle) -> None:
         handle.profiling = report.busy
-        if not report.busy:
-            self.end_profile_call(report.error, report.recording)
+        if report.busy:
+            return
+        if self.profile_reply is None and self.trace is not None and not report.recording:
+            log.warning("profile ended at its limit", extra={"model": self.name, "trace": str(self.trace)})
+            self.ended_profile = self.trace, report.error
+        self.end_profile_call(report.error, report.recording)
 
     def end_profile_call(self, error: str, recording: bool = False) -> None:
         self.trace = self.trace if recording else None
