@@ -120,3 +120,12 @@ def test_rewards_that_cannot_be_used(
     code, _, err = lmworks(capsys, *words, f'align.rewards=["{reward}"]', "--run-dir", str(tmp_path / "run"))
     said = err[err.index("lmworks: error:") :]
     assert code in (1, 2) and message in said and said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("at_stage")
+@pytest.mark.parametrize("more", ([], ["data.path=stdlib:bytes", "--run-dir", "trained"]))
+def test_a_model_folder_is_no_spec_to_train(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    code, out, err = lmworks(capsys, "train", "hf", *more)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert "hf is a Hugging Face model, not a spec: `lmworks finetune hf --data FILE` trains it" in err
+    assert "checkpoint.init=hf" in err and not Path("trained").exists()

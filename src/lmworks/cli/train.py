@@ -14,6 +14,7 @@ import typer
 from ..data.progress import activity
 from ..record import RunFolder
 from ..spec import LMWorksError, RunSpec, SpecError, load_run
+from ..spec.load import is_hf_folder
 from .generate import Step
 from .options import Force, OnDevice, device_options, on_device
 from .output import Json, Overrides, Spec, loading, print_json
@@ -52,6 +53,12 @@ def train(
       lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
+    with contextlib.suppress(OSError):  # of a name that `load_run` refuses
+        if is_hf_folder(Path(spec)):
+            raise SpecError(
+                f"{spec} is a Hugging Face model, not a spec: `lmworks finetune {spec} --data FILE` trains it on "
+                f"examples; to pretrain it further, give checkpoint.init={spec} to a spec"
+            )
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.check_path_given()
     start_run(loaded, ["train", spec, *(overrides or ())], run_dir, max_restarts, device, force, json)
