@@ -15,7 +15,7 @@ from lmworks.trace.breakdown import Activity
 from lmworks.trace.collectives import overlap
 from lmworks.trace.critical_path import critical_path
 from lmworks.trace.fusion import fusible
-from lmworks.trace.hotspots import hotspots, launches, op_flops, python_time, short_name
+from lmworks.trace.hotspots import hotspots, launches, python_time, short_name
 from lmworks.trace.idle import CAUSES, idle_causes
 from lmworks.trace.nesting import Nesting
 from lmworks.trace.skew import skew
@@ -98,29 +98,11 @@ def test_hotspots_are_the_innermost_ops_that_launched(tmp_path: Path) -> None:
     trace = read(tmp_path, gpu_step())
     found = {one.op: one for one in hotspots(trace, Nesting.of(trace))}
     assert found["aten::mm"].seconds == pytest.approx(200e-6) and found["aten::mm"].flops == 2 * 128 * 64 * 32
-    assert found["aten::mm"].bytes == 4 * (128 * 64 + 64 * 32)
+    assert found["aten::mm"].bytes == 4 * (128 * 64 + 64 * 32 + 128 * 32)
     assert found["aten::copy_"].seconds == pytest.approx(20e-6)
     assert found["gemm"].calls == 1 and found["gemm"].flops is None  # launched outside of any op
     assert "aten::linear" not in found
     assert launches(trace) == {"per_step": 4, "share_under_10us": 0}
-
-
-def test_flops_are_those_of_torchs_counter() -> None:
-    torch = pytest.importorskip("torch")
-    from torch.utils.flop_counter import FlopCounterMode
-
-    a, b, c = torch.ones(3, 5), torch.ones(5, 7), torch.ones(7)
-    batched = torch.ones(2, 3, 5), torch.ones(2, 5, 7)
-    calls = {
-        "mm": (torch.mm, (a, b)),
-        "addmm": (torch.addmm, (c, a, b)),
-        "bmm": (torch.bmm, batched),
-        "baddbmm": (torch.baddbmm, (torch.ones(2, 3, 7), *batched)),
-    }
-    for name, (call, inputs) in calls.items():
-        with FlopCounterMode(display=False) as counter:
-            call(*inputs)
-        assert op_flops(f"aten::{name}", [list(one.shape) for one in inputs]) == counter.get_total_flops()
 
 
 def test_the_critical_path_of_a_step(tmp_path: Path) -> None:

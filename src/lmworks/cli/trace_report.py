@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from ..data.progress import activity
-from ..record.formatting import binary_bytes, duration
+from ..record.formatting import binary_bytes, duration, short
 from ..spec import RunSpec, SpecError
 from .diagnose import print_judgement
 from .output import print_json, print_table, write_file
@@ -114,11 +114,13 @@ def print_ops(facts: dict[str, Any]) -> None:
             one["calls"],
             milliseconds(one["seconds"]),
             f"{one['share']:.1%}",
-            "-" if one["flops_per_s"] is None else f"{one['flops_per_s'] / 1e12:.3g}",
+            "-" if one["flops_per_s"] is None else short(one["flops_per_s"]),
+            "-" if one["bytes_per_s"] is None else short(one["bytes_per_s"]),
+            "-" if one["floor_s"] is None else milliseconds(one["floor_s"]),
         ]
         for one in facts["ops"][:10]
     ]
-    print_table("Ops", ["op", "calls", "ms", "share", "TFLOP/s"], rows)
+    print_table("Ops", ["op", "calls", "ms", "share", "FLOP/s", "bytes/s", "floor ms"], rows)
 
 
 def print_predicted(facts: dict[str, Any]) -> None:

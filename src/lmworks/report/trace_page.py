@@ -178,10 +178,11 @@ def ops_table(facts: Facts) -> str:
             f"{one['share']:.1%}",
             "–" if one["flops_per_s"] is None else f"{short(one['flops_per_s'])}FLOP/s",
             "–" if one["bytes_per_s"] is None else f"{short(one['bytes_per_s'])}B/s",
+            "–" if one["floor_s"] is None else milliseconds(one["floor_s"]),
         ]
         for one in facts["ops"][:LISTED]
     ]
-    return table(["op", "calls", "ms", "share", "achieved", "inputs read"], rows, 5) if rows else ""
+    return table(["op", "calls", "ms", "share", "achieved", "read and written", "floor ms"], rows, 6) if rows else ""
 
 
 def predicted_table(predicted: Facts | None) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from .breakdown import Activity
-from .hotspots import in_steps, input_bytes, parse_shapes
+from .hotspots import in_steps
 from .model import Kind, Message, Trace
+from .op_work import input_bytes, parse_shapes
 
 NCCL_KERNEL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+?)_", re.IGNORECASE)
 UNKNOWN = Message("", "", None, None)

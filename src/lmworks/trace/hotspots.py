@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .breakdown import C10D, compute_lanes
-from .kineto import item_size
 from .model import DEVICE, Ints, Kind, Mask, Trace
 from .nesting import Nesting
+from .op_work import op_bytes, op_floor, op_flops, parse_shapes, peaks_of
 
 SHORT_KERNEL = 10_000  # ns
 
@@ -26,14 +23,30 @@ class Hotspot:
     kernels: int
     seconds: float
     flops: float | None  # None: not known from its shapes
-    bytes: float | None  # read: sizes of its inputs
+    bytes: float | None  # read and written, at least
+    floor_s: float | None  # the least time of all calls; None: neither that nor the device's peaks are known
 
     def to_dict(self) -> dict[str, Any]:
         rate = {
             "flops_per_s": self.flops / self.seconds if self.flops and self.seconds else None,
             "bytes_per_s": self.bytes / self.seconds if self.bytes and self.seconds else None,
+            "floor_s": self.floor_s,
         }
         return {"op": self.op, "calls": self.calls, "kernels": self.kernels, "seconds": self.seconds, **rate}
+
+
+@dataclass
+class Work:
+    """Sums over calls; None: of no call known."""
+
+    flops: float | None = None
+    bytes: float | None = None
+    floor: float | None = None
+
+    def add(self, calls: int, *amounts: float | None) -> None:
+        for name, amount in zip(("flops", "bytes", "floor"), amounts, strict=True):
+            if amount is not None:
+                setattr(self, name, (getattr(self, name) or 0.0) + calls * amount)
 
 
 def in_steps(trace: Trace, start: Ints) -> Mask:
@@ -65,17 +78,18 @@ def hotspots(trace: Trace, nesting: Nesting) -> list[Hotspot]:
     seconds = np.bincount(names, weights=time, minlength=len(trace.names)) / 1e9
     kernels = np.bincount(names, minlength=len(trace.names))
     calls = np.bincount(events.name[np.unique(op)], minlength=len(trace.names))
-    flops, sizes = work_of(trace, np.unique(op))
+    work = work_of(trace, np.unique(op))
     return [
         Hotspot(
             trace.names[name],
             int(calls[name]),
             int(kernels[name]) if trace.on_device else 0,
             float(seconds[name]),
-            flops.get(name),
-            sizes.get(name),
+            work[name].flops if name in work else None,
+            work[name].bytes if name in work else None,
+            work[name].floor if name in work else None,
         )
-        for name in np.argsort(-seconds, kind="stable")
+        for name in np.argsort(-seconds, kind="stable").tolist()
         if kernels[name]
     ]
 
@@ -103,52 +117,17 @@ def python_time(trace: Trace, top: int = 20) -> list[dict[str, Any]]:
     return [{"call": trace.names[n], "calls": int(calls[n]), "seconds": float(seconds[n])} for n in order]
 
 
-# --- FLOPs and bytes from recorded shapes ----------------------------------------------------------------
-
-
-def work_of(trace: Trace, ops: Ints) -> tuple[dict[int, float], dict[int, float]]:
-    """Name → FLOPs, and name → bytes of inputs, of calls whose shapes were recorded."""
-    events = trace.events
+def work_of(trace: Trace, ops: Ints) -> dict[int, Work]:
+    """Name → FLOPs, bytes and floor of all calls whose shapes were recorded."""
+    events, peaks = trace.events, peaks_of(trace)
     ops = ops[events.shapes[ops] >= 0]
     pairs, counts = np.unique(np.stack((events.name[ops], events.shapes[ops])), axis=1, return_counts=True)
-    flops: dict[int, float] = {}
-    sizes: dict[int, float] = {}
-    for name, shape, count in zip(*pairs, counts, strict=True):
+    found: defaultdict[int, Work] = defaultdict(Work)
+    for name, shape, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
         dims, types = parse_shapes(trace.shapes[shape])
-        sizes[name] = sizes.get(name, 0.0) + float(count) * input_bytes(dims, types)
-        if (work := op_flops(trace.names[name], dims)) is not None:
-            flops[name] = flops.get(name, 0.0) + float(count) * work
-    return flops, sizes
-
-
-def parse_shapes(text: str) -> tuple[list[Any], list[str]]:
-    """Dims and types of the inputs; types may be missing."""
-    decoder = json.JSONDecoder()
-    dims, end = decoder.raw_decode(text)
-    rest = text[end:].strip()
-    return dims, decoder.raw_decode(rest)[0] if rest else []
-
-
-def input_bytes(dims: Sequence[Any], types: Sequence[str]) -> int:
-    sizes = [item_size(kind) or 0 for kind in types]
-    plain = [bool(one) and all(isinstance(size, int) for size in one) for one in dims]
-    return sum(math.prod(one) * size for one, size, flat in zip(dims, sizes, plain, strict=False) if flat)
-
-
-MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$")
-
-
-def op_flops(name: str, dims: Sequence[Any]) -> float | None:
-    """Multiplications and additions, by torch.utils.flop_counter's rules: 2·m·k·n for a product."""
-    match = MATMULS.match(name)
-    if match is None:
-        return None
-    first = 1 if match[1].startswith(("add", "badd")) else 0
-    try:
-        left, right = dims[first], dims[first + 1]
-        return 2.0 * math.prod(left) * right[-1]
-    except (IndexError, TypeError):
-        return None
+        floor = op_floor(trace.names[name], dims, types, peaks) if peaks else None
+        found[name].add(count, op_flops(trace.names[name], dims), op_bytes(trace.names[name], dims, types), floor)
+    return found
 
 
 def short_name(name: str, longest: int = 60) -> str:

@@ -120,6 +120,7 @@ def all_ops(ranks: Sequence[Sequence[Hotspot]]) -> list[dict[str, Any]]:
             sum(one.seconds for one in same),
             sum(one.flops or 0.0 for one in same) or None,
             sum(one.bytes or 0.0 for one in same) or None,
+            sum(one.floor_s or 0.0 for one in same) or None,
         )
         for op, same in by_name.items()
     ]

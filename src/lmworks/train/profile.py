@@ -141,8 +141,9 @@ class Profiler:
     def facts(self, window: Window) -> dict[str, Any]:
         """What the trace says of the run, for its analysis."""
         facts = {"rank": self.rank, "steps": [window.first, window.last], "spec": self.spec.to_dict()}
-        with suppress(OSError, ValueError, KeyError):  # a run without a prediction
-            facts["step_ops"] = json.loads(self.folder.prediction_path.read_text(encoding="utf-8"))["step_ops"]
+        with suppress(OSError, ValueError):  # a run without a prediction
+            prediction = json.loads(self.folder.prediction_path.read_text(encoding="utf-8"))
+            facts |= {key: prediction.get(key) for key in ("step_ops", "machine_rates")}
         return facts
 
     def close(self) -> None:

@@ -457,6 +457,7 @@ def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | Non
         prediction = predict(spec, machine).to_dict()
         ops = op_prices(spec, machine)
         prediction["step_ops"] = None if ops is None else [one.to_dict() for one in ops]
+        prediction["machine_rates"] = machine.best_rates if machine else None
     except SpecError as error:  # no number is better than a made-up one
         prediction = {"params": spec.model.params, "notes": [str(error)]}
     folder = RunFolder.create(run_dir, spec)

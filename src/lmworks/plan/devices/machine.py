@@ -61,6 +61,15 @@ class Machine:
         """Whether it was left alone while it was measured."""
         return self.noise <= QUIET_NOISE
 
+    @property
+    def best_rates(self) -> dict[str, Any] | None:
+        """The fastest measured product of each number format (FLOP/s) and the fastest pass over memory (bytes/s)."""
+        best = {name: max(point.rate for point in points) for name, points in self.rates.items()}
+        if "stream" not in best:
+            return None
+        products = {name.partition(".")[2]: rate for name, rate in best.items() if name.startswith("gemm.")}
+        return {"flops_per_s": products, "bytes_per_s": best["stream"]}
+
     def covers(self, dtype: str) -> bool:
         return f"gemm.{dtype}" in self.tags
 
