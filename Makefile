@@ -86,4 +86,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-hta .pytest_cache .mypy_cache .ruff_cache
