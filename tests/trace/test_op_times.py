@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from layouts import SPARSE, layout
+from layouts import SPARSE, layout, with_meshes
+from lmworks.parallel.local_ranks import on_ranks
+from lmworks.spec import RunSpec
 from lmworks.trace import read_trace, read_traces
 from lmworks.trace.op_times import op_times, rank_times
 from lmworks.train import Trainer
@@ -144,6 +146,14 @@ def device_step() -> list[Event]:
         span("cpu_op", "autograd::engine::evaluate_function: RMSNormBackward", 420, 30, thread=2, **sequence(5, 2)),
         {**launch(424, 7), "tid": 2},
         kernel("norm_backward", 1100, 90, correlation=7),
+        # FSDP2's hooks run before a node, whose number the call within has alone.
+        span("cpu_op", "autograd::engine::evaluate_function: LinearCrossEntropyBackward", 460, 40, thread=2),
+        span("user_annotation", "FSDP::pre_backward (blocks.0)", 462, 10, thread=2),
+        {**launch(464, 10), "tid": 2},
+        kernel("split_with_sizes_copy", 1400, 30, correlation=10),
+        span("cpu_op", "LinearCrossEntropyBackward", 480, 15, thread=2, **sequence(8, 1)),
+        {**launch(482, 11), "tid": 2},
+        kernel("mul", 1430, 20, correlation=11),
         launch(700, 8),
         kernel("ncclDevKernel_AllReduce_Sum", 1150, 240, stream=20, correlation=8, **{"Collective name": "allreduce"}),
         span("user_annotation", "phase/optimizer", 800, 100),
@@ -166,10 +176,12 @@ def test_a_step_of_a_device(tmp_path: Path) -> None:
         ("ffn up", "backward"): 400,
         ("attention norm", "recompute"): 80,
         ("attention norm", "backward"): 90,  # its number is that of the recomputed op, by the thread that it names
+        ("sharding", ""): 30,
+        ("head and loss", "backward"): 20,
         ("communication", "allreduce"): 200,
         ("update", ""): 100,
         ("unassigned", ""): 20,
-        ("idle", ""): 100 + 20 + 110 + 100 + 280,
+        ("idle", ""): 100 + 20 + 10 + 50 + 100 + 280,
     }
     (step,) = trace.steps
     assert sum(times.values()) == pytest.approx(step.seconds)
@@ -178,3 +190,23 @@ def test_a_step_of_a_device(tmp_path: Path) -> None:
 def test_other_programs_have_no_ops_of_a_network(tmp_path: Path) -> None:
     foreign = write_trace(tmp_path / "t.json", [span("user_annotation", "ProfilerStep#1", 0, 9), kernel("k", 1, 2)])
     assert op_times(read_traces([foreign])) is None
+
+
+@with_meshes
+def train_sharded(rank: int, spec: RunSpec, run: Path) -> None:
+    Trainer(spec, run, quiet=True).run()
+
+
+@pytest.mark.slow
+def test_sharded_ranks(dataset: Path, tmp_path: Path) -> None:
+    """What FSDP2 does in hooks and nodes of its own is no time of the ops that they lie within."""
+    overrides = ("parallel.dp=2", "parallel.strategy=fsdp2", "parallel.recompute=full", "log.profile_ranks=[0,1]")
+    spec = layout(dataset, "log.profile=[2,3]", "optim.steps=4", "checkpoint.every=0", *overrides)
+    on_ranks(2, train_sharded, spec, tmp_path / "run")
+    traces = read_traces(sorted((tmp_path / "run" / "traces").iterdir()))
+    times = op_times(traces)
+    assert times is not None
+    mean = sum(step.seconds for trace in traces for step in trace.steps) / 4
+    assert sum(times.values()) == pytest.approx(mean, rel=0.001)
+    assert times["unassigned", ""] < 0.03 * mean and times["sharding", ""] > times["residual", "forward"]
+    assert times["communication", "all_gather"] > 0

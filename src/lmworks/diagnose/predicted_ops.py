@@ -23,7 +23,7 @@ FUSED = ("ffn up", "activation", "ffn down", "residual")  # one kernel with the 
 BY_NAME = {
     "attention norm": "attention norm", "mlp norm": "mlp norm", "final norm": "final norm", "mask": "embedding",
     "attention out": "out-projection", "gate": "ffn up", "up": "ffn up", "down": "ffn down", "router": "router",
-    "experts": "experts", "clip": "gradient norm", "update": "update",
+    "experts": "experts", "clip": "gradient norm", "update": "update", "copies": "sharding",
 }  # fmt: skip
 BY_PART = {
     "embedding": "embedding", "norms": "head norms", "rotary": "rotary", "attention": "attention",
@@ -125,7 +125,8 @@ def join_prices(table: Table, prices: Iterable[Mapping[str, Any]], traced: set[K
             if one["seconds"] > 0:
                 table.price((axis_row(one["op"], axes), ""), one)
         elif (op := row_of(one, has_experts, shared)) is not None:
-            table.price((merged(op, ops), one["way"]), one)
+            name = merged(op, ops)
+            table.price((name, "backward" if name == "accumulate gradients" else one["way"]), one)
         else:
             left += one["seconds"]
     return left
@@ -145,6 +146,8 @@ def merged(op: str, traced: set[str]) -> str:
     """The row that a trace has for an op: of a compiled block there is one, of a fused MLP one with its sum."""
     if op in BLOCK and "block" in traced:
         return "block"
+    if op == "sharding" and op not in traced:  # without FSDP the copies are gradients that are added up
+        return "accumulate gradients"
     return "ffn" if op in FUSED and "ffn" in traced else op
 
 

@@ -15,14 +15,13 @@ from .model import Ints, Kind, Mask, Trace
 from .nesting import Nesting
 
 FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
-SPAN = re.compile(r"^(?:phase|stage|layer|module)/(?!.* backward$)")
+SPAN = re.compile(r"^(?:phase|stage|layer|module)/(?!.* backward$)|^FSDP::")  # FSDP2 names its own work
 NODE = re.compile(r"^autograd::engine::evaluate_function")
 LAST_NORM = re.compile(r"^module/norm$")
 MODULE = re.compile(r"^module/(?!(?:embed|positions|norm|head|score)$)")
 EXPERTS = re.compile(r"^module/mlp\.router$")
 FFN = re.compile(r"^module/mlp\b")
 FORWARD_PASS = re.compile(r"^phase/forward$|^stage/\d+ F")
-ACCUMULATE_NODE = re.compile(r"AccumulateGrad")
 
 # Names of modules within a block, or around the blocks → rows.
 MODULE_ROWS = (
@@ -45,7 +44,11 @@ CORE = re.compile(
     re.IGNORECASE,
 )
 PHASES = {"optimizer": "update", "communication": "gradient norm"}
-ACCUMULATE = "accumulate gradients"
+ACCUMULATE, SHARDING = "accumulate gradients", "sharding"
+NODES = (  # that no op of the network made
+    (re.compile(r"AccumulateGrad"), (ACCUMULATE, BACKWARD)),
+    (re.compile(r"RegisterPostBackwardFunction"), (SHARDING, "")),  # of FSDP2
+)
 
 
 @dataclass(frozen=True)
@@ -66,18 +69,19 @@ def rows_of(trace: Trace, nesting: Nesting) -> Rows:
 
     in_node = node >= 0
     again = in_node & (span > node)  # within a span that began within the node
-    maker = np.where(in_node, links(trace, nodes)[np.maximum(node, 0)], -1)
+    maker = np.where(in_node, links(trace, nesting, nodes)[np.maximum(node, 0)], -1)
     back = np.where(maker >= 0, ahead[np.maximum(maker, 0)], -1)
     labels: dict[tuple[str, str], int] = {}
     found = np.full(len(events), -1, np.int64)
     for mask, rows, way in ((~in_node, ahead, FORWARD), (again, ahead, RECOMPUTE), (in_node & ~again, back, BACKWARD)):
         for index in np.unique(rows[mask & (rows >= 0)]).tolist():
-            outside = ops[index] in PHASES.values() or ops[index].startswith("phase ")
+            outside = ops[index] in (*PHASES.values(), SHARDING) or ops[index].startswith("phase ")
             label = (ops[index].removeprefix("phase "), "" if outside else way)
             found[mask & (rows == index)] = labels.setdefault(label, len(labels))
-    accumulate = in_node & ~again & trace.named(ACCUMULATE_NODE)[np.maximum(node, 0)]
-    if np.any(accumulate):
-        found[accumulate] = labels.setdefault((ACCUMULATE, BACKWARD), len(labels))
+    for pattern, label in NODES:
+        own = in_node & ~again & trace.named(pattern)[np.maximum(node, 0)]
+        if np.any(own):
+            found[own] = labels.setdefault(label, len(labels))
     return Rows(tuple(labels), found)
 
 
@@ -116,6 +120,8 @@ def forward_rows(trace: Trace, span: Ints, top: Ints, spans: Mask) -> tuple[list
         kind, _, name = trace.names[place].partition("/")
         if kind == "module":
             names.append(module_row(name, trace.names[op] if op >= 0 else "", experts))
+        elif kind.startswith("FSDP::"):
+            names.append(SHARDING)
         elif kind == "layer":
             names.append("residual" if detail and not fused else "ffn" if fused else "block")
         elif kind == "stage" or name in ("forward", "forward_backward", "backward"):
@@ -148,7 +154,7 @@ def module_row(name: str, op: str, experts: bool) -> str:
     return next((row for pattern, row in MODULE_ROWS if pattern.search(name)), f"module {name}")
 
 
-def links(trace: Trace, nodes: Mask) -> Ints:
+def links(trace: Trace, nesting: Nesting, nodes: Mask) -> Ints:
     """For every node of autograd the op that made it, by sequence number; −1 where none was recorded.
 
     Numbers count up in each thread, and an op that makes no node shares its number with the next: the last op with a
@@ -158,19 +164,24 @@ def links(trace: Trace, nodes: Mask) -> Ints:
     events = trace.events
     found = np.full(len(events), -1, np.int64)
     ops = np.flatnonzero(events.of(Kind.OP) & (events.sequence >= 0) & (events.forward_thread <= 0))
-    waiting = np.flatnonzero(nodes & (events.sequence >= 0))
-    threads, counts = np.unique(events.forward_thread[waiting], return_counts=True)
+    sequence, forward_thread = events.sequence.copy(), events.forward_thread.copy()
+    # Where hooks ran before a node, the call within has its number.
+    inner = np.flatnonzero((events.forward_thread > 0) & (events.sequence >= 0) & (nesting.parent >= 0))
+    inner = inner[nodes[nesting.parent[inner]] & (sequence[nesting.parent[inner]] < 0)]
+    sequence[nesting.parent[inner]], forward_thread[nesting.parent[inner]] = sequence[inner], forward_thread[inner]
+    waiting = np.flatnonzero(nodes & (sequence >= 0))
+    threads, counts = np.unique(forward_thread[waiting], return_counts=True)
     taken: set[int] = set()
     for thread in threads[np.argsort(-counts, kind="stable")]:
-        mine = waiting[events.forward_thread[waiting] == thread]
+        mine = waiting[forward_thread[waiting] == thread]
         best = (0, False, -1, np.full(len(mine), -1, np.int64))  # matches, a lane of no other thread
         for lane in np.unique(events.lane[ops]).tolist():
             own = ops[events.lane[ops] == lane]
             own = own[np.argsort(events.sequence[own], kind="stable")]  # by number, and by start within it
             numbers = events.sequence[own]
-            place = np.searchsorted(numbers, events.sequence[mine], side="right") - 1
+            place = np.searchsorted(numbers, sequence[mine], side="right") - 1
             maker = own[np.maximum(place, 0)]
-            same = (place >= 0) & (events.sequence[maker] == events.sequence[mine])
+            same = (place >= 0) & (sequence[maker] == sequence[mine])
             same &= events.start[maker] < events.start[mine]
             found_here = (int(same.sum()), lane not in taken)
             if found_here > best[:2]:
