@@ -2,7 +2,7 @@
 4,096 GPUs (scaling_planned.py), and the bandwidth of an all-reduce by its size.
 
     python benchmarks/scaling_cpu.py                      # some 15 minutes; root, for network namespaces
-    python benchmarks/scaling_cpu.py --planned            # predictions and pictures again, measurements as they are
+    python benchmarks/scaling_cpu.py --planned            # the plans and pictures again, measurements as they are
 
 Ranks have one thread each and sit on two nodes (network namespaces), each with one core of this machine. So four ranks
 have half a core each: their ideal step is that of one rank times two. Steps with messages and passes without them are
@@ -149,28 +149,43 @@ def summary(singles: list[dict[str, Any]], several: tuple[dict[str, Any], ...]) 
 
 
 def wire() -> dict[str, Any]:
-    """Rows and fits of an all-reduce between the nodes, by link."""
+    """By link: rows and fit of an all-reduce between the nodes, and the step of two ranks that a plan predicts."""
     found = {}
-    for link in LINKS:
-        facts = json.loads(
-            run([*LMWORKS, "bench", "collectives", "--link", link, *WIRE], stdout=subprocess.PIPE).stdout
-        )
-        rows = [row for row in facts["rows"] if row["in_place"]]
-        fit = next(one for one in facts["fits"] if one["in_place"])
-        found[link] = {"rows": rows, "fit": fit["fit"]}
+    with TemporaryDirectory() as folder:
+        profile = str(Path(folder) / "profile.toml")
+        run([*LMWORKS, "plan", "calibrate", "--device", "cpu", "--ranks", "2", "--out", profile])
+        for link in LINKS:
+            measured_link = ["--link", link, "--profile", profile, *WIRE]
+            facts = json_of(["chrt", "--rr", "1", *LMWORKS, "bench", "collectives", *measured_link])  # a core a rank
+            plans = {
+                scaling: json_of([*LMWORKS, "plan", *changes(scaling, 2), f"cluster.profile={profile}", "--json"])
+                for scaling in ("weak", "strong")
+            }
+            found[link] = {
+                "rows": [row for row in facts["rows"] if row["in_place"]],
+                "fit": next(one["fit"] for one in facts["fits"] if one["in_place"]),
+                "predicted_s": {scaling: plan["step_s"] for scaling, plan in plans.items()},
+            }
+    return found
+
+
+def json_of(command: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(command, stdout=subprocess.PIPE).stdout)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--planned", action="store_true", help="measure nothing again")
+    parser.add_argument("--wire", action="store_true", help="measure links and rates of this machine again, no steps")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         on_rank(Path(options.rank[0]), options.rank[1:])
         return
-    if options.planned:
+    if options.planned or options.wire:
         result = json.loads((RESULTS / "scaling_cpu.json").read_text())
+        result |= {"wire": wire()} if options.wire else {}
     else:
         before = os.getloadavg()[0]
         result = {"wire": wire(), "measured": measured(), "load": [before, os.getloadavg()[0]]}
