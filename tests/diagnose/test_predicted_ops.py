@@ -11,10 +11,13 @@ import pytest
 from layouts import SPARSE, layout
 from lmworks.diagnose.predicted_ops import missing_price, op_table, predicted_ops
 from lmworks.plan.devices.machine import Machine, Rate
+from lmworks.plan.predict import time_of
 from lmworks.record import RunFolder
 from lmworks.report.run_report import write_report
+from lmworks.spec import catalogue
 from lmworks.trace import read_traces
 from lmworks.train import Trainer
+from lmworks.train.trainer import create_run_folder
 from traces import Event, kernel, launch, span, write_trace
 
 RATES = ("gemm.fp32", "attention.fp32", "attention_backward.fp32", "stream", "strided", "exp", "tanh", "optimizer")
@@ -55,6 +58,19 @@ def test_a_run_with_a_prediction(dataset: Path, tmp_path: Path, experts: tuple[s
     assert qkv["floor_s"] == pytest.approx(flops / 1e10)  # of its kernels at the machine's rate
     page = write_report(RunFolder(tmp_path / "run")).read_text(encoding="utf-8")
     assert "Predicted beside measured, op by op" in page and "out-projection" in page
+
+
+def test_a_known_gpu_prices_a_run_whose_spec_names_none(dataset: Path, tmp_path: Path) -> None:
+    """As `profile train` prices its own; ranks of a layout too."""
+    gpu = catalogue()["H200-SXM-141GB"]
+    spec = layout(dataset, "parallel.dp=2", "precision.dtype=bf16")
+    create_run_folder(tmp_path / "run", spec, Machine.of(gpu))
+    prediction = json.loads((tmp_path / "run" / "prediction.json").read_text())
+    named = spec.replace(cluster=spec.cluster.replace(gpu=gpu.name, device="cuda"))
+    time = time_of(named, Machine.of(gpu))
+    assert time is not None and prediction["step_s"] == time.total
+    assert sum(one["seconds"] for one in prediction["step_ops"]) == pytest.approx(time.total)
+    assert RunFolder(tmp_path / "run").spec().cluster.gpu == "auto"  # the run's spec stays as it is
 
 
 def price(op: str, part: str, way: str, seconds: float, **more: float) -> dict[str, Any]:

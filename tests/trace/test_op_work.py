@@ -62,6 +62,7 @@ def test_bytes_that_are_read_and_written(name: str, dims: list[list[int]], expec
 @pytest.mark.parametrize("name", ["aten::view", "aten::t", "aten::embedding", "aten::empty_like", "MmBackward0"])
 def test_views_and_gathers_have_no_traffic_that_shapes_tell(name: str) -> None:
     assert op_bytes(name, [[8, 4], [8, 4]], FLOATS) is None
+    assert op_bytes("aten::cat", [[[8], [4]], [12]], ["TensorList", "float"]) is None  # of a list, types are not told
 
 
 def test_a_floor_is_the_longer_of_two() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from ..align.post_trainer import trainer_class
 from ..data.progress import Progress, silent
+from ..plan.devices.machine import Machine
 from ..record import RunFolder
 from ..record.profile_request import trace_path
 from ..spec import RunSpec
 from ..train import Trainer
+from ..train.device import find_gpu, pick_device
 from ..train.evaluate import Evaluation
 from .calibrate import cached_machine
 from .train import tolerate_bad_steps, weights_on_device, with_default_data, without_async_saves
@@ -27,12 +29,18 @@ def profile_train(
     """Called on every rank; returns the traces of all of them."""
     spec = profiled_spec(spec, steps, warm_up, stacks)
     first, last = spec.log.profile
-    machine = cached_machine(spec.cluster) if int(os.environ.get("RANK", 0)) == 0 else None  # who writes predictions
+    machine = pricing_machine(spec) if int(os.environ.get("RANK", 0)) == 0 else None  # who writes predictions
     trainer = profiled_trainer(spec, last + 1, progress)(spec, run_dir, machine=machine, quiet=True, force=force)
     if isinstance(trainer, Trainer) and not spec.checkpoint.init and not spec.adapters:
         trainer.weights = weights_on_device(trainer.device, spec.seed)
     trainer.run()
     return [trace_path(RunFolder(run_dir), rank, first, last) for rank in range(spec.parallel.world)]
+
+
+def pricing_machine(spec: RunSpec) -> Machine | None:
+    """What prices the ops: the fitted model of a known GPU, else the cached measurement of this machine."""
+    gpu = find_gpu(spec.cluster, pick_device(spec.cluster))
+    return Machine.of(gpu) if gpu is not None else cached_machine(spec.cluster)
 
 
 def profiled_spec(spec: RunSpec, steps: int, warm_up: int, stacks: bool) -> RunSpec:

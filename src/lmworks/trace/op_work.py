@@ -105,7 +105,8 @@ def op_flops(name: str, dims: Sequence[Any]) -> float | None:
 
 def op_bytes(name: str, dims: Sequence[Any], types: Sequence[str]) -> float | None:
     """Read and written; None where shapes do not tell."""
-    if not name.startswith("aten::") or NO_TRAFFIC.match(name):
+    lists = any(isinstance(one, list) and one and isinstance(one[0], list) for one in dims)  # whose types are not told
+    if not name.startswith("aten::") or NO_TRAFFIC.match(name) or lists:
         return None
     inputs = tensor_bytes(dims, types)
     if not inputs:

@@ -40,7 +40,7 @@ from ..plan.flops import run_flops_per_token
 from ..plan.predict import predict
 from ..plan.step.op_prices import op_prices
 from ..record import MetricsWriter, RunFolder, phase
-from ..spec import LMWorksError, RunSpec, SpecError
+from ..spec import LMWorksError, RunSpec, SpecError, catalogue
 from ..spec.files import check_writable, with_absolute_paths, write_whole
 from ..spec.lora import ScalarAdapter
 from .async_step import PassLauncher, is_sync_point, supports_async_step
@@ -453,9 +453,13 @@ class Trainer(Stepper):
 
 
 def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
+    """`machine`: that prices the run; one of the catalogue prices a run whose spec names no GPU as if it did."""
+    priced = spec
+    if machine is not None and spec.cluster.gpu == "auto" and machine.name in catalogue(spec.cluster.catalogue):
+        priced = spec.replace(cluster=spec.cluster.replace(gpu=machine.name, device="cuda"))
     try:
-        prediction = predict(spec, machine).to_dict()
-        ops = op_prices(spec, machine)
+        prediction = predict(priced, machine).to_dict()
+        ops = op_prices(priced, machine)
         prediction["step_ops"] = None if ops is None else [one.to_dict() for one in ops]
         prediction["machine_rates"] = machine.best_rates if machine else None
     except SpecError as error:  # no number is better than a made-up one
