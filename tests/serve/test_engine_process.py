@@ -23,7 +23,7 @@ from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import BackendError, EngineRequest, Event, EventQueue, merge_events
-from lmworks.serve.channel import ProfileReport, SocketChannel
+from lmworks.serve.channel import Profile, ProfileReport, SocketChannel
 from lmworks.serve.engine_loop import EngineLoop
 from lmworks.serve.engine_process import EngineProcess, ProcessHandle, StallTimeouts
 from lmworks.spec import LMWorksError, SpecError
@@ -247,8 +247,16 @@ def test_profiler_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(engine_loop, "recorder", fails)
     sent: list[ProfileReport] = []
-    EngineLoop(cast(SocketChannel, SimpleNamespace(send=sent.append))).set_profile(None)
+    loop = EngineLoop(cast(SocketChannel, SimpleNamespace(send=sent.append)))
+    loop.set_profile(Profile(Path("trace.json.gz"), 10, 1.0))
     assert sent == [ProfileReport(True, False), ProfileReport(False, False, "CUPTI is in use")]
+
+
+def test_a_request_to_end_a_profile_that_a_limit_has_ended_is_not_answered_twice() -> None:
+    """The report of the limit is the answer: a second one would be taken for that of the next request."""
+    sent: list[ProfileReport] = []
+    EngineLoop(cast(SocketChannel, SimpleNamespace(send=sent.append))).set_profile(Profile(None))
+    assert not sent
 
 
 def test_writing_a_profile_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
