@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,12 @@ from layouts import layout, with_meshes
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.profiler import recorder
 from lmworks.spec import LogSpec, RunSpec, SpecError
+from lmworks.trace import read_trace
 from lmworks.train import Trainer
 from lmworks.train.profile import Profiler, Window
 from tiny import Crash, before_step, crash
 
+PASSES = ("forward", "backward")
 PROFILE = ("log.profile=[3,4]", "log.profile_ranks=[0,1]", "optim.steps=5")
 
 
@@ -108,3 +111,17 @@ def test_profiler_is_silent() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_step_holds_its_own_passes(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are launched behind the update of the step before, as on a GPU."""
+    monkeypatch.setattr(Trainer, "is_async", True)
+    spec = layout(dataset, "log.profile=[3,6]", "optim.steps=7")
+    Trainer(spec, tmp_path / "run", quiet=True).run()
+    trace = read_trace(next((tmp_path / "run" / "traces").glob("*.json.gz")))
+    events, found = trace.events, []
+    for step in trace.host_steps:
+        inside = (events.start >= step.start) & (events.start < step.end)
+        found.append([int((inside & trace.named(re.compile(f"^phase/{name}$"))).sum()) for name in PASSES])
+    assert [step.number for step in trace.host_steps] == [3, 4, 5, 6]
+    assert found == [[spec.accumulation] * 2] * 4

@@ -114,6 +114,10 @@ class Profiler:
         if self.window is not None and not self.started and self.is_chosen(self.window):
             self.started = True
             self.start(self.window)
+        self.name_step(number)
+
+    def name_step(self, number: int) -> None:
+        """What is launched from here on belongs to this step."""
         for spans in (self.nvtx, self.spans):
             if spans is not None:
                 spans.begin_step(number)

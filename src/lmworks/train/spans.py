@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..parallel.parallel_model import ParallelModel
 from ..record import phase
@@ -36,8 +37,10 @@ class Spans:
         self.thread = threading.get_ident()  # a range ends in the thread that it began in
         self.open: list[AbstractContextManager[Any]] = []  # step, micro-batch, phase
         self.in_micro_batch = False
+        self.step = 0
         self.micro_batches = 0  # of this step
         self.blocks: dict[nn.Module, Any] = {}  # block or module of one → what its call was
+        self.checkpoints = ExitStack()
         self.backward: dict[int, tuple[str, AbstractContextManager[Any]]] = {}  # thread → the layer that it is in
 
     def install(self) -> None:
@@ -50,6 +53,10 @@ class Spans:
             if self.modules:
                 ends = {name: module for name, module in part.named_children() if name != "blocks"}
                 self.wrap_modules(ends)
+        if any(call is not None for call in self.blocks.values()):
+            # torch 2.11 loses the exception that ends a recomputation early while a profiler records. A compiled block
+            # saves its tensors when it is done, so nothing is left to save by ending early.
+            self.checkpoints.enter_context(set_checkpoint_early_stop(False))
         if self.model.pipeline is not None:
             self.stage_recorder = self.model.pipeline.recorder
             self.model.pipeline.recorder = PipelineRanges(self.make_range)
@@ -60,13 +67,20 @@ class Spans:
         for block, call in self.blocks.items():
             block._compiled_call_impl = call
         self.blocks.clear()
+        self.checkpoints.close()
         if self.model.pipeline is not None:
             self.model.pipeline.recorder = self.stage_recorder
 
     # --- step, micro-batch, phase -------------------------------------------------------------------------
 
     def begin_step(self, number: int) -> None:
-        """Ends the step before: what follows its update (evaluation, a checkpoint) belongs to it."""
+        """Ends the step before: what follows its update (evaluation, a checkpoint) belongs to it.
+
+        A step whose passes are launched behind the update of the one before begins with them.
+        """
+        if number == self.step:
+            return
+        self.step = number
         self.end(0)
         self.micro_batches = 0
         self.begin(f"ProfilerStep#{number}")  # as torch.profiler names them, for other tools

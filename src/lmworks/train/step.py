@@ -104,6 +104,8 @@ class Stepper:
         next_batches = self.next_batches() if early else None
         data_read = time.perf_counter()
         if next_batches is not None:
+            if self.profiler is not None:
+                self.profiler.name_step(self.step + 2)
             self.launcher.launch_next(next_batches)
             phase.enter("optimizer", self.step + 1)  # what the host waits for
         self.prefetch_next()
