@@ -174,12 +174,14 @@ def test_remedies_are_overrides_that_a_spec_takes(tmp_path: Path) -> None:
         ("recompute_heavy", "parallel.recompute=full", ["parallel.recompute=selective"]),
         ("recompute_heavy", "parallel.recompute=selective", ["parallel.recompute=none"]),
         ("recompute_heavy", "parallel.recompute=none", []),
-        ("comm_bound latency", "parallel.dp=2", ["parallel.bucket_mb=100"]),
-        ("comm_bound latency", "parallel.dp=2 parallel.bucket_mb=100", ["parallel.bucket_mb=400"]),
+        ("comm_bound latency", "parallel.dp=2 parallel.bucket_mb=0.1", ["parallel.bucket_mb=100"]),
+        ("comm_bound latency", "model.hidden=4096 parallel.dp=2 parallel.bucket_mb=100", ["parallel.bucket_mb=400"]),
+        ("comm_bound latency", "parallel.dp=2 data.global_batch=16", ["data.global_batch=32"]),  # one message already
         ("comm_bound latency", "parallel.dp=2 parallel.strategy=fsdp2", ["parallel.reshard=false"]),
         ("comm_bound latency", "parallel.dp=2 parallel.strategy=fsdp2 parallel.reshard=false", []),
         ("comm_bound latency", "parallel.tp=2", []),  # no gradients are sent
-        ("comm_bound order", "parallel.dp=2 parallel.bucket_mb=10", ["parallel.bucket_mb=5"]),
+        ("comm_bound order", "model.hidden=4096 parallel.dp=2 parallel.bucket_mb=10", ["parallel.bucket_mb=5"]),
+        ("comm_bound order", "parallel.dp=2", ["parallel.bucket_mb=0.133"]),  # a quarter of all gradients
         ("comm_bound order", "parallel.dp=2 parallel.strategy=fsdp2 parallel.prefetch=2", ["parallel.prefetch=4"]),
         ("comm_bound order", "parallel.dp=2 parallel.strategy=fsdp1", []),
     ],

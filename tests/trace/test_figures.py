@@ -14,12 +14,14 @@ from lmworks.trace import Kind, Trace, read_trace
 from lmworks.trace.breakdown import Activity
 from lmworks.trace.collectives import overlap
 from lmworks.trace.critical_path import critical_path
+from lmworks.trace.elementwise import unfused_share
 from lmworks.trace.fusion import fusible
 from lmworks.trace.hotspots import hotspots, launches, python_time, short_name
 from lmworks.trace.idle import CAUSES, idle_causes
-from lmworks.trace.nesting import Nesting
+from lmworks.trace.nesting import CALLS, Nesting
 from lmworks.trace.skew import skew
 from lmworks.trace.summary import summarise
+from lmworks.trace.work_classes import exposed_copy_in
 from traces import Event, kernel, launch, span, write_trace
 
 DATA = Path(__file__).parent / "data"
@@ -273,7 +275,7 @@ def test_input_late_is_what_four_workers_mend() -> None:
     for workers in (0, 4):
         facts = summarise([read_trace(DATA / f"resnet50_workers{workers}.json.gz")])
         shares.append(facts["idle_by_cause"]["input_late"] / facts["step_s"])
-    assert shares[0] > 0.15 and shares[1] < 0.01
+    assert shares[0] > 0.15 and shares[1] < 0.02
 
 
 def test_a_trace_says_what_it_lacks(tmp_path: Path) -> None:
@@ -312,3 +314,74 @@ def test_an_unrelated_pickle_beside_a_trace_is_said(tmp_path: Path) -> None:
     facts = summarise([read(tmp_path, gpu_step())])
     assert facts["memory"][0]["snapshot"] is None and facts["step_s"] == pytest.approx(1e-3)
     assert "t.pickle: no snapshot of PyTorch's allocator" in facts["ranks"][0]["missing"][-1]
+
+
+def test_an_annotation_that_ends_in_another_op_hides_no_call(tmp_path: Path) -> None:
+    """A hook begins it within the first op; what the op calls is still not its own time."""
+    events = [
+        span("user_annotation", "ProfilerStep#1", 0, 400),
+        span("cpu_op", "aten::linear", 0, 100),
+        span("user_annotation", "layer/0 backward", 10, 200),
+        span("cpu_op", "aten::mm", 20, 70),
+        span("cpu_op", "aten::add", 150, 100),
+    ]
+    ops = {one["op"]: one["seconds"] for one in summarise([read(tmp_path, events)])["ops"]}
+    assert ops == pytest.approx({"aten::linear": 30e-6, "aten::mm": 70e-6, "aten::add": 100e-6})
+
+
+def test_runs_of_elementwise_kernels(tmp_path: Path) -> None:
+    """Three in a row for 90 µs save 60, one alone nothing, an optimizer's fused kernel ends a run."""
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+    mean = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(float)"
+    fused = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdam>(int)"
+    kernels = [add, mean, add, "gemm", add, "gemm", fused, add]
+    events = [span("user_annotation", "ProfilerStep#1", 0, 1000)]
+    events += [launch(10 * place, place) for place in range(8)]
+    events += [kernel(name, 100 + 30 * place, 30, correlation=place) for place, name in enumerate(kernels)]
+    trace = read(tmp_path, events)
+    assert unfused_share(trace, Nesting.of(trace, CALLS)) == pytest.approx(60 / 1000)
+
+
+def test_runs_of_elementwise_ops_on_a_cpu(tmp_path: Path) -> None:
+    """Views between them do not end a run; the op that calls others has no time of its own."""
+    ops = [("aten::mul", 40), ("aten::t", 10), ("aten::add", 40), ("aten::mm", 100), ("aten::pow", 40)]
+    events = [span("user_annotation", "ProfilerStep#1", 0, 1000)]
+    for place, (name, length) in enumerate(ops):
+        events.append(span("cpu_op", name, 100 * place, length))
+    trace = read(tmp_path, events)
+    assert unfused_share(trace, Nesting.of(trace, CALLS)) == pytest.approx(40 / 1000)
+
+
+@pytest.mark.parametrize(("bytes_", "cause"), [(2**26, "input_late"), (8, "host_late")])
+def test_a_gap_before_a_copy_from_pageable_memory(tmp_path: Path, bytes_: int, cause: str) -> None:
+    """The host brings a batch to where the device can copy it from; a scalar is no batch."""
+    events = [
+        span("user_annotation", "ProfilerStep#1", 0, 1000),
+        launch(0, 1),
+        kernel("gemm", 0, 200, correlation=1),
+        launch(500, 2, 400, "cudaMemcpyAsync"),
+        kernel("Memcpy HtoD (Pageable -> Device)", 600, 400, correlation=2, bytes=bytes_),
+    ]
+    trace = read(tmp_path, events)
+    idle = idle_causes(Activity(trace)).of(0)
+    assert idle[cause] == 400_000 and sum(idle.values()) == 400_000
+    assert exposed_copy_in(trace) == pytest.approx(0.4)
+
+
+def test_one_late_step_is_no_straggler(tmp_path: Path) -> None:
+    """Rank 1 comes 300 µs late in one of three steps: what it is late for in the median step is nothing."""
+
+    def rank(number: int, late: int) -> Activity:
+        events = []
+        for step in range(3):
+            began = 1000 * step
+            computed = 400 + (late if step == 1 else 0)
+            events += [
+                span("user_annotation", f"ProfilerStep#{step}", began, 1000),
+                span("cpu_op", "aten::mm", began, computed),
+                span("user_annotation", "gloo:all_reduce", began + computed, 900 - computed, 9),
+            ]
+        return Activity(read(tmp_path, events, f"rank{number}.json"))
+
+    found = skew([rank(0, 0), rank(1, 300)])
+    assert found is not None and found.late_share == 0 and found.wait_s[0] == pytest.approx(300e-6)

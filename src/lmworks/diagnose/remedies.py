@@ -61,7 +61,11 @@ def larger_messages(spec: RunSpec | None) -> list[str]:
     layout = spec.parallel
     if layout.strategy in ("fsdp1", "fsdp2"):
         return ["parallel.reshard=false"]
-    return [f"parallel.bucket_mb={max(100, 4 * layout.bucket_mb):g}"] if layout.dp > 1 else []
+    if layout.dp == 1:
+        return []
+    if gradient_mb(spec) <= layout.bucket_mb:  # one message a step already
+        return [f"data.global_batch={2 * spec.data.global_batch}"]
+    return [f"parallel.bucket_mb={max(100, 4 * layout.bucket_mb):g}"]
 
 
 def earlier_messages(spec: RunSpec | None) -> list[str]:
@@ -71,7 +75,15 @@ def earlier_messages(spec: RunSpec | None) -> list[str]:
     if layout.strategy == "fsdp2":
         return [f"parallel.prefetch={2 * layout.prefetch}"]
     in_buckets = layout.strategy in ("ddp", "zero") and layout.dp > 1
-    return [f"parallel.bucket_mb={min(10, layout.bucket_mb / 2):g}"] if in_buckets else []
+    smaller = min(10, layout.bucket_mb / 2, gradient_mb(spec) / 4)
+    return [f"parallel.bucket_mb={smaller:.3g}"] if in_buckets else []
+
+
+def gradient_mb(spec: RunSpec) -> float:
+    """Of a replica: what fits one bucket is one message, however large the bucket."""
+    layout = spec.parallel
+    width = 2 if spec.precision.weights == "bf16" else 4
+    return spec.model.params * width / 2**20 / (layout.tp * layout.pp)
 
 
 def mend_the_rank(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..spec import RunSpec
 from ..trace.model import Trace
-from .causes import Cause, Evidence, causes, figures_of
+from .causes import Cause, Evidence, Figures, causes, figures_of
 from .remedies import remedy_of
 
 VERDICTS = (
@@ -54,6 +54,14 @@ class Judgement:
         }
 
 
+def ranked_causes(figures: Figures) -> list[Cause]:
+    return sorted(causes(figures), key=lambda one: -one.expected)
+
+
+def worthwhile(ranked: Sequence[Cause]) -> list[Cause]:
+    return [one for one in ranked if one.expected >= WORTH]
+
+
 def judge(traces: Sequence[Trace], facts: Mapping[str, Any], spec: RunSpec | None = None) -> Judgement:
     """`facts` are those of trace.summary; `spec` is the run's, where it is one of ours."""
     if not facts["step_s"] or not facts["compute_s"]:
@@ -65,8 +73,8 @@ def judge(traces: Sequence[Trace], facts: Mapping[str, Any], spec: RunSpec | Non
         advice = "record a few whole steps, with activities=[CPU, CUDA] where there is a GPU"
         return Judgement("unknown", "", lacks, (), advice, (0.0, 0.0), ())
     figures = figures_of(traces, facts)
-    ranked = sorted(causes(figures), key=lambda one: -one.expected)
-    found = [one for one in ranked if one.expected >= WORTH]
+    ranked = ranked_causes(figures)
+    found = worthwhile(ranked)
     if not found:
         best = ranked[0]
         evidence = (

@@ -16,7 +16,7 @@ import numpy as np
 from .intervals import Spans
 from .model import STEP, Ints, Kind, Step, Trace
 
-C10D = re.compile(r"^c10d::|^record_param_comms|^gloo:")
+C10D = re.compile(r"^c10d::|^_c10d_functional::|^record_param_comms|^gloo:")
 AUTOGRAD = re.compile(r"^autograd::engine::")
 NODE = re.compile(r"^autograd::engine::|Backward\d*$")  # hold the ops of a backward pass, and its waits for messages
 

@@ -13,6 +13,7 @@ from .model import Kind, Message, Trace
 from .op_work import input_bytes, parse_shapes
 
 NCCL_KERNEL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+?)_", re.IGNORECASE)
+P2P = ("send", "recv", "isend", "irecv")
 UNKNOWN = Message("", "", None, None)
 
 

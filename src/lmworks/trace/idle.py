@@ -19,7 +19,7 @@ from .model import DEVICE, Ints, Kind, Mask, Trace
 
 CAUSES = {
     "host_late": "the host had not launched the next kernel yet",
-    "input_late": "the host waited for its next batch",
+    "input_late": "the host waited for its next batch, or brought it to the device from pageable memory",
     "synchronisation": "the host had waited for the device, and so launched nothing ahead",
     "other_rank": "the host waited for another rank",
     "kernel_gap": "between two kernels that were both launched in time",
@@ -34,6 +34,8 @@ WAITS = re.compile(
 )
 SYNCHRONIZE = re.compile(r"Synchronize")
 RANK_WAITS = re.compile(r"^c10d::|^phase/communication$|^(?:gloo|nccl):(?:recv|send)|barrier")
+PAGEABLE_IN = re.compile(r"HtoD \(Pageable")
+STAGED = 2**16  # bytes: what the host copies before the device can, and so lets it wait
 SLOW_CALL = 20_000  # ns: a copy or an allocation that returns within it did not wait for the device
 
 
@@ -96,14 +98,16 @@ def on_device_causes(trace: Trace, gaps: Spans) -> dict[str, Ints]:
     synced = after_synchronisation(trace, gaps.start, to)
     ranks = Spans.of(events.take(rank_waits(trace))) - waited_input
     rank = np.where(synced, 0, ranks.covered(gaps.start, to))
-    rest = np.where(in_time, 0, length - input_late - rank)  # with the latency of the launch itself
+    staged = ended & trace.named(PAGEABLE_IN)[after] & (events.bytes[after] >= STAGED)
+    rest = length - input_late - rank  # with the latency of the launch itself
+    late_host = ~in_time & ~staged
     return {
-        "input_late": np.where(in_time, 0, input_late),
-        "other_rank": np.where(in_time, 0, rank),
-        "synchronisation": np.where(synced, rest, 0),
-        "host_late": np.where(synced, 0, rest),
-        "kernel_gap": np.where(in_time & (length < KERNEL_GAP), length, 0),
-        "other": np.where(in_time & (length >= KERNEL_GAP), length, 0),
+        "input_late": np.where(staged, length, np.where(late_host, input_late, 0)),
+        "other_rank": np.where(late_host, rank, 0),
+        "synchronisation": np.where(late_host & synced, rest, 0),
+        "host_late": np.where(late_host & ~synced, rest, 0),
+        "kernel_gap": np.where(in_time & ~staged & (length < KERNEL_GAP), length, 0),
+        "other": np.where(in_time & ~staged & (length >= KERNEL_GAP), length, 0),
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from .model import Ints, Kind, Mask, Trace
 
 HOST = (Kind.OP, Kind.RUNTIME, Kind.ANNOTATION, Kind.PYTHON)
+CALLS = (Kind.OP, Kind.RUNTIME)  # these nest; an annotation that a hook begins may end in another op than it began in
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from .breakdown import Activity
-from .collectives import message_of
+from .collectives import P2P, message_of
 from .hotspots import in_steps
+from .intervals import Spans
 from .model import Ints, Kind, Trace
 
 Entries = dict[tuple[str, str, int], tuple[int, int]]  # (name, group, which one) → start, end in absolute time
@@ -27,8 +28,8 @@ class Skew:
 
     collectives: int  # that were found on every rank
     wait_s: dict[int, float]  # rank → seconds in collectives before the last rank arrived
-    late_rank: int | None  # the one that waited least, where the others waited for it
-    late_s: float  # how much longer the others waited, on average
+    late_rank: int | None  # the one that waited least in a typical step, where the others waited for it
+    late_s: float  # how much longer the others waited, if all steps were as the median one
     late_share: float  # of the time of the steps
     cause: str  # slow_compute, late_arrival, or empty
 
@@ -44,25 +45,31 @@ def skew(activities: Sequence[Activity]) -> Skew | None:
     if edges is None:
         return None
     start, end = edges
-    clock = ahead_of_first(end)
-    start = start - clock[:, None]
-    wait = start.max(axis=0) - start  # rank, collective
+    clock = ahead_of_first(end)[:, None]
+    start, end = start - clock, end - clock
     # A collective cannot end before the last rank has begun it: what is more than its length is a clock's error.
-    wait = np.minimum(wait, end - clock[:, None] - start).clip(0).sum(axis=1) / 1e9
+    waited = np.minimum(start.max(axis=0), end)
+    per_step = np.stack([step_waits(activities[0].trace, *pair) for pair in zip(start, waited, strict=True)]) / 1e9
     ranks = [activity.trace.rank for activity in activities]
-    late = int(np.argmin(wait))
-    others = np.delete(wait, late)
-    late_s = float(others.mean() - wait[late])
+    usual = np.median(per_step, axis=1) * per_step.shape[1]  # a single late step is no straggler
+    late = int(np.argmin(usual))
+    late_s = float(np.delete(usual, late).mean() - usual[late])
     steps = float(np.mean([sum(step.seconds for step in activity.trace.steps) for activity in activities]))
     share = late_s / steps if steps else 0.0
     return Skew(
         collectives=start.shape[1],
-        wait_s=dict(zip(ranks, map(float, wait), strict=True)),
+        wait_s=dict(zip(ranks, map(float, per_step.sum(axis=1)), strict=True)),
         late_rank=ranks[late] if late_s > 0 else None,
         late_s=late_s,
         late_share=share,
         cause=lateness_cause(activities, late, late_s) if late_s > 0 else "",
     )
+
+
+def step_waits(trace: Trace, start: Ints, end: Ints) -> Ints:
+    """Nanoseconds of each step within any of the intervals, which are in the clock of this trace's rank."""
+    edges = np.array([(step.start, step.end) for step in trace.steps], np.int64).reshape(-1, 2) + trace.origin_ns
+    return Spans.union(start, np.maximum(start, end)).covered(edges[:, 0], edges[:, 1])
 
 
 def common_collectives(traces: Sequence[Trace]) -> tuple[Ints, Ints] | None:
@@ -94,13 +101,18 @@ def lateness_cause(activities: Sequence[Activity], late: int, late_s: float) -> 
 
 
 def entries(trace: Trace) -> Entries:
-    """Start and end of every collective, in absolute nanoseconds, by name and order within its group and step."""
+    """Start and end of every collective, in absolute nanoseconds, by name and order within its group.
+
+    Not of sends and receives: the first send of one rank is another message than the first send of the next.
+    """
     events = trace.events
     rows = np.flatnonzero(events.of(Kind.COLLECTIVE) & in_steps(trace, events.start))
     counts: defaultdict[tuple[str, str], int] = defaultdict(int)
     found: Entries = {}
     for row in rows:
         message = message_of(trace, int(row))
+        if message.name in P2P:
+            continue
         key = (f"{message.name} {message.bytes}", message.group)
         found[*key, counts[key]] = (trace.origin_ns + int(events.start[row]), trace.origin_ns + int(events.end[row]))
         counts[key] += 1

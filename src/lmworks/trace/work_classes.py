@@ -7,8 +7,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from .breakdown import C10D, compute_lanes
-from .hotspots import in_steps
+from .breakdown import C10D, Activity, compute_lanes
+from .hotspots import SHORT_KERNEL, in_steps
+from .intervals import Spans
 from .model import Kind, Mask, Trace
 from .nesting import Nesting
 
@@ -21,11 +22,13 @@ PRODUCT = re.compile(
 FLOAT32 = re.compile(r"sgemm|s884gemm_fp32|_f32f32_f32f32|scudnn|tf32|\bfloat\b", re.IGNORECASE)
 HALF = re.compile(r"bf16|bfloat16|half|fp16|f16|e4m3|e5m2|fp8", re.IGNORECASE)
 ALLOCATION = re.compile(r"^(?:cuda|hip)(?:Malloc|Free)$|^cuMem(?:Create|Map|Unmap|Release)$")
-AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
+COPY_IN = re.compile(r"HtoD|Host.?To.?Device", re.IGNORECASE)
+BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 # Composite operators of a forward pass: a backward pass calls what they are made of, so within autograd's engine they
 # are a forward pass that runs again.
 FORWARD = re.compile(
-    r"^aten::(?:linear|matmul|scaled_dot_product_attention|layer_norm|rms_norm|batch_norm|conv[123]d|embedding|dropout)$"
+    r"^aten::(?:linear|matmul|scaled_dot_product_attention|layer_norm|rms_norm|batch_norm|conv[123]d|embedding|dropout"
+    r"|gelu|silu|relu|softmax)$|^CompiledFunction$"
 )
 
 
@@ -58,7 +61,7 @@ def recompute_share(trace: Trace, nesting: Nesting) -> float:
     events = trace.events
     steps = sum(step.end - step.start for step in trace.steps)
     forward = trace.named(FORWARD) & events.of(Kind.OP) & in_steps(trace, events.start)
-    again = forward & under(trace, nesting, trace.named(AUTOGRAD))
+    again = forward & under(trace, nesting, trace.named(BACKWARD))
     if not steps or not np.any(again):
         return 0.0
     if not trace.on_device:
@@ -85,6 +88,16 @@ def under(trace: Trace, nesting: Nesting, around: Mask) -> Mask:
     return found
 
 
+def short_op_share(trace: Trace, nesting: Nesting) -> float:
+    """Own time of ops under 10 µs, most of which is the call itself, as a part of the steps of a CPU."""
+    events = trace.events
+    steps = sum(step.end - step.start for step in trace.steps)
+    if trace.on_device or not steps:
+        return 0.0
+    own = np.isin(events.lane, compute_lanes(trace)) & events.of(Kind.OP) & (events.duration < SHORT_KERNEL)
+    return float(nesting.self_time[own & in_steps(trace, events.start)].sum()) / steps
+
+
 def allocation_share(trace: Trace) -> tuple[float, float]:
     """Time of the host in the allocator of the device, as a part of the steps, and its calls a step."""
     events = trace.events
@@ -92,6 +105,19 @@ def allocation_share(trace: Trace) -> tuple[float, float]:
     steps = sum(step.end - step.start for step in trace.steps)
     count = float(calls.sum()) / max(len(trace.steps), 1)
     return (float(events.duration[calls].sum()) / steps if steps else 0.0), count
+
+
+def exposed_copy_in(trace: Trace) -> float:
+    """Copies from the host to the device while it did nothing else, as a part of the steps."""
+    if not trace.on_device:
+        return 0.0
+    events, activity = trace.events, Activity(trace)
+    copies = Spans.of(events.take(events.of(Kind.COPY) & trace.named(COPY_IN))) - (
+        activity.compute | activity.communication
+    )
+    edges = np.array([(step.start, step.end) for step in trace.steps], np.int64).reshape(-1, 2)
+    whole = int((edges[:, 1] - edges[:, 0]).sum())
+    return float(copies.covered(edges[:, 0], edges[:, 1]).sum()) / whole if whole else 0.0
 
 
 def float32_products(trace: Trace) -> float:
