@@ -55,7 +55,7 @@ def test_a_run_with_a_prediction(dataset: Path, tmp_path: Path, experts: tuple[s
     qkv, tokens = by_op["qkv", "forward"], 4 * 16  # 4 sequences: hidden 32, of 4 heads 2 are for keys and values
     flops = 2 * 2 * tokens * 32 * (32 + 16 + 16)
     assert qkv["flops_per_s"] == pytest.approx(flops / qkv["measured_s"])
-    assert qkv["floor_s"] == pytest.approx(flops / 1e10)  # of its kernels at the machine's rate
+    assert qkv["floor_s"] == pytest.approx(flops / 1e10)  # of its products at the machine's rate
     page = write_report(RunFolder(tmp_path / "run")).read_text(encoding="utf-8")
     assert "Predicted beside measured, op by op" in page and "out-projection" in page
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..record.formatting import short
 from ..trace.model import Trace
 from ..trace.op_times import COMMUNICATION, IDLE, UNASSIGNED, op_times
+from ..trace.op_work import Peaks, peaks_of
 
 BLOCK = (
     "attention norm", "qkv", "head norms", "rotary", "attention", "out-projection", "residual", "mlp norm", "ffn up",
@@ -41,16 +42,21 @@ class Row:
 
     predicted: float | None = None
     measured: float | None = None
-    floor: float = 0.0  # of its kernels at the machine's rates, without the host
     flops: float = 0.0
-    bytes: float = 0.0
+    bytes: float = 0.0  # of memory-bound kernels
 
     @property
     def wrong(self) -> float:
         """Predicted less measured."""
         return (self.predicted or 0.0) - (self.measured or 0.0)
 
-    def to_dict(self, key: Key) -> dict[str, Any]:
+    def floor(self, peaks: Peaks | None, dtype: str) -> float | None:
+        """Its products at the machine's peak, and after them its memory-bound kernels at the bandwidth."""
+        if peaks is None or dtype not in peaks.flops or not peaks.bytes:
+            return None
+        return self.flops / peaks.flops[dtype] + self.bytes / peaks.bytes or None
+
+    def to_dict(self, key: Key, peaks: Peaks | None, dtype: str) -> dict[str, Any]:
         spent = self.measured or 0.0
         return {
             "op": key[0],
@@ -58,7 +64,7 @@ class Row:
             "predicted_s": self.predicted,
             "measured_s": self.measured,
             "wrong_s": self.wrong,
-            "floor_s": self.floor or None,
+            "floor_s": self.floor(peaks, dtype),
             "flops_per_s": self.flops / spent if self.flops and spent else None,
             "bytes_per_s": self.bytes / spent if self.bytes and spent else None,
         }
@@ -73,8 +79,6 @@ class Table:
         row.predicted = (row.predicted or 0.0) + one["seconds"]
         row.flops += one["flops"]
         row.bytes += one["bytes"]
-        if one["flops"] or one["bytes"]:
-            row.floor += one["seconds"] - one["host_s"]
 
     def measure(self, key: Key, seconds: float) -> None:
         row = self.rows[key]
@@ -98,7 +102,9 @@ def predicted_ops(traces: Sequence[Trace]) -> dict[str, Any] | None:
             table.measure((WAIT, ""), seconds)
         elif op != UNASSIGNED:
             table.measure(("update", "") if op == "gradient norm" and not clip else (op, way), seconds)
-    rows = [row.to_dict(key) for key, row in sorted(table.rows.items(), key=lambda one: -abs(one[1].wrong))]
+    peaks, dtype = peaks_of(traces[0]), traces[0].about.get("spec", {}).get("precision", {}).get("dtype", "fp32")
+    ranked = sorted(table.rows.items(), key=lambda one: -abs(one[1].wrong))
+    rows = [row.to_dict(key, peaks, dtype) for key, row in ranked]
     return {
         "step_predicted_s": sum(one["seconds"] for one in prices) if prices else None,
         "step_measured_s": sum(times.values()),
