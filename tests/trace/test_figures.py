@@ -18,7 +18,7 @@ from lmworks.trace.elementwise import unfused_share
 from lmworks.trace.fusion import fusible
 from lmworks.trace.hotspots import hotspots, launches, python_time, short_name
 from lmworks.trace.idle import CAUSES, idle_causes
-from lmworks.trace.nesting import CALLS, Nesting
+from lmworks.trace.nesting import Nesting
 from lmworks.trace.skew import skew
 from lmworks.trace.summary import summarise
 from lmworks.trace.work_classes import exposed_copy_in
@@ -160,9 +160,9 @@ def test_parents_where_ranges_overlap_in_part(tmp_path: Path) -> None:
     """A span that is opened within one op and closed within another, as hooks of autograd do."""
     events = [
         span("cpu_op", "first", 0, 100),
-        span("user_annotation", "layer/0 backward", 50, 100),
+        span("user_annotation", "span/0", 50, 100),
         span("cpu_op", "of both", 60, 20),
-        span("user_annotation", "layer/1 backward", 90, 90),
+        span("user_annotation", "span/1", 90, 90),
         span("cpu_op", "second", 110, 80),
         span("cpu_op", "of layer/0", 115, 30),
         span("cpu_op", "of second", 155, 20),
@@ -173,13 +173,13 @@ def test_parents_where_ranges_overlap_in_part(tmp_path: Path) -> None:
     names = [trace.names[name] for name in trace.events.name]
     found = {name: names[row] if row >= 0 else None for name, row in zip(names, nesting.parent, strict=True)}
     assert found == {
-        **dict.fromkeys(("first", "layer/0 backward", "layer/1 backward", "second", "third")),
-        "of both": "layer/0 backward",
+        **dict.fromkeys(("first", "span/0", "span/1", "second", "third")),
+        "of both": "span/0",
         "of layer/0": "second",
         "of second": "second",
     }
     own = dict(zip(names, nesting.self_time // 1000, strict=True))
-    assert (own["first"], own["layer/0 backward"], own["second"]) == (100, 80, 30)
+    assert (own["first"], own["span/0"], own["second"]) == (100, 80, 30)
 
 
 def test_every_kernel_of_alexnet_has_its_op() -> None:
@@ -339,7 +339,7 @@ def test_runs_of_elementwise_kernels(tmp_path: Path) -> None:
     events += [launch(10 * place, place) for place in range(8)]
     events += [kernel(name, 100 + 30 * place, 30, correlation=place) for place, name in enumerate(kernels)]
     trace = read(tmp_path, events)
-    assert unfused_share(trace, Nesting.of(trace, CALLS)) == pytest.approx(60 / 1000)
+    assert unfused_share(trace, Nesting.of(trace)) == pytest.approx(60 / 1000)
 
 
 def test_runs_of_elementwise_ops_on_a_cpu(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_runs_of_elementwise_ops_on_a_cpu(tmp_path: Path) -> None:
     for place, (name, length) in enumerate(ops):
         events.append(span("cpu_op", name, 100 * place, length))
     trace = read(tmp_path, events)
-    assert unfused_share(trace, Nesting.of(trace, CALLS)) == pytest.approx(40 / 1000)
+    assert unfused_share(trace, Nesting.of(trace)) == pytest.approx(40 / 1000)
 
 
 @pytest.mark.parametrize(("bytes_", "cause"), [(2**26, "input_late"), (8, "host_late")])

@@ -12,7 +12,7 @@ from typing import Any
 from ..trace.collectives import P2P
 from ..trace.elementwise import unfused_share
 from ..trace.model import Trace
-from ..trace.nesting import CALLS, Nesting
+from ..trace.nesting import Nesting
 from ..trace.work_classes import (
     allocation_share,
     compute_shares,
@@ -114,7 +114,7 @@ def figures_of(traces: Sequence[Trace], facts: Mapping[str, Any]) -> Figures:
     calls = sum(one["calls"] for one in sized)
     p2p = sum(one["exposed_s"] for one in collectives if one["collective"] in P2P)
     computed = [sum(row["compute_s"] for row in facts["steps"] if row["rank"] == trace.rank) for trace in traces]
-    nestings = [Nesting.of(trace, CALLS) for trace in traces]
+    nestings = [Nesting.of(trace) for trace in traces]
     classes = [compute_shares(*pair) for pair in zip(traces, nestings, strict=True)]
     count = len(traces)
     allocations = [allocation_share(trace) for trace in traces]

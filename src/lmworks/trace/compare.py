@@ -12,7 +12,7 @@ from typing import Any
 
 from .hotspots import hotspots
 from .model import Trace
-from .nesting import CALLS, Nesting
+from .nesting import Nesting
 from .summary import PARTS, summarise
 
 TOP = 20  # ops
@@ -71,7 +71,7 @@ def collective_seconds(facts: Mapping[str, Any]) -> dict[str, float]:
 def op_seconds(traces: Sequence[Trace]) -> dict[str, float]:
     found: defaultdict[str, float] = defaultdict(float)
     for trace in traces:
-        for one in hotspots(trace, Nesting.of(trace, CALLS)):
+        for one in hotspots(trace, Nesting.of(trace)):
             found[one.op] += one.seconds
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from .model import Ints, Kind, Mask, Trace
 
 HOST = (Kind.OP, Kind.RUNTIME, Kind.ANNOTATION, Kind.PYTHON)
-CALLS = (Kind.OP, Kind.RUNTIME)  # these nest; an annotation that a hook begins may end in another op than it began in
+HOOKED = re.compile(r"^layer/\S+ backward$")  # of our own traces: begin in one node of autograd and end in another
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,10 @@ class Nesting:
     self_time: Ints  # less that of the events directly within
 
     @classmethod
-    def of(cls, trace: Trace, kinds: tuple[Kind, ...] = HOST, without: Mask | None = None) -> Nesting:
+    def of(cls, trace: Trace, kinds: tuple[Kind, ...] = HOST) -> Nesting:
         events = trace.events
         parent = np.full(len(events), -1, np.int64)
-        rows = np.flatnonzero(events.of(*kinds) if without is None else events.of(*kinds) & ~without)
+        rows = np.flatnonzero(events.of(*kinds) & ~trace.named(HOOKED))
         rows = rows[np.argsort(events.lane[rows], kind="stable")]  # by thread, and by start within it
         edges = np.flatnonzero(np.diff(events.lane[rows])) + 1
         for own in np.split(rows, edges):

@@ -22,7 +22,6 @@ from .op_rows import Rows, rows_of
 
 HOST = (Kind.OP, Kind.RUNTIME, Kind.ANNOTATION)
 LAYER = re.compile(r"^layer/\S+$")  # of our own traces
-HOOKED = re.compile(r"^layer/\S+ backward$")  # begin in one node of autograd and end in another: not nested
 COMMUNICATION, IDLE, UNASSIGNED = "communication", "idle", "unassigned"
 OpTimes = dict[tuple[str, str], float]  # (op, pass) → seconds of a step; (COMMUNICATION, kind), (IDLE, ""), …
 
@@ -49,7 +48,7 @@ def rank_times(trace: Trace) -> OpTimes | None:
     steps = trace.steps
     if not trace.host_steps or not np.any(trace.named(LAYER) & trace.events.of(Kind.ANNOTATION)):
         return None
-    nesting = Nesting.of(trace, HOST, without=trace.named(HOOKED))
+    nesting = Nesting.of(trace, HOST)
     rows = rows_of(trace, nesting)
     activity = Activity(trace)
     totals: defaultdict[tuple[str, str], int] = defaultdict(int)

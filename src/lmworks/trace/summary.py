@@ -15,7 +15,7 @@ from .hotspots import Hotspot, hotspots, launches, python_time
 from .idle import CAUSES, idle_causes, stream_idle
 from .memory import read_snapshot, snapshot_path, trace_memory
 from .model import Kind, Trace
-from .nesting import CALLS, Nesting
+from .nesting import Nesting
 from .own_runs import recorded_spec
 from .pipeline import pipeline_facts
 from .skew import skew
@@ -27,7 +27,7 @@ TOP = 20  # ops
 def summarise(traces: Sequence[Trace]) -> dict[str, Any]:
     """Totals over all steps and ranks; `steps` has them step by step and rank by rank."""
     activities = [Activity(trace) for trace in traces]
-    nestings = [Nesting.of(trace, CALLS) for trace in traces]
+    nestings = [Nesting.of(trace) for trace in traces]
     rows = [row for activity in activities for row in step_rows(activity)]
     skewed = skew(activities)
     snapshots = [allocator_snapshot(trace) for trace in traces]
