@@ -46,9 +46,8 @@ def unfused_share(trace: Trace, nesting: Nesting) -> float:
         chosen &= ~outer  # ops that call others: their time is that of those
         elementwise, time = trace.named(OP), nesting.self_time
     rows = np.flatnonzero(chosen & in_steps(trace, events.start))
-    saved = 0.0
-    for lane in np.unique(events.lane[rows]):
-        own = rows[events.lane[rows] == lane]
-        runs = np.split(own, np.flatnonzero(np.diff(elementwise[own].astype(np.int8))) + 1)
-        saved += sum(time[run].sum() * (len(run) - 1) / len(run) for run in runs if len(run) and elementwise[run[0]])
-    return float(saved) / steps
+    rows = rows[np.argsort(events.lane[rows], kind="stable")]  # by lane, and by start within it
+    kind = 2 * events.lane[rows] + elementwise[rows]
+    run = np.cumsum(np.diff(kind, prepend=-1) != 0) - 1  # the number of each row's run
+    length, spent = np.bincount(run), np.bincount(run, weights=time[rows] * elementwise[rows])
+    return float((spent * (length - 1) / np.maximum(length, 1)).sum()) / steps
