@@ -261,6 +261,18 @@ def compared_recordings(sample: Sample) -> None:
     print_comparison({**facts, **ranges, "idle_by_cause": rows, "collectives": rows})
 
 
+def recorded_ops(sample: Sample) -> None:
+    from lmworks.cli.trace_report import print_pipeline, print_predicted
+
+    seconds = {"predicted_s": 0.11204, "measured_s": 0.12118, "wrong_s": -0.00914, "floor_s": 0.08032}
+    row = {"op": "waiting for the host", "pass": "recompute", **seconds, "flops_per_s": 5.72e14, "bytes_per_s": 4.07e11}
+    whole = {f"{what}_{side}_s": 0.2 for what in ("step", "unassigned") for side in ("predicted", "measured")}
+    print_predicted({"predicted": {**whole, "rows": [row]}})
+    times = {"step_s": 1234.5, "window_s": 1234.5, "busy_s": 1000.0}
+    shares = dict.fromkeys(("measured", "replayed", "schedule", "of_step"), 0.352)
+    print_pipeline({"pipeline": {"ranks": [{"rank": 127, "stages": [0, 15, 31], **times, **shares}]}})
+
+
 def quantized(sample: Sample) -> None:
     from lmworks.cli.quantize import print_quantized
 
@@ -416,6 +428,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
         lambda sample: sample.prints("profile", "trace", str(TRACES / "ddp_nccl.json.gz")),
         "trace_report.print_steps trace_report.print_collectives trace_report.print_ops",
     ),
+    (recorded_ops, "trace_report.print_predicted trace_report.print_pipeline"),
     (profile, "profile_engine.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
     (compared_recordings, "profile_compare.print_comparison"),
