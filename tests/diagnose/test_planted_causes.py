@@ -24,19 +24,14 @@ def verdict(run: dict[str, Any]) -> str:
     return found[0].verdict if found else "healthy"
 
 
-# Of planted runs that may get another verdict first, and of twins that are not healthy. The aim is 5 and 2 %; the half
-# that thresholds were not fixed on is held to what it had when it was scored.
-WRONG = {"fit": (0.05, 0.02), "score": (0.12, 0.09)}
-
-
-@pytest.mark.parametrize("half", list(WRONG))
+@pytest.mark.parametrize("half", ["fit", "score"])
 def test_planted_causes_are_named_and_twins_are_healthy(half: str) -> None:
     planted = [run for run in runs(half) if run["variant"] == "planted"]
     twins = [run for run in runs(half) if run["variant"] == "twin"]
     wrong = [f"{run['case']}: {verdict(run)}" for run in planted if verdict(run) != run["expected"]]
     alarms = [f"{run['case']}: {verdict(run)}" for run in twins if verdict(run) != "healthy"]
-    assert len(wrong) <= WRONG[half][0] * len(planted), wrong
-    assert len(alarms) <= WRONG[half][1] * len(twins), alarms
+    assert len(wrong) <= 0.05 * len(planted), wrong
+    assert len(alarms) <= 0.02 * len(twins), alarms
 
 
 def test_no_case_is_in_both_halves() -> None:
