@@ -147,6 +147,12 @@ def test_collectives_by_kind_of_ranks_on_cpus(tmp_path: Path) -> None:
     assert found["communication: allgather", ""] == (None, 100.0)
 
 
+def test_prices_with_other_keys_are_no_prices(tmp_path: Path) -> None:
+    about = {"step_ops": [{"op": "attention"}], "spec": {"precision": 7}}
+    found = predicted_ops(read_traces([write_trace(tmp_path / "t.json", compiled_step(), lmworks=about)]))
+    assert found is not None and found["step_predicted_s"] is None and found["step_measured_s"] > 0
+
+
 def test_without_prices_the_times_are_shown(tmp_path: Path) -> None:
     found = facts_of(tmp_path)
     assert found["step_predicted_s"] is None and "plan hardware --probe" in missing_price(found)

@@ -146,3 +146,12 @@ def test_prices_of_ops_and_collectives_add_up_to_the_step(profile: Path, strateg
     wire = {one.op: one.seconds for one in prices if one.part == "communication"}
     assert sum(wire.values()) == pytest.approx(time.parts["communication"])
     assert wire.keys() == ({"all-reduce"} if strategy == "ddp" else {"all-gather", "reduce-scatter", "all-reduce"})
+
+
+def test_a_sharded_update_moves_its_shard(profile: Path) -> None:
+    moved = {}
+    for strategy in ("ddp", "fsdp2"):
+        prices = op_prices(spec_of(profile, f"parallel.strategy={strategy}"), load_profile(str(profile)).machine)
+        assert prices is not None
+        moved[strategy] = sum(one.bytes for one in prices if one.part == "optimizer")
+    assert moved["fsdp2"] == pytest.approx(moved["ddp"] / 2)

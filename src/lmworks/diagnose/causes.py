@@ -157,6 +157,7 @@ def causes(f: Figures) -> list[Cause]:
     host = max(f.host + f.kernel_gap - max(allocation - f.sync, 0.0), 0.0)
     if not f.on_device:
         host = max(host + f.short_ops - EAGER_HOST, 0.0)
+    host_about = "host late and kernel gaps" if f.on_device else f"host late and short ops, beyond {EAGER_HOST:.0%}"
     kernels, launches = ("kernels", "launches") if f.on_device else ("ops", "ops a step")
     compute, short = Evidence("compute", f.compute), Evidence(f"{kernels} under 10 µs", f.short_kernels)
     products = Evidence("products", f.compute * f.product)
@@ -166,7 +167,7 @@ def causes(f: Figures) -> list[Cause]:
     return [
         cause("input_bound", f.input + f.copy_in, "input late", copies, compute,
               kind="copies" if f.copy_in > f.input / 2 else ""),
-        cause("host_bound", host, "idle, host late", Evidence(launches, f.launches, "count"), short),
+        cause("host_bound", host, host_about, Evidence(launches, f.launches, "count"), short),
         cause("sync_bound", sync, "idle after synchronisations", late, compute),
         communication(f),
         straggler(f),

@@ -15,6 +15,7 @@ from ..record.formatting import short
 from ..trace.model import Trace
 from ..trace.op_times import COMMUNICATION, IDLE, UNASSIGNED, op_times
 from ..trace.op_work import Peaks, peaks_of
+from ..trace.own_runs import recorded_spec
 
 BLOCK = (
     "attention norm", "qkv", "head norms", "rotary", "attention", "out-projection", "residual", "mlp norm", "ffn up",
@@ -33,6 +34,7 @@ BY_PART = {
 }  # fmt: skip
 AXES = ("tp", "cp", "ep", "dp", "pp")
 HOST, WAIT = ("launches", "host"), "waiting for the host"
+KEYS = {"op", "part", "way", "seconds", "flops", "bytes"}  # of a price
 Key = tuple[str, str]  # op and pass
 
 
@@ -90,7 +92,7 @@ def predicted_ops(traces: Sequence[Trace]) -> dict[str, Any] | None:
     times = op_times(traces)
     if times is None:
         return None
-    prices = next((found for trace in traces if (found := trace.about.get("step_ops"))), None)
+    prices = next((found for trace in traces if are_prices(found := trace.about.get("step_ops"))), None)
     table, unassigned = Table(), times.get((UNASSIGNED, ""), 0.0)
     left = join_prices(table, prices or [], set(times))
     axes = {op for op, _ in table.rows if op.startswith(COMMUNICATION)}
@@ -102,7 +104,8 @@ def predicted_ops(traces: Sequence[Trace]) -> dict[str, Any] | None:
             table.measure((WAIT, ""), seconds)
         elif op != UNASSIGNED:
             table.measure(("update", "") if op == "gradient norm" and not clip else (op, way), seconds)
-    peaks, dtype = peaks_of(traces[0]), traces[0].about.get("spec", {}).get("precision", {}).get("dtype", "fp32")
+    spec = recorded_spec(traces)
+    peaks, dtype = peaks_of(traces[0]), spec.precision.dtype if spec else "fp32"
     ranked = sorted(table.rows.items(), key=lambda one: -abs(one[1].wrong))
     rows = [row.to_dict(key, peaks, dtype) for key, row in ranked]
     return {
@@ -112,6 +115,13 @@ def predicted_ops(traces: Sequence[Trace]) -> dict[str, Any] | None:
         "unassigned_predicted_s": left,
         "unassigned_measured_s": unassigned,
     }
+
+
+def are_prices(found: Any) -> bool:
+    """Rows as `plan.step.op_prices` writes them; those of a version with other keys are no prices."""
+    return (
+        isinstance(found, list) and bool(found) and all(isinstance(one, dict) and one.keys() >= KEYS for one in found)
+    )
 
 
 def join_prices(table: Table, prices: Iterable[Mapping[str, Any]], traced: set[Key]) -> float:
@@ -233,6 +243,6 @@ def missing_price(predicted: Mapping[str, Any]) -> str:
     if predicted["step_predicted_s"] is not None:
         return ""
     return (
-        "no prices of ops: the run had no prediction of its step (of a machine that is not measured: `lmworks plan "
-        "hardware --probe`, then record again)"
+        "no prices of ops: the run had no prediction of its step. A machine is measured by `lmworks plan hardware "
+        "--probe`; several CPU ranks (DDP, FSDP2) also need cluster.profile, which `lmworks bench collectives` writes"
     )

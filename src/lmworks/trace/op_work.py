@@ -22,12 +22,14 @@ PRODUCT = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$")
 ATTENTION = re.compile(
     r"^aten::_scaled_dot_product_(?:fused|flash|efficient|cudnn)_attention(?:_for_cpu)?(?P<backward>_backward)?$"
 )
-# Return views or new memory, or read a part of their inputs that shapes do not tell.
+# Return views or new memory, read a part of their inputs that shapes do not tell, or call ops that have the traffic.
 NO_TRAFFIC = re.compile(
     r"^aten::(?:view|_unsafe_view|reshape|as_strided|t|transpose|permute|narrow|slice|select|split|split_with_sizes|chunk"
     r"|unbind|expand|squeeze|unsqueeze|flatten|unflatten|alias|detach|lift_fresh|resolve_conj|resolve_neg|result_type"
     r"|item|_local_scalar_dense|to|type_as|contiguous|empty|empty_like|empty_strided|new_empty|resize_|set_|linear|matmul"
-    r"|scaled_dot_product_attention|embedding|index|index_select|gather|scatter_add_|embedding_dense_backward)$"
+    r"|scaled_dot_product_attention|embedding|index|index_select|gather|scatter_add_|embedding_dense_backward"
+    r"|embedding_backward|nll_loss\w*|cross_entropy_loss|log_softmax|softmax|dropout|layer_norm|rms_norm|square|clone|zero_"
+    r"|view_as|reshape_as|expand_as|_to_copy|new_full|new_zeros|full_like|zeros_like|ones_like)$"
 )
 REDUCES = re.compile(r"^aten::(?:sum|mean|amax|amin|argmax|norm|linalg_vector_norm|any|all)$")
 DTYPES = {"float": "fp32", "c10::bfloat16": "bf16", "c10::half": "fp16", "half": "fp16", "bfloat16": "bf16"}
@@ -121,8 +123,10 @@ def op_bytes(name: str, dims: Sequence[Any], types: Sequence[str]) -> float | No
             return float(sum(inputs) + (sum(inputs[1:4]) if match["backward"] else inputs[0]))
     except (IndexError, TypeError):
         return float(sum(inputs))
-    if name.endswith(("zero_", "fill_")):
+    if name.endswith("::fill_"):
         return float(inputs[0])
+    if name.endswith("::copy_"):  # writes the first and does not read it
+        return float(sum(inputs[:2]))
     return float(sum(inputs) + (0 if REDUCES.match(name) else inputs[0] if name.endswith("_") else max(inputs)))
 
 

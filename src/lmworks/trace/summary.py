@@ -132,7 +132,7 @@ def describe(trace: Trace, lacks: Sequence[str]) -> dict[str, Any]:
     return {
         "rank": trace.rank,
         "file": trace.source,
-        "device": trace.device if trace.on_device else "cpu",
+        "device": trace.device or "unnamed device" if trace.on_device else "cpu",
         "backend": trace.backend,
         "events": len(trace.events),
         "missing": [*missing(trace), *lacks],

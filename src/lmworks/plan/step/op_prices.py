@@ -7,7 +7,7 @@ for the host, communication, bubble …) is a row of the step-time sheet as it i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...spec import RunSpec
@@ -142,8 +142,9 @@ def of_cpu_ranks(spec: RunSpec, machine: Machine, profile: Profile) -> list[OpPr
         calls = [call for call in calls if call.when != LAST]
         wire["all-reduce"] = exposed_buckets(spec, machine, fabric, gradients)
     else:
+        shards = spec.parallel.dp_shard
         found = [
-            OpPrice(**{**one.to_dict(), "seconds": one.seconds / spec.parallel.dp_shard})
+            replace(one, seconds=one.seconds / shards, flops=one.flops / shards, bytes=one.bytes / shards)
             if one.part == "optimizer"
             else one
             for one in found
