@@ -194,6 +194,12 @@ def test_remedies_change_the_spec(tmp_path: Path, cause: str, keys: str, wanted:
     assert list(found.overrides) == wanted and found.advice
 
 
+def test_no_gain_is_more_than_the_step(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path / "t.json", [span("cpu_op", "aten::add", 0, 5)]))
+    found = judge([trace], summarise([trace]))
+    assert found.verdict == "host_bound" and found.gain[1] == 1.0
+
+
 def test_nothing_to_judge_is_unknown(tmp_path: Path) -> None:
     only = read_trace(write_trace(tmp_path / "t.json", [kernel("Memcpy HtoD", 0, 5)]))
     assert verdict(only).verdict == "unknown"

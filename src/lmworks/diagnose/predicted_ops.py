@@ -244,5 +244,5 @@ def missing_price(predicted: Mapping[str, Any]) -> str:
         return ""
     return (
         "no prices of ops: the run had no prediction of its step. A machine is measured by `lmworks plan hardware "
-        "--probe`; several CPU ranks (DDP, FSDP2) also need cluster.profile, which `lmworks bench collectives` writes"
+        "--probe`; several CPU ranks (DDP, FSDP2) need cluster.profile, which `lmworks plan calibrate --ranks 2` writes"
     )

@@ -85,4 +85,5 @@ def judge(traces: Sequence[Trace], facts: Mapping[str, Any], spec: RunSpec | Non
         return Judgement("healthy", "", evidence, (), "no remedy is expected to gain 5 %", best.gain, ())
     first = found[0]
     overrides, advice = remedy_of(first, figures, spec)
-    return Judgement(first.verdict, first.kind, first.evidence, tuple(overrides), advice, first.gain, tuple(found[1:]))
+    low, high = (min(gain, 1.0) for gain in first.gain)  # no more than the step
+    return Judgement(first.verdict, first.kind, first.evidence, tuple(overrides), advice, (low, high), tuple(found[1:]))

@@ -19,7 +19,7 @@ from .nesting import Nesting
 KERNEL = re.compile(r"\b(?:vectorized_|unrolled_)?elementwise_kernel|\breduce_kernel<")
 OP = re.compile(
     r"^aten::(?:add|sub|rsub|mul|div|pow|sqrt|rsqrt|exp|log|tanh|sigmoid|neg|abs|square|reciprocal|clamp|where|mean|sum"
-    r"|addcmul|addcdiv|lerp|maximum|minimum|erf|sin|cos|to_copy|copy)_?$"
+    r"|addcmul|addcdiv|lerp|maximum|minimum|erf|sin|cos|copy)_?$"
 )
 # Ops that compute nothing, so that what is before and after them still follows one another.
 VIEW = re.compile(
