@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.trace import Kind, Trace, read_trace
 from lmworks.trace.breakdown import Activity
-from lmworks.trace.collectives import overlap
+from lmworks.trace.collectives import message_of, overlap
 from lmworks.trace.critical_path import critical_path
 from lmworks.trace.elementwise import unfused_share
 from lmworks.trace.fusion import fusible
@@ -385,3 +385,10 @@ def test_one_late_step_is_no_straggler(tmp_path: Path) -> None:
 
     found = skew([rank(0, 0), rank(1, 300)])
     assert found is not None and found.late_share == 0 and found.wait_s[0] == pytest.approx(300e-6)
+
+
+def test_a_kernel_without_details_is_named_by_its_collective(tmp_path: Path) -> None:
+    names = ["ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)"]
+    events = [kernel(name, 100 * place, 50, correlation=place) for place, name in enumerate(names)]
+    trace = read_trace(write_trace(tmp_path / "t.json", events))
+    assert [message_of(trace, row).name for row in range(2)] == ["sendrecv", "allreduce"]

@@ -12,7 +12,7 @@ from .hotspots import in_steps
 from .model import Kind, Message, Trace
 from .op_work import input_bytes, parse_shapes
 
-NCCL_KERNEL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+?)_", re.IGNORECASE)
+NCCL_KERNEL = re.compile(r"(?:nccl|rccl)(?:Dev)?Kernel_?(\w+?)(?:_|\b)", re.IGNORECASE)
 P2P = ("send", "recv", "isend", "irecv")
 UNKNOWN = Message("", "", None, None)
 
