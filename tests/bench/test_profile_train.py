@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import pytest
 
@@ -18,6 +20,7 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, read_metrics
 from lmworks.spec import RunSpec, SpecError, dump_toml
 from lmworks.train import Trainer
+from lmworks.train.signals import Interrupted, StopSignals
 from tiny import events, make_spec, train
 from typed import lmworks
 
@@ -123,3 +126,18 @@ def test_nvtx_needs_a_gpu(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"log.nvtx = true: Nsight Systems records GPUs, and this run is on the CPU"):
         Trainer(make_spec(dataset, "log.nvtx=true", "cluster.device=cpu"), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupted_recording_is_not_resumed(dataset: Path, tmp_path: Path) -> None:
+    """`lmworks resume` would train the spec to its end."""
+
+    class Stopping(StopSignals):
+        def __enter__(self) -> Self:
+            entered = super().__enter__()
+            self.signal = signal.SIGINT
+            return entered
+
+    with mock.patch("lmworks.train.trainer.StopSignals", Stopping), pytest.raises(Interrupted) as stopped:
+        profile_train(make_spec(dataset), tmp_path / "run", steps=2, warm_up=1)
+    assert "choose another --run-dir" in str(stopped.value) and "resume" not in str(stopped.value)
+    assert stopped.value.exit_code == 128 + signal.SIGINT

@@ -18,6 +18,7 @@ from ..spec import RunSpec
 from ..train import Trainer
 from ..train.device import find_gpu, pick_device
 from ..train.evaluate import Evaluation
+from ..train.signals import Interrupted
 from .calibrate import cached_machine
 from .train import tolerate_bad_steps, weights_on_device, with_default_data, without_async_saves
 
@@ -33,7 +34,12 @@ def profile_train(
     trainer = profiled_trainer(spec, last + 1, progress)(spec, run_dir, machine=machine, quiet=True, force=force)
     if isinstance(trainer, Trainer) and not spec.checkpoint.init and not spec.adapters:
         trainer.weights = weights_on_device(trainer.device, spec.seed)
-    trainer.run()
+    try:
+        trainer.run()
+    except Interrupted as error:  # there is nothing to resume
+        stopped = str(error).partition(";")[0]
+        error.args = (f"{stopped}; to record again, choose another --run-dir than {run_dir}",)
+        raise
     return [trace_path(RunFolder(run_dir), rank, first, last) for rank in range(spec.parallel.world)]
 
 

@@ -37,7 +37,7 @@ class Spans:
         self.thread = threading.get_ident()  # a range ends in the thread that it began in
         self.open: list[AbstractContextManager[Any]] = []  # step, micro-batch, phase
         self.in_micro_batch = False
-        self.step = 0
+        self.step = -1
         self.micro_batches = 0  # of this step
         self.blocks: dict[nn.Module, Any] = {}  # block or module of one → what its call was
         self.checkpoints = ExitStack()
