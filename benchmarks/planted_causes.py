@@ -6,6 +6,7 @@ run, so that a test judges it again; the gain that a verdict predicted stands be
     python benchmarks/planted_causes.py fit                          # what can run here: GPU cases need a GPU
     python benchmarks/planted_causes.py score --save
     python benchmarks/planted_causes.py fit --only "slow read" --runs 1
+    python benchmarks/planted_causes.py again          # all figures that are kept, with the thresholds of today
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SPECS = ("spec", 2)  # the group of runs of a spec: up to two ranks
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("half", choices=tuple(HALVES))
+    parser.add_argument("half", choices=(*HALVES, "again"))
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="only cases of this device")
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--recorded", action="store_true", help="judge the traces in that folder again")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
+    if options.half == "again":
+        judge_again(RESULTS / "planted_causes.json")
+        return
     here = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     programs, specs = HALVES[options.half]
     devices = [name for name in here if options.device in (None, name)]
@@ -189,6 +193,33 @@ def judge_folder(folder: Path) -> dict[str, Any]:
     }
 
 
+def is_gain_held(one: dict[str, Any]) -> bool:
+    """Whether the twin's gain lies in the predicted interval, give or take two points."""
+    low, high = (one.get("predicted_gain", {}).get(edge, 0.0) for edge in ("low", "high"))
+    return bool(low - 0.02 <= one.get("measured_gain", -1.0) <= high + 0.02)
+
+
+def judge_again(path: Path) -> None:
+    from lmworks.diagnose.causes import Figures
+    from lmworks.diagnose.verdict import ranked_causes, worthwhile
+
+    halves = json.loads(path.read_text())
+    for half, parts in halves.items():
+        for device, part in parts.items():
+            for run in part["runs"]:
+                ranked = ranked_causes(Figures(**run["figures"]))
+                found = worthwhile(ranked)
+                best = (found or ranked)[0]
+                low, high = (rounded(min(edge, 1.0)) for edge in best.gain)
+                run |= {"verdict": best.verdict if found else "healthy", "kind": best.kind if found else ""}
+                run["predicted_gain"] = {"low": low, "high": high}
+            part |= summary(part["runs"])
+            planted = sum(run["variant"] == "planted" for run in part["runs"])
+            print(f"{half}, {device}: {part['cases']} cases, right {part['right']:.1%} of {planted}, "
+                  f"alarms {part['alarms']:.1%}, gains held {part['gains_held']}")  # fmt: skip
+    path.write_text(json.dumps(halves, indent=1) + "\n")
+
+
 def rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
@@ -201,6 +232,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "cases": len({one["case"] for one in found}),
         "right": sum(one["verdict"] == one["expected"] for one in planted) / max(len(planted), 1),
         "alarms": sum(one["verdict"] != "healthy" for one in twins) / max(len(twins), 1),
+        "gains_held": sum(map(is_gain_held, planted)),
         "confusion": [
             {"planted": name, "verdict": verdict, "runs": count} for (name, verdict), count in sorted(confusion.items())
         ],
@@ -238,7 +270,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 SHOWN = (
-    "input", "host", "kernel_gap", "sync", "other_rank", "compute", "exposed", "hidden", "p2p", "wait", "late_share",
+    "input", "host", "kernel_gap", "sync", "compute", "exposed", "hidden", "p2p", "wait", "late_share",
     "product", "memory", "unfused", "short_ops", "copy_in", "float32", "recompute", "allocation",
 )  # fmt: skip
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from lmworks.diagnose.causes import cause as cause_of
+from lmworks.diagnose.causes import figures_of
+from lmworks.diagnose.remedies import remedy_of
 from lmworks.diagnose.verdict import VERDICTS, Judgement, judge
 from lmworks.spec import RunSpec
 from lmworks.trace import Trace, read_trace
@@ -203,3 +206,17 @@ def test_no_gain_is_more_than_the_step(tmp_path: Path) -> None:
 def test_nothing_to_judge_is_unknown(tmp_path: Path) -> None:
     only = read_trace(write_trace(tmp_path / "t.json", [kernel("Memcpy HtoD", 0, 5)]))
     assert verdict(only).verdict == "unknown"
+
+
+def test_remedies_of_kinds(tmp_path: Path) -> None:
+    """Workers do not shorten a copy, nor do micro-batches a stage that has too many layers."""
+    from lmworks.spec import load_run
+
+    spec = load_run("tiny", ["data.workers=1"])
+    one = trace(tmp_path, "none")
+    figures = figures_of([one], summarise([one]))
+    overrides, advice = remedy_of(cause_of("input_bound", 0.5, "", kind="copies"), figures, spec)
+    assert not overrides and "pin_memory" in advice
+    overrides, advice = remedy_of(cause_of("pipeline_bubble", 0.5, "", kind="uneven"), figures, spec)
+    assert not overrides and "fewer layers" in advice
+    assert remedy_of(cause_of("pipeline_bubble", 0.5, ""), figures, spec)[0]

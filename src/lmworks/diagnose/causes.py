@@ -48,12 +48,10 @@ class Figures:
     """Shares of the steps' time, and what else decides."""
 
     on_device: bool
-    ranks: int
     input: float
     host: float
     kernel_gap: float
     sync: float
-    other_rank: float
     compute: float
     exposed: float
     hidden: float
@@ -66,7 +64,6 @@ class Figures:
     launches: float  # a step; on a CPU, ops called
     short_kernels: float  # share of those under 10 µs
     product: float
-    attention: float
     memory: float
     float32: float
     recompute: float
@@ -120,12 +117,10 @@ def figures_of(traces: Sequence[Trace], facts: Mapping[str, Any]) -> Figures:
     allocations = [allocation_share(trace) for trace in traces]
     return Figures(
         on_device=any(trace.on_device for trace in traces),
-        ranks=count,
         input=idle["input_late"],
         host=idle["host_late"],
         kernel_gap=idle["kernel_gap"],
         sync=idle["synchronisation"],
-        other_rank=idle["other_rank"],
         compute=facts["compute_s"] / whole,
         exposed=facts["exposed_comm_s"] / whole,
         hidden=facts["hidden_comm_s"] / whole,
@@ -137,7 +132,7 @@ def figures_of(traces: Sequence[Trace], facts: Mapping[str, Any]) -> Figures:
         message_bytes=sum(one["bytes"] for one in sized) / calls if calls else None,
         launches=sum(one["per_step"] for one in facts["launches"]) / count,
         short_kernels=sum(one["share_under_10us"] for one in facts["launches"]) / count,
-        **{kind: sum(one[kind] for one in classes) / count for kind in ("product", "attention", "memory")},
+        **{kind: sum(one[kind] for one in classes) / count for kind in ("product", "memory")},
         float32=sum(map(float32_products, traces)) / count,
         recompute=sum(recompute_share(*pair) for pair in zip(traces, nestings, strict=True)) / count,
         allocation=sum(share for share, _ in allocations) / count,

@@ -31,6 +31,8 @@ def effective(spec: RunSpec, overrides: Iterable[str]) -> list[str]:
 
 
 def more_workers(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
+    if cause.kind == "copies":
+        return [], "pin the batches, and copy them ahead on a stream of their own (pin_memory=True, non_blocking=True)"
     workers = 4 if spec is None else max(4, 2 * spec.data.workers)
     return [f"data.workers={workers}"], "read and decode batches in other processes (a DataLoader's num_workers)"
 
@@ -94,6 +96,8 @@ def mend_the_rank(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
 
 
 def more_micro_batches(cause: Cause, f: Figures, spec: RunSpec | None) -> Remedy:
+    if cause.kind == "uneven":
+        return [], "give the stage that computes longest fewer layers"
     wanted = [] if spec is None else [f"data.global_batch={2 * spec.data.global_batch}"]
     return wanted, "more micro-batches a step, or more stages a rank (an interleaved schedule)"
 
