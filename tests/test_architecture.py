@@ -27,7 +27,9 @@ FLOORS = [
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "checkpoint/format"}
+WITHOUT_TORCH = {
+    *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "tune", "checkpoint/format"),
+}
 
 
 def modules() -> list[Path]:
