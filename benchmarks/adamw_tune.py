@@ -85,7 +85,7 @@ def model_step(model: str) -> dict[str, float]:
             leaf.grad = torch.ones_like(leaf)
             shards.append(Shard(weight.name, leaf, leaf.shape, None))
         precision = PrecisionSpec() if below is None else FORMATS["split master"][0]
-        optimizer = make_optimizer(shards, OptimSpec(), precision)
+        optimizer = make_optimizer(shards, ModelSpec(), OptimSpec(), precision)
         adamw_triton.SMALL = below or 0
         found["PyTorch's, fp32" if below is None else f"below {below}"] = timed(optimizer.step)
     adamw_triton.SMALL = 2**16

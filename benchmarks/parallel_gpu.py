@@ -45,7 +45,7 @@ def stepper(model: str, strategy: str) -> Any:
         parallelize, "has_no_replicas", (lambda *_: False) if hooks else parallelize.has_no_replicas
     ):
         parallel_model = parallelize.parallelize(spec, mesh, device, on_device(device))
-    optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
+    optimizer = make_optimizer(parallel_model.shards, spec.model, spec.optim, spec.precision, spec.seed)
     tokens = torch.randint(0, spec.model.vocab, (spec.data.micro_batch, spec.data.seq), device=device)
     batch = Batch(tokens, tokens)
 

@@ -112,7 +112,7 @@ def train_steps(spec: RunSpec, device: torch.device, steps: int) -> tuple[int, l
     """What the trainer does in a step: (peak bytes, seconds of each step)."""
     peak = PeakMemory(device)
     parallel_model = parallelize(spec, None, device, on_device(device) if device.type == "cuda" else source_of(spec))
-    optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
+    optimizer = make_optimizer(parallel_model.shards, spec.model, spec.optim, spec.precision, spec.seed)
     shape = (spec.data.micro_batch, spec.data.seq)
     tokens = torch.randint(0, spec.model.vocab, shape, device=device)
     seconds = []

@@ -40,7 +40,7 @@ def measured(_rank: int, specs: list[RunSpec]) -> list[HostNeed]:
     for spec in specs:
         mesh = init_distributed(spec.parallel, CPU)
         parallel_model = parallelize(spec, mesh, CPU, source_of(spec))
-        optimizer = make_optimizer(parallel_model.shards, spec.optim, spec.precision, spec.seed)
+        optimizer = make_optimizer(parallel_model.shards, spec.model, spec.optim, spec.precision, spec.seed)
         state: dict[str, Any] = training_state(optimizer, parallel_model.shards, parallel_model.sharding, mesh)
         state["model"] |= parallel_model.buffers()
         staging = Staging(make_plan({**state, "rng": rng_state()}), CPU)

@@ -14,7 +14,7 @@ from lmworks.kernels.training.adamw import join_master
 from lmworks.model.gpt import initial_weight
 from lmworks.parallel.data_parallel import Shard
 from lmworks.parallel.single_rank import SingleRank
-from lmworks.spec import OptimSpec, PrecisionSpec, SpecError
+from lmworks.spec import ModelSpec, OptimSpec, PrecisionSpec, SpecError
 from lmworks.train import Trainer
 from lmworks.train.export import export
 from lmworks.train.optim import make_optimizer
@@ -29,7 +29,7 @@ def stepped(weight: Tensor, precision: PrecisionSpec, steps: int, optim: OptimSp
     """A weight after some steps on gradients that follow from the step alone."""
     weight = torch.nn.Parameter(weight.clone())
     shards = [Shard("w", weight, weight.shape, None)]
-    optimizer = make_optimizer(shards, optim, precision)
+    optimizer = make_optimizer(shards, ModelSpec(), optim, precision)
     for step in range(steps):
         gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
         weight.grad = gradient.to(weight.dtype)
@@ -64,7 +64,10 @@ def test_nearest_rounding_loses_small_updates() -> None:
     }.items():
         weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
         optimizer = make_optimizer(
-            [Shard("w", weight, weight.shape, None)], optim, PrecisionSpec(dtype="bf16", weights="bf16", **fields)
+            [Shard("w", weight, weight.shape, None)],
+            ModelSpec(),
+            optim,
+            PrecisionSpec(dtype="bf16", weights="bf16", **fields),
         )
         for _ in range(400):
             weight.grad = torch.ones_like(weight)
@@ -78,7 +81,9 @@ def test_bf16_second_moments_decay_like_fp32() -> None:
     """With β2 = 0.999 rounding to the nearest would keep them where they were."""
     optim = OPTIM.replace(beta2=0.999)
     weight = torch.nn.Parameter(torch.zeros(64, 64))
-    optimizer = make_optimizer([Shard("w", weight, weight.shape, None)], optim, PrecisionSpec(states="bf16"))
+    optimizer = make_optimizer(
+        [Shard("w", weight, weight.shape, None)], ModelSpec(), optim, PrecisionSpec(states="bf16")
+    )
     for step in range(201):
         weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
         optimizer.step()
@@ -89,7 +94,7 @@ def test_bf16_second_moments_decay_like_fp32() -> None:
 def test_gradients_are_scaled_and_overflows_skipped() -> None:
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     precision = PrecisionSpec(dtype="bf16", weights="bf16")
-    optimizer: Any = make_optimizer([Shard("w", weight, weight.shape, None)], OPTIM, precision)
+    optimizer: Any = make_optimizer([Shard("w", weight, weight.shape, None)], ModelSpec(), OPTIM, precision)
     state = optimizer.state[weight]
     weight.grad = torch.full_like(weight, 6.0)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(3.0), torch.tensor(1.0)
@@ -105,7 +110,7 @@ def test_a_state_dict_keeps_its_formats() -> None:
     """PyTorch's own loader casts every state to the format of its weight, the low bits too."""
     precision = PrecisionSpec(dtype="bf16", weights="bf16", states="bf16")
     shard, optimizer = stepped(torch.randn(5, 4).bfloat16(), precision, 3)
-    other = make_optimizer([Shard("w", shard.leaf, shard.leaf.shape, None)], OPTIM, precision)
+    other = make_optimizer([Shard("w", shard.leaf, shard.leaf.shape, None)], ModelSpec(), OPTIM, precision)
     other.load_state_dict(optimizer.state_dict())
     for key, value in optimizer.state[shard.leaf].items():
         assert other.state[shard.leaf][key].dtype == value.dtype and torch.equal(other.state[shard.leaf][key], value)

@@ -83,7 +83,7 @@ def small(**fields: object) -> GPT:
 @pytest.mark.parametrize("fields", [{}, {"bias": True, "norm": "layer", "positions": "learned"}, {"experts": 4}])
 def test_weight_decay_on_matrices_only(fields: dict[str, object]) -> None:
     model = small(**fields)
-    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec(weight_decay=0.1))
+    optimizer = make_optimizer(SingleRank(model).shards(), model.spec, OptimSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
@@ -94,7 +94,7 @@ def test_zero_gradient_applies_decay_to_matrices_only() -> None:
     model = small(bias=True, norm="layer")
     nn.init.ones_(model.blocks["0"].mlp.up.bias)  # type: ignore[union-attr, arg-type]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec(lr=0.5, weight_decay=0.1))
+    optimizer = make_optimizer(SingleRank(model).shards(), model.spec, OptimSpec(lr=0.5, weight_decay=0.1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -106,7 +106,9 @@ def test_zero_gradient_applies_decay_to_matrices_only() -> None:
 def test_tied_embedding_is_stepped_once() -> None:
     model = small(tie_embeddings=True)
     listed = [
-        p for group in make_optimizer(SingleRank(model).shards(), OptimSpec()).param_groups for p in group["params"]
+        p
+        for group in make_optimizer(SingleRank(model).shards(), model.spec, OptimSpec()).param_groups
+        for p in group["params"]
     ]
     assert sum(p is model.embed.weight for p in listed) == 1
 
@@ -114,7 +116,7 @@ def test_tied_embedding_is_stepped_once() -> None:
 def test_fused_adamw_equals_the_textbook_update() -> None:
     optim = OptimSpec(lr=1e-2, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6)
     model = small()
-    optimizer = make_optimizer(SingleRank(model).shards(), optim)
+    optimizer = make_optimizer(SingleRank(model).shards(), model.spec, optim)
     weight = model.blocks["0"].attention.q.weight  # type: ignore[union-attr]
     assert isinstance(weight, torch.Tensor)
     expected, m, v = weight.detach().double().clone(), torch.zeros(()), torch.zeros(())

@@ -62,7 +62,7 @@ class Critic(Stepper):
         else:
             self.parallel_model = self.whole_model(align.critic_head)
         self.optimizer = make_optimizer(
-            self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
+            self.parallel_model.shards, self.spec.model, self.spec.optim, self.spec.precision, self.spec.seed
         )
         self.engine = None
         self.objective = ValueObjective(align)

@@ -27,6 +27,7 @@ from ..kernels.training.gelu import gelu
 from ..kernels.training.token_divergence import Teacher, TokenDivergence, linear_divergence
 from ..kernels.training.token_logprobs import TokenLogprobs, linear_logprobs
 from ..spec import ModelSpec, components
+from ..spec.parametrization import initial_std
 from . import rope
 from .activation_checkpointing import checkpointed
 from .attention import Attend, dense
@@ -399,12 +400,10 @@ class ScaleGradient(torch.autograd.Function):
 
 def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> Tensor:
     """A whole weight, drawn from a generator keyed by (seed, its name): equal under every layout and device."""
-    init = components.find(spec, name).init
-    if init in ("zeros", "ones"):
-        return torch.full(shape, float(init == "ones"))
-    std = spec.init_std / math.sqrt(2 * spec.layers) if init == "residual" else spec.init_std
-    if init == "score":
-        std = 1 / math.sqrt(spec.hidden + 1)
+    weight = components.find(spec, name)
+    std = initial_std(spec, weight)
+    if weight.init in ("zeros", "ones"):
+        return torch.full(shape, std)
     return torch.empty(shape).normal_(0.0, std, generator=generator_of(seed, name))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..spec import CheckpointError, ModelSpec, SpecError
 from ..spec.files import read_json_object, unsafe_name
 from ..spec.hf_config import family_of_config, spec_of_config
+from ..spec.model import MUP_KEYS
 from .hf_layout import Stored, layout
 from .tensor_files import STAGED_DEVICES, DoubleBuffer, Span, spans, to_empty, upload_in_threads
 
@@ -36,7 +37,7 @@ BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 # it, top_k, what only acts in training. Everything else must be equal for the weights to mean the same.
 CHANGEABLE = (
     "preset", "context", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "top_k", "capacity",
-    "balance_loss", "balance_bias", "attention", "init_std",
+    "balance_loss", "balance_bias", "attention", "init_std", *MUP_KEYS,
 )  # fmt: skip
 
 

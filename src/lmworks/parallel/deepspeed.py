@@ -115,7 +115,7 @@ class DeepSpeedEngine:
     def step(self, rate: float) -> float:
         """Clip and update; returns the gradient's norm before that, inf where it was not finite and nothing changed."""
         for group in self.zero.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 

@@ -199,7 +199,7 @@ class FakeTrainer(Trainer):
     def __init__(self, spec: RunSpec, mesh: Mesh, stages: list[Stage], weights: Source) -> None:
         self.spec, self.mesh, self.device = spec, mesh, CPU
         self.parallel_model = parallelize(spec, mesh, CPU, weights, stages)
-        self.optimizer = make_optimizer(self.parallel_model.shards, spec.optim, spec.precision, spec.seed)
+        self.optimizer = make_optimizer(self.parallel_model.shards, spec.model, spec.optim, spec.precision, spec.seed)
         self.loss_scale, self.engine, self.step = LossScale(spec.precision), None, 0
         self.health, self.reader, self.objective = Health(spec.health), ScalarReader(CPU), Objective()
         self.launcher = PassLauncher(self.parallel_model, self.launch_passes)

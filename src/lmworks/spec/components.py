@@ -4,6 +4,7 @@
 
     spec/model.py                 parameter counts
     model/gpt.py                  initial values; a test compares names and shapes with `GPT(spec).named_parameters()`
+    spec/parametrization.py       initial scale, learning rate and gradient scale of each role under μP
     model/hf_layout.py            names in a checkpoint
     parallel/tensor_parallel.py   the dimension along which each weight is sharded
     plan/                         FLOPs, saved activations, bytes moved: one cost rule for each kind of component,
@@ -29,6 +30,9 @@ Shard = Literal["column", "row", "kv_heads", "replicated"]
 # residual: normal, scaled down with the number of layers; score: normal with a variance of 1 / (width + 1)
 Init = Literal["normal", "residual", "ones", "zeros", "score"]
 SCORE = "score.weight"  # the scalar head
+# What a weight does, for rules that depend on width (spec/parametrization.py). hidden: width × width; embedding, head
+# and router: width × a fixed number; vector: gains, biases and sinks; head_gain: one gain for all attention heads.
+Role = Literal["embedding", "hidden", "vector", "head_gain", "router", "last_norm", "head"]
 
 ROOT = -1  # the layer of weights outside blocks: embedding, last norm, head
 
@@ -46,6 +50,9 @@ class Weight:
     experts: int = 0  # its first dimension counts experts, which expert parallelism shards
     matmul_token_share: float = 0.0  # the share of tokens that it is multiplied with
     init: Init = "normal"
+    role: Role = "hidden"
+    ends_branch: bool = False  # its product (or sum) is what a residual branch adds to the stream
+    scales_scores: bool = False  # attention scores are proportional to it: of queries
     hf: str = ""  # in a Hugging Face checkpoint of the Llama layout, within its layer
     layer: int = ROOT
 
@@ -112,6 +119,7 @@ class Linear:
     bias: bool = False
     shard: Shard = "column"
     kv_heads: int = 0
+    scales_scores: bool = False  # its output is the queries that attention multiplies with keys
     hf: str = ""
 
     def weights(self) -> Iterator[Weight]:
@@ -121,10 +129,11 @@ class Linear:
         weight = Weight(
             f"{self.name}.weight", (self.outputs, self.inputs), tp_dim, self.kv_heads, not row, matmul_token_share=1.0
         )
-        yield replace(weight, init=init, hf=f"{self.hf}.weight")
+        traits: dict[str, Any] = {"ends_branch": row, "scales_scores": self.scales_scores}
+        yield replace(weight, init=init, hf=f"{self.hf}.weight", **traits)
         if self.bias:  # of a row-parallel layer: whole, and added after the sum over ranks
             bias = Weight(f"{self.name}.bias", (self.outputs,), None if row else tp_dim, self.kv_heads, not row)
-            yield replace(bias, init="zeros", hf=f"{self.hf}.bias")
+            yield replace(bias, init="zeros", role="vector", hf=f"{self.hf}.bias", **traits)
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,13 @@ class Norm:
     total: int = 0  # 0: the residual stream
     source: int = 0  # numbers per token of the tensor that its input is a part of (0: it is the whole)
     shard: Shard = "replicated"  # of these vectors
+    role: Role = "vector"
+    scales_scores: bool = False
     hf: str = ""
 
     def weights(self) -> Iterator[Weight]:
-        whole = Weight(f"{self.name}.weight", (self.width,), in_tp_region=self.total > 0, init="ones")
-        yield replace(whole, hf=f"{self.hf}.weight")
+        whole = Weight(f"{self.name}.weight", (self.width,), in_tp_region=self.total > 0, init="ones", role=self.role)
+        yield replace(whole, scales_scores=self.scales_scores, hf=f"{self.hf}.weight")
         if self.bias:
             yield replace(whole, name=f"{self.name}.bias", init="zeros", hf=f"{self.hf}.bias")
 
@@ -173,7 +184,7 @@ class Sinks:
     heads: int
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight("attention.sinks", (self.heads,), 0, in_tp_region=True, hf="self_attn.sinks")
+        yield Weight("attention.sinks", (self.heads,), 0, in_tp_region=True, role="vector", hf="self_attn.sinks")
 
 
 @dataclass(frozen=True)
@@ -287,8 +298,10 @@ class Experts:
         share = self.top_k / self.count
         yield Weight(f"{self.name}.gate", into, 1, experts=self.count, matmul_token_share=share)
         yield Weight(f"{self.name}.up", into, 1, experts=self.count, matmul_token_share=share)
-        yield Weight(f"{self.name}.down", out, 2, experts=self.count, matmul_token_share=share, init="residual")
-        yield Weight(f"{self.name}.router.weight", (self.count, self.hidden), in_tp_region=True, matmul_token_share=1.0)
+        down = Weight(f"{self.name}.down", out, 2, experts=self.count, matmul_token_share=share, init="residual")
+        yield replace(down, ends_branch=True)
+        router = Weight(f"{self.name}.router.weight", (self.count, self.hidden), in_tp_region=True, role="router")
+        yield replace(router, matmul_token_share=1.0)
 
 
 @dataclass(frozen=True)
@@ -318,8 +331,8 @@ def block(m: ModelSpec) -> tuple[Component, ...]:
     )
 
 
-def stream_norm(m: ModelSpec, name: str, hf: str) -> Norm:
-    return Norm(name, name.replace("_", " "), m.hidden, m.norm, m.norm == "layer" and m.bias, hf=hf)
+def stream_norm(m: ModelSpec, name: str, hf: str, role: Role = "vector") -> Norm:
+    return Norm(name, name.replace("_", " "), m.hidden, m.norm, m.norm == "layer" and m.bias, role=role, hf=hf)
 
 
 def attention(m: ModelSpec) -> Iterator[Component]:
@@ -330,7 +343,8 @@ def attention(m: ModelSpec) -> Iterator[Component]:
     norm, hf = "attention_norm", "self_attn"
     if m.attention_sinks:  # a parameter of the module itself: before those of its layers
         yield Sinks(m.heads)
-    yield Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
+    query = Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
+    yield replace(query, scales_scores=not m.qk_norm)
     for name, label in (("k", "key"), ("v", "value")):
         yield Linear(
             f"attention.{name}",
@@ -344,8 +358,10 @@ def attention(m: ModelSpec) -> Iterator[Component]:
             hf=f"{hf}.{name}_proj",
         )
     if m.qk_norm:
-        yield Norm("attention.q_norm", "query norm", m.head_dim, total=m.q_dim, shard="column", hf=f"{hf}.q_norm")
-        yield Norm("attention.k_norm", "key norm", m.head_dim, total=m.kv_dim, shard="kv_heads", hf=f"{hf}.k_norm")
+        q_norm = Norm("attention.q_norm", "query norm", m.head_dim, total=m.q_dim, shard="column", hf=f"{hf}.q_norm")
+        yield replace(q_norm, role="head_gain", scales_scores=True)
+        k_norm = Norm("attention.k_norm", "key norm", m.head_dim, total=m.kv_dim, shard="kv_heads", hf=f"{hf}.k_norm")
+        yield replace(k_norm, role="head_gain")
     if m.positions == "rope":
         yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
@@ -365,13 +381,15 @@ def latent_attention(m: ModelSpec) -> Iterator[Component]:
             "attention.q_a", "query latent", norm, m.hidden, m.q_lora_rank, shard="replicated", hf=f"{hf}.q_a_proj"
         )
     else:
-        yield Linear("attention.q", "query", norm, m.hidden, m.heads * qk_dim, hf=f"{hf}.q_proj")
+        query = Linear("attention.q", "query", norm, m.hidden, m.heads * qk_dim, hf=f"{hf}.q_proj")
+        yield replace(query, scales_scores=True)
     yield replace(latent, hf=f"{hf}.kv_a_proj_with_mqa")
     if m.q_lora_rank:
         yield replace(q_norm, hf=f"{hf}.q_a_layernorm")
     yield replace(kv_norm, hf=f"{hf}.kv_a_layernorm")
     if m.q_lora_rank:
-        yield Linear("attention.q_b", "query", q_norm.name, m.q_lora_rank, m.heads * qk_dim, hf=f"{hf}.q_b_proj")
+        query = Linear("attention.q_b", "query", q_norm.name, m.q_lora_rank, m.heads * qk_dim, hf=f"{hf}.q_b_proj")
+        yield replace(query, scales_scores=True)
     width = m.heads * (m.head_dim + m.v_head_dim)
     yield Linear("attention.kv_b", "key, value", kv_norm.name, m.kv_lora_rank, width, hf=f"{hf}.kv_b_proj")
     yield Rotary("rotary query", m.heads * m.rope_head_dim)
@@ -414,18 +432,19 @@ def head(m: ModelSpec) -> Head:
 
 
 def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
-    yield Weight("embed.weight", (m.vocab, m.hidden), 0, hf="model.embed_tokens.weight")
+    yield Weight("embed.weight", (m.vocab, m.hidden), 0, role="embedding", hf="model.embed_tokens.weight")
     if m.positions == "learned":
-        yield Weight("positions.weight", (m.context, m.hidden))
+        yield Weight("positions.weight", (m.context, m.hidden), role="embedding")
 
 
 def head_weights(m: ModelSpec) -> Iterator[Weight]:
     """Last norm and head; a tied head is no weight of its own."""
-    yield from stream_norm(m, "norm", "model.norm").weights()
+    yield from stream_norm(m, "norm", "model.norm", role="last_norm").weights()
     if m.scalar_head:
-        yield Weight(SCORE, (1, m.hidden), gathered=True, matmul_token_share=1.0, init="score", hf="score.weight")
+        score = Weight(SCORE, (1, m.hidden), gathered=True, matmul_token_share=1.0, init="score", role="head")
+        yield replace(score, hf="score.weight")
     elif not m.tie_embeddings:
-        yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, hf="lm_head.weight")
+        yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, role="head", hf="lm_head.weight")
 
 
 @functools.lru_cache(maxsize=256)

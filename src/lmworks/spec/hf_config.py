@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import SpecError, did_you_mean
-from .model import ModelSpec, RopeScaling
+from .model import MUP_KEYS, ModelSpec, RopeScaling
 
 Config = Mapping[str, Any]  # a parsed config.json
 
@@ -48,7 +48,7 @@ EXPERTS_WRITES = {
 WRITTEN = frozenset({
     "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "rope_theta",
     "rope_scaling", "qkv_bias", "sliding_window", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss",
-    "attention", "init_std", "scalar_head",
+    "attention", "init_std", "scalar_head", *MUP_KEYS,
 })  # fmt: skip
 CLASSIFIER = "ForSequenceClassification"
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
@@ -146,6 +146,8 @@ def spec_of_config(config: Config) -> ModelSpec:
     if config.get("quantization_config"):
         raise SpecError("quantization_config: quantized weights are not supported; export the model in bf16 or fp32")
     spec = gpt2_spec(config) if name == "gpt2" else rope_spec(name, config)
+    if config.get("parametrization") == "mup":  # of an export of ours: how it goes on learning, not what it computes
+        spec = spec.replace(**{key: config[key] for key in MUP_KEYS if key in config})
     return spec.replace(scalar_head=True) if has_scalar_head(config) else spec
 
 
@@ -307,6 +309,8 @@ def config_of_spec(spec: ModelSpec, eos: int | list[int] | None = None) -> dict[
         "eos_token_id": eos,
         "use_cache": True,
     }
+    if spec.parametrization == "mup":
+        common |= {key: getattr(spec, key) for key in MUP_KEYS}
     if spec.scalar_head:
         common |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return common | (gpt2_config(spec) if name == "gpt2" else rope_config(name, spec))

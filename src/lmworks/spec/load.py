@@ -14,7 +14,7 @@ from .errors import SpecError, did_you_mean, suggestion
 from .files import read_json_object
 from .hf_config import spec_of_config
 from .lora import LoraSpec
-from .model import ModelSpec
+from .model import MUP_KEYS, ModelSpec
 from .presets import PRESETS
 from .run import RunSpec
 from .schema import merge
@@ -64,7 +64,7 @@ def with_initial_shape(data: dict[str, Any]) -> dict[str, Any]:
 
 
 # Keys of a model that say how it is trained or computed: beside them the shape still follows from checkpoint.init.
-SHAPE_FREE = {"attention", "scalar_head", "context", "balance_loss", "balance_bias", "capacity", "init_std"}
+SHAPE_FREE = {"attention", "scalar_head", "context", "balance_loss", "balance_bias", "capacity", "init_std", *MUP_KEYS}
 
 
 def shape_of(folder: Path, key: str = "checkpoint.init") -> dict[str, Any]:

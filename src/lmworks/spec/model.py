@@ -35,6 +35,9 @@ class RopeScaling(Section):
             )
 
 
+MUP_KEYS = ("parametrization", "mup_base_hidden", "mup_base_layers", "mup_base_head_dim")
+
+
 @dataclass(frozen=True)
 class ModelSpec(Section):
     section: ClassVar[str] = "model"
@@ -89,6 +92,15 @@ class ModelSpec(Section):
     init_std: float = opt(
         0.02, "standard deviation of initial weights; residual outputs are scaled by 1/√(2·layers)", gt=0
     )
+    parametrization: str = opt(
+        "standard",
+        "how initial weights and learning rates follow width and depth: as they are, or by μP (CompleteP), so that "
+        "hyper-parameters tuned on a small base model hold for a large one",
+        choices=("standard", "mup"),
+    )
+    mup_base_hidden: int = opt(0, "mup: hidden of the base model, on which hyper-parameters were tuned", ge=0)
+    mup_base_layers: int = opt(0, "mup: layers of the base model (0: layers; nothing follows depth)", ge=0)
+    mup_base_head_dim: int = opt(0, "mup: head_dim of the base model (0: head_dim; heads grow in number)", ge=0)
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -132,6 +144,26 @@ class ModelSpec(Section):
         self.check_latent()
         self.check_rope()
         self.check_attention()
+        self.check_parametrization()
+
+    def check_parametrization(self) -> None:
+        if self.parametrization == "standard":
+            for key in MUP_KEYS[1:]:
+                if getattr(self, key):
+                    raise SpecError(f"model.{key} needs model.parametrization = 'mup'")
+            return
+        if not self.mup_base_hidden:
+            raise SpecError(
+                "model.parametrization = 'mup' needs model.mup_base_hidden: the width of the model on which the "
+                "learning rate was (or will be) tuned, e.g. 256"
+            )
+        self.derive("mup_base_layers", self.mup_base_layers or self.layers)
+        self.derive("mup_base_head_dim", self.mup_base_head_dim or self.head_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of μP only where it is on: a standard spec reads, and hashes, as it did before there was any."""
+        table = super().to_dict()
+        return table if self.parametrization == "mup" else {k: v for k, v in table.items() if k not in MUP_KEYS}
 
     def check_moe(self) -> None:
         if not self.experts:

@@ -117,7 +117,7 @@ class PeakMemory:
 def warm_runtime() -> None:
     """Every kind of kernel that a step calls, once."""
     model = GPT(ModelSpec.from_preset("tiny"))
-    optimizer = make_optimizer(SingleRank(model).shards(), OptimSpec())
+    optimizer = make_optimizer(SingleRank(model).shards(), model.spec, OptimSpec())
     tokens = torch.zeros(2, 64, dtype=torch.long)
     model(tokens, tokens, keep_logits=False)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,5 @@
-"""The optimizer: decay on matrices only, the learning rate as a pure function of the step, AdamW or SGD in 16 bits."""
+"""The optimizer: decay on matrices only, the learning rate as a pure function of the step and, under μP, of a weight's
+role; AdamW or SGD in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,11 +13,16 @@ from torch import Tensor
 
 from ..kernels.training.adamw import AdamWConfig, ParamState, adamw
 from ..parallel.data_parallel import Shard
-from ..spec import LMWorksError, OptimSpec, PrecisionSpec
+from ..spec import LMWorksError, ModelSpec, OptimSpec, PrecisionSpec
+from ..spec.parametrization import Scales, scales_by_name
 
 
 def make_optimizer(
-    shards: Iterable[Shard], optim: OptimSpec, precision: PrecisionSpec | None = None, seed: int = 0
+    shards: Iterable[Shard],
+    model: ModelSpec,
+    optim: OptimSpec,
+    precision: PrecisionSpec | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Weight decay pulls matrices towards zero; gains and biases have no scale to control and are left alone.
 
@@ -24,16 +30,33 @@ def make_optimizer(
     """
     # Of a short weight some ranks have no rows; what is not trained has no gradient.
     leaves = [shard for shard in shards if shard.leaf.numel() and shard.leaf.requires_grad]
-    matrices = [shard.leaf for shard in leaves if len(shard.shape) >= 2]
-    others = [shard.leaf for shard in leaves if len(shard.shape) < 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups, adam = [group for group in groups if group["params"]], optim.optimizer == "adamw"
+    groups, adam = parameter_groups(leaves, model, optim), optim.optimizer == "adamw"
     # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see step_scalars.py)
     if precision is not None and (precision.weights == "bf16" or (adam and precision.states == "bf16")):
         return NarrowOptimizer(groups, leaves, optim, precision, seed)
     if not adam:
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
+
+
+def parameter_groups(shards: Iterable[Shard], model: ModelSpec, optim: OptimSpec) -> list[dict[str, Any]]:
+    """Weights that are updated alike: matrices, then the rest; under μP those of one learning rate and ε each."""
+    alike: dict[tuple[bool, Scales], list[Tensor]] = {}
+    for shard in sorted(shards, key=lambda shard: len(shard.shape) < 2):
+        alike.setdefault((len(shard.shape) >= 2, scales_by_name(model, shard.name)), []).append(shard.leaf)
+    groups = []
+    for (matrix, scales), leaves in alike.items():
+        scale = scales.learning_rate(optim.optimizer)
+        decay = optim.weight_decay / scale if matrix else 0.0  # lr × decay stays
+        group = {"params": leaves, "weight_decay": decay, "lr_scale": scale, "lr": optim.lr * scale}
+        groups.append(group | ({"eps": optim.eps * scales.grad} if optim.optimizer == "adamw" else {}))
+    return groups
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Of every group, for the step to come."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
 
 
 def learning_rate(optim: OptimSpec, step: int) -> float:
@@ -119,7 +142,8 @@ class NarrowOptimizer(torch.optim.Optimizer):
     def config(self, group: dict[str, Any]) -> AdamWConfig:
         optim = self.optim
         stochastic = self.precision.rounding == "stochastic"
-        return AdamWConfig(group["lr"], group["weight_decay"], optim.beta1, optim.beta2, optim.eps, stochastic)
+        eps = group.get("eps", optim.eps)  # SGD has none
+        return AdamWConfig(group["lr"], group["weight_decay"], optim.beta1, optim.beta2, eps, stochastic)
 
     def param_state(self, leaf: Tensor) -> ParamState:
         state = self.state[leaf]

@@ -33,7 +33,7 @@ from .health.bad_step import Health
 from .health.bad_step_recovery import BadStepRecovery, PassResult
 from .health.stats import BlockStats
 from .objective import Objective
-from .optim import learning_rate
+from .optim import learning_rate, set_learning_rate
 from .profile import Profiler
 from .rng import rng_state
 from .signals import StopSignals
@@ -191,9 +191,7 @@ class Stepper:
     def optimize(self, grad_divisor: Tensor | None, skip: Tensor | None = None) -> None:
         """Launch the update of the weights; it changes nothing if `skip` is 1."""
         phase.enter("optimizer", self.step + 1)
-        lr = self.learning_rate()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, self.learning_rate())
         for name, value in (("grad_scale", grad_divisor), ("found_inf", skip)):  # as torch.amp.GradScaler does
             setattr(self.optimizer, name, value)
         self.optimizer.step()

@@ -188,7 +188,7 @@ class Trainer(Stepper):
             )
         )
         self.optimizer = make_optimizer(
-            self.parallel_model.shards, self.spec.optim, self.spec.precision, self.spec.seed
+            self.parallel_model.shards, self.spec.model, self.spec.optim, self.spec.precision, self.spec.seed
         )
         self.engine = None
         if self.spec.parallel.engine == "deepspeed":  # it takes ownership of model and optimizer
