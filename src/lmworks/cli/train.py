@@ -29,6 +29,12 @@ MaxRestarts = Annotated[
     typer.Option("--max-restarts", min=0, help="Restarts of failed ranks (by default fault.max_restarts)."),
 ]
 
+Until = Annotated[
+    int | None,
+    typer.Option("--until", min=1, metavar="STEP", help="Pause after this step, with a checkpoint and an evaluation."),
+]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and its plots at the end.")]
+
 
 def train(
     spec: Spec,
@@ -37,8 +43,10 @@ def train(
         Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/NAME).")
     ] = None,
     max_restarts: MaxRestarts = None,
+    until: Until = None,
     device: OnDevice = "",
     force: Force = False,
+    report: Report = True,
     json: Json = False,
 ) -> None:
     """Train a model from a spec, and write a run folder.
@@ -50,6 +58,7 @@ def train(
       lmworks train gpt2-small data.path=data/code precision.dtype=bf16
       lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       lmworks train configs/tiny.toml parallel.dp=2 --max-restarts 3
+      lmworks train configs/tiny.toml --until 50
       lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
     """
@@ -61,7 +70,7 @@ def train(
             )
     loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
     loaded.data.check_path_given()
-    start_run(loaded, ["train", spec, *(overrides or ())], run_dir, max_restarts, device, force, json)
+    start_run(loaded, ["train", spec, *(overrides or ())], run_dir, max_restarts, device, force, json, until, report)
 
 
 def start_run(
@@ -72,14 +81,15 @@ def start_run(
     device: str,
     force: bool,
     json: bool,
+    until: int | None = None,
+    report: bool = True,
 ) -> None:
     """Train in this process, or start the ranks of the layout and supervise them."""
     target = run_dir or default_run_folder(loaded)
-    again = ["resume", str(target), *device_options(device, force), *(["--json"] if json else [])]
+    options = [*device_options(device, force), *run_options(until, report, json)]
     if needs_supervisor(loaded, max_restarts):
         RunFolder(target).check_unused()
-        options = ["--run-dir", str(target), *device_options(device, force), *(["--json"] if json else [])]
-        first = [*command, *options]
+        first, again = [*command, "--run-dir", str(target), *options], ["resume", str(target), *options]
         supervise(loaded, RunFolder(target), first, again, restart_limit(loaded, max_restarts), force=force)
         return
     from ..align.post_trainer import trainer_class
@@ -89,11 +99,12 @@ def start_run(
 
     # Every rank checks before the rendezvous, and the folder is created after it: all see the same.
     if is_restart(RunFolder(target)):
-        resume(target, device=device, force=force, json=json)
+        resume(target, until=until, device=device, force=force, report=report, json=json)
         return
     machine = cached_machine(loaded.cluster) if is_rank_zero() else None  # rank 0 writes what is predicted
     with distributed_shutdown():
-        run_trainer(trainer_class(loaded)(loaded, target, machine=machine, quiet=json, force=force), json)
+        trainer = trainer_class(loaded)(loaded, target, machine=machine, quiet=json, force=force)
+        run_trainer(trainer, json, until, report)
 
 
 def resume(
@@ -107,8 +118,10 @@ def resume(
         int | None,
         typer.Option("--step", min=1, help="Resume from the checkpoint of this step; later ones are set aside."),
     ] = None,
+    until: Until = None,
     device: OnDevice = "",
     force: Force = False,
+    report: Report = True,
     json: Json = False,
 ) -> None:
     """Continue a run from its newest intact checkpoint, or another.
@@ -119,19 +132,28 @@ def resume(
       lmworks resume runs/tiny --max-restarts 3
       lmworks resume runs/wide --ranks 2
       lmworks resume runs/tiny --step 100
+      lmworks resume runs/tiny --until 150
     """
     folder = RunFolder.open(run)
     spec = load_run(run, on_device(device))
     if needs_supervisor(spec, max_restarts) or (ranks is not None and "RANK" not in os.environ):
         chosen = ["--step", str(step)] if step is not None else []
-        again = ["resume", str(run), *chosen, *device_options(device, force), *(["--json"] if json else [])]
+        options = [*chosen, *device_options(device, force), *run_options(until, report, json)]
+        again = ["resume", str(run), *options]
         supervise(spec, folder, again, again, restart_limit(spec, max_restarts), ranks, force)
         return
     from ..align.post_trainer import trainer_class
     from ..parallel.world import distributed_shutdown
 
     with distributed_shutdown():
-        run_trainer(trainer_class(spec).resume(run, step=step, quiet=json, device=device, force=force), json)
+        trainer = trainer_class(spec).resume(run, step=step, quiet=json, device=device, force=force)
+        run_trainer(trainer, json, until, report)
+
+
+def run_options(until: int | None, report: bool, json: bool) -> list[str]:
+    """For the ranks that are started."""
+    paused = ["--until", str(until)] if until is not None else []
+    return [*paused, *([] if report else ["--no-report"]), *(["--json"] if json else [])]
 
 
 def needs_supervisor(spec: RunSpec, max_restarts: int | None) -> bool:
@@ -143,11 +165,11 @@ def restart_limit(spec: RunSpec, max_restarts: int | None) -> int:
     return spec.fault.max_restarts if max_restarts is None else max_restarts
 
 
-def run_trainer(trainer: Trainer, json: bool) -> None:
+def run_trainer(trainer: Trainer, json: bool, until: int | None, report: bool) -> None:
     """Runs the trainer, writes the report even after a failure, and prints the paths."""
     from ..report.run_report import write_report
 
-    folder = trainer.folder
+    folder, trainer.until = trainer.folder, until
     try:
         result = trainer.run()
     except SpecError:  # nothing was started
@@ -155,19 +177,23 @@ def run_trainer(trainer: Trainer, json: bool) -> None:
     except Exception:  # a second Ctrl-C is none: it does not wait for a report
         before = signal.signal(signal.SIGINT, signal.SIG_DFL)
         with contextlib.suppress(LMWorksError, MemoryError):  # a full disk, or memory, has no room for it either
-            if trainer.is_rank_zero and folder.metrics_path.exists():
+            if report and trainer.is_rank_zero and folder.metrics_path.exists():
                 write_report(folder)
         signal.signal(signal.SIGINT, before)
         raise
     if not trainer.is_rank_zero:
         return
-    write_report(folder)
+    if report:
+        write_report(folder)
     if json:
         summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}
-        print_json({**summary, "report": str(folder.report_path)})
-    else:
-        typer.echo(f"done: {trainer.step} steps, {result}")
-        typer.echo(f"run: {folder.path}   report: {folder.report_path}")
+        print_json({**summary, "report": str(folder.report_path)} if report else summary)
+        return
+    done = trainer.is_finished
+    typer.echo(f"{'done' if done else 'paused'}: {trainer.step} steps, {result}")
+    typer.echo(f"run: {folder.path}" + (f"   report: {folder.report_path}" if report else ""))
+    if not done:
+        typer.echo(f"continue with: lmworks resume {folder.path}")
 
 
 def default_run_folder(spec: RunSpec) -> Path:

@@ -33,7 +33,7 @@ CAUSES = {  # in the order of a table
 }
 MICROSECOND = timedelta(microseconds=1)
 BEGIN = ("start", "restart", "resume")
-INTENDED_ENDS = ("finish", "interrupt")
+INTENDED_ENDS = ("finish", "interrupt", "pause")
 GAP_EVENTS = (*BEGIN, *INTENDED_ENDS, "fail", "hang", "rewind", "skip")  # that close a gap, besides steps
 
 
@@ -55,7 +55,7 @@ class Attempt:
     end: int  # its last record
     from_step: int
     to_step: int
-    ended: str  # finish, interrupt, fail, hang; killed if nothing was recorded; running
+    ended: str  # finish, interrupt, pause, fail, hang; killed if nothing was recorded; running
     error: str = ""
 
     @property

@@ -17,7 +17,7 @@ from .profile_request import ProfileRequest, read_request, trace_path, withdraw,
 POLL_S = 0.2
 TAIL_BYTES = 65536  # of metrics.jsonl: a few lines
 END_S = 10.0  # after a run has ended: for a shared file system to show its last files
-ENDS = {"finish": "it has finished", "interrupt": "it was stopped", "fail": "it has failed"}
+ENDS = {"finish": "it has finished", "interrupt": "it was stopped", "pause": "it paused", "fail": "it has failed"}
 
 
 @dataclass(frozen=True)

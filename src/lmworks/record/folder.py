@@ -6,6 +6,7 @@ Kinds of events, so that writers and readers agree:
     restart           an agent starts ranks again after a failure (fields: attempt, launch, restarts, cause, lost)
     finish            the last step is done and saved
     interrupt         somebody asked it to stop; it can be resumed
+    pause             it has come as far as it was asked to (`--until`), and saved; it can be resumed
     fail              it stopped by itself (fields: error)
     save              a checkpoint was committed (seconds that training stood still, write_s in the background, bytes)
     save_failed       one could not be written; those before it are as they were (error)
@@ -244,7 +245,7 @@ def now() -> str:
 # in the same step. Both are read from events.jsonl and metrics.jsonl, so they are known after any crash.
 
 BEGIN = ("start", "restart", "resume")
-DONE = ("finish", "interrupt")  # intended ends
+DONE = ("finish", "interrupt", "pause")  # intended ends
 RESTARTS = "LMWORKS_RESTARTS"  # environment: number of restarts by the agent
 CAUSE = "LMWORKS_RESTART_CAUSE"  # environment: cause of the last one
 NO_ERROR_MESSAGE = "a rank ended without an error message"

@@ -15,7 +15,7 @@ from . import RunFolder, read_metrics
 
 Steps = Sequence[dict[str, Any]]
 VAL_REWARD = "val_reward/mean"
-ENDINGS = {"finish": "finished", "interrupt": "interrupted", "fail": "failed"}
+ENDINGS = {"finish": "finished", "interrupt": "interrupted", "pause": "paused", "fail": "failed"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Summary:
 
     name: str
     path: str
-    status: str  # new, running, finished, interrupted, failed
+    status: str  # new, running, finished, interrupted, paused, failed
     started: str  # ISO 8601, UTC
     params: int
     steps: int

@@ -83,6 +83,7 @@ class Trainer(Stepper):
     profiler: Profiler
     prefetcher: BatchStream | None = None  # while the loop runs
     resume_from: int | None = None  # the step to resume from, if the user chose one
+    until: int | None = None  # pause after this step, with a checkpoint and an evaluation
     start_step: int | None = None  # at which this attempt began
     scalar_adapters: tuple[ScalarAdapter, ...] = ()  # over the base of the model, beside the one that is trained
 
@@ -235,6 +236,8 @@ class Trainer(Stepper):
                     raise cause from error
                 raise
             self.start_step = self.step
+            if self.is_paused and not self.is_finished:  # by an earlier attempt
+                return self.measure_held_out()
             if self.is_finished:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
                     self.event("finish")
@@ -311,9 +314,9 @@ class Trainer(Stepper):
             try:
                 values = self.next_step(prefetcher)
                 last = self.is_last_step(values)
-                every = spec.checkpoint.every
-                save_due = last or self.stop_signal or (every and self.step % every == 0)
-                evaluation_due = last or (spec.log.eval_every and self.step % spec.log.eval_every == 0)
+                every, paused = spec.checkpoint.every, self.is_paused
+                save_due = last or paused or self.stop_signal or (every and self.step % every == 0)
+                evaluation_due = last or paused or (spec.log.eval_every and self.step % spec.log.eval_every == 0)
                 check_due = save_due or (evaluation_due and self.may_stop_early)
                 if self.stop_signal:
                     self.launcher.discard()
@@ -343,9 +346,12 @@ class Trainer(Stepper):
             self.report(values)
             save_s = 0.0
             if save_due:
-                save_s = self.save(wait=bool(last or self.stop_signal))
+                save_s = self.save(wait=bool(last or paused or self.stop_signal))
             if save_due and self.stop_signal and not last:
                 raise collective_error(Interrupted(self.stop_signal, self.step, self.folder.path))
+            if paused and not last:
+                self.event("pause")
+                return evaluation or self.evaluate()
         self.event("finish")
         return evaluation or self.evaluate()
 
@@ -353,6 +359,11 @@ class Trainer(Stepper):
     def is_finished(self) -> bool:
         """Whether a run that is resumed has no step to take."""
         return self.step >= self.spec.optim.steps
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the run has come as far as it was asked to."""
+        return self.until is not None and self.step >= self.until
 
     may_stop_early = False  # an evaluation can end the run
 
@@ -385,7 +396,7 @@ class Trainer(Stepper):
         if self.prefetcher is None or not self.is_async:
             return None
         step, cursor = self.step + 1, self.cursor + 1  # after this step
-        wait = is_sync_point(self.spec, step) or self.profiler.is_edge(step)
+        wait = is_sync_point(self.spec, step) or self.profiler.is_edge(step) or step == self.until
         if wait or self.skipped_batches.contains(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
