@@ -21,14 +21,15 @@ FLOORS = [
     {"model", "diagnose"},
     {"parallel", "report"},
     {"engine", "checkpoint"},
-    {"train", "serve"},
+    {"train", "serve", "sweep"},
     {"align", "loading", "weight_prefetch"},  # the last two: files
     {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway"},
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
-    *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "tune", "checkpoint/format"),
+    *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune"),
+    "checkpoint/format",
 }
 
 

@@ -106,6 +106,7 @@ TOLD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"kind": "profile", "first": 5, "last": 7, "ranks": [0, 1]}, "steps 5 to 7 are profiled on 2 ranks"),
     ({"kind": "interrupt", "error": "SIGTERM"}, "stopped: SIGTERM"),
+    ({"kind": "fork", "step": 50, "parent": "sweeps/lr/trials/0003"}, "begun from step 50 of sweeps/lr/trials/0003"),
     ({"kind": "pause", "step": 50}, "paused after 50 steps, as asked"),
     ({"kind": "fail", "error": "line one\n  line two"}, "failed: line one line two"),
     ({"kind": "finish", "step": 300}, "finished after 300 steps"),

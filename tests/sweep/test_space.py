@@ -107,7 +107,8 @@ def test_a_written_space_reads_back() -> None:
             "when names optim.clip, which the space does not vary",
         ),
         (
-            'optim.lr = {values = [1], when = {"optim.clip" = 1}}\noptim.clip = {values = [1], when = {"optim.lr" = 1}}',
+            'optim.lr = {values = [1], when = {"optim.clip" = 1}}\n'
+            'optim.clip = {values = [1], when = {"optim.lr" = 1}}',
             "the conditions of optim.lr and optim.clip depend on each other",
         ),
     ],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny import make_spec
-
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record.run_summary import summarize
 from lmworks.train import Trainer
+from tiny import make_spec
 
 TIMED = {"time", "attempt", "data_s", "forward_backward_s", "optimizer_s", "step_s", "checkpoint_s", "tokens_per_s"}
 MEASURED = TIMED | {"model_tflops", "mfu", "memory_bytes"}

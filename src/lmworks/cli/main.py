@@ -35,12 +35,13 @@ from . import (
     quantize,
     runs,
     serve,
+    sweep,
     train,
 )
 from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
-# Panel of the help → word → command. What comes next has its panel already: `sweep` (data and training);
+# Panel of the help → word → command. What comes next has its panel already:
 # `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app},
@@ -50,6 +51,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "finetune": finetune.finetune,
         "resume": train.resume,
         "launch": launch.app,
+        "sweep": sweep.app,
         "checkpoint": checkpoint.app,
     },
     "Look and prove": {

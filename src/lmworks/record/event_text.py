@@ -271,6 +271,7 @@ DESCRIPTIONS: Mapping[str, Callable[[Event], str]] = {
     "early_stop": early_stop,
     "interrupt": lambda event: f"stopped: {event['error']}" if event.get("error") else "stopped",
     "pause": lambda event: f"paused after {counted(event['step'], 'step')}, as asked",
+    "fork": lambda event: f"begun from step {event['step']:,} of {event['parent']}",
     "fail": lambda event: f"failed: {event['error']}",
     "finish": lambda event: f"finished after {counted(event['step'], 'step')}",
 }

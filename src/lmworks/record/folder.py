@@ -6,6 +6,7 @@ Kinds of events, so that writers and readers agree:
     restart           an agent starts ranks again after a failure (fields: attempt, launch, restarts, cause, lost)
     finish            the last step is done and saved
     interrupt         somebody asked it to stop; it can be resumed
+    fork              the run began from a checkpoint of another (parent)
     pause             it has come as far as it was asked to (`--until`), and saved; it can be resumed
     fail              it stopped by itself (fields: error)
     save              a checkpoint was committed (seconds that training stood still, write_s in the background, bytes)

@@ -10,10 +10,11 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from . import phase
 
@@ -53,6 +54,12 @@ class Heartbeat:
         first, _, second = content.partition(b"\n")
         time, step, phase = second.decode().split()
         return cls(**json.loads(first), time=float(time), step=int(step), phase=phase)
+
+
+def read_owner(fields: Mapping[str, Any]) -> Heartbeat:
+    """Of the identity that `Heartbeat.first` wrote; keys that others added are ignored."""
+    identity = {key: fields[key] for key in ("rank", "host", "pid", "started", "attempt")}
+    return Heartbeat(**identity, time=0.0, phase="init", step=0)
 
 
 def phase_text(phase: str, step: int) -> str:

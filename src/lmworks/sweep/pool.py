@@ -1,0 +1,110 @@
+"""The driver's side: workers as processes of this machine, started again when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..spec import LMWorksError
+from .folder import Sweep, Trial
+
+PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: a worker ends with its driver
+POLL_S = 0.2
+MOST_FAILURES = 3  # of workers in a row, none of which settled a trial
+
+
+class Workers:
+    """`with Workers(sweep, 4) as workers: workers.wait_for(…)`; on leaving, trials that run are stopped with a
+    checkpoint, and the workers end."""
+
+    def __init__(self, sweep: Sweep, count: int, options: Sequence[str] = ()) -> None:
+        self.sweep, self.count, self.options = sweep, count, list(options)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.failures = 0
+        self.settled = -1
+
+    def __enter__(self) -> Self:
+        self.processes = [self.start() for _ in range(self.count)]
+        return self
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In a session of its own: Ctrl-C goes to the driver alone, which stops the workers."""
+        words = [sys.executable, "-m", "lmworks", "sweep", "worker", str(self.sweep.path), *self.options]
+        threads = {"OMP_NUM_THREADS": str(self.sweep.threads)}
+        env = {**os.environ, **threads, PARENT_PID_VARIABLE: str(os.getpid())}
+        with (self.sweep.path / "workers.log").open("ab") as log:
+            return subprocess.Popen(
+                words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def check(self) -> None:
+        """Start workers again that were killed; workers that cannot work are an error."""
+        for index, process in enumerate(self.processes):
+            code = process.poll()
+            if code in (None, 0):
+                continue
+            settled = sum(trial.settled for trial in self.sweep.trials())
+            self.failures = self.failures + 1 if settled == self.settled else 1
+            self.settled = settled
+            if self.failures > MOST_FAILURES * self.count:
+                raise LMWorksError(f"workers of {self.sweep.path} fail: {last_line(self.sweep.path / 'workers.log')}")
+            self.processes[index] = self.start()
+
+    def wait_for(self, done: Callable[[list[Trial]], bool], look: Callable[[list[Trial]], None] | None = None) -> None:
+        """Until `done` of the trials holds; `look` sees them in between."""
+        while True:
+            trials = self.sweep.trials()
+            if look is not None:
+                look(trials)
+            if done(trials):
+                return
+            self.check()
+            if all(process.poll() == 0 for process in self.processes) and not done(self.sweep.trials()):
+                raise LMWorksError(f"the workers of {self.sweep.path} have ended, and trials are not done")
+            time.sleep(POLL_S)
+
+    def wait_any(self, numbers: Sequence[int]) -> Trial:
+        """The first of these trials that pauses or ends."""
+        found: list[Trial] = []
+
+        def one_has(trials: list[Trial]) -> bool:
+            found[:] = [trial for trial in trials if trial.number in numbers and trial.settled]
+            return bool(found)
+
+        self.wait_for(one_has)
+        return found[0]
+
+    def stop(self) -> None:
+        """SIGTERM: each worker stops its trial with a checkpoint, and ends. Returns when all have."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            process.wait()
+
+    def kill(self) -> None:
+        """At once; trials notice that their worker is gone, save and end."""
+        for process in self.processes:
+            process.kill()
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        try:
+            self.stop()
+        except KeyboardInterrupt:  # a second one: do not wait
+            self.kill()
+            raise
+
+
+def last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "they left no log"
+    return next((line for line in reversed(lines) if line.strip()), "they said nothing")

@@ -1,0 +1,108 @@
+"""Cores and GPUs of this machine, each given to one trial at a time.
+
+A slot is a kernel lock on a file that stands for one core, or one share of a GPU. All sweeps of a user on this machine
+use the same files, so drivers that know nothing of each other do not overcommit it; a killed process frees what it had.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..record.folder import try_lock
+from ..spec import SpecError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use: its CPU affinity and its visible GPUs."""
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    trials_per_gpu: int = 1
+
+    def workers(self, ranks: int, threads: int) -> int:
+        """Trials of `ranks` ranks with `threads` threads each that fit at once; at least one, which may not fit."""
+        by_cores = len(self.cores) // (ranks * threads)
+        by_gpus = len(self.gpus) * self.trials_per_gpu // ranks if self.gpus else by_cores
+        return max(1, min(by_cores, by_gpus))
+
+    def check(self, workers: int, ranks: int, threads: int) -> None:
+        """Refuse more workers than there are cores and GPUs for."""
+        cores = workers * ranks * threads
+        if cores > len(self.cores):
+            each = f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
+            raise SpecError(
+                f"--workers {workers} with {each} a trial need {cores} cores, and there are {len(self.cores)}; "
+                + (f"--workers {fit} fits" if (fit := len(self.cores) // (ranks * threads)) else "no trial fits")
+            )
+        shares = len(self.gpus) * self.trials_per_gpu
+        if self.gpus and workers * ranks > shares:
+            raise SpecError(
+                f"--workers {workers} with {ranks} rank{'s' * (ranks > 1)} a trial need {workers * ranks} GPUs, and "
+                f"there are {shares}; --trials-per-gpu lets trials share one"
+            )
+
+
+def this_machine(gpus: tuple[str, ...] = (), trials_per_gpu: int = 1) -> Machine:
+    return Machine(tuple(sorted(os.sched_getaffinity(0))), gpus, trials_per_gpu)
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Without a CUDA context, which no process that forks may have."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in named.split(",") if name and name != "-1")
+    devices = Path("/proc/driver/nvidia/gpus")
+    return tuple(map(str, range(len(list(devices.iterdir()))))) if devices.is_dir() else ()
+
+
+@dataclass
+class Slots:
+    """Cores and GPUs of one trial, until `release`."""
+
+    cores: list[int]
+    gpus: list[str]
+    descriptors: list[int]
+
+    def release(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+
+
+def take_slots(machine: Machine, cores: int, gpus: int) -> Slots | None:
+    """That many, or none: None where others have too many of them."""
+    held = Slots([], [], [])
+    for core in machine.cores:
+        if len(held.cores) < cores and (descriptor := lock(f"core-{core}")) is not None:
+            held.cores.append(core)
+            held.descriptors.append(descriptor)
+    for share in range(machine.trials_per_gpu):
+        for gpu in machine.gpus:
+            wanted = len(held.gpus) < gpus and gpu not in held.gpus
+            if wanted and (descriptor := lock(f"gpu-{gpu}-{share}".replace("/", "-"))) is not None:
+                held.gpus.append(gpu)
+                held.descriptors.append(descriptor)
+    if len(held.cores) < cores or len(held.gpus) < gpus:
+        held.release()
+        return None
+    return held
+
+
+def lock(name: str) -> int | None:
+    """The descriptor that holds it, which processes forked from this one share; None where it is taken."""
+    folder = slots_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+    if try_lock(descriptor, fcntl.LOCK_EX) is False:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def slots_folder() -> Path:
+    """Of this machine and user, on a disk of its own."""
+    return Path(tempfile.gettempdir()) / f"lmworks-slots-{os.getuid()}"
