@@ -218,6 +218,14 @@ class Batches(torch.utils.data.Dataset[Tensor]):
         self.payload = torch.ones(one.payload_mb * 2**18) if one.payload_mb else torch.ones(1)
         if one.device == "cuda" and not one.pageable:
             self.values, self.payload = self.values.pin_memory(), self.payload.pin_memory()
+        self.lengths = [self.cut(one.seq - place * (one.seq // 8)) for place in range(5 if one.ragged else 1)]
+
+    def cut(self, length: int) -> Tensor:
+        """The first tokens of a batch, in memory of their own, pinned where the batch is."""
+        if length == self.one.seq:
+            return self.values
+        values = self.values[:, :length].contiguous()
+        return values.pin_memory() if self.values.is_pinned() else values
 
     def __len__(self) -> int:
         return 10**6
@@ -226,9 +234,7 @@ class Batches(torch.utils.data.Dataset[Tensor]):
         if self.one.read_s or (self.slow and self.one.late_read_s):
             time.sleep(self.one.read_s + (self.one.late_read_s if self.slow else 0.0))
         python_work(self.one.decode)
-        if self.one.ragged:
-            return self.values[:, : self.one.seq - index % 5 * (self.one.seq // 8)], self.payload
-        return self.values, self.payload
+        return self.lengths[index % len(self.lengths)], self.payload
 
 
 def on_device(one: Program, batches: Iterator[Any]) -> Iterator[Tensor]:
@@ -381,9 +387,13 @@ def main() -> None:
         dist.init_process_group("gloo")
     for name, fields in json.loads(Path(sys.argv[1]).read_text()):
         began = time.perf_counter()
-        record(Program(**fields), rank, Path(sys.argv[2]) / name / f"rank{rank}.json")
+        said = ""
+        try:
+            record(Program(**fields), rank, Path(sys.argv[2]) / name / f"rank{rank}.json")
+        except torch.OutOfMemoryError:
+            said = "out of memory"
         if rank == 0:
-            print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+            print(f"{name}: {time.perf_counter() - began:.1f} s {said}", flush=True)
     if ranks > 1:
         dist.destroy_process_group()
 

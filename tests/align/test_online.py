@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,25 @@ def test_dynamic_sampling_draws_further_prompts(tmp_path: Path) -> None:
     rewards = np.array([one.reward for one in trainer.rounds.rollouts]).reshape(-1, 2)
     assert trainer.rounds.metrics["reward/equal_groups"] > 0  # there was something to replace
     assert (rewards[:, 0] != rewards[:, 1]).all()
+
+
+@pytest.mark.parametrize("partial", [0, 0.5])
+def test_rewards_are_no_part_of_the_time_of_generation(
+    partial: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec(tmp_path, "grpo", f"align.partial_rollouts={partial}")
+    trainer = built_online(spec, tmp_path / "run")
+    finish = trainer.rounds.finish_rewards
+
+    def slow(rollouts: Any) -> None:
+        time.sleep(0.5)
+        finish(rollouts)
+
+    monkeypatch.setattr(trainer.rounds, "finish_rewards", slow)
+    began = time.perf_counter()
+    trainer.batches_at(0)
+    took, metrics = time.perf_counter() - began, trainer.rounds.metrics
+    assert 0.5 <= metrics["reward_s"] < took and 0 < metrics["generate_s"] <= took - metrics["reward_s"]
 
 
 def test_best_of_n_trains_on_the_best_answers(tmp_path: Path) -> None:

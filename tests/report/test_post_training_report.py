@@ -37,8 +37,8 @@ def online(make_run):
     first = {
         "reward/mean": 0.5, "reward/std": 0.1, "reward/equal_groups": 0.25, "reward/exact": 0.3,
         "reward/dir/own.py:brief": 0.2, "kl_answer": 2.0, "completion/mean_length": 10.0, "completion/max_length": 16.0,
-        "completion/ended": 0.75, "completion/clipped": 0.25, "generate_s": 3.0, "hand_over_s": 1.0,
-        "sleep_wake_s": 0.5, "score_s": 0.5,
+        "completion/ended": 0.75, "completion/clipped": 0.25, "generate_s": 1.25, "reward_s": 0.75,
+        "hand_over_s": 1.0, "sleep_wake_s": 0.5, "score_s": 0.5,
     }  # fmt: skip
     each = {"entropy": 1.5, "clip_ratio/low_mean": 0.01, "clip_ratio/high_mean": 0.02, "sampler_diff/mean": 1e-6}
     each |= {"forward_backward_s": 1.0, "optimizer_s": 0.25}

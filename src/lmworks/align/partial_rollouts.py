@@ -72,7 +72,8 @@ class PartialSampler(ColocatedSampler):
         examples = self.examples_of(pool)
         mine = pool[self.rank :: self.ranks]
         phase.enter("generate")
-        self.generate_rest(mine, len(range(self.rank, align.prompts, self.ranks)))
+        with self.timed_generation():
+            self.generate_rest(mine, len(range(self.rank, align.prompts, self.ranks)))
         pool = sorted((group for share in all_gather_object(mine) for group in share), key=lambda group: group.number)
         chosen = [group for group in pool if group.finished][: align.prompts]
         taken = {group.number for group in chosen}

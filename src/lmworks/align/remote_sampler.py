@@ -51,7 +51,7 @@ class Answers:
     """Of one draw, from all rollout ranks."""
 
     rollouts: list[Rollout]
-    seconds: float = 0.0  # of sampling and rewards; 0 where a run before this one had them
+    seconds: float = 0.0  # of sampling; 0 where a run before this one had them
     idle_s: float = 0.0  # that the rollout ranks had waited for the order
 
 

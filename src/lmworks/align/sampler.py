@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from ..data.example_batches import PromptBatches, PromptExample
@@ -66,6 +67,7 @@ class EngineSampler:
             self.episodes = Episodes(spec, engine, environment, prompts.split.chat)
         self.version = 0  # of the weights: the round that trains them next
         self.metrics: dict[str, float] = {}
+        self.generate_s = 0.0  # of sampling, without rewards
 
     def sample(self, draw: int) -> list[Rollout]:
         return self.answers(self.prompts, draw)
@@ -76,10 +78,17 @@ class EngineSampler:
         mine = range(self.rank, len(examples), self.ranks)
         own, run = {index: examples[index] for index in mine}, f"{self.spec.seed}{split}"
         play = self.single_turns if self.episodes is None else self.episodes.play
-        found = play(own, run, draw, self.version)
+        with self.timed_generation():
+            found = play(own, run, draw, self.version)
         phase.enter("reward")
         self.reward(found, own)
         return sorted((one for share in all_gather_object(found) for one in share), key=lambda one: one.prompt)
+
+    @contextmanager
+    def timed_generation(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.generate_s += time.perf_counter() - began
 
     def single_turns(self, examples: Mapping[int, PromptExample], run: str, draw: int, version: int) -> list[Rollout]:
         """align.samples answers to each example, by its number in the draw; `run`: the seed of the run."""
@@ -124,12 +133,14 @@ class ColocatedSampler(EngineSampler):
         self.engine.wake()
         self.woken = time.perf_counter()
         self.metrics = self.engine.hand_over().metrics()
-        self.version = number
+        self.handed_over = time.perf_counter()
+        self.version, self.generate_s = number, 0.0
 
     def end_round(self, number: int, last: int) -> None:
         ended = time.perf_counter()
         self.engine.sleep()
-        self.metrics["generate_s"] = ended - self.woken
+        self.metrics["generate_s"] = self.generate_s
+        self.metrics["reward_s"] = ended - self.handed_over - self.generate_s
         self.metrics["sleep_wake_s"] = time.perf_counter() - ended + self.woken - self.began
 
     def sample_held_out(self) -> list[Rollout]:

@@ -155,8 +155,8 @@ def round_chart(steps: Steps) -> str:
             return step.get(key) or 0.0
 
         if "generate_s" in step:
-            moved = seconds("hand_over_s")  # a part of generate_s
-            generation = max(0.0, seconds("generate_s") - moved)
+            moved = seconds("hand_over_s")
+            generation = seconds("generate_s") + seconds("reward_s")
             if "rollout_wait_s" in step:  # other ranks sample, while this one trains
                 generation = seconds("rollout_wait_s")
             rows.append((step["step"], [generation, moved + seconds("sleep_wake_s"), seconds("score_s"), 0.0, 0.0]))
