@@ -145,6 +145,8 @@ VARIATIONS = [
     "ep2-pp2-fsdp2-zbv",
     "pp2-fsdp2-capped-sinks",
     "tp2-sp-capped-sinks",
+    "mup-tp2-zero-1",
+    "mup-moe-ep2-fsdp2",
 ]
 
 
