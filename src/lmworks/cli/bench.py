@@ -1,5 +1,5 @@
 """`lmworks bench`: the training step and the kernels of a spec, each figure beside its limit; comparisons of
-data-parallel strategies and of precisions.
+data-parallel strategies, of precisions and of parametrizations.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..spec import Cluster, RunSpec, SpecError, TrainingError, load_run
 from ..spec.files import check_writable
 from . import options
 from .bench_collectives import collectives
+from .bench_coordinates import coordinate_check
 from .bench_inference import offline, serve
 from .bench_link import link
 from .bench_overlap import overlap
@@ -413,6 +414,7 @@ app.command(rich_help_panel="Measure")(collectives)
 app.command(rich_help_panel="Measure")(offline)
 app.command(rich_help_panel="Measure")(serve)
 app.command(rich_help_panel="Measure")(link)
+app.command("coordinate-check", rich_help_panel="Compare")(coordinate_check)
 app.command("ddp-fsdp", rich_help_panel="Compare")(ddp_fsdp)
 app.command(rich_help_panel="Compare")(overlap)
 app.command(rich_help_panel="Compare")(precision)

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from . import components
 from .components import Role, Weight
+from .errors import SpecError
 from .lora import adapter_of
 
 if TYPE_CHECKING:
@@ -89,3 +90,20 @@ def initial_std(m: ModelSpec, weight: Weight) -> float:
     elif weight.init in ("ones", "zeros"):
         std = float(weight.init == "ones")
     return std * scales(m, weight).init
+
+
+GROWS_WITH_HIDDEN = ("heads", "kv_heads", "ffn", "expert_ffn", "kv_lora_rank", "q_lora_rank")
+
+
+def resized(m: ModelSpec, hidden: int, layers: int) -> ModelSpec:
+    """The same model in another width and depth: heads keep their width, and all other widths their proportion."""
+    changes: dict[str, int] = {"hidden": hidden, "layers": layers, "head_dim": m.head_dim}
+    for key in GROWS_WITH_HIDDEN:
+        value = getattr(m, key) * hidden / m.hidden
+        if "heads" in key and value != int(value):
+            raise SpecError(
+                f"hidden = {hidden} does not keep the proportions of a model with hidden = {m.hidden}, heads = "
+                f"{m.heads} and kv_heads = {m.kv_heads}: it would have {value:g} {key}"
+            )
+        changes[key] = round(value)
+    return m.replace(**changes)
