@@ -55,6 +55,7 @@ SHORTER = {
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
+    r"^lmworks bench coordinate-check": f"{SMALL_BATCH} --steps 1 --seeds 1",
     r"^lmworks bench overlap": "model.layers=2 data.seq=16 data.micro_batch=1 data.global_batch=4 --steps 2",
     r"^lmworks bench precision": "--steps 8",
     r"^lmworks bench precision(?! --only)": "--only fp16",
