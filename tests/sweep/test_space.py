@@ -144,5 +144,5 @@ def test_a_space_that_is_too_large_is_refused_before_it_is_built() -> None:
 
 def test_what_differs_is_named() -> None:
     one, other = space("optim.lr.values = [1.0]"), space("optim.lr.values = [2.0]\nseed.values = [1]")
-    assert one.difference(other) == "optim.lr is values = [1.0], not values = [2.0]"
-    assert space("optim.lr.values = [2.0]").difference(other) == "seed is not in the space, not values = [1]"
+    assert one.difference(other) == "optim.lr: values = [1.0] there, values = [2.0] here"
+    assert space("optim.lr.values = [2.0]").difference(other) == "seed: not in the space there, values = [1] here"

@@ -119,8 +119,8 @@ def test_a_running_trial_is_left_alone(tmp_path: Path, dataset: Path) -> None:
     ("space", "overrides", "options", "said"),
     [
         (LR, [], {}, ""),
-        ({"optim.lr": {"values": [1e-2]}}, [], {}, "a sweep of another space: optim.lr is values = [0.01, 0.02], not"),
-        ({**LR, "seed": {"values": [1]}}, [], {}, "another space: seed is not in the space, not values = [1]"),
+        ({"optim.lr": {"values": [1e-2]}}, [], {}, "a sweep of another space: optim.lr: values = [0.01, 0.02] there"),
+        ({**LR, "seed": {"values": [1]}}, [], {}, "another space: seed: not in the space there, values = [1] here"),
         (LR, ["optim.clip=2"], {}, "a sweep of another spec: optim.clip is 1.0, not 2.0; choose another --name"),
         (LR, [], {"seed": 3}, "another sweep: its seed is 0, not 3"),
         (LR, [], {"kind": "tune"}, "another sweep: its kind is 'sweep', not 'tune'"),

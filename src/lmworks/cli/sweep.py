@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..spec import SpecError
+from ..spec.errors import PREEMPTED
+from ..spec.files import unsafe_name
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json
 from .ranks import PARENT_PID_VARIABLE
+
+if TYPE_CHECKING:
+    from ..sweep.folder import Sweep
+    from ..sweep.space import Space
 
 SpaceFile = Annotated[
     Path, typer.Option("--space", metavar="SPACE.toml", help="Which keys take which values (docs/sweeps.md).")
@@ -40,41 +47,103 @@ def run(
     space: SpaceFile,
     overrides: Overrides = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Trials at a time (default: all fit).")
+        int | None, typer.Option("--workers", min=1, help="Trials at a time (by default as many as fit).")
     ] = None,
     name: Annotated[str, typer.Option("--name", help="The sweep is kept in sweeps/NAME (by default the spec's).")] = "",
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a trial.")] = 1,
     trials_per_gpu: TrialsPerGpu = 1,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Go on with trials that failed, too.")] = False,
     json: Json = False,
 ) -> None:
     """Run every point of a space, each as a run of its own.
 
-    The same command goes on with a sweep that was stopped.
+    The same command goes on with a sweep that was stopped or killed; what has finished is not repeated.
 
     \b
     Examples:
       lmworks sweep configs/tiny.toml --space space.toml
       lmworks sweep configs/tiny.toml --space space.toml optim.steps=50 --workers 2 --name lr
     """
-    from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
-    from ..sweep.pool import Workers
-    from ..sweep.slots import this_machine, visible_gpus
+    from ..sweep.folder import SWEEPS_DIR, base_of
     from ..sweep.space import Space
 
-    points = (found := Space.read(space)).points()
-    base = base_of(spec, overrides or [])
-    sweep = Sweep.create(SWEEPS_DIR / (name or str(base["name"])), base, found, threads=threads)
-    specs = [sweep.spec(point) for point in points]
-    ranks = max(one.ranks for one in specs)
-    machine = this_machine(visible_gpus() if specs[0].cluster.device != "cpu" else (), trials_per_gpu)
-    count = workers or min(len(points), machine.workers(ranks, threads))
-    machine.check(count, ranks, threads)
+    found, base = Space.read(space), base_of(spec, overrides or [])
+    name = name or str(base["name"])
+    check_folder_name("--name", name)
+    sweep, ranks, on_gpus = make_trials(SWEEPS_DIR / name, base, found, threads)
+    if retry_failed:
+        for trial in sweep.trials():
+            if trial.state == "failed":
+                sweep.run_until(trial.number, trial.until)
+    run_here(sweep, ranks, on_gpus, workers, trials_per_gpu, json)
+    print_result(sweep, json)
+
+
+def make_trials(path: Path, base: dict[str, Any], space: Space, threads: int) -> tuple[Sweep, int, bool]:
+    """The sweep with a trial for every point, all of them valid; the most ranks of a trial; whether they use GPUs."""
+    from ..sweep.folder import Sweep
+
+    points = space.points()
+    draft = Sweep(path, "sweep", base, space)
+    specs = [draft.spec(point) for point in points]
+    sweep = Sweep.create(path, base, space, threads=threads)
     for number, point in enumerate(points):
         sweep.propose(point, number=number)
-    with Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running:
-        running.wait_for(lambda trials: all(trial.settled for trial in trials))
+    return sweep, max(one.ranks for one in specs), specs[0].cluster.device != "cpu"
+
+
+def run_here(sweep: Sweep, ranks: int, on_gpus: bool, workers: int | None, trials_per_gpu: int, quiet: bool) -> None:
+    """By workers of this machine, until every trial is settled. Ctrl-C and SIGTERM stop trials with a checkpoint."""
+    from ..sweep.pool import Workers
+    from ..sweep.progress import Progress
+    from ..sweep.slots import own_resources, visible_gpus
+    from .sweep_display import Display
+
+    resources = own_resources(visible_gpus() if on_gpus else (), trials_per_gpu)
+    queued = sum(not trial.settled for trial in sweep.trials())
+    if not queued:
+        return
+    count = workers or min(queued, resources.workers(ranks, sweep.threads))
+    resources.check(count, ranks, sweep.threads)
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        with (
+            Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
+            Display(Progress(sweep, count), quiet) as display,
+        ):
+            running.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
+    except KeyboardInterrupt:
+        left = sum(not trial.settled for trial in sweep.trials())
+        if left:
+            typer.echo(f"lmworks: stopped with {left} trials to go; the same command goes on with them", err=True)
+            raise typer.Exit(PREEMPTED if stopped else 130) from None
+
+
+def print_result(sweep: Sweep, json: bool) -> None:
+    """All trials and the best; exit code 1 where every trial failed."""
+    from ..sweep.progress import Progress, best
+    from .sweep_display import print_trials
+
+    rows = Progress(sweep, 1).look(sweep.trials())
     if json:
-        print_json({"sweep": str(sweep.path), "trials": [vars(trial) for trial in sweep.trials()]})
+        found = best(rows)
+        trials = [row.to_dict() for row in rows]
+        print_json({"sweep": str(sweep.path), "best": found and found.to_dict(), "trials": trials})
+    else:
+        print_trials(f"Trials of {sweep.path}", rows)
+    if all(row.state == "failed" for row in rows):
+        raise typer.Exit(1)
+
+
+def check_folder_name(option: str, name: str) -> None:
+    if why := unsafe_name(name):
+        raise SpecError(f"{option} {name!r} cannot name a folder: {why}")
 
 
 @app.command()
@@ -88,13 +157,13 @@ def worker(sweep: SweepDir, trials_per_gpu: TrialsPerGpu = 1) -> None:
       lmworks sweep worker sweeps/lr
     """
     from ..sweep.folder import Sweep
-    from ..sweep.slots import this_machine, visible_gpus
+    from ..sweep.slots import own_resources, visible_gpus
     from ..sweep.worker import Launch, Process, Worker, start_forked
     from . import main, trial_imports  # noqa: F401  # the latter: trials are forks of this process and find them loaded
 
     opened = Sweep.open(locate(sweep))
     on_cpu = opened.spec({}).cluster.device == "cpu"
-    machine = this_machine(() if on_cpu else visible_gpus(), trials_per_gpu)
+    machine = own_resources(() if on_cpu else visible_gpus(), trials_per_gpu)
 
     def start(launch: Launch) -> Process:
         return start_forked(launch, main.main, {PARENT_PID_VARIABLE: str(os.getpid())})

@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -213,12 +214,9 @@ class Sweep:
     def stop(self, number: int) -> None:
         """End a trial for good: a running one saves a checkpoint first. It can be queued again with `run_until`."""
         (self.folder(number).path / STOP).touch()
-        if claim := Claim.take(self.folder(number).path):
-            try:
-                trial = self.trial(number)
-                self.write(trial if trial.state in ENDS else replace(trial, state="stopped"))
-            finally:
-                claim.release()
+        with suppress(LMWorksError), self.claimed(number):  # the worker of a running trial sees the file
+            trial = self.trial(number)
+            self.write(trial if trial.state in ENDS else replace(trial, state="stopped"))
 
     def is_running(self, number: int) -> bool:
         return is_held(self.folder(number).path)
@@ -239,8 +237,12 @@ class Sweep:
 
     @contextmanager
     def claimed(self, number: int) -> Iterator[None]:
-        claim = Claim.take(self.folder(number).path)
-        if claim is None:
+        """For a moment, to change it. Others may look at the claim just now, which takes no time."""
+        for _ in range(20):
+            if claim := Claim.take(self.folder(number).path):
+                break
+            time.sleep(0.02)
+        else:
             raise LMWorksError(f"trial {number} of {self.path} is running; it can be changed when it has paused")
         try:
             yield

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..record.folder import try_lock
 from ..spec import SpecError
+from ..spec.files import cache_root
 
 
 @dataclass(frozen=True)
-class Machine:
+class Resources:
     """What this process may use: its CPU affinity and its visible GPUs."""
 
     cores: tuple[int, ...]
@@ -47,8 +48,8 @@ class Machine:
             )
 
 
-def this_machine(gpus: tuple[str, ...] = (), trials_per_gpu: int = 1) -> Machine:
-    return Machine(tuple(sorted(os.sched_getaffinity(0))), gpus, trials_per_gpu)
+def own_resources(gpus: tuple[str, ...] = (), trials_per_gpu: int = 1) -> Resources:
+    return Resources(tuple(sorted(os.sched_getaffinity(0))), gpus, trials_per_gpu)
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -73,15 +74,15 @@ class Slots:
         self.descriptors = []
 
 
-def take_slots(machine: Machine, cores: int, gpus: int) -> Slots | None:
+def take_slots(resources: Resources, cores: int, gpus: int) -> Slots | None:
     """That many, or none: None where others have too many of them."""
     held = Slots([], [], [])
-    for core in machine.cores:
+    for core in resources.cores:
         if len(held.cores) < cores and (descriptor := lock(f"core-{core}")) is not None:
             held.cores.append(core)
             held.descriptors.append(descriptor)
-    for share in range(machine.trials_per_gpu):
-        for gpu in machine.gpus:
+    for share in range(resources.trials_per_gpu):
+        for gpu in resources.gpus:
             wanted = len(held.gpus) < gpus and gpu not in held.gpus
             if wanted and (descriptor := lock(f"gpu-{gpu}-{share}".replace("/", "-"))) is not None:
                 held.gpus.append(gpu)
@@ -104,5 +105,5 @@ def lock(name: str) -> int | None:
 
 
 def slots_folder() -> Path:
-    """Of this machine and user, on a disk of its own."""
-    return Path(tempfile.gettempdir()) / f"lmworks-slots-{os.getuid()}"
+    """Of this user on this machine; machines may share the cache."""
+    return cache_root() / "slots" / socket.gethostname()

@@ -196,7 +196,7 @@ class Space:
         mine, theirs = self.to_dict(), other.to_dict()
         for key in [*mine, *theirs]:
             if mine.get(key) != theirs.get(key):
-                return f"{key} is {described(mine.get(key))}, not {described(theirs.get(key))}"
+                return f"{key}: {described(mine.get(key))} there, {described(theirs.get(key))} here"
         return ""
 
 

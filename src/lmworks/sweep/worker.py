@@ -19,7 +19,7 @@ from ..spec import LMWorksError
 from ..spec.errors import PREEMPTED, STOPPED
 from .claims import Claim
 from .folder import STOP, Sweep, Trial
-from .slots import Machine, Slots, take_slots
+from .slots import Resources, Slots, take_slots
 
 POLL_S = 0.1  # of a running trial
 IDLE_S = 0.5  # between looks for a trial that can be claimed
@@ -48,10 +48,11 @@ class Launch:
 class Worker:
     """`run` until every trial is settled, or SIGTERM. `start` runs a trial; it shares open files with this process."""
 
-    def __init__(self, sweep: Sweep, machine: Machine, start: Callable[[Launch], Process]) -> None:
-        self.sweep, self.machine, self.start = sweep, machine, start
+    def __init__(self, sweep: Sweep, resources: Resources, start: Callable[[Launch], Process]) -> None:
+        self.sweep, self.resources, self.start = sweep, resources, start
         self.stopping = False
         self.settled: set[int] = set()  # trials that need not be looked at again
+        self.ranks: dict[int, int] = {}  # of trials
 
     def run(self) -> int:
         """Returns an exit code: 0, or 75 where it was stopped while there was work."""
@@ -90,12 +91,18 @@ class Worker:
 
     def next_work(self) -> tuple[Trial, Claim, Slots] | None:
         """The first queued trial that nobody works on, with a claim and its cores and GPUs."""
+        free = float("inf")  # as many ranks have no room now
         for trial in self.queued():
             if self.sweep.is_running(trial.number):
                 continue
-            ranks = self.sweep.spec(trial.overrides, trial.number).ranks
-            slots = take_slots(self.machine, ranks * self.sweep.threads, ranks if self.machine.gpus else 0)
+            if trial.number not in self.ranks:
+                self.ranks[trial.number] = self.sweep.spec(trial.overrides, trial.number).ranks
+            ranks = self.ranks[trial.number]
+            if ranks >= free:
+                continue
+            slots = take_slots(self.resources, ranks * self.sweep.threads, ranks if self.resources.gpus else 0)
             if slots is None:
+                free = ranks
                 continue
             claim = Claim.take(self.sweep.folder(trial.number).path)
             if claim is None:
@@ -127,7 +134,7 @@ class Worker:
             arguments(trial, folder.path, folder.spec_path.exists()),
             folder.path / "trial.log",
             slots.cores,
-            slots.gpus if self.machine.gpus else None,
+            slots.gpus if self.resources.gpus else None,
             self.sweep.threads,
         )
         if stop_file.exists():

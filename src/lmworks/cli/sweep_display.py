@@ -1,0 +1,135 @@
+"""What `lmworks sweep` shows while it runs: a live table in a terminal, a line for each trial that ends elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ..record.formatting import clock
+from ..sweep.folder import Trial
+from ..sweep.progress import Progress, Row, best, counts
+from .output import print_table, render_table
+
+REFRESH_S = 1.0
+STATUS_EVERY_S = 60.0  # a line for logs, when no trial ends
+SHOWN = 20  # rows of the live table
+
+
+class Display:
+    """`look(trials)` often; `quiet` prints nothing."""
+
+    def __init__(self, progress: Progress, quiet: bool) -> None:
+        self.progress, self.quiet = progress, quiet
+        self.console = Console(file=sys.stdout, markup=False, highlight=False)
+        is_terminal = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.live = Live(console=self.console, auto_refresh=False) if is_terminal and not quiet else None
+        self.looked = self.said = float("-inf")
+        self.states: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self.live:
+            self.live.update(Text(), refresh=True)
+            self.live.stop()
+
+    def look(self, trials: Sequence[Trial]) -> None:
+        now = time.monotonic()
+        ended = any(trial.state != self.states.get(trial.number, trial.state) for trial in trials)
+        if self.quiet or (now - self.looked < REFRESH_S and not ended):
+            return
+        self.looked = now
+        rows = self.progress.look(trials)
+        status = self.status(rows)
+        if self.live:
+            self.live.update(Group(*live_lines(rows, status, self.console.width)), refresh=True)
+        else:
+            self.print_lines(rows, status, now)
+        self.states = {row.trial.number: row.trial.state for row in rows}
+
+    def print_lines(self, rows: Sequence[Row], status: str, now: float) -> None:
+        changed = [
+            row for row in rows if row.trial.settled and self.states.get(row.trial.number, "queued") != row.state
+        ]
+        for row in changed if self.states else []:
+            print(f"trial {row.trial.number} {told(row)}   ({status})", flush=True)
+        if changed or now - self.said > STATUS_EVERY_S:
+            if not changed or not self.states:
+                print(status, flush=True)
+            self.said = now
+
+    def status(self, rows: Sequence[Row]) -> str:
+        left = self.progress.eta_s(rows)
+        said = ", ".join(f"{count} {state}" for state, count in counts(rows).items())
+        eta = f"ETA {clock(left)}" if left is not None else "ETA: known after the first steps"
+        return f"{said}; {eta}"
+
+
+def told(row: Row) -> str:
+    where = " ".join(f"{key}={json.dumps(value)}" for key, value in row.trial.overrides.items())
+    if row.state == "failed":
+        return f"failed: {where}: {row.trial.error}"
+    loss = f": val {row.val_loss:.4f}" if row.val_loss is not None else ""
+    return f"{row.state}: {where}{loss}"
+
+
+def live_lines(rows: Sequence[Row], status: str, width: int) -> list[Text]:
+    """Running trials, then those that ended best; the others are counted."""
+    running = [row for row in rows if row.state == "running"]
+    ended = sorted((row for row in rows if row.val_loss is not None and row not in running), key=val_loss)
+    shown = [*running, *ended][:SHOWN]
+    more = f"; {len(rows) - len(shown)} more trials" if len(rows) > len(shown) else ""
+    return [*table_lines(shown, width), Text(f"{status}{more}")]
+
+
+def val_loss(row: Row) -> float:
+    return float("inf") if row.val_loss is None else row.val_loss
+
+
+def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]], tuple[str, ...]]:
+    """Names, cells, and the columns that a narrow terminal does without."""
+    keys = list(dict.fromkeys(key for row in rows for key in row.trial.overrides))
+    cells = [
+        [
+            row.trial.number,
+            *(cell(row.trial.overrides.get(key)) for key in keys),
+            row.state,
+            f"{row.step:,}/{row.total:,}",
+            "-" if row.loss is None else f"{row.loss:.4f}",
+            "-" if row.val_loss is None else f"{row.val_loss:.4f}",
+        ]
+        for row in rows
+    ]
+    return ["trial", *keys, "state", "steps", "loss", "val"], cells, ("loss", "steps")
+
+
+def cell(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def table_lines(rows: Sequence[Row], width: int | None) -> list[Text]:
+    names, cells, drop = columns(rows)
+    return render_table("", names, cells, width, drop) if rows else []
+
+
+def print_trials(title: str, rows: Sequence[Row]) -> None:
+    names, cells, drop = columns(rows)
+    print_table(title, names, cells, drop)
+    for row in rows:
+        if row.state == "failed":
+            print(f"trial {row.trial.number} failed: {row.trial.error}")
+    if found := best(rows):
+        where = " ".join(f"{key}={cell(value)}" for key, value in found.trial.overrides.items())
+        print(f"best: trial {found.trial.number}, val {found.val_loss:.4f}: {where}")
+        print(f"its run: {found.path}")
