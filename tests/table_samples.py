@@ -21,6 +21,7 @@ from lmworks.record import MetricsWriter, RunFolder
 from lmworks.spec import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+POINTS = Path(__file__).parents[1] / "validation" / "scaling" / "chinchilla_points.csv"
 TRACES = Path(__file__).parent / "trace" / "data"
 GPU = "cluster.gpu=H100-SXM-80GB"
 LAYOUT = (
@@ -436,6 +437,10 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
     (show, " ".join(f"runs.print_{part}" for part in ("attempts", "time", "interval", "events", "stats"))),
+    (
+        typed("scaling", "fit", str(POINTS), "--replicates", "10"),
+        "scaling.print_result scaling.print_optimum",
+    ),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

@@ -28,7 +28,7 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
-    *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune"),
+    *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune", "scaling"),
     "checkpoint/format",
 }
 

@@ -34,6 +34,7 @@ from . import (
     prove,
     quantize,
     runs,
+    scaling,
     serve,
     sweep,
     train,
@@ -42,9 +43,9 @@ from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already:
-# `scaling`, `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+# `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
-    "Plan": {"plan": plan.app},
+    "Plan": {"plan": plan.app, "scaling": scaling.app},
     "Data and training": {
         "data": data.app,
         "train": train.train,

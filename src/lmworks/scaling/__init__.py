@@ -1,0 +1,1 @@
+"""Scaling laws: fits with intervals, and the run that a budget buys."""
