@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Fit scaling laws to finished runs, and choose the run that a budget buys.",
+    help="Fit scaling laws; choose the run for a budget.",
 )
 SETTINGS = ("lr", "batch")
 AUTO = "chinchilla where n and d are known, else compute"

@@ -51,13 +51,14 @@ def correction(rows: int, parameters: int, quadratic: float = 1.0, trunk: NDArra
     """By how much replicates of few rows are too close together.
 
     Least squares shrinks residuals by √((n − p) / n), and Student's t has n − p degrees; both as far as the Huber loss
-    is quadratic (`quadratic`: the share of rows within δ). For trunks, two degrees fewer than there are trunks.
+    is quadratic (`quadratic`: the share of rows within δ). Trunks differ in size, so E, A and α rest on them: three
+    degrees fewer than there are trunks.
     """
     if trunk is None:
         degrees = max(1, rows - parameters)
         return 1 + quadratic * (math.sqrt(rows / degrees) * student(degrees) - 1)
     trunks = int(trunk.max()) + 1
-    degrees = max(1, trunks - 2)
+    degrees = max(1, trunks - 3)
     return math.sqrt(trunks / degrees) * student(degrees)
 
 
