@@ -385,10 +385,22 @@ def validated(sample: Sample) -> None:
     print_parts(components(None))
 
 
+def coordinates(sample: Sample) -> None:
+    from lmworks.cli.bench_coordinates import print_check
+
+    sizes = [64, 128, 256, 512, 1024, 2048]
+    curve = {"size": [[0.1234, 12.34]] * len(sizes), "slopes": [-0.5, 2.91], "change_slopes": [0.0, -0.12]}
+    steepest = {"mup": {"role": "residual stream", "slope": 2.91}}
+    print_check(
+        {"axis": "width", "sizes": sizes, "roles": {"mup": {"residual stream": curve}}, "steepest": steepest}, 8, 0.002
+    )
+
+
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (bench_offline, "bench_inference.print_throughput"),
     (overlap, "bench_overlap.print_study"),
+    (coordinates, "bench_coordinates.print_check"),
     (collectives, "bench_collectives.print_collectives bench_collectives.print_fits"),
     (typed("plan", "collective", "all_reduce", "--cluster", "1024xh100"), "plan_collective.print_comparison"),
     (

@@ -42,6 +42,7 @@ NOT_HERE = {
 REFUSED = {r"^lmworks train configs/reference/": "GPU"}  # where there is none; a word of the message
 SHORTER = {
     r"train configs/small.toml": SMALL_RUN,
+    r"--dial depth=4": "data.global_batch=1 data.micro_batch=1",
     # a CPU without bf16 takes minutes for what is seconds elsewhere
     r"^lmworks train configs/tiny.toml precision.dtype=": SMALL_RUN,
     r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_SHAPE} {SMALL_BATCH} data.global_batch=1",

@@ -314,7 +314,7 @@ def ddp_fsdp(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Compare DDP, FSDP1, FSDP2, ZeRO and DeepSpeed on one model.
+    """Compare DDP, FSDP1, FSDP2, ZeRO and DeepSpeed on a model.
 
     Throughput, bytes that each rank holds (equal to the arithmetic, to the byte), peak memory, collectives, time to
     start, checkpoint, and what happens when a rank is killed.

@@ -27,7 +27,7 @@ def coordinate_check(
     device: OnDevice = "",
     json: Json = False,
 ) -> None:
-    """Check that activations keep their size in every width and depth.
+    """Check that activations keep their size in any width.
 
     Builds the model in several sizes (heads keep their width, all else its proportion), takes a few steps at optim.lr,
     and prints the mean |x| of each role with the slope of its logarithm: about 0 under model.parametrization = "mup",

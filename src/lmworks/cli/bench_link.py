@@ -15,7 +15,7 @@ def link(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What every rank runs.")],
     per_node: Annotated[int, typer.Option("--ranks-per-node", min=1, max=32, help="Ranks on each node.")] = 1,
 ) -> None:
-    """Run a command on two nodes of this machine, over a shaped link.
+    """Run a command on two local nodes over a shaped link.
 
     The nodes are network namespaces (Linux, root, iproute2). Ranks find RANK, WORLD_SIZE, MASTER_ADDR and the rest as
     under torchrun.

@@ -31,7 +31,7 @@ def overlap(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Vary bucket size, prefetch, resharding and order of reductions.
+    """Vary bucket size, prefetch, resharding, reduction order.
 
     Each setting is timed in turns with the spec as it is and with passes that send nothing, over gloo on CPUs, NCCL on
     GPUs. Exposed and hidden communication come from a trace. Ends in overrides, with their gain and its spread.

@@ -111,6 +111,12 @@ OnCluster = Annotated[
 OnDevice = Annotated[
     str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to run (by default as cluster.device says).")
 ]
+Dial = Annotated[
+    str,
+    typer.Option(
+        "--dial", metavar="depth=N", help="Shape, batch, steps, learning rate and decay by rule from the depth."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Start even what does not fit into the memory of this machine.")]
 Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Tokens of a sequence (data.seq).")]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences a rank runs at once.")]

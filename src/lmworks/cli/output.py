@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ..record import RunFolder
 from ..record.formatting import binary_bytes
+from ..spec.dial import dial_overrides
 from ..spec.errors import LMWorksError, SpecError
 from ..spec.model import ModelSpec
 from ..spec.presets import PRESETS
@@ -43,6 +44,15 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+
+
+def with_dial(spec: str, overrides: list[str] | None, dial: str) -> list[str]:
+    """Overrides with the keys that --dial stands for, which are printed, in front of them."""
+    given = overrides or []
+    expanded = dial_overrides(spec, given, dial)
+    if dial:
+        typer.echo(f"--dial {dial}: {' '.join(expanded[: len(expanded) - len(given)])}", err=True)
+    return expanded
 
 
 def print_json(result: Any) -> None:

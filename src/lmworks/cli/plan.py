@@ -12,8 +12,8 @@ from ..plan.memory.host import available_bytes, ranks_on_host
 from ..record.formatting import binary_bytes, duration, short
 from ..spec import Cluster, Gpu, RunSpec, SpecError, load_run
 from .groups import DefaultCommandGroup
-from .options import Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
-from .output import Json, Overrides, Spec, print_json, print_table, write_file
+from .options import Dial, Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
+from .output import Json, Overrides, Spec, print_json, print_table, with_dial, write_file
 from .plan_collective import collective
 from .plan_lookup import hardware, mesh, models, pipeline, print_busy
 from .plan_reliability import reliability
@@ -53,6 +53,7 @@ PREDICT, LOOK_UP, CHECK = "Predict", "Look up and draw", "Calibrate and validate
 def run(
     spec: Spec,
     overrides: Overrides = None,
+    dial: Dial = "",
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Do not measure this machine: no step time.")] = False,
     answer_tokens: Annotated[
         float, typer.Option("--answer-tokens", min=0, help="Mean length of sampled answers (0: align.max_tokens).")
@@ -70,6 +71,7 @@ def run(
       lmworks plan cpu-10m data.seq=256 data.micro_batch=8
       lmworks plan llama3-1b cluster.gpu=H200-SXM-141GB data.seq=4096 data.micro_batch=4 precision.dtype=bf16
       lmworks plan gpt2-small parallel.recompute=full --no-probe --json
+      lmworks plan configs/small.toml --dial depth=12 cluster.gpu=h100
       lmworks plan configs/reference/70b-256-h100.toml
     """
     from ..plan.memory.host_need import machine_need, refusal
@@ -77,7 +79,7 @@ def run(
     from ..plan.ops import device_of
     from ..plan.predict import predict
 
-    job = load_run(spec, overrides or ())
+    job = load_run(spec, with_dial(spec, overrides, dial))
     machine = find_machine(job.cluster, no_probe)
     prediction, ranks = predict(job, machine), ranks_on_host(job)
     shared = machine_need(job, range(ranks), machine.device if machine else device_of(job))

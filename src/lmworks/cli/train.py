@@ -16,8 +16,8 @@ from ..record import RunFolder
 from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from ..spec.load import is_hf_folder
 from .generate import Step
-from .options import Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec, loading, print_json
+from .options import Dial, Force, OnDevice, device_options, on_device
+from .output import Json, Overrides, Spec, loading, print_json, with_dial
 from .ranks import needs_ranks, supervise
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report
 def train(
     spec: Spec,
     overrides: Overrides = None,
+    dial: Dial = "",
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Where the run is kept (by default runs/NAME).")
     ] = None,
@@ -58,6 +59,7 @@ def train(
       lmworks train gpt2-small data.path=data/code precision.dtype=bf16
       lmworks train configs/tiny.toml parallel.dp=2 parallel.strategy=fsdp2
       lmworks train configs/tiny.toml parallel.dp=2 --max-restarts 3
+      lmworks train configs/small.toml --dial depth=12
       lmworks train configs/tiny.toml --until 50
       lmworks train configs/tiny.toml cluster.gpu=h100 --device cpu
       torchrun --nproc-per-node 4 -m lmworks.train configs/tiny.toml parallel.dp=2 parallel.tp=2
@@ -68,9 +70,10 @@ def train(
                 f"{spec} is a Hugging Face model, not a spec: `lmworks finetune {spec} --data FILE` trains it on "
                 f"examples; to pretrain it further, give checkpoint.init={spec} to a spec"
             )
-    loaded = load_run(spec, [*(overrides or ()), *on_device(device)])
+    changes = with_dial(spec, overrides, dial)
+    loaded = load_run(spec, [*changes, *on_device(device)])
     loaded.data.check_path_given()
-    start_run(loaded, ["train", spec, *(overrides or ())], run_dir, max_restarts, device, force, json, until, report)
+    start_run(loaded, ["train", spec, *changes], run_dir, max_restarts, device, force, json, until, report)
 
 
 def start_run(
