@@ -31,6 +31,7 @@ from .kl import AdaptiveKL
 from .ppo import set_token_advantages
 from .residency import Residency
 from .reward_scorer import RewardScorer
+from .rollout_engine import paused_gc
 from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, prune_rounds, save_round
 from .sampler import Sampler
 
@@ -69,7 +70,8 @@ class Rounds:
     def take(self, cursor: int, ahead: int) -> list[Batch]:
         number, update = divmod(cursor, self.updates)
         if number != self.number:  # where its first batches are skipped, a round begins with the next
-            self.begin(number, cursor, last=(cursor + ahead - 1) // self.updates)
+            with paused_gc():  # it runs while a GPU computes the update, and not between two decode steps
+                self.begin(number, cursor, last=(cursor + ahead - 1) // self.updates)
             self.number = number
         elif not self.rollouts:
             self.rollouts = run_on_all_ranks(lambda: load_round(self.path(number)))
