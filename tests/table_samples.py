@@ -453,6 +453,10 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
         typed("scaling", "fit", str(POINTS), "--replicates", "10"),
         "scaling.print_result scaling.print_optimum",
     ),
+    (
+        typed("scaling", "recommend", "chinchilla", "--flops", "1e19", "--cluster", "1xh100", "--serve", "1e12"),
+        "scaling_recommend.print_recommendation scaling_recommend.print_serving",
+    ),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

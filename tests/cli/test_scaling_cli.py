@@ -65,6 +65,31 @@ def test_other_plots(law: str, tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_recommendation_and_its_spec(tmp_path: Path) -> None:
+    spec = tmp_path / "run.toml"
+    words = ["scaling", "recommend", "chinchilla", "--flops", "3e18", "--cluster", "1xh100"]
+    ended = CliRunner().invoke(app, [*words, "--out", str(spec), "--json"], catch_exceptions=False)
+    answer = json.loads(ended.stdout)
+    keys = {"n", "d", "shape", "seq", "global_batch", "lr", "layout", "loss", "interval", "days", "dollars"}
+    assert keys | {"memory_bytes", "warnings", "flops"} <= answer.keys()
+    planned = CliRunner().invoke(app, ["plan", "run", str(spec), "--json"], catch_exceptions=False)
+    plan = json.loads(planned.stdout)
+    assert plan["fits"] and plan["params"] == answer["n"]
+    text = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert "predicted loss" in text and "Step Law" in text
+
+
+def test_runs_are_fitted_before_a_recommendation(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.csv"
+    rows = [(n, m * n, 1.8 + 480 / n**0.35 + 2100 / (m * n) ** 0.37) for n in (1e7, 3e7, 1e8) for m in (5, 20, 80)]
+    runs.write_text("n,d,loss\n" + "\n".join(",".join(map(str, row)) for row in rows))
+    words = ["scaling", "recommend", str(runs), "--flops", "1e18", "--cluster", "1xh100", "--json"]
+    answer = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    assert answer["law"]["params"]["E"] == pytest.approx(1.8, rel=1e-2)
+    with pytest.raises(SpecError, match="is a law already"):
+        CliRunner().invoke(app, [*words[:2], "chinchilla", "--law", "tied"], catch_exceptions=False)
+
+
 def test_same_seed_same_intervals() -> None:
     words = (CHINCHILLA, "--replicates", "10")
     assert found(*words)["interval"] == found(*words)["interval"] != found(*words, "--seed", "1")["interval"]

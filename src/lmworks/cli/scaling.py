@@ -12,6 +12,7 @@ from ..record.formatting import short
 from ..spec.errors import SpecError
 from ..spec.files import check_writable
 from .output import Json, print_json, print_table, write_file
+from .scaling_recommend import recommend
 
 if TYPE_CHECKING:
     from ..scaling.fitting import Fit
@@ -24,6 +25,9 @@ app = typer.Typer(
 )
 SETTINGS = ("lr", "batch")
 AUTO = "chinchilla where n and d are known, else compute"
+
+
+app.command()(recommend)
 
 
 @app.command()
@@ -67,7 +71,7 @@ def fit(
       lmworks scaling fit runs.csv --score accuracy --predict n=7e9,d=1e12 --json
     """
     from ..report.plots import check_plot_path
-    from ..scaling.points import read_csv
+    from ..scaling.points import read_points
 
     if params not in ("total", "no-embed"):
         raise SpecError(f"--params {params}: give total or no-embed")
@@ -78,7 +82,7 @@ def fit(
         check_plot_path(plot, "--plot")
     if out:
         check_writable(out, "--out")
-    points = read_csv(source, target=target, conditions=where or (), drop=drop, convention=params)
+    points = read_points(source, target=target, conditions=where or (), drop=drop, convention=params)
     law = law or ("chinchilla" if points.n is not None else "compute")
     more = {"replicates": replicates, "seed": seed, "level": level}
     if law in ("isoflop", *SETTINGS):

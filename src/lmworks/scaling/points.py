@@ -85,6 +85,11 @@ class Points:
         return f"{self.source}, line {line}"
 
 
+def read_points(source: str | Path, **choices: Any) -> Points:
+    """Of a CSV file or a sweep; `choices` as in `read_csv`."""
+    return read_csv(source, **choices)
+
+
 def read_csv(
     path: str | Path,
     *,

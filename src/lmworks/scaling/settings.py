@@ -84,6 +84,15 @@ def fit_setting(
     )
 
 
+def tuned_setting(points: Points, setting: str) -> SettingLaw | None:
+    """Its law, where the runs tried several values at enough sizes; None where they did not."""
+    try:
+        found = fit_setting(points, setting)
+    except SpecError:
+        return None
+    return found if all(place["runs"] >= 3 for place in found.places) else None
+
+
 def best_settings(points: Points, setting: str, weights: Array) -> tuple[list[NDArray[np.intp]], Array, list[str]]:
     """Rows of the pairs of N and D whose best setting is known; its logs (weights, pairs); what was left out."""
     spelt = [column for column in points.columns if column.lower() in NAMES[setting]]
