@@ -2,73 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from formula_trials import FormulaWorkers, Killed, driver
 
 from lmworks.spec.errors import LMWorksError
-from lmworks.sweep.folder import Sweep, Trial, base_of
-from lmworks.sweep.space import Point, Space
+from lmworks.sweep.folder import Sweep
+from lmworks.sweep.space import Point
 from lmworks.tune.constraints import Constraints
-from lmworks.tune.driver import Driver
-from lmworks.tune.stoppers import stopper_of
-from lmworks.tune.suggest import Suggestions
-
-SPACE = Space.of({"optim.lr": {"range": [1e-4, 1.0], "log": True}, "optim.clip": {"range": [0.1, 2.0]}})
-STEPS = 90
-
-
-class Killed(Exception):
-    pass
-
-
-class FormulaWorkers:
-    """Runs a queued trial at once: its losses are a formula of its learning rate. `kill_after`: trials run before the
-    driver is killed."""
-
-    def __init__(self, sweep: Sweep, kill_after: float = math.inf) -> None:
-        self.sweep, self.count, self.left = sweep, 1, kill_after
-        self.ran: list[tuple[int, int]] = []
-
-    def wait_any(self, numbers: Sequence[int]) -> Trial:
-        number = numbers[0]
-        trial = self.sweep.trial(number)
-        assert trial.state == "queued"
-        if self.left <= 0:
-            raise Killed
-        self.left -= 1
-        until = trial.until or STEPS
-        folder = self.sweep.folder(number)
-        with folder.metrics_path.open("a") as file:
-            for step in range(trial.step + 1, until + 1):
-                line: dict[str, Any] = {"step": step, "attempt": 0, "loss": 1.0, "step_s": 0.1, "tokens": 8}
-                if step in (10, 30, 90):
-                    line["val_loss"] = formula(trial.overrides, step)
-                file.write(json.dumps(line) + "\n")
-        self.ran.append((number, until))
-        state = "finished" if until == STEPS else "paused"
-        with self.sweep.claimed(number):
-            self.sweep.write(replace(trial, step=until, state=state))
-        return self.sweep.trial(number)
-
-
-def formula(point: Point, step: int) -> float | None:
-    lr = point["optim.lr"]
-    return math.inf if lr > 0.5 else 2.0 + (math.log10(lr) + 2) ** 2 + 5.0 / step
-
-
-def driver(folder: Path, stopper: str = "asha", trials: int = 12, algorithm: str = "tpe", **more: Any) -> Driver:
-    folder.mkdir(parents=True, exist_ok=True)
-    base = base_of("configs/tiny.toml", [f"optim.steps={STEPS}"])
-    sweep = Sweep.create(folder / "s", base, SPACE, kind="tune", seed=1)
-    journal, state = str(sweep.path / "optuna.journal"), sweep.path / "sampler.pkl"
-    suggestions = Suggestions("s", SPACE, algorithm, 1, journal, state)
-    return Driver(sweep, suggestions, stopper_of(stopper, trials, 10, STEPS, 3), trials, **more)
 
 
 def summary(sweep: Sweep) -> list[tuple[Point, str, int]]:
@@ -110,7 +53,7 @@ def test_asha_with_tpe_spends_its_steps_on_the_best(tmp_path: Path) -> None:
 def test_a_trial_that_diverges_is_stopped_and_says_why(tmp_path: Path) -> None:
     tuner = driver(tmp_path, "none", trials=25, algorithm="random")
     tuner.run(FormulaWorkers(tuner.sweep))
-    wild = [trial for trial in tuner.sweep.trials() if trial.overrides["optim.lr"] > 0.5]
+    wild = [trial for trial in tuner.sweep.trials() if trial.overrides["optim.lr"] > 0.1]
     assert wild
     assert all(trial.state == "stopped" and trial.step == 10 for trial in wild)
     assert wild[0].notes["stopped"] == "diverged: loss inf at step 10"

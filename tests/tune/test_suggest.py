@@ -147,15 +147,6 @@ def test_a_refused_point_is_the_worst_that_the_sampler_knows(tmp_path: Path) -> 
     assert above("tpe") < above("random") * 0.7
 
 
-def test_importances_name_the_key_that_matters(tmp_path: Path) -> None:
-    mine = suggestions(tmp_path, "random")
-    for _ in range(30):
-        asked = mine.ask()
-        mine.finish(asked.number, loss(asked.point))
-    found = mine.importances()
-    assert not found or max(found, key=lambda key: found[key]) == "optim.lr"
-
-
 @pytest.mark.parametrize("where", ["postgresql://nobody@127.0.0.1:1/none", "mongo://x", "sqlite:////nowhere/at/all.db"])
 def test_a_wrong_storage_is_one_line(where: str) -> None:
     with pytest.raises(SpecError, match="--storage") as raised:

@@ -38,12 +38,13 @@ from . import (
     serve,
     sweep,
     train,
+    tune,
 )
 from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already:
-# `tune` (plan); `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+# `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app, "scaling": scaling.app},
     "Data and training": {
@@ -53,6 +54,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "resume": train.resume,
         "launch": launch.app,
         "sweep": sweep.app,
+        "tune": tune.app,
         "checkpoint": checkpoint.app,
     },
     "Look and prove": {

@@ -70,15 +70,16 @@ class Workers:
                 raise LMWorksError(f"the workers of {self.sweep.path} have ended, and trials are not done")
             time.sleep(POLL_S)
 
-    def wait_any(self, numbers: Sequence[int]) -> Trial:
+    def wait_any(self, numbers: Sequence[int], look: Callable[[list[Trial]], None] | None = None) -> Trial:
         """The first of these trials that pauses or ends."""
         found: list[Trial] = []
 
         def one_has(trials: list[Trial]) -> bool:
-            found[:] = [trial for trial in trials if trial.number in numbers and trial.settled]
+            ended = [trial for trial in trials if trial.number in numbers and trial.settled]
+            found[:] = [trial for trial in ended if not self.sweep.is_running(trial.number)]  # its worker has let it go
             return bool(found)
 
-        self.wait_for(one_has)
+        self.wait_for(one_has, look)
         return found[0]
 
     def stop(self) -> None:

@@ -22,10 +22,13 @@ from .suggest import Suggestion, Suggestions
 MOST_REFUSED = 100  # points in a row
 
 
+Look = Callable[[list[Trial]], None]
+
+
 class WorkerPool(Protocol):
     count: int
 
-    def wait_any(self, numbers: Sequence[int]) -> Trial: ...
+    def wait_any(self, numbers: Sequence[int], look: Look | None = None) -> Trial: ...
 
 
 @dataclass
@@ -45,16 +48,15 @@ class Driver:
     def last(self) -> int:
         return self.stopper.rungs[-1]
 
-    def run(self, workers: WorkerPool, look: Callable[[], None] = lambda: None) -> None:
-        """Until nothing is left to start or to promote. `look` is called whenever a trial has paused or ended."""
+    def run(self, workers: WorkerPool, look: Look | None = None) -> None:
+        """Until nothing is left to start or to promote. `look` sees the trials while they run."""
         self.read()
         while True:
             while len(self.results.running) < workers.count and self.start_next():
                 pass
             if not self.results.running:
                 return
-            self.judge(workers.wait_any(sorted(self.results.running)))
-            look()
+            self.judge(workers.wait_any(sorted(self.results.running), look))
 
     # --- what is known ----------------------------------------------------------------------------------
 

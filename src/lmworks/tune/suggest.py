@@ -174,18 +174,6 @@ class Suggestions:
         trials = self.study.get_trials(deepcopy=False)
         return [(dict(trial.params), trial.user_attrs[REFUSED]) for trial in trials if REFUSED in trial.user_attrs]
 
-    def importances(self) -> dict[str, float]:
-        """Shares of the variance of finished trials (PED-ANOVA); empty of fewer than four, or where all are alike."""
-        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-
-        done = [trial for trial in self.study.get_trials(deepcopy=False) if trial.state == self.states.COMPLETE]
-        if len(done) < 4 or len({trial.value for trial in done}) < 2:
-            return {}
-        try:
-            return dict(get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator()))
-        except (ValueError, RuntimeError):  # no key is common to all
-            return {}
-
 
 def paused_counts(optuna: Any) -> Any:
     class PausedCounts(optuna.Study):

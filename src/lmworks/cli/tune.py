@@ -1,0 +1,345 @@
+"""`lmworks tune`: search a space for the lowest loss, with samplers and stoppers; what the search has found."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..spec.errors import PREEMPTED, SpecError, did_you_mean
+from .groups import DefaultCommandGroup
+from .output import Json, Overrides, Spec, print_json, print_table
+from .sweep import SpaceFile, SweepDir, TrialsPerGpu, check_folder_name, locate
+
+if TYPE_CHECKING:
+    from ..sweep.progress import Progress, Row
+    from ..tune.driver import Driver
+    from ..tune.outcome import Outcome
+    from ..tune.stoppers import Stopper
+
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Draw what was found into this folder.")]
+
+
+class SpecOrCommand(DefaultCommandGroup):
+    """`lmworks tune SPEC …` is `lmworks tune run SPEC …`."""
+
+    default_command = "run"
+
+
+app = typer.Typer(
+    cls=SpecOrCommand,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Search a space for the lowest loss: samplers, early stopping, population-based training.",
+)
+
+
+@app.command()
+def run(
+    spec: Spec,
+    space: SpaceFile,
+    overrides: Overrides = None,
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", help="grid, random, sobol, tpe, gp or cmaes: Optuna's samplers.")
+    ] = "tpe",
+    stopper: Annotated[str, typer.Option("--stopper", help="none, median, asha or hyperband.")] = "asha",
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Trials to start.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampler.")] = 0,
+    eta: Annotated[int, typer.Option("--eta", help="One trial in so many goes on after a rung.")] = 3,
+    min_steps: Annotated[
+        int,
+        typer.Option(
+            "--min-steps", min=0, show_default=False, help="First rung (by default steps / eta³, after the warm-up)."
+        ),
+    ] = 0,
+    stop_on: Annotated[
+        list[str] | None,
+        typer.Option("--stop-on", show_default=False, help="divergence (default), slope, predicted or none."),
+    ] = None,
+    max_memory_gb: Annotated[
+        float | None, typer.Option("--max-memory-gb", min=0, help="Refuse points whose rank would need more.")
+    ] = None,
+    max_dollars: Annotated[
+        float | None, typer.Option("--max-dollars", min=0, help="Refuse points whose whole run would cost more.")
+    ] = None,
+    storage: Annotated[
+        str, typer.Option("--storage", metavar="URL", help="Optuna's storage (by default a journal in the sweep).")
+    ] = "",
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Trials at a time (default: all fit).")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", help="Kept in sweeps/NAME (by default the spec's, with -tune).")] = "",
+    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a trial.")] = 1,
+    trials_per_gpu: TrialsPerGpu = 1,
+    plots: Plots = None,
+    json: Json = False,
+) -> None:
+    """Search a space for the lowest held-out loss.
+
+    Trials are runs in sweeps/NAME. A trial that pauses at a rung keeps a checkpoint and goes on from it bit by bit if
+    it is promoted. The same command goes on with a search that was stopped; more --trials extend it.
+
+    \b
+    Examples:
+      lmworks tune configs/tiny.toml --space space.toml --trials 12
+      lmworks tune configs/tiny.toml --space space.toml --algorithm gp --stopper none --trials 8 --json
+      lmworks tune llama3-1b --space space.toml cluster.gpu=h100 data.path=data/code --max-dollars 40
+    """
+    from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
+    from ..sweep.space import Space
+    from ..tune.constraints import Constraints
+    from ..tune.driver import Driver
+    from ..tune.importances import importances
+    from ..tune.outcome import outcome_of
+    from ..tune.stoppers import STOPPERS, stopper_of
+    from ..tune.suggest import Suggestions, check_algorithm, storage_of
+
+    check_algorithm(algorithm)
+    if stopper not in STOPPERS:
+        raise SpecError(f"unknown --stopper '{stopper}'{did_you_mean(stopper, STOPPERS)}")
+    rules = stop_rules(stop_on)
+    found = Space.read(space)
+    if "optim.steps" in found.keys:
+        raise SpecError(f"{space}: optim.steps: trials are compared after equal steps; sweep it with `lmworks sweep`")
+    base = base_of(spec, overrides or [])
+    kept = name or f"{base['name']}-tune"
+    check_folder_name("--name", kept)
+    settings = {"algorithm": algorithm, "stopper": stopper, "eta": eta, "min_steps": min_steps, "stop_on": rules}
+    draft = Sweep(SWEEPS_DIR / kept, "tune", base, found, seed, threads, settings)
+    steps = draft.spec({}).optim.steps
+    most = min(trials, len(found.points())) if algorithm == "grid" else trials
+    judge = stopper_of(stopper, most, min_steps or first_rung(steps, draft.spec({}).optim.warmup, eta), steps, eta)
+    where = storage or str(draft.path / "optuna.journal")
+    storage_of(where)
+    sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
+    driver = Driver(
+        sweep,
+        Suggestions(kept, found, algorithm, seed, where, sweep.path / "sampler.pickle"),
+        judge,
+        trials,
+        rules,
+        Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars),
+        grid=algorithm == "grid",
+    )
+    if not json:
+        print_rungs(judge, most)
+    run_driver(driver, most, workers, trials_per_gpu, json)
+    result = outcome_of(sweep)
+    if json:
+        extra = {"refused": [{"overrides": point, "why": why} for point, why in driver.suggestions.refused()]}
+        print_json({**result.to_dict(), **extra, "importances": importances(result)})
+    else:
+        print_outcome(result)
+    draw(result, plots)
+
+
+@app.command()
+def show(sweep: SweepDir, plots: Plots = None, json: Json = False) -> None:
+    """Show what a search has found so far.
+
+    \b
+    Examples:
+      lmworks tune show tiny-tune
+      lmworks tune show tiny-tune --plots plots --json
+    """
+    from ..sweep.folder import Sweep
+    from ..tune.outcome import outcome_of
+
+    result = outcome_of(Sweep.open(locate(sweep)))
+    if json:
+        print_json(result.to_dict())
+    else:
+        print_outcome(result)
+    draw(result, plots)
+
+
+@app.command()
+def seeds(
+    sweep: Annotated[
+        Path | None, typer.Argument(metavar="[SWEEP]", help="A sweep whose trials differ in their seed.")
+    ] = None,
+    std: Annotated[
+        float | None, typer.Option("--std", min=0, help="The spread between seeds in percent, instead of a sweep.")
+    ] = None,
+    difference: Annotated[
+        list[float] | None, typer.Option("--difference", help="In percent of the loss (5, 2, 1, 0.5 and 0.2).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say how many seeds a difference of the loss needs.
+
+    Each of two specs, for a two-sided t-test at 5 % that finds the difference four times in five.
+
+    \b
+    Examples:
+      lmworks tune seeds seeds-sweep
+      lmworks tune seeds --std 0.4 --difference 1
+    """
+    from ..sweep.folder import Sweep
+    from ..tune.outcome import outcome_of
+    from ..tune.seeds import DIFFERENCES, SeedNoise, seed_noise, seed_table
+
+    if (sweep is None) == (std is None or std == 0):
+        raise SpecError("give a sweep of seeds, or the spread between them as --std PERCENT")
+    if sweep is not None:
+        found = outcome_of(Sweep.open(locate(sweep)))
+        ends = [(trial.overrides, loss) for trial in found.trials if (loss := found.loss(trial.number)) is not None]
+        noise = seed_noise(ends)
+    else:
+        noise = SeedNoise((std or 0) / 100, (std or 0) / 100, (std or 0) / 100, 0, 0, 0.0)
+    table = seed_table(noise, [each / 100 for each in difference] if difference else DIFFERENCES)
+    if json:
+        print_json({"noise": noise.to_dict(), "seeds": table})
+        return
+    if noise.runs:
+        typer.echo(
+            f"{noise.runs} runs in {noise.groups} group{'s' * (noise.groups > 1)}: a standard deviation of "
+            f"{noise.std:.2%} of the loss between seeds ({noise.low:.2%} to {noise.high:.2%} with 95 %)"
+        )
+    rows = [
+        [
+            f"{row['difference']:.1%}",
+            said(row["seeds"]),
+            *([said(row["seeds_low"]), said(row["seeds_high"])] * bool(noise.runs)),
+        ]
+        for row in table
+    ]
+    columns = ["difference", "seeds of each", *(["at least", "at most"] * bool(noise.runs))]
+    print_table("Seeds that a difference needs", columns, rows)
+
+
+def run_driver(driver: Driver, trials: int, workers: int | None, trials_per_gpu: int, quiet: bool) -> None:
+    """By workers of this machine, until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
+    from ..sweep.pool import Workers
+    from ..sweep.slots import own_resources, visible_gpus
+    from .sweep_display import Display
+
+    sweep, spec = driver.sweep, driver.sweep.spec({})
+    resources = own_resources(visible_gpus() if spec.cluster.device != "cpu" else (), trials_per_gpu)
+    count = workers or min(trials, resources.workers(spec.ranks, sweep.threads))
+    resources.check(count, spec.ranks, sweep.threads)
+    with (
+        stopped_by_signals("the same command goes on with the search"),
+        sweep.driving(),
+        Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
+        Display(search_progress(driver, trials, count), quiet) as display,
+    ):
+        driver.run(running, display.look)
+
+
+def search_progress(driver: Driver, trials: int, workers: int) -> Progress:
+    """Rows of a sweep; the time left by the steps that the rungs will take, at the pace so far."""
+    from ..sweep.progress import Progress
+
+    planned = sum(bracket.steps for bracket in driver.stopper.table()) or trials * driver.last
+    began: list[tuple[float, int]] = []
+
+    class SearchProgress(Progress):
+        def eta_s(self, rows: Sequence[Row]) -> float | None:
+            done, now = sum(row.step for row in rows), time.monotonic()
+            if not began:
+                began.append((now, done))
+            start, before = began[0]
+            return (now - start) / (done - before) * max(0, planned - done) if done > before else None
+
+    return SearchProgress(driver.sweep, workers)
+
+
+@contextmanager
+def stopped_by_signals(advice: str) -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does; both leave one line."""
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"lmworks: stopped; {advice}", err=True)
+        raise typer.Exit(PREEMPTED if received else 130) from None
+
+
+# --- options ---------------------------------------------------------------------------------------------
+
+
+def stop_rules(wanted: list[str] | None) -> list[str]:
+    from ..tune.early_stop import RULES
+
+    chosen = [rule for rule in wanted or ["divergence"] if rule != "none"]
+    for rule in chosen:
+        if rule not in RULES:
+            raise SpecError(f"unknown --stop-on '{rule}'{did_you_mean(rule, (*RULES, 'none'))}")
+    return chosen
+
+
+def first_rung(steps: int, warmup: int, eta: int) -> int:
+    """steps / η³, but after the warm-up, in which the highest learning rates look best."""
+    return max(1, min(max(steps // max(2, eta) ** 3, 2 * warmup), steps))
+
+
+# --- what is printed -------------------------------------------------------------------------------------
+
+
+def print_rungs(stopper: Stopper, trials: int) -> None:
+    """n, n/η, n/η² … trials with r, r·η, r·η² … steps, and what that costs beside whole runs."""
+    brackets = stopper.table()
+    if not brackets:
+        return
+    rows = []
+    for number, bracket in enumerate(brackets):
+        for rung in bracket.rungs:
+            rows.append([*([number] * (len(brackets) > 1)), f"{rung.step:,}", rung.trials])
+    print_table("Rungs", [*(["bracket"] * (len(brackets) > 1)), "steps", "trials"], rows)
+    steps, whole = sum(bracket.steps for bracket in brackets), trials * stopper.rungs[-1]
+    typer.echo(
+        f"about {steps:,} steps in all; {trials} whole runs would be {whole:,} ({whole / steps:.1f} times as many)"
+    )
+
+
+def print_outcome(found: Outcome) -> None:
+    keys = found.sweep.space.keys
+    rows = [
+        [
+            trial.number,
+            *(shown(trial.overrides.get(key)) for key in keys),
+            trial.state,
+            f"{trial.step:,}",
+            "–" if (loss := found.loss(trial.number)) is None else f"{loss:.4f}",
+            trial.notes.get("stopped") or trial.error or "",
+        ]
+        for trial in sorted(found.trials, key=lambda trial: (-trial.step, found.loss(trial.number) or float("inf")))
+    ]
+    columns = ["trial", *(key.rpartition(".")[2] for key in keys), "state", "steps", "loss", "stopped"]
+    print_table(f"Trials of {found.sweep.path}", columns, rows, drop=["stopped"])
+    if found.best:
+        changes = " ".join(f"{key}={shown(value)}" for key, value in found.best.overrides.items())
+        typer.echo(f"best: trial {found.best.number}, loss {found.loss(found.best.number):.4f}: {changes}")
+    for warning in found.warnings():
+        typer.echo(f"note: {warning}")
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def said(count: int | None) -> str:
+    return "more than 10,000" if count is None else f"{count:,}"
+
+
+def draw(found: Outcome, folder: Path | None) -> None:
+    if folder is None:
+        return
+    from ..tune.pictures import draw_outcome
+
+    for path in draw_outcome(found, folder):
+        typer.echo(f"drawn: {path}", err=True)
