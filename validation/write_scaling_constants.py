@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.law_file import law_to_dict
-from lmworks.scaling.points import read_csv
+from lmworks.scaling.points import read_points
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "src" / "lmworks" / "scaling" / "constants" / "chinchilla.json"
@@ -22,7 +22,7 @@ SOURCE = (
 
 
 def main() -> None:
-    fitted = fit_law(read_csv(HERE / "scaling" / "chinchilla_points.csv", drop=5), "chinchilla").fitted
+    fitted = fit_law(read_points(HERE / "scaling" / "chinchilla_points.csv", drop=5), "chinchilla").fitted
     law = {**law_to_dict(fitted, digits=5), "source": SOURCE, "params": PUBLISHED}
     draws = law.pop("draws")
     text = json.dumps(law, indent=1, ensure_ascii=False).removesuffix("\n}")

@@ -13,7 +13,7 @@ from lmworks.scaling.bootstrap import correction, row_weights
 from lmworks.scaling.downstream import fit_downstream, metric
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.isoflop import fit_isoflop
-from lmworks.scaling.points import Points, read_csv
+from lmworks.scaling.points import Points, read_points
 from lmworks.scaling.settings import fit_setting
 from lmworks.spec import SpecError
 
@@ -113,7 +113,9 @@ def test_the_largest_budget_is_predicted_from_the_others() -> None:
 def test_both_conventions_of_parameters() -> None:
     total, bare = (
         fit_law(
-            read_csv(DATA / "gadre_runs.csv", target="eval_data_c4_val", conditions=["train_set=rpj"], convention=how),
+            read_points(
+                DATA / "gadre_runs.csv", target="eval_data_c4_val", conditions=["train_set=rpj"], convention=how
+            ),
             "tied",
             replicates=0,
         )

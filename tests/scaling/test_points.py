@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lmworks.scaling.fitting import fit_law
-from lmworks.scaling.points import budgets, read_csv
+from lmworks.scaling.points import budgets, read_points
 from lmworks.spec import DataError, SpecError
 
 ROWS = [(n, 20 * n, 2 + 100 / n**0.3 + 0.01 * i) for i, n in enumerate((1e7, 2e7, 4e7, 8e7, 1e8, 2e8, 3e8))]
@@ -22,24 +22,24 @@ def csv_of(folder: Path, header: str, *rows: object) -> Path:
 
 
 def test_columns_by_their_usual_names(tmp_path: Path) -> None:
-    points = read_csv(csv_of(tmp_path, "params,tokens,val_loss,trunk", (1e7, 2e8, 3.5, "a"), (2e7, 2e8, 3.4, "b")))
+    points = read_points(csv_of(tmp_path, "params,tokens,val_loss,trunk", (1e7, 2e8, 3.5, "a"), (2e7, 2e8, 3.4, "b")))
     assert points.n is not None and points.flops is not None and points.trunk is not None
     assert points.flops.tolist() == [1.2e16, 2.4e16]
     assert points.trunk.tolist() == [0, 1]
 
 
 def test_tokens_follow_from_flops(tmp_path: Path) -> None:
-    points = read_csv(csv_of(tmp_path, "flops,n,loss", (6e18, 1e9, 3.0), (6e18, 2e9, 3.1)))
+    points = read_points(csv_of(tmp_path, "flops,n,loss", (6e18, 1e9, 3.0), (6e18, 2e9, 3.1)))
     assert points.d is not None
     assert points.d.tolist() == pytest.approx([1e9, 5e8])
 
 
 def test_rows_are_chosen_by_conditions_and_outliers_dropped(tmp_path: Path) -> None:
     path = csv_of(tmp_path, "n,d,loss,set", *((*row, "ab"[i % 2]) for i, row in enumerate(ROWS)))
-    assert len(read_csv(path, conditions=["set=a", "n>3e7"])) == 3
-    assert len(read_csv(path, conditions=["n=1e7|2e7"])) == 2
-    assert len(read_csv(path, conditions=["set!=a"])) == 3
-    left = read_csv(path, drop=2)
+    assert len(read_points(path, conditions=["set=a", "n>3e7"])) == 3
+    assert len(read_points(path, conditions=["n=1e7|2e7"])) == 2
+    assert len(read_points(path, conditions=["set!=a"])) == 3
+    left = read_points(path, drop=2)
     assert left.loss.max() == pytest.approx(sorted(row[2] for row in ROWS)[-3])
 
 
@@ -62,13 +62,13 @@ def test_runs_within_five_percent_are_of_one_budget() -> None:
 )
 def test_what_is_wrong_with_a_file(tmp_path: Path, header: str, rows: list[object], message: str) -> None:
     with pytest.raises((DataError, SpecError), match=message):
-        read_csv(csv_of(tmp_path, header, *rows))
+        read_points(csv_of(tmp_path, header, *rows))
 
 
 def test_the_line_is_that_of_the_file_where_rows_are_left_out(tmp_path: Path) -> None:
     path = csv_of(tmp_path, "n,d,loss,set", (1e7, 2e8, 3.5, "b"), (2e7, 4e8, "nan", "a"))
     with pytest.raises(DataError, match="line 3"):
-        read_csv(path, conditions=["set=a"])
+        read_points(path, conditions=["set=a"])
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_the_line_is_that_of_the_file_where_rows_are_left_out(tmp_path: Path) ->
 )
 def test_what_no_fit_can_answer(tmp_path: Path, rows: list[object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        fit_law(read_csv(csv_of(tmp_path, "n,d,loss", *rows)), "chinchilla")
+        fit_law(read_points(csv_of(tmp_path, "n,d,loss", *rows)), "chinchilla")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.scaling.fitting import Fit, fit_law
-from lmworks.scaling.points import Points, read_csv
+from lmworks.scaling.points import Points, read_points
 from lmworks.spec import SpecError
 
 DATA = Path(__file__).parents[2] / "validation" / "scaling"
@@ -18,12 +18,12 @@ FIVE = "|".join(f"rpj-{shape}" for shape in SHAPES)  # arXiv 2403.08540: 20 toke
 
 def gadre(names: str) -> Points:
     """Loss on C4's validation set (`eval_data_c4_val`), parameters with embeddings."""
-    return read_csv(DATA / "gadre_runs.csv", target="eval_data_c4_val", conditions=[f"name={names}"])
+    return read_points(DATA / "gadre_runs.csv", target="eval_data_c4_val", conditions=[f"name={names}"])
 
 
 @pytest.fixture(scope="module")
 def refit() -> Fit:
-    return fit_law(read_csv(DATA / "chinchilla_points.csv", drop=5), "chinchilla")
+    return fit_law(read_points(DATA / "chinchilla_points.csv", drop=5), "chinchilla")
 
 
 def test_the_refit_of_chinchilla(refit: Fit) -> None:

@@ -11,7 +11,7 @@ from lmworks.plan.flops import model_flops_per_token
 from lmworks.scaling.choice import least_loss, least_total_cost, tokens_for_loss
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.law_file import constants, law_from_dict, law_to_dict, read_law
-from lmworks.scaling.points import read_csv
+from lmworks.scaling.points import read_points
 from lmworks.scaling.recommend import Budget, Planner, recommend, result
 from lmworks.scaling.rules import batch_tokens, learning_rate, sequences_of_batch
 from lmworks.scaling.shapes import Shape, family
@@ -113,7 +113,7 @@ def test_published_rules() -> None:
 
 def test_published_constants_are_read_and_the_refit_is_ours() -> None:
     assert {"chinchilla", "hoffmann"} <= constants().keys()
-    ours = fit_law(read_csv(DATA / "chinchilla_points.csv", drop=5), "chinchilla").fitted
+    ours = fit_law(read_points(DATA / "chinchilla_points.csv", drop=5), "chinchilla").fitted
     assert LAW.params == pytest.approx(ours.params, rel=2e-3)
     assert LAW.interval["alpha"] == pytest.approx(ours.interval["alpha"], rel=1e-3)
     biased = read_law("hoffmann")

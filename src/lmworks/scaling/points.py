@@ -1,4 +1,4 @@
-"""Points of a scaling study: one row a finished training, from a CSV file.
+"""Points of a scaling study: one row a finished training, from a CSV file or a sweep.
 
 Columns by any of their usual names (NAMES). With `flops` and without tokens, D = C / 6N; with tokens and without
 `flops`, C = 6ND. Parameters with and without embeddings are two columns; a fit takes one of them.
@@ -47,7 +47,8 @@ class Points:
     n_no_embed: Array | None = None
     convention: str = "total"  # of n: parameters with embeddings ("total") or without ("no-embed")
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # as written
-    lines: NDArray[np.intp] | None = None  # of the file
+    lines: NDArray[np.intp] | None = None  # of the file, or numbers of trials
+    row_name: str = "line"
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -81,16 +82,11 @@ class Points:
         return value
 
     def where(self, row: int) -> str:
-        line = row + 2 if self.lines is None else int(self.lines[row])
-        return f"{self.source}, line {line}"
+        number = row + 2 if self.lines is None else int(self.lines[row])
+        return f"{self.source}, {self.row_name} {number}"
 
 
-def read_points(source: str | Path, **choices: Any) -> Points:
-    """Of a CSV file or a sweep; `choices` as in `read_csv`."""
-    return read_csv(source, **choices)
-
-
-def read_csv(
+def read_points(
     path: str | Path,
     *,
     target: str = "",
@@ -98,16 +94,24 @@ def read_csv(
     drop: int = 0,
     convention: str = "total",
 ) -> Points:
-    """`target`: the column of losses. `drop`: so many rows of the largest losses are left out."""
-    columns = read_columns(Path(path))
-    points = Points(str(path), np.zeros(len(next(iter(columns.values())))), columns=columns)
-    points = points.take(np.ones(len(points), bool))
-    points = replace(points, lines=np.arange(2, len(points) + 2))
+    """Of a CSV file, or of the finished trials of a sweep.
+
+    `target`: the column of losses. `drop`: so many rows of the largest losses are left out.
+    """
+    if Path(path).is_dir():
+        from .sweep_points import sweep_columns
+
+        columns, row_name = sweep_columns(Path(path)), "trial"
+        lines = np.array(columns["trial"], dtype=np.intp)
+    else:
+        columns, row_name = read_columns(Path(path)), "line"
+        lines = np.arange(2, len(next(iter(columns.values()))) + 2)
+    points = Points(str(path), np.zeros(len(lines)), columns=columns, lines=lines, row_name=row_name)
     for condition in conditions:
         points = points.take(matching(points, condition))
         if not len(points):
             raise SpecError(f"{path}: no row has {condition}")
-    points = with_numbers(points, target or spelling(columns, "loss", path), convention)
+    points = with_numbers(points, target or loss_column(columns, path), convention)
     if drop:
         points = points.take(np.sort(np.argsort(points.loss, kind="stable")[: max(0, len(points) - drop)]))
     return points
@@ -133,21 +137,27 @@ def read_columns(path: Path) -> dict[str, list[str]]:
     return {name: [row[index].strip() for row in rows] for index, name in enumerate(header)}
 
 
-def spelling(columns: Mapping[str, Any], name: str, path: str | Path) -> str:
-    found = [column for column in columns if column.lower() in NAMES[name]]
+def spelt(columns: Mapping[str, Any], name: str) -> list[str]:
+    """Columns that may stand for it, the usual name first."""
+    return [column for usual in NAMES[name] for column in columns if column.lower() == usual]
+
+
+def loss_column(columns: Mapping[str, Any], path: str | Path) -> str:
+    found = spelt(columns, "loss")
     if not found:
-        raise SpecError(f"{path}: has no column `{name}`; it has {', '.join(columns)} (--target names another)")
+        raise SpecError(f"{path}: has no column `loss`; it has {', '.join(columns)} (--target names another)")
     return found[0]
 
 
 def with_numbers(points: Points, target: str, convention: str) -> Points:
     def column(name: str) -> Array | None:
-        spelt = [one for one in points.columns if one.lower() in NAMES[name]]
-        if not spelt:
+        names = spelt(points.columns, name)
+        optional = name == "seq" or (name == "n_no_embed" and convention == "total")
+        if not names or (optional and "" in points.columns[names[0]]):
             return None
-        values = points.number(spelt[0])
+        values = points.number(names[0])
         if (bad := np.flatnonzero(values <= 0)).size:
-            raise DataError(f"{points.where(int(bad[0]))}: {spelt[0]} is {values[bad[0]]:g}; it must be more than 0")
+            raise DataError(f"{points.where(int(bad[0]))}: {names[0]} is {values[bad[0]]:g}; it must be more than 0")
         return values
 
     loss = points.number(target)
@@ -165,8 +175,8 @@ def with_numbers(points: Points, target: str, convention: str) -> Points:
     if flops is None:
         raise SpecError(f"{points.source}: needs columns n and d, or flops; it has {', '.join(points.columns)}")
     trunk = None
-    if spelt := [one for one in points.columns if one.lower() in NAMES["trunk"]]:
-        trunk = np.unique(np.array(points.columns[spelt[0]]), return_inverse=True)[1]
+    if names := spelt(points.columns, "trunk"):
+        trunk = np.unique(np.array(points.columns[names[0]]), return_inverse=True)[1]
     return replace(
         points, loss=loss, n=n, d=d, flops=flops, seq=column("seq"), trunk=trunk, n_no_embed=bare, convention=convention
     )

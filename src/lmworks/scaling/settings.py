@@ -17,7 +17,7 @@ from ..spec.errors import SpecError
 from .bootstrap import LEVEL, REPLICATES, interval, row_weights
 from .huber import Array
 from .isoflop import vertex
-from .points import NAMES, Points
+from .points import NAMES, Points, spelt
 
 SAME = 0.02  # sizes and tokens that differ by less are one place
 
@@ -95,11 +95,11 @@ def tuned_setting(points: Points, setting: str) -> SettingLaw | None:
 
 def best_settings(points: Points, setting: str, weights: Array) -> tuple[list[NDArray[np.intp]], Array, list[str]]:
     """Rows of the pairs of N and D whose best setting is known; its logs (weights, pairs); what was left out."""
-    spelt = [column for column in points.columns if column.lower() in NAMES[setting]]
-    if not spelt:
+    found = spelt(points.columns, setting)
+    if not found:
         names = ", ".join(NAMES[setting][1:])
         raise SpecError(f"{points.source}: --law {setting} needs a column `{setting}` (or {names})")
-    values = np.log(points.number(spelt[0]))
+    values = np.log(points.number(found[0]))
     n, d = points.need("n", ""), points.need("d", "")
     kept, best, warnings = [], [], []
     for rows in places(n, d):
