@@ -6,91 +6,22 @@ import json
 import os
 import signal
 import time
-import tomllib
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import figures
+from sweeps import SECONDS, SPACE, TRIALS, check, is_gone, running, until
 
 import lmworks.cli.trial_imports  # noqa: F401  # which forked workers find loaded
 from forked import Forked
 from lmworks.record.folder import attempts
-from lmworks.spec import dump_toml
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.space import Space
-from lmworks.train import Trainer
-from tiny import make_spec
-
-SPACE = "optim.lr.values = [1e-2, 2e-2, 3e-2]\n"
-TRIALS, STEPS = 3, 36
-SECONDS = 60.0
-
-
-def make_base(data: Path) -> dict[str, Any]:
-    return make_spec(data, "cluster.device=cpu", f"optim.steps={STEPS}", "checkpoint.every=12").to_dict()
-
-
-@pytest.fixture
-def place(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with spec.toml and space.toml: three trials of half a second."""
-    (tmp_path / "spec.toml").write_text(dump_toml(make_base(dataset)))
-    (tmp_path / "space.toml").write_text(SPACE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def start(name: str, *more: str, **options: Any) -> Forked:
     return Forked("sweep", "spec.toml", "--space", "space.toml", "--name", name, *more, **options)
-
-
-def until(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.005)
-    return found
-
-
-def running(name: str, step: int = 1) -> tuple[int, int, int] | None:
-    """(trial, its worker's pid, its own pid) of a trial in the middle of its steps."""
-    for number in range(TRIALS):
-        folder = Path("sweeps", name, "trials", f"{number:04d}")
-        try:
-            worker = json.loads((folder / "claim").read_text()).get("pid")
-            taken = (folder / "metrics.jsonl").read_bytes().count(b"\n")
-            (child,) = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
-        except (OSError, ValueError):
-            continue
-        if step <= taken < STEPS - 4:
-            return number, worker, int(child)
-    return None
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-    except OSError:
-        return True
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, dataset: Path) -> list[Any]:
-    """What each trial computes where nobody disturbs it."""
-    sweep = Sweep.create(tmp_path_factory.mktemp("runs") / "sweep", make_base(dataset), Space.of(tomllib.loads(SPACE)))
-    for number, point in enumerate(sweep.space.points()):
-        Trainer(sweep.spec(point, number), sweep.folder(number).path, quiet=True).run()
-    found = [figures(sweep, number) for number in range(TRIALS)]
-    assert len({str(one) for one in found}) == TRIALS
-    return found
-
-
-def check(name: str, expected: list[Any]) -> None:
-    sweep = Sweep.open(f"sweeps/{name}")
-    assert [(trial.state, trial.step) for trial in sweep.trials()] == [("finished", STEPS)] * TRIALS
-    assert [figures(sweep, number) for number in range(TRIALS)] == expected
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ from .ranks import PARENT_PID_VARIABLE
 
 if TYPE_CHECKING:
     from ..sweep.folder import Sweep
-    from ..sweep.space import Space
+    from ..sweep.pool import Workers
 
 SpaceFile = Annotated[
     Path, typer.Option("--space", metavar="SPACE.toml", help="Which keys take which values (docs/sweeps.md).")
@@ -52,6 +52,14 @@ def run(
     name: Annotated[str, typer.Option("--name", help="The sweep is kept in sweeps/NAME (by default the spec's).")] = "",
     threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a trial.")] = 1,
     trials_per_gpu: TrialsPerGpu = 1,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit the workers to Slurm, as an array.")] = False,
+    time: Annotated[str, typer.Option(help="With --slurm: time limit, e.g. 4:00:00.")] = "",
+    partition: Annotated[str, typer.Option(help="With --slurm: partition to run in.")] = "",
+    sbatch_line: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="With --slurm: one more #SBATCH line; may be repeated."),
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run the workers on Ray, local or at RAY_ADDRESS.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Go on with trials that failed, too.")] = False,
     json: Json = False,
 ) -> None:
@@ -63,48 +71,63 @@ def run(
     Examples:
       lmworks sweep configs/tiny.toml --space space.toml
       lmworks sweep configs/tiny.toml --space space.toml optim.steps=50 --workers 2 --name lr
+      lmworks sweep configs/tiny.toml --space space.toml --slurm --workers 16 --time 4:00:00 --sbatch-line=--mem=8G
+      lmworks sweep configs/tiny.toml --space space.toml --ray --workers 16
     """
-    from ..sweep.folder import SWEEPS_DIR, base_of
+    if slurm and ray:
+        raise SpecError("--slurm and --ray both say where the workers run; give one of them")
+    if not slurm and (time or partition or sbatch_line):
+        raise SpecError("--time, --partition and --sbatch-line are Slurm's; add --slurm")
+    from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
+    from ..sweep.pool import Workers
+    from ..sweep.ray import RayWorkers, connect, room
+    from ..sweep.slots import own_resources, visible_gpus
+    from ..sweep.slurm import Array, submit
     from ..sweep.space import Space
 
     found, base = Space.read(space), base_of(spec, overrides or [])
     name = name or str(base["name"])
     check_folder_name("--name", name)
-    sweep, ranks, on_gpus = make_trials(SWEEPS_DIR / name, base, found, threads)
+    draft, points = Sweep(SWEEPS_DIR / name, "sweep", base, found, threads=threads), found.points()
+    specs = [draft.spec(point) for point in points]
+    on_gpus = specs[0].cluster.device != "cpu"
+    ranks = max(one.ranks for one in specs)
+    cores, gpus = ranks * threads, ranks * on_gpus
+    resources = own_resources(visible_gpus() if on_gpus else (), trials_per_gpu)
+    if ray:
+        connect(cores, gpus)
+    elif not slurm:
+        resources.check(workers or 1, ranks, threads)
+    sweep = Sweep.create(draft.path, base, found, threads=threads)
+    for number, point in enumerate(points):
+        sweep.propose(point, number=number)
     if retry_failed:
         for trial in sweep.trials():
             if trial.state == "failed":
                 sweep.run_until(trial.number, trial.until)
-    run_here(sweep, ranks, on_gpus, workers, trials_per_gpu, json)
+    queued = sum(not trial.settled for trial in sweep.trials())
+    if slurm and queued:
+        ask = Array(workers or queued, cores, gpus, time, partition, lines=tuple(sbatch_line or ()))
+        script, job = submit(sweep, ask)
+        if json:
+            print_json({"sweep": str(sweep.path), "job": job, "script": str(script), "workers": ask.workers})
+        else:
+            typer.echo(f"job {job}: {ask.workers} workers for {queued} trials; see lmworks runs show {sweep.path}")
+        return
+    if ray and queued:
+        watch(RayWorkers(sweep, workers or min(queued, room(cores, gpus)), cores, gpus), json)
+    elif queued:
+        count = workers or min(queued, resources.workers(ranks, threads))
+        watch(Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]), json)
     print_result(sweep, json)
 
 
-def make_trials(path: Path, base: dict[str, Any], space: Space, threads: int) -> tuple[Sweep, int, bool]:
-    """The sweep with a trial for every point, all of them valid; the most ranks of a trial; whether they use GPUs."""
-    from ..sweep.folder import Sweep
-
-    points = space.points()
-    draft = Sweep(path, "sweep", base, space)
-    specs = [draft.spec(point) for point in points]
-    sweep = Sweep.create(path, base, space, threads=threads)
-    for number, point in enumerate(points):
-        sweep.propose(point, number=number)
-    return sweep, max(one.ranks for one in specs), specs[0].cluster.device != "cpu"
-
-
-def run_here(sweep: Sweep, ranks: int, on_gpus: bool, workers: int | None, trials_per_gpu: int, quiet: bool) -> None:
-    """By workers of this machine, until every trial is settled. Ctrl-C and SIGTERM stop trials with a checkpoint."""
-    from ..sweep.pool import Workers
+def watch(workers: Workers, quiet: bool) -> None:
+    """Until every trial is settled. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from ..sweep.progress import Progress
-    from ..sweep.slots import own_resources, visible_gpus
     from .sweep_display import Display
 
-    resources = own_resources(visible_gpus() if on_gpus else (), trials_per_gpu)
-    queued = sum(not trial.settled for trial in sweep.trials())
-    if not queued:
-        return
-    count = workers or min(queued, resources.workers(ranks, sweep.threads))
-    resources.check(count, ranks, sweep.threads)
+    sweep = workers.sweep
     stopped: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
@@ -113,11 +136,8 @@ def run_here(sweep: Sweep, ranks: int, on_gpus: bool, workers: int | None, trial
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        with (
-            Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
-            Display(Progress(sweep, count), quiet) as display,
-        ):
-            running.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
+        with workers, Display(Progress(sweep, workers.count), quiet) as display:
+            workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
     except KeyboardInterrupt:
         left = sum(not trial.settled for trial in sweep.trials())
         if left:
@@ -147,7 +167,11 @@ def check_folder_name(option: str, name: str) -> None:
 
 
 @app.command()
-def worker(sweep: SweepDir, trials_per_gpu: TrialsPerGpu = 1) -> None:
+def worker(
+    sweep: SweepDir,
+    trials_per_gpu: TrialsPerGpu = 1,
+    allocated: Annotated[bool, typer.Option("--allocated", help="A scheduler gave its GPUs to it alone.")] = False,
+) -> None:
     """Run queued trials of a sweep until none is left.
 
     `lmworks sweep` starts its own; start more of them wherever the folder is seen.
@@ -163,7 +187,7 @@ def worker(sweep: SweepDir, trials_per_gpu: TrialsPerGpu = 1) -> None:
 
     opened = Sweep.open(locate(sweep))
     on_cpu = opened.spec({}).cluster.device == "cpu"
-    machine = own_resources(() if on_cpu else visible_gpus(), trials_per_gpu)
+    machine = own_resources(() if on_cpu else visible_gpus(), trials_per_gpu, allocated)
 
     def start(launch: Launch) -> Process:
         return start_forked(launch, main.main, {PARENT_PID_VARIABLE: str(os.getpid())})

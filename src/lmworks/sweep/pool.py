@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from ..spec import LMWorksError
 from .folder import Sweep, Trial
@@ -20,13 +20,22 @@ POLL_S = 0.2
 MOST_FAILURES = 3  # of workers in a row, none of which settled a trial
 
 
+class Process(Protocol):
+    """A worker, as `subprocess.Popen`."""
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 class Workers:
     """`with Workers(sweep, 4) as workers: workers.wait_for(…)`; on leaving, trials that run are stopped with a
-    checkpoint, and the workers end."""
+    checkpoint, and the workers end. They end with the thread that started them, too."""
 
     def __init__(self, sweep: Sweep, count: int, options: Sequence[str] = ()) -> None:
         self.sweep, self.count, self.options = sweep, count, list(options)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
         self.failures = 0
         self.settled = -1
 
@@ -34,7 +43,7 @@ class Workers:
         self.processes = [self.start() for _ in range(self.count)]
         return self
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Process:
         """In a session of its own: Ctrl-C goes to the driver alone, which stops the workers."""
         words = [sys.executable, "-m", "lmworks", "sweep", "worker", str(self.sweep.path), *self.options]
         threads = {"OMP_NUM_THREADS": str(self.sweep.threads)}

@@ -24,6 +24,7 @@ class Resources:
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
     trials_per_gpu: int = 1
+    allocated: bool = False  # a scheduler has given these GPUs to this process alone, by whatever numbers
 
     def workers(self, ranks: int, threads: int) -> int:
         """Trials of `ranks` ranks with `threads` threads each that fit at once; at least one, which may not fit."""
@@ -48,8 +49,8 @@ class Resources:
             )
 
 
-def own_resources(gpus: tuple[str, ...] = (), trials_per_gpu: int = 1) -> Resources:
-    return Resources(tuple(sorted(os.sched_getaffinity(0))), gpus, trials_per_gpu)
+def own_resources(gpus: tuple[str, ...] = (), trials_per_gpu: int = 1, allocated: bool = False) -> Resources:
+    return Resources(tuple(sorted(os.sched_getaffinity(0))), gpus, trials_per_gpu, allocated)
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -83,10 +84,13 @@ def take_slots(resources: Resources, cores: int, gpus: int) -> Slots | None:
             held.descriptors.append(descriptor)
     for share in range(resources.trials_per_gpu):
         for gpu in resources.gpus:
-            wanted = len(held.gpus) < gpus and gpu not in held.gpus
-            if wanted and (descriptor := lock(f"gpu-{gpu}-{share}".replace("/", "-"))) is not None:
-                held.gpus.append(gpu)
+            if len(held.gpus) == gpus or gpu in held.gpus:
+                continue
+            descriptor = None if resources.allocated else lock(f"gpu-{gpu}-{share}".replace("/", "-"))
+            if descriptor is not None:
                 held.descriptors.append(descriptor)
+            if descriptor is not None or resources.allocated:
+                held.gpus.append(gpu)
     if len(held.cores) < cores or len(held.gpus) < gpus:
         held.release()
         return None

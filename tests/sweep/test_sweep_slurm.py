@@ -1,0 +1,148 @@
+"""Workers as a Slurm array: the script, and (where Slurm is installed) a cluster of one node that runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sweeps import SECONDS, check, make_sweep, until
+
+from lmworks.spec import LMWorksError, SpecError
+from lmworks.sweep.folder import Sweep
+from lmworks.sweep.slurm import Array, array_script, submit
+from typed import lmworks
+
+ONE = {"seed": {"values": [1]}}
+
+
+def test_the_script_asks_for_a_trial_of_cores_and_gpus_a_worker(tmp_path: Path, dataset: Path) -> None:
+    sweep = make_sweep(tmp_path / 'it\'s "here"', dataset, ONE, threads=2)
+    ask = Array(16, cores=8, gpus=4, time="4:00:00", partition="gpu", lines=("--mem=8G", "#SBATCH --qos=high"))
+    text = array_script(sweep, ask)
+    for option in ("array=0-15", "cpus-per-task=8", "gpus-per-node=4", "time=4:00:00", "partition=gpu", "mem=8G"):
+        assert f"#SBATCH --{option}\n" in text
+    assert "#SBATCH --qos=high\n" in text and "export OMP_NUM_THREADS=2\n" in text
+    script = tmp_path / "job.sbatch"
+    script.write_text(text)
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert "gpus-per-node" not in array_script(sweep, Array(2, cores=1))
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (Array(2, 1, time="soon"), "--time 'soon' is not a Slurm time"),
+        (Array(2, 1, lines=("--array=0-9",)), "the script sets its own --array"),
+        (Array(2, 1, lines=("--signal=TERM",)), "the script sets its own --signal"),
+    ],
+)
+def test_what_the_script_cannot_ask_for(ask: Array, said: str, tmp_path: Path, dataset: Path) -> None:
+    with pytest.raises(SpecError, match=said):
+        array_script(make_sweep(tmp_path / "sweep", dataset, ONE), ask)
+
+
+def test_sbatch_that_is_missing_or_refuses(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = make_sweep(tmp_path / "sweep", dataset, ONE)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(SpecError, match=r"there is no sbatch on this machine; submit .*workers.sbatch where Slurm is"):
+        submit(sweep, Array(2, 1))
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "sbatch"
+    program.write_text("#!/bin/bash\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(LMWorksError, match=r"sbatch refused .*workers.sbatch: sbatch: error: no such partition"):
+        submit(sweep, Array(2, 1))
+    program.write_text("#!/bin/bash\necho '17;cluster'\n")
+    assert submit(sweep, Array(2, 1)) == (sweep.path / "workers.sbatch", "17")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--slurm", "--ray"], "--slurm and --ray both say where the workers run"),
+        (["--partition", "gpu"], "--time, --partition and --sbatch-line are Slurm's; add --slurm"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    words: list[str], said: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = lmworks(capsys, "sweep", "spec.toml", "--space", "space.toml", *words)
+    assert code == 2 and said in err
+
+
+# --- a real one ------------------------------------------------------------------------------------------
+
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}
+SlurmUser=root
+AuthInfo=socket={root}/munge/socket
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.pid
+SlurmctldPort=16817
+SlurmdPort=16818
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+NodeName={host} CPUs={cores} State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """munged, slurmctld and slurmd on this machine."""
+    if os.getuid() or not all(shutil.which(name) for name in ("munged", "slurmctld", "slurmd", "sbatch")):
+        pytest.skip("needs root and Slurm (Debian: apt-get install slurm-wlm)")
+    root = Path("/tmp") / f"lmworks-slurm-{os.getpid()}"  # a socket's path must be short
+    for name in ("munge", "state", "spool"):
+        (root / name).mkdir(parents=True, mode=0o755)
+    munge, conf = root / "munge", root / "slurm.conf"
+    (munge / "key").write_bytes(os.urandom(1024))
+    (munge / "key").chmod(0o600)
+    conf.write_text(CONF.format(host=socket.gethostname(), root=root, cores=os.cpu_count()))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    files = [f"--{kind}={munge / kind.partition('-')[0]}" for kind in ("key-file", "pid-file", "seed-file")]
+    files += [f"--log-file={munge / 'log'}", f"--socket={munge / 'socket'}"]
+    daemons = []
+    try:
+        for words in (["munged", "--foreground", "--force", *files], ["slurmctld", "-D"], ["slurmd", "-D"]):
+            with (root / f"{words[0]}.log").open("w") as log:
+                daemons.append(subprocess.Popen(words, stdout=log, stderr=log))
+            time.sleep(1)
+        until(lambda: "idle" in subprocess.run(["sinfo", "-h"], capture_output=True, text=True).stdout)
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_an_array_of_workers_runs_a_sweep(place: Path, expected: list[Any]) -> None:
+    words = ["sweep", "spec.toml", "--space", "space.toml", "--slurm", "--workers", "2", "--time", "10", "--json"]
+    ended = subprocess.run([sys.executable, "-m", "lmworks", *words], capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["workers"] == 2 and found["job"].isdigit()
+    until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout)
+    check("tiny", expected)
+    logs = sorted(path.name for path in Sweep.open("sweeps/tiny").path.glob("slurm-*.log"))
+    assert logs == [f"slurm-{found['job']}_{task}.log" for task in range(2)]
