@@ -5,11 +5,11 @@
     python benchmarks/mup_transfer.py --seeds 2              another seed of each, beside those that are there
     python benchmarks/mup_transfer.py --draw                 the plot of what is there
 
-Llamas of four layers with heads of 64 are trained on bytes of the Python library, each text once, under both
-parametrizations; the narrowest is the base of μP, where both are the same model. Learning rates are powers of √2; the
-optimum of a width is the vertex of a parabola through the lowest losses over log lr. Several trainings run at once,
-each in a process of its own: small models leave most of a GPU idle. results/mup_transfer.json is written after each
-training, and a second start goes on where the first was stopped (--minutes, or Ctrl-C).
+Llamas of four layers with heads of 32 are trained on bytes of the Python library, each text once, under both
+parametrizations; the narrowest is the base of μP. The optimum of a width is the vertex of a parabola through the lowest
+losses over log lr. Several trainings run at once, each in a process of its own: small models leave most of a GPU idle.
+results/mup_transfer.json is written after each training, and a second start goes on where the first was stopped
+(--minutes, or Ctrl-C).
 """
 
 from __future__ import annotations
@@ -38,13 +38,19 @@ from lmworks.spec.parametrization import resized
 from lmworks.train.optim import learning_rate, make_optimizer, set_learning_rate
 
 NAMES = ("standard", "mup")
+# Initial weights of the base of μP are 1/√width, which suits a model that narrow; standard ones 0.02 in every width, as
+# GPT-2 has them. Learning rates are powers of √2, from and to these exponents (of every, or every second).
 WHOLE: dict[str, Any] = {
-    "widths": [128, 256, 512, 1024], "layers": 4, "head_dim": 64, "batch": 32, "seq": 256, "steps": 500,
-    "exponents": [-22, -9], "weight_decay": 0.1, "held_out": 16,
+    "widths": [128, 256, 512, 1024], "layers": 4, "head_dim": 32, "batch": 32, "seq": 256, "steps": 500,
+    "init_std": {"standard": 0.02, "mup": 0.09}, "exponents": {"standard": [-24, -10], "mup": [-19, -8]}, "every": 1,
+    "weight_decay": 0.1, "held_out": 16,
 }  # fmt: skip
-TINY = {**WHOLE, "widths": [32, 64, 128], "layers": 2, "head_dim": 16, "batch": 8, "seq": 64, "steps": 60,
-        "exponents": [-18, -6], "held_out": 4}  # fmt: skip
-NEAR = 2  # points on each side of the lowest that the parabola is fitted to
+TINY: dict[str, Any] = {
+    "widths": [32, 64, 128], "layers": 2, "head_dim": 16, "batch": 8, "seq": 64, "steps": 120,
+    "init_std": {"standard": 0.02, "mup": 0.15}, "exponents": {"standard": [-20, -8], "mup": [-18, -8]}, "every": 2,
+    "weight_decay": 0.1, "held_out": 8,
+}  # fmt: skip
+NEAR = 2  # learning rates on each side of the lowest that the parabola is fitted to
 
 
 # --- one training -------------------------------------------------------------------------------------------------
@@ -53,7 +59,8 @@ NEAR = 2  # points on each side of the lowest that the parabola is fitted to
 def model_of(settings: dict[str, Any], name: str, width: int) -> ModelSpec:
     base, head_dim = settings["widths"][0], settings["head_dim"]
     shape = {"layers": settings["layers"], "hidden": base, "heads": base // head_dim, "ffn": base * 11 // 4}
-    model = resized(ModelSpec(**shape, vocab=320, context=settings["seq"]), width, settings["layers"])
+    narrow = ModelSpec(**shape, vocab=320, context=settings["seq"], init_std=settings["init_std"][name])
+    model = resized(narrow, width, settings["layers"])
     return model.replace(parametrization="mup", mup_base_hidden=base) if name == "mup" else model
 
 
@@ -108,15 +115,17 @@ def worker(settings: dict[str, Any], device: str, jobs: Any, results: Any) -> No
 
 
 def all_jobs(settings: dict[str, Any], seeds: int) -> list[dict[str, Any]]:
-    """The widest first: the last to end are short. The base is one model under both parametrizations."""
-    low, high = settings["exponents"]
-    rates = [2 ** (exponent / 2) for exponent in range(low, high + 1)]
+    """The widest first: the last to end are short."""
+    rates = {
+        name: [2 ** (exponent / 2) for exponent in range(low, high + 1, settings["every"])]
+        for name, (low, high) in settings["exponents"].items()
+    }
     return [
         {"parametrization": name, "width": width, "lr": lr, "seed": seed}
         for seed in range(seeds)
         for width in reversed(settings["widths"])
-        for name in (NAMES if width > settings["widths"][0] else NAMES[1:])
-        for lr in rates
+        for name in NAMES
+        for lr in rates[name]
     ]
 
 
@@ -191,8 +200,7 @@ def curves(settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, di
     found: dict[str, dict[int, dict[float, float]]] = {name: {} for name in NAMES}
     for name in NAMES:
         for width in settings["widths"]:
-            shared = width == settings["widths"][0]
-            mine = [r for r in runs if r["width"] == width and (shared or r["parametrization"] == name)]
+            mine = [r for r in runs if r["width"] == width and r["parametrization"] == name]
             by_rate: dict[float, list[Any]] = {}
             for run in mine:
                 by_rate.setdefault(run["lr"], []).append(run["loss"])
