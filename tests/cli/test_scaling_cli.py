@@ -82,10 +82,13 @@ def test_a_recommendation_and_its_spec(tmp_path: Path) -> None:
 def test_runs_are_fitted_before_a_recommendation(tmp_path: Path) -> None:
     runs = tmp_path / "runs.csv"
     rows = [(n, m * n, 1.8 + 480 / n**0.35 + 2100 / (m * n) ** 0.37) for n in (1e7, 3e7, 1e8) for m in (5, 20, 80)]
-    runs.write_text("n,d,loss\n" + "\n".join(",".join(map(str, row)) for row in rows))
-    words = ["scaling", "recommend", str(runs), "--flops", "1e18", "--cluster", "1xh100", "--json"]
-    answer = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    lines = [f"{n},{d},{loss},{0.9 - 0.1 * loss}" for n, d, loss in rows]
+    runs.write_text("\n".join(["n,d,loss,accuracy", *lines]))
+    words = ["scaling", "recommend", str(runs), "--flops", "1e18", "--cluster", "1xh100"]
+    scored = [*words, "--score", "accuracy", "--json"]
+    answer = json.loads(CliRunner().invoke(app, scored, catch_exceptions=False).stdout)
     assert answer["law"]["params"]["E"] == pytest.approx(1.8, rel=1e-2)
+    assert answer["scores"]["accuracy"]["value"] == pytest.approx(0.9 - 0.1 * answer["loss"], abs=5e-3)
     with pytest.raises(SpecError, match="is a law already"):
         CliRunner().invoke(app, [*words[:2], "chinchilla", "--law", "tied"], catch_exceptions=False)
 

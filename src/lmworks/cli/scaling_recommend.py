@@ -15,6 +15,7 @@ from . import options
 from .output import Json, print_json, print_table, write_file
 
 if TYPE_CHECKING:
+    from ..scaling.downstream import Downstream
     from ..scaling.fitting import FittedLaw
     from ..scaling.settings import SettingLaw
 
@@ -40,6 +41,7 @@ def recommend(
     ] = None,
     law: Annotated[str, typer.Option(help="Law that is fitted to runs: chinchilla, tied, kaplan or context.")] = "",
     target: Annotated[str, typer.Option(help="Column of the loss.")] = "",
+    score: Annotated[str, typer.Option(help="Column of a downstream metric, also predicted.")] = "",
     vocab: Annotated[int | None, typer.Option(min=256, help="Rows of the vocabulary (by the budget).")] = None,
     seq: Annotated[int | None, typer.Option(min=64, help="Tokens of a sequence (by the budget).")] = None,
     data: Annotated[str, typer.Option(help="Folder of tokens, for the spec that --out writes.")] = "",
@@ -62,10 +64,10 @@ def recommend(
 
     if out:
         check_writable(out, "--out")
-    fitted, lr_law, batch_law = law_of_source(source, law, target)
+    fitted, lr_law, batch_law, metric = law_of_source(source, law, target, score)
     budget = Budget(flops, cluster, days, dollars, serve, vocab, seq, data)
     found = find(fitted, budget, lr_law, batch_law)
-    facts = result(fitted, found)
+    facts = result(fitted, found, metric)
     if out:
         write_file(out, dump_toml(found.spec.to_dict()), "--out")
         facts["written"] = str(out)
@@ -77,24 +79,28 @@ def recommend(
         typer.echo(f"wrote {out}; check it with: lmworks plan run {out}")
 
 
-def law_of_source(source: str, law: str, target: str) -> tuple[FittedLaw, SettingLaw | None, SettingLaw | None]:
+def law_of_source(
+    source: str, law: str, target: str, score: str
+) -> tuple[FittedLaw, SettingLaw | None, SettingLaw | None, Downstream | None]:
     """Runs are fitted, and laws of learning rate and batch with them where they were varied."""
     from dataclasses import replace
 
+    from ..scaling.downstream import fit_downstream
     from ..scaling.fitting import fit_law
     from ..scaling.law_file import read_law
     from ..scaling.points import read_points
     from ..scaling.settings import tuned_setting
 
     if not (source.endswith(".csv") or Path(source).is_dir()):
-        for option, given in (("--law", law), ("--target", target)):
+        for option, given in (("--law", law), ("--target", target), ("--score", score)):
             if given:
                 raise SpecError(f"{option} is for runs that are fitted; {source} is a law already")
-        return read_law(source), None, None
+        return read_law(source), None, None, None
     points = read_points(source, target=target)
     fit = fit_law(points, law or "chinchilla")
     fitted = replace(fit.fitted, warnings=fit.warnings)
-    return fitted, tuned_setting(points, "lr"), tuned_setting(points, "batch")
+    metric = fit_downstream(points, score) if score else None
+    return fitted, tuned_setting(points, "lr"), tuned_setting(points, "batch"), metric
 
 
 def print_recommendation(facts: dict[str, Any]) -> None:
@@ -121,6 +127,8 @@ def print_recommendation(facts: dict[str, Any]) -> None:
         ["days", f"{facts['days']:.3g}", "with the failures of such a cluster"],
         ["dollars", price, ""],
     ]
+    for name, score in facts["scores"].items():
+        rows.insert(9, [f"predicted {name}", f"{score['value']:.4g}", spans(score.get("interval"), facts["level"])])
     print_table(f"{facts['law']['method']}: {facts['law']['source']}", ["what", "value", ""], rows)
     if facts["serving"]:
         print_serving(facts["serving"])

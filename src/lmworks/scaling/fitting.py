@@ -186,8 +186,10 @@ def check(points: Points, law: Law) -> None:
 
 
 def best_of_budgets(points: Points) -> Points:
-    """L(C) is of the best run of every budget."""
+    """L(C) is of the best run of every budget; where sizes are not known, of all runs."""
     flops = points.need("flops", "--law compute")
+    if points.n is None:
+        return points
     number = budgets(flops)
     best = [rows[np.argmin(points.loss[rows])] for rows in (np.flatnonzero(number == one) for one in np.unique(number))]
     return points.take(np.array(best))
@@ -249,7 +251,9 @@ def doubts(points: Points, fitted: FittedLaw) -> list[str]:
                 f"{constant} is not determined: in {gone:.0%} of the replicates it is almost 0; predictions far beyond "
                 "the largest run rest on it"
             )
-    if law.name == "compute":
+    if law.name == "kaplan" and fitted.convention == "total":
+        found.append("Kaplan's N leaves embeddings out; --params no-embed takes a column that does")
+    if law.name == "compute" and points.n is not None:
         found.append(
             "the best run of each budget is taken: the minimum over noisy runs lies below their law, the more so the "
             "more runs a budget has"

@@ -53,6 +53,7 @@ class IsoFlop:
         if len(self.draws):
             each = np.exp(self.draws[:, 0] + self.draws[:, 1] * np.log(flops))
             spread = {"n": each, "d": flops / 6 / each, "tokens_per_param": flops / 6 / each**2}
+            spread |= {"n_exponent": self.draws[:, 1], "d_exponent": 1 - self.draws[:, 1]}
             found["interval"] = {name: interval(draws, self.level) for name, draws in spread.items()}
         return found
 

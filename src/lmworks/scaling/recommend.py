@@ -24,6 +24,7 @@ from ..spec import Cluster, Gpu, RunSpec, SpecError
 from ..spec.hardware import parse_cluster
 from . import rules
 from .choice import Choice, least_loss, least_total_cost
+from .downstream import Downstream
 from .fitting import FittedLaw
 from .rules import Chosen
 from .settings import SettingLaw
@@ -251,17 +252,12 @@ def short_name(n: float) -> str:
     return f"{n:.0f}"
 
 
-def predicted(fitted: FittedLaw, choice: Choice) -> dict[str, Any]:
-    """Loss of the chosen run, with intervals."""
-    size = float(choice.shape.size(fitted.convention))
-    return fitted.predict(n=size, d=choice.tokens, seq=float(choice.shape.seq), flops=choice.flops)
-
-
-def result(fitted: FittedLaw, found: Recommendation) -> dict[str, Any]:
+def result(fitted: FittedLaw, found: Recommendation, metric: Downstream | None = None) -> dict[str, Any]:
     """For `--json`."""
     choice, shape, spec = found.choice, found.choice.shape, found.spec
     bill, layout = found.found.bill(choice.tokens), found.found
-    loss = predicted(fitted, choice)
+    at = {"n": float(shape.size(fitted.convention)), "d": choice.tokens, "seq": float(shape.seq), "flops": choice.flops}
+    loss = fitted.predict(**at)
     model = spec.model
     outside = fitted.outside({"n": float(shape.size(fitted.convention)), "d": choice.tokens, "flops": choice.flops})
     outside = [warning.replace("the optimum", "the run") for warning in outside]
@@ -285,6 +281,7 @@ def result(fitted: FittedLaw, found: Recommendation) -> dict[str, Any]:
         "loss": loss["loss"],
         "interval": loss.get("interval"),
         "run_interval": loss.get("run_interval"),
+        "scores": {metric.column: metric.at(loss["loss"], fitted.losses(at))} if metric else {},
         "level": fitted.level,
         "cluster": {"gpu": layout.problem.gpu.name, "gpus": layout.problem.world},
         "layout": layout.layout,
