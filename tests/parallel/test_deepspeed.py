@@ -16,7 +16,9 @@ from lmworks.model import GPT
 from lmworks.parallel import deepspeed
 from lmworks.parallel.comm_counter import CommCounter
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.parallel.single_rank import SingleRank
 from lmworks.spec import RunSpec, SpecError
+from lmworks.train.optim import make_optimizer, set_learning_rate
 
 STEPS, RATE = 5, 1e-2
 
@@ -83,12 +85,9 @@ def sequences(step: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def make(run: RunSpec) -> tuple[GPT, torch.optim.AdamW]:
+def make(run: RunSpec) -> tuple[GPT, torch.optim.Optimizer]:
     model = GPT(run.model, seed=0)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), fused=True)
+    return model, make_optimizer(SingleRank(model).shards(), run.model, run.optim)
 
 
 def alone(rank: int, run: RunSpec) -> dict[str, Any]:
@@ -99,8 +98,7 @@ def alone(rank: int, run: RunSpec) -> dict[str, Any]:
         _, loss = model(tokens, targets)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip).item())
-        for group in optimizer.param_groups:
-            group["lr"] = RATE / (step + 1)
+        set_learning_rate(optimizer, RATE / (step + 1))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -169,7 +167,9 @@ def near(one: Tensor, other: Tensor) -> float:
     ("zero", "offload"), [(1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "full")]
 )
 def test_five_steps_are_those_of_one_rank(zero: int, offload: str) -> None:
-    run = spec(parallel={"zero": zero, "offload": offload})
+    """Where states are offloaded, under μP: groups with a learning rate each."""
+    mup = {"parametrization": "mup", "mup_base_hidden": 16} if offload != "none" else {}
+    run = spec(parallel={"zero": zero, "offload": offload}, model=mup)
     deepspeed.load_deepspeed("cpu")  # once, before ranks are forked: it takes seconds to import
     expected = on_ranks(1, alone, run)[0]
     for found in on_ranks(2, together, run, timeout=300):
