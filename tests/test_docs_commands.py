@@ -36,12 +36,14 @@ NOT_HERE = {
     r"^lmworks bench (collectives --)?link": "needs root: tests/bench/test_shaped_link.py runs it",
     r"^lm_eval": "downloads its task: tests/serve/test_lm_eval.py runs one from disk",
     r"^python benchmarks/(train_gpu.py(?! --predict)|loss_gpu|serve_overhead)": "measures a GPU",
+    r"^python benchmarks/mup_transfer.py(?! --tiny)": "measures a GPU",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",
 }
 REFUSED = {r"^lmworks train configs/reference/": "GPU"}  # where there is none; a word of the message
 SHORTER = {
     r"train configs/small.toml": SMALL_RUN,
+    r"^python benchmarks/mup_transfer": "--steps 2 --minutes 0.2 --out mup_transfer.json",
     r"--dial depth=4": "data.global_batch=1 data.micro_batch=1",
     # a CPU without bf16 takes minutes for what is seconds elsewhere
     r"^lmworks train configs/tiny.toml precision.dtype=": SMALL_RUN,
