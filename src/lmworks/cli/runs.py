@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")]
+RunOrSweep = Annotated[Path, typer.Argument(metavar="RUN", help="A run, or its name below runs/; or a sweep.")]
 
 
 class FoldersOrCommand(DefaultCommandGroup):
@@ -43,24 +44,26 @@ app = typer.Typer(
 def runs(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR", help="Runs, or folders with runs below (by default runs/)."),
+        typer.Argument(metavar="DIR", help="Runs, or folders with runs below (by default runs/ and sweeps/)."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Show where the given runs differ, side by side.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw their loss curves into this file.")] = None,
     json: Json = False,
 ) -> None:
-    """List runs, the newest first, or compare some of them.
+    """List runs and sweeps, the newest first, or compare runs.
 
     `lmworks runs DIR` is `lmworks runs ls DIR`; a folder named like a command is written `./health`.
 
     \b
     Examples:
       lmworks runs
-      lmworks runs runs/sweep --json
+      lmworks runs sweeps/lr --json
       lmworks runs --compare runs/tiny runs/tiny-2 --plot loss.png
     """
     from ..record.run_summary import compare_runs, find_runs, list_runs, locate
     from ..report.plots import check_plot_path, overlay_losses
+    from ..sweep.listing import find_sweeps, list_sweeps
+    from .runs_sweeps import print_sweeps
 
     if plot:
         check_plot_path(plot, "--plot")
@@ -71,15 +74,17 @@ def runs(
         compared = compare_runs(folders)
     else:
         folders = find_runs(places or ())
-        listed = list_runs(folders)
+        listed, sweeps = list_runs(folders), list_sweeps(find_sweeps(places or ()))
     if plot:
         overlay_losses(folders, plot)
     if json:
-        print_json(compared if compare else listed)
+        print_json(compared if compare else [*listed, *sweeps])
     elif compare:
         print_comparison(compared)
     else:
-        print_list(listed)
+        if listed or not sweeps:
+            print_list(listed)
+        print_sweeps(sweeps)
     if plot and not json:
         typer.echo(f"loss curves: {plot}")
 
@@ -136,21 +141,28 @@ SHOWN = 20  # newest other events
 
 @app.command()
 def show(
-    run: Run,
+    run: RunOrSweep,
     mtbf: Annotated[
         float | None, typer.Option(metavar="HOURS", help="Mean time between stops (otherwise: as observed).")
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw its time into plots/goodput.png.")] = False,
     json: Json = False,
 ) -> None:
-    """Show one run: attempts, goodput, and time lost by cause.
+    """Show one run (attempts, goodput, lost time) or the trials of a sweep.
 
     \b
     Examples:
       lmworks runs show runs/tiny
       lmworks runs show runs/tiny --mtbf 3 --plot
       lmworks runs show runs/tiny --json
+      lmworks runs show sweeps/lr
     """
+    from ..sweep.listing import is_sweep
+    from .runs_sweeps import show_sweep
+
+    if is_sweep(run):
+        show_sweep(run, json)
+        return
     from ..diagnose.checkpoint_interval import interval
     from ..diagnose.goodput import time_breakdown
     from ..record.run_summary import locate, summarize

@@ -16,6 +16,8 @@ from ..record.folder import try_lock
 from ..spec import SpecError
 from ..spec.files import cache_root
 
+DEVICES = Path("/dev")
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -57,8 +59,7 @@ def visible_gpus() -> tuple[str, ...]:
     """Without a CUDA context, which no process that forks may have."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name for name in named.split(",") if name and name != "-1")
-    devices = Path("/proc/driver/nvidia/gpus")
-    return tuple(map(str, range(len(list(devices.iterdir()))))) if devices.is_dir() else ()
+    return tuple(map(str, range(len(list(DEVICES.glob("nvidia[0-9]*"))))))
 
 
 @dataclass
