@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("grid", "random", "sobol", "tpe", "gp", "cmaes")
 POPULATION = ("pbt", "pb2")
+IN_MEMORY = ":memory:"
 PAUSED = "lmworks_paused"  # user attributes of Optuna's trials
 REFUSED = "lmworks_refused"
 
@@ -78,8 +79,10 @@ def suggest_value(trial: optuna.Trial, dimension: Dimension) -> Any:
 
 
 def storage_of(where: str) -> Any:
-    """A journal file, or a database by its URL (sqlite:///…, postgresql://…)."""
+    """A journal file, a database by its URL (sqlite:///…, postgresql://…), or the memory of this process."""
     optuna = import_optuna()
+    if where == IN_MEMORY:
+        return optuna.storages.InMemoryStorage()
     if "://" not in where:
         Path(where).parent.mkdir(parents=True, exist_ok=True)
         backend = optuna.storages.journal.JournalFileBackend(where)
@@ -103,11 +106,11 @@ class Suggestion:
 class Suggestions:
     """The Optuna study of a sweep. Numbers are Optuna's: refused points count there, and are no trials of the sweep."""
 
-    def __init__(self, name: str, space: Space, algorithm: str, seed: int, storage: str, state: Path) -> None:
-        """`state`: the file that the sampler is saved in."""
+    def __init__(self, name: str, space: Space, algorithm: str, seed: int, storage: str, state: Path | None) -> None:
+        """`state`: the file that the sampler is saved in, for drivers that may be killed."""
         optuna = import_optuna()
         self.space, self.state, self.states = space, state, optuna.trial.TrialState
-        self.asked, sampler = read_sampler(state)
+        self.asked, sampler = read_sampler(state) if state else (0, None)
         store = storage_of(storage)
         optuna.create_study(storage=store, study_name=name, direction="minimize", load_if_exists=True)
         sampler = sampler or sampler_of(algorithm, seed)
@@ -120,7 +123,8 @@ class Suggestions:
         trial = self.study.ask()
         point = suggest(trial, self.space)
         self.asked = trial.number + 1
-        write_sampler(self.state, self.asked, self.study.sampler)
+        if self.state:
+            write_sampler(self.state, self.asked, self.study.sampler)
         return Suggestion(trial.number, point)
 
     def unused(self, known: Collection[int]) -> list[Suggestion]:

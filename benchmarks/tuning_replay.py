@@ -1,0 +1,280 @@
+"""Which tuning algorithm wins where: every sampler and stopper replayed on the table of small trainings, beside
+Optuna's own pruners and Ray Tune's own schedulers.
+
+    python benchmarks/tuning_replay.py                          # 50 seeds of everything; --jobs processes
+    python benchmarks/tuning_replay.py --seeds 5 --algorithms random,tpe --table FILE --out FOLDER
+
+Ray Tune's schedulers are driven without a cluster: each gets the results of one trial after the other, as its own
+controller would hand them on. Without Ray installed its rows are left out.
+
+Result: results/tuning_replay.json (median and quartiles of the regret by compute and by trials), and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, write_result
+
+from lmworks.report.plots import new_axes, save
+from lmworks.tune.replay import Moment, Table, incumbent_regret, regret_after, regret_at, replay
+from lmworks.tune.rungs import hyperband_brackets, hyperband_plan
+from lmworks.tune.stoppers import Asha, Hyperband, MedianStopper, NoStopper, Results, Stopper
+from lmworks.tune.suggest import import_optuna, sampler_of, suggest
+
+ALGORITHMS = ("random", "sobol", "tpe", "gp", "cmaes")
+STOPPERS = ("none", "median", "asha", "hyperband")
+FIRST, ETA = 1, 4  # the first rung is 1/64 of a training; then 1/16, 1/4, 1
+COMPUTE = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # whole trainings
+
+
+def stopper_on(table: Table, name: str, trials: int, eta: int = ETA) -> Stopper:
+    rungs = table.subset(FIRST, eta)
+    if name == "asha":
+        return Asha(rungs, eta, trials)
+    if name == "hyperband":
+        return Hyperband(rungs, eta, tuple(hyperband_plan(trials, hyperband_brackets(FIRST, rungs[-1], eta), eta)))
+    return MedianStopper(rungs) if name == "median" else NoStopper(rungs)
+
+
+# --- the others' own ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    trials: int
+    budget: float  # of compute, in whole trainings
+
+
+def sequential(
+    table: Table,
+    limits: Limits,
+    next_point: Callable[[int], Any],
+    goes_on: Callable[[int, int, float], bool],
+    ended: Callable[[int, bool, float], None],
+) -> list[Moment]:
+    """One trial after the other; `goes_on(number, step, loss)` after each rung."""
+    results, points, moments, spent = Results(), {}, [], 0.0
+    rungs = table.subset(FIRST, ETA)
+    for number in range(limits.trials):
+        if spent >= limits.budget:
+            break
+        points[number] = next_point(number)
+        before, passed = 0, True
+        for step in rungs:
+            spent += (step - before) / rungs[-1]
+            before, loss = step, table.loss(points[number], step)
+            results.report(number, step, loss)
+            moments.append(Moment(spent, number + 1, incumbent_regret(table, results, points)))
+            passed = goes_on(number, step, loss)
+            if not passed:
+                break
+        ended(number, passed and step == rungs[-1], loss)
+    return moments
+
+
+def optuna_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed: int) -> list[Moment]:
+    optuna = import_optuna()
+    pruners = optuna.pruners
+    pruner = {
+        "none": pruners.NopPruner(),
+        "median": pruners.MedianPruner(n_startup_trials=5),
+        "asha": pruners.SuccessiveHalvingPruner(min_resource=FIRST, reduction_factor=ETA),
+        "hyperband": pruners.HyperbandPruner(min_resource=FIRST, max_resource=table.rungs[-1], reduction_factor=ETA),
+    }[stopper]
+    study = optuna.create_study(sampler=sampler_of(algorithm, seed), pruner=pruner, study_name="replay")
+    asked: dict[int, Any] = {}
+
+    def next_point(number: int) -> Any:
+        asked[number] = study.ask()
+        return suggest(asked[number], table.space)
+
+    def goes_on(number: int, step: int, loss: float) -> bool:
+        asked[number].report(loss, step)
+        return not asked[number].should_prune()
+
+    def ended(number: int, whole: bool, loss: float) -> None:
+        if whole and math.isfinite(loss):
+            study.tell(asked[number], loss)
+        else:
+            study.tell(asked[number], state=optuna.trial.TrialState.PRUNED)
+
+    return sequential(table, limits, next_point, goes_on, ended)
+
+
+@dataclass(eq=False)
+class RayTrial:
+    """What Ray's schedulers ask of a trial."""
+
+    trial_id: str
+    config: dict[str, Any]
+    status: str = "RUNNING"
+
+    def is_finished(self) -> bool:
+        return False
+
+
+class RayController:
+    """No other trial is alive: one runs after the other."""
+
+    def get_live_trials(self) -> set[RayTrial]:
+        return set()
+
+
+def ray_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed: int) -> list[Moment]:
+    """Ray's schedulers with Ray's search through Optuna's sampler."""
+    from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
+    from ray.tune.search.optuna import OptunaSearch
+
+    import_optuna()
+    metric = {"metric": "loss", "mode": "min"}
+    clock = {"time_attr": "training_iteration"}
+    scheduler: Any = {
+        "none": lambda: FIFOScheduler(),
+        "median": lambda: MedianStoppingRule(**clock, **metric, grace_period=FIRST, min_samples_required=5),
+        "asha": lambda: ASHAScheduler(
+            **clock, **metric, max_t=table.rungs[-1], grace_period=FIRST, reduction_factor=ETA
+        ),
+    }[stopper]()
+    search = OptunaSearch(
+        lambda trial: suggest(trial, table.space) and None, sampler=sampler_of(algorithm, seed), **metric
+    )
+    started: dict[int, Any] = {}
+    controller = RayController()
+
+    def next_point(number: int) -> Any:
+        point = search.suggest(str(number))
+        started[number] = RayTrial(str(number), point)
+        scheduler.on_trial_add(controller, started[number])
+        return point
+
+    def goes_on(number: int, step: int, loss: float) -> bool:
+        result = {"training_iteration": step, "loss": loss, "trial_id": str(number), "time_total_s": float(step)}
+        search.on_trial_result(str(number), result)
+        return scheduler.on_trial_result(controller, started[number], result) == TrialScheduler.CONTINUE
+
+    def ended(number: int, whole: bool, loss: float) -> None:
+        result = {"training_iteration": table.rungs[-1], "loss": loss}
+        scheduler.on_trial_complete(controller, started[number], result)
+        search.on_trial_complete(str(number), result)
+
+    return sequential(table, limits, next_point, goes_on, ended)
+
+
+# --- all of it ------------------------------------------------------------------------------------------------
+
+
+def run_one(job: tuple[str, str, str, Limits, int, str]) -> list[Moment]:
+    who, algorithm, stopper, limits, seed, path = job
+    table = Table.read(Path(path))
+    if who == "optuna":
+        return optuna_own(table, algorithm, stopper, limits, seed)
+    if who == "ray":
+        return ray_own(table, algorithm, stopper, limits, seed)
+    judge = stopper_on(table, stopper, limits.trials)
+    return replay(table, algorithm, judge, limits.trials, seed, budget=limits.budget)
+
+
+def has_ray() -> bool:
+    try:
+        import ray.tune  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def summary(each: Sequence[list[Moment]]) -> dict[str, Any]:
+    """Median and quartiles over seeds."""
+
+    def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+        known = sorted(value for value in values if value is not None and math.isfinite(value))
+        if len(known) < len(values) / 2:
+            return None
+        low, middle, high = statistics.quantiles(known, n=4) if len(known) > 1 else known * 3
+        return {"median": round(middle, 5), "low": round(low, 5), "high": round(high, 5)}
+
+    most = statistics.median(moments[-1].trials for moments in each)
+    counts = [count for count in (2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
+    return {
+        "compute": {str(c): spread([regret_at(moments, c) for moments in each]) for c in COMPUTE},
+        "trials": {str(n): spread([regret_after(moments, n) for moments in each]) for n in counts},
+        "spent": round(statistics.fmean(moments[-1].compute for moments in each), 2),
+        "final": spread([moments[-1].regret for moments in each]),
+    }
+
+
+def draw(found: list[dict[str, Any]], kind: str, label: str, path: Path) -> None:
+    """The median regret of each sampler with the stopper that served it best, ours filled, others' dashed."""
+    figure, axes = new_axes("regret: loss above the best of the table")
+    colours = dict(zip(ALGORITHMS, ("#808080", "#c08020", "#3060b0", "#30a060", "#a03080"), strict=True))
+    styles = {"lmworks": "-", "optuna": "--", "ray": ":"}
+    for who in styles:
+        for algorithm in ALGORITHMS:
+            rows = [row for row in found if row["who"] == who and row["algorithm"] == algorithm]
+            if not rows:
+                continue
+            best = min(rows, key=lambda row: area(row[kind]))
+            points = {float(x): one["median"] for x, one in best[kind].items() if one}
+            axes.plot(list(points), [max(value, 1e-4) for value in points.values()], styles[who],
+                      color=colours[algorithm], label=f"{who}: {algorithm} + {best['stopper']}")  # fmt: skip
+    axes.set(xlabel=label, xscale="log", yscale="log")
+    axes.legend(frameon=False, fontsize=7)
+    save(figure, path)
+
+
+def area(curve: dict[str, Any]) -> float:
+    return statistics.fmean(math.log(max(one["median"], 1e-4)) if one else 0.0 for one in curve.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, default=RESULTS / "tuning_table.csv.gz")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the plots")
+    parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=256, help="at most")
+    parser.add_argument("--budget", type=float, default=24.0, help="compute of a search, in whole trainings")
+    parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
+    parser.add_argument("--stoppers", default=",".join(STOPPERS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--save", default="tuning_replay", help="name of the result; empty: print it only")
+    chosen = parser.parse_args()
+    makers = ["lmworks", "optuna", *(["ray"] if has_ray() else [])]
+    cases = [
+        (who, algorithm, stopper)
+        for who in makers
+        for algorithm in chosen.algorithms.split(",")
+        for stopper in chosen.stoppers.split(",")
+        if not (who == "ray" and stopper == "hyperband")  # pauses trials of a real cluster only
+    ]
+    limits = Limits(chosen.trials, chosen.budget)
+    jobs = [(*case, limits, seed, str(chosen.table)) for case in cases for seed in range(chosen.seeds)]
+    start = time.perf_counter()
+    with ProcessPoolExecutor(chosen.jobs) as pool:
+        done = list(pool.map(run_one, jobs, chunksize=1))
+    found = []
+    for index, (who, algorithm, stopper) in enumerate(cases):
+        each = done[index * chosen.seeds : (index + 1) * chosen.seeds]
+        row = {"who": who, "algorithm": algorithm, "stopper": stopper, **summary(each)}
+        found.append(row)
+        shown = {c: one["median"] if one else None for c, one in row["compute"].items()}
+        print(f"{who:8} {algorithm:7} {stopper:10} spent {row['spent']:6.1f}  regret by compute {json.dumps(shown)}")
+    for kind, label in (("compute", "compute, in whole trainings"), ("trials", "trials started")):
+        draw(found, kind, label, chosen.out / f"tuning-regret-{kind}.png")
+    if chosen.save:
+        table = Table.read(chosen.table)
+        facts = {"points": len(table.losses), "best": table.best, "seeds": chosen.seeds, **asdict(limits)}
+        write_result(chosen.save, {**facts, "eta": ETA, "seconds": round(time.perf_counter() - start), "rows": found})
+
+
+if __name__ == "__main__":
+    main()
