@@ -9,6 +9,7 @@ import pytest
 from planted import TRUTH, branches, ladder, planted
 
 from lmworks.scaling.fitting import fit_law
+from lmworks.scaling.isoflop import fit_isoflop
 from lmworks.scaling.points import Points
 
 BUDGET = 1e21
@@ -54,3 +55,14 @@ def test_ninety_percent_intervals_hold_the_truth_in_84_to_96_percent(design: str
     print(design, found)
     assert 0.84 <= np.mean(list(found.values())) <= 0.96, found
     assert all(0.82 <= share <= 0.98 for share in found.values()), found
+
+
+@pytest.mark.slow
+def test_intervals_of_the_iso_flop_exponent_hold_the_truth() -> None:
+    exponent = TRUTH["beta"] / (TRUTH["alpha"] + TRUTH["beta"])
+    hits = []
+    for seed in range(200):
+        found = fit_isoflop(ladder(0.003, seed, wide=3.0), seed=seed)
+        low, high = np.quantile(found.draws[:, 1], [0.05, 0.95])
+        hits.append(low <= exponent <= high)
+    assert 0.84 <= np.mean(hits) <= 0.96

@@ -213,9 +213,14 @@ def print_result(result: dict[str, Any], source: str) -> None:
     error = result["holdout_error"]
     if error is not None:
         held = result.get("holdout")
-        what = f"the {held['rows']} largest run{'s' * (held['rows'] > 1)}" if held else "the largest"
-        beyond = f", {held['beyond']:.2g} times beyond the others," if held else ""
-        typer.echo(f"left out of the fit, {what}{beyond} would be off by {error:.2%}")
+        largest = f"N* of the largest budget, fitted without it, is off by {error:.1%}"
+        if result["method"] in SETTINGS:
+            largest = f"the best {result['method']} of the largest run, fitted without it, is off by {error:.1%}"
+        if held:
+            runs = f"{held['rows']} largest runs" if held["rows"] > 1 else "largest run"
+            beyond = f"{held['beyond']:.2g} times the FLOPs of the others"
+            largest = f"the {runs} ({beyond}), predicted without them, would be off by {error:.2%}"
+        typer.echo(largest)
     if "residuals" in result:
         typer.echo(f"residuals: {result['residuals']['rms']:.2%} rms, {result['residuals']['median']:.2%} median")
     for warning in result["warnings"]:

@@ -74,12 +74,12 @@ def least_total_cost(
     train_cost: Callable[[Shape, float], float],
     serve_cost: Callable[[Shape], float],
 ) -> tuple[Choice, list[tuple[Choice, float, float]]]:
-    """Of the shapes no larger than the compute-optimal one, trained until they are as good (Sardana et al. 2024).
+    """Of the shapes up to the compute-optimal one, trained until they are as good (Sardana et al. 2024).
 
     `train_cost` of a shape and its tokens, `serve_cost` of a shape. Also returned: what was compared, with both costs.
     """
     compared = []
-    for shape in thinned([shape for shape in shapes if shape.n <= best.shape.n], best.shape.n):
+    for shape in thinned([shape for shape in shapes if shape.n < best.shape.n], best.shape.n):
         tokens = tokens_for_loss(fitted, shape, best.log_loss)
         if tokens is not None:
             compared.append((Choice(shape, tokens, best.log_loss), train_cost(shape, tokens), serve_cost(shape)))

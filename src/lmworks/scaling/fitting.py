@@ -16,6 +16,7 @@ from .optimum import FlopRule, exponents, optimum
 from .points import Points, budgets
 
 LARGEST = 0.8  # of the most FLOPs: runs that the hold-out leaves out
+FEW_SPARE = 3  # points beyond the parameters
 FAR = 10.0  # times beyond the largest run: further than that is called far
 
 
@@ -221,6 +222,12 @@ def holdout(points: Points, law: Law, delta: float) -> dict[str, Any] | None:
 def doubts(points: Points, fitted: FittedLaw) -> list[str]:
     """What makes this fit less certain than its figures look."""
     found, law, draws = [], fitted.law, fitted.draws
+    spare = len(points) - len(law.parameters)
+    if len(draws) and spare < FEW_SPARE:
+        found.append(
+            f"{len(points)} points for {len(law.parameters)} parameters: intervals rest on {spare} degree"
+            f"{'s' * (spare > 1)} of freedom, and are little more than a guess"
+        )
     if points.trunk is not None and (trunks := int(points.trunk.max()) + 1) < FEW_TRUNKS:
         found.append(
             f"{trunks} trunks: intervals rest on so few independent runs"

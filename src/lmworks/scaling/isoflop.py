@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.errors import SpecError
-from .bootstrap import LEVEL, REPLICATES, interval, row_weights
+from .bootstrap import LEVEL, REPLICATES, correction, interval
 from .fitting import fit_law
 from .huber import Array
 from .optimum import optimum
@@ -68,19 +68,19 @@ def fit_isoflop(points: Points, *, replicates: int = REPLICATES, seed: int = 0, 
             f"{points.source}: {len(groups)} iso-FLOP budgets have {LEAST} sizes and a minimum between them, "
             f"N* = k·C^a needs two; {why}"
         )
-    weights = np.concatenate([np.ones((1, len(points))), row_weights(len(points), replicates, seed, points.trunk)])
-    log_k, a, minima = allocate(np.log(n), points.loss, flops, groups, weights)
+    losses = np.concatenate([points.loss[None], resampled(points, groups, replicates, seed)])
+    log_k, a, minima = allocate(np.log(n), losses, flops, groups)
     held = None
     if len(groups) > 2:
-        small_k, small_a, _ = allocate(np.log(n), points.loss, flops, groups[:-1], weights[:1])
+        small_k, small_a, _ = allocate(np.log(n), losses[:1], flops, groups[:-1])
         last = groups[-1]
         held = float(abs(np.expm1(small_k[0] + small_a[0] * np.log(mean_flops(flops, last)) - minima[0, -1])))
     found = tuple(
         Budget(mean_flops(flops, rows), rows, float(np.exp(at)), float(points.loss[rows].min()))
         for rows, at in zip(groups, minima[0], strict=True)
     )
-    fine = np.isfinite(log_k[1:]) & np.isfinite(a[1:])
-    draws = np.stack([log_k[1:][fine], a[1:][fine]], 1)
+    each = np.stack([log_k, a], 1)
+    draws = each[1:][np.isfinite(each[1:]).all(1)]
     bias = noiseless_bias(points, groups)
     if bias and (abs(bias["n"]) > BIASED or abs(bias["a"]) > BIASED / 2):
         warnings.append(
@@ -129,15 +129,30 @@ def vertex(log_n: Array, loss: Array, weights: Array) -> tuple[Array, NDArray[np
         return centre[:, 0] - solved[:, 1] / (2 * solved[:, 2]), solved[:, 2] > 0
 
 
-def allocate(
-    log_n: Array, loss: Array, flops: Array, groups: list[NDArray[np.intp]], weights: Array
-) -> tuple[Array, Array, Array]:
-    """log k and a of every row of weights, and the minima (replicates, budgets)."""
+def resampled(points: Points, groups: list[NDArray[np.intp]], replicates: int, seed: int) -> Array:
+    """Losses (replicates, rows): the parabolas, with relative residuals drawn from those of all budgets.
+
+    A parabola of few points shrinks its residuals by √((m − 3) / m). Runs of one trunk keep theirs, with one sign.
+    """
+    log_n, fitted = np.log(points.need("n", "")), points.loss.copy()
+    for rows in groups:
+        fitted[rows] = np.polynomial.Polynomial.fit(log_n[rows], points.loss[rows], 2)(log_n[rows])
+    used = np.concatenate(groups)
+    off = (points.loss / fitted - 1) * correction(len(used), 3 * len(groups))
+    rng = np.random.default_rng(seed)
+    if points.trunk is None:
+        drawn = rng.choice(off[used], (replicates, len(points)))
+    else:
+        drawn = off * rng.choice([-1.0, 1.0], (replicates, int(points.trunk.max()) + 1))[:, points.trunk]
+    return fitted * (1 + drawn)
+
+
+def allocate(log_n: Array, losses: Array, flops: Array, groups: list[NDArray[np.intp]]) -> tuple[Array, Array, Array]:
+    """log k and a of every row of losses, and the minima (replicates, budgets)."""
     columns = []
     for rows in groups:
-        inner = weights[:, rows]
-        shape = inner.shape
-        at, opens = vertex(np.broadcast_to(log_n[rows], shape), np.broadcast_to(loss[rows], shape), inner)
+        inner = losses[:, rows]
+        at, opens = vertex(np.broadcast_to(log_n[rows], inner.shape), inner, np.ones_like(inner))
         columns.append(np.where(opens, at, np.nan))
     minima = np.stack(columns, 1)
     x = np.log([mean_flops(flops, rows) for rows in groups])
@@ -153,7 +168,7 @@ def noiseless_bias(points: Points, groups: list[NDArray[np.intp]]) -> dict[str, 
         return None
     n, d, flops = points.need("n", ""), points.need("d", ""), points.need("flops", "")
     clean = np.exp(fitted.law.log_loss(fitted.theta, {"n": n, "d": d}))
-    log_k, a, _ = allocate(np.log(n), clean, flops, groups, np.ones((1, len(n))))
+    log_k, a, _ = allocate(np.log(n), clean[None], flops, groups)
     largest = mean_flops(flops, groups[-1])
     truth = optimum(fitted.law, fitted.theta[None], largest, fitted.rule)
     guess = float(log_k[0] + a[0] * np.log(largest))

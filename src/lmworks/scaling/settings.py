@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.errors import SpecError
-from .bootstrap import LEVEL, REPLICATES, interval, row_weights
+from .bootstrap import LEVEL, REPLICATES, correction, interval, row_weights
 from .huber import Array
 from .isoflop import vertex
 from .points import NAMES, Points, spelt
@@ -66,6 +66,7 @@ def fit_setting(
     x = np.stack([np.ones(len(kept)), *(logs[name] for name in names)], 1)
     between = np.concatenate([np.ones((1, len(kept))), row_weights(len(kept), replicates, seed + 1)])
     solved = np.stack([weighted(x, row, weight) for row, weight in zip(minima, between, strict=True)])
+    solved[1:] = solved[0] + correction(len(kept), x.shape[1]) * (solved[1:] - solved[0])
     columns = dict(zip(["log_c", *names], solved.T, strict=True))
     zero = np.zeros(len(solved))
     values = {"c": np.exp(columns["log_c"]), "n_exponent": columns.get("n", zero), "d_exponent": columns.get("d", zero)}
