@@ -115,7 +115,7 @@ def test_ctrl_c_stops_trials_with_a_checkpoint_and_the_same_command_goes_on(
     driver.send_signal(number)
     _, err = driver.communicate(SECONDS)
     assert driver.returncode == code
-    assert "trials to go; the same command goes on with them" in err
+    assert "lmworks: stopped; the same command goes on with the trials that are left" in err
     assert is_gone(worker)
     folder = Sweep.open("sweeps/stopped").folder(trial)
     end = folder.events()[-1]

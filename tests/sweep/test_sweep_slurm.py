@@ -18,7 +18,7 @@ from sweeps import SECONDS, check, make_sweep, until
 
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.sweep.folder import Sweep
-from lmworks.sweep.slurm import Array, array_script, submit
+from lmworks.sweep.slurm import Array, array_script, submit_array
 from typed import lmworks
 
 ONE = {"seed": {"values": [1]}}
@@ -55,16 +55,16 @@ def test_sbatch_that_is_missing_or_refuses(tmp_path: Path, dataset: Path, monkey
     sweep = make_sweep(tmp_path / "sweep", dataset, ONE)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with pytest.raises(SpecError, match=r"there is no sbatch on this machine; submit .*workers.sbatch where Slurm is"):
-        submit(sweep, Array(2, 1))
+        submit_array(sweep, Array(2, 1))
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "sbatch"
     program.write_text("#!/bin/bash\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     with pytest.raises(LMWorksError, match=r"sbatch refused .*workers.sbatch: sbatch: error: no such partition"):
-        submit(sweep, Array(2, 1))
+        submit_array(sweep, Array(2, 1))
     program.write_text("#!/bin/bash\necho '17;cluster'\n")
-    assert submit(sweep, Array(2, 1)) == (sweep.path / "workers.sbatch", "17")
+    assert submit_array(sweep, Array(2, 1)) == (sweep.path / "workers.sbatch", "17")
 
 
 @pytest.mark.parametrize(

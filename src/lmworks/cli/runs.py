@@ -148,7 +148,7 @@ def show(
     plot: Annotated[bool, typer.Option("--plot", help="Draw its time into plots/goodput.png.")] = False,
     json: Json = False,
 ) -> None:
-    """Show one run (attempts, goodput, lost time) or the trials of a sweep.
+    """Show one run: attempts, goodput, lost time; or a sweep's trials.
 
     \b
     Examples:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..spec import SpecError
-from ..spec.errors import PREEMPTED
 from ..spec.files import unsafe_name
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json
@@ -19,6 +18,8 @@ from .ranks import PARENT_PID_VARIABLE
 if TYPE_CHECKING:
     from ..sweep.folder import Sweep
     from ..sweep.pool import Workers
+    from ..sweep.slurm import Array
+    from ..sweep.space import Point
 
 SpaceFile = Annotated[
     Path, typer.Option("--space", metavar="SPACE.toml", help="Which keys take which values (docs/sweeps.md).")
@@ -82,7 +83,7 @@ def run(
     from ..sweep.pool import Workers
     from ..sweep.ray import RayWorkers, connect, room
     from ..sweep.slots import own_resources, visible_gpus
-    from ..sweep.slurm import Array, submit
+    from ..sweep.slurm import Array
     from ..sweep.space import Space
 
     found, base = Space.read(space), base_of(spec, overrides or [])
@@ -99,20 +100,9 @@ def run(
     elif not slurm:
         resources.check(workers or 1, ranks, threads)
     sweep = Sweep.create(draft.path, base, found, threads=threads)
-    for number, point in enumerate(points):
-        sweep.propose(point, number=number)
-    if retry_failed:
-        for trial in sweep.trials():
-            if trial.state == "failed":
-                sweep.run_until(trial.number, trial.until)
-    queued = sum(not trial.settled for trial in sweep.trials())
+    queued = queue(sweep, points, retry_failed)
     if slurm and queued:
-        ask = Array(workers or queued, cores, gpus, time, partition, lines=tuple(sbatch_line or ()))
-        script, job = submit(sweep, ask)
-        if json:
-            print_json({"sweep": str(sweep.path), "job": job, "script": str(script), "workers": ask.workers})
-        else:
-            typer.echo(f"job {job}: {ask.workers} workers for {queued} trials; see lmworks runs show {sweep.path}")
+        submit(sweep, Array(workers or queued, cores, gpus, time, partition, lines=tuple(sbatch_line or ())), json)
         return
     if ray and queued:
         watch(RayWorkers(sweep, workers or min(queued, room(cores, gpus)), cores, gpus), json)
@@ -122,27 +112,38 @@ def run(
     print_result(sweep, json)
 
 
+def queue(sweep: Sweep, points: Sequence[Point], retry_failed: bool) -> int:
+    """A trial for every point that has none; returns how many are to be run."""
+    for number, point in enumerate(points):
+        sweep.propose(point, number=number)
+    if retry_failed:
+        for trial in sweep.trials():
+            if trial.state == "failed":
+                sweep.run_until(trial.number, trial.until)
+    return sum(not trial.settled for trial in sweep.trials())
+
+
+def submit(sweep: Sweep, ask: Array, json: bool) -> None:
+    from ..sweep.slurm import submit_array
+
+    script, job = submit_array(sweep, ask)
+    if json:
+        print_json({"sweep": str(sweep.path), "job": job, "script": str(script), "workers": ask.workers})
+    else:
+        typer.echo(f"job {job}: {ask.workers} workers of {sweep.path}; see how it goes: lmworks runs show {sweep.path}")
+
+
 def watch(workers: Workers, quiet: bool) -> None:
     """Until every trial is settled. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from ..sweep.progress import Progress
-    from .sweep_display import Display
+    from .sweep_display import Display, stopped_by_signals
 
-    sweep = workers.sweep
-    stopped: list[int] = []
-
-    def stop(number: int, _frame: object) -> None:
-        stopped.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        with workers, Display(Progress(sweep, workers.count), quiet) as display:
-            workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
-    except KeyboardInterrupt:
-        left = sum(not trial.settled for trial in sweep.trials())
-        if left:
-            typer.echo(f"lmworks: stopped with {left} trials to go; the same command goes on with them", err=True)
-            raise typer.Exit(PREEMPTED if stopped else 130) from None
+    with (
+        stopped_by_signals("the same command goes on with the trials that are left"),
+        workers,
+        Display(Progress(workers.sweep, workers.count), quiet) as display,
+    ):
+        workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
 
 
 def print_result(sweep: Sweep, json: bool) -> None:

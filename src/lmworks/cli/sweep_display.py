@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from ..record.formatting import clock
+from ..spec.errors import PREEMPTED
 from ..sweep.folder import Trial
 from ..sweep.progress import Progress, Row, best, counts
 from .output import print_table, render_table
@@ -74,6 +78,23 @@ class Display:
         said = ", ".join(f"{count} {state}" for state, count in counts(rows).items())
         eta = f"ETA {clock(left)}" if left is not None else "ETA: known after the first steps"
         return f"{said}; {eta}"
+
+
+@contextmanager
+def stopped_by_signals(advice: str) -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does; both leave one line."""
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"lmworks: stopped; {advice}", err=True)
+        raise typer.Exit(PREEMPTED if received else 130) from None
 
 
 def told(row: Row) -> str:

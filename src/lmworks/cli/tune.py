@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..spec.errors import PREEMPTED, SpecError, did_you_mean
+from ..spec.errors import SpecError, did_you_mean
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json, print_table
 from .sweep import SpaceFile, SweepDir, TrialsPerGpu, check_folder_name, locate
@@ -217,7 +215,7 @@ def run_driver(driver: Driver, trials: int, workers: int | None, trials_per_gpu:
     """By workers of this machine, until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from ..sweep.pool import Workers
     from ..sweep.slots import own_resources, visible_gpus
-    from .sweep_display import Display
+    from .sweep_display import Display, stopped_by_signals
 
     sweep, spec = driver.sweep, driver.sweep.spec({})
     resources = own_resources(visible_gpus() if spec.cluster.device != "cpu" else (), trials_per_gpu)
@@ -248,23 +246,6 @@ def search_progress(driver: Driver, trials: int, workers: int) -> Progress:
             return (now - start) / (done - before) * max(0, planned - done) if done > before else None
 
     return SearchProgress(driver.sweep, workers)
-
-
-@contextmanager
-def stopped_by_signals(advice: str) -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does; both leave one line."""
-    received: list[int] = []
-
-    def stop(number: int, _frame: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"lmworks: stopped; {advice}", err=True)
-        raise typer.Exit(PREEMPTED if received else 130) from None
 
 
 # --- options ---------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def array_option(line: str) -> str:
     return option
 
 
-def submit(sweep: Sweep, ask: Array) -> tuple[Path, str]:
+def submit_array(sweep: Sweep, ask: Array) -> tuple[Path, str]:
     """Write the script into the sweep's folder and hand it to sbatch; returns it and the number of the job."""
     script = sweep.path / "workers.sbatch"
     write_whole(script, array_script(sweep, ask))
