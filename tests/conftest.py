@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its back
 def pytest_collection_finish() -> None:
     """Do here, once, what PyTorch and Typer do on first use: a forked rank that had to would do little else."""
     if "torch" in sys.modules:
-        importlib.import_module("bf16_products").multiply_in_fp32()
+        importlib.import_module("half_products").multiply_in_fp32()
     if "lmworks.parallel.local_ranks" in sys.modules:
         for name in ("numpy.ma", "torch._dynamo"):
             importlib.import_module(name)
@@ -72,6 +72,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """What tests of other files imported is not looked at again, here and in the ranks that are forked from here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -64,8 +64,7 @@ def beat(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beat]:
     monkeypatch.setattr(asyncio.Handle, "_run", measured)
     gc.collect()
     gc.freeze()  # as a server does when it has started: what other tests left is not looked at in the loop
-    yield found
-    gc.unfreeze()
+    yield found  # still frozen: `gc.unfreeze` would give back all that was imported, to every collection that follows
 
 
 def post(api: Api, path: str, content: bytes, framing: bytes = b"") -> tuple[int, bytes]:

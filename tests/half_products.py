@@ -1,6 +1,6 @@
-"""Products of bf16 tensors on a CPU without instructions for them: in fp32, rounded once.
+"""Products of bf16 and fp16 tensors on a CPU without instructions for them: in fp32, rounded once.
 
-OpenBLAS multiplies them number by number there, 200 times slower than fp32. It too adds up in fp32 and rounds at the
+They are multiplied number by number there, 200 times slower than fp32. There too sums are in fp32 and rounded at the
 end; whoever counts tensors or operators sees the same ones.
 """
 
@@ -15,6 +15,7 @@ from torch.library import Library, get_kernel
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATORS = ("mm", "addmm", "bmm", "baddbmm", ATTENTION, f"{ATTENTION}_backward")
+HALVES = {torch.bfloat16, torch.float16}
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 library = Library("aten", "IMPL")  # what it registers lasts as long as it does
 
@@ -30,16 +31,18 @@ def multiply_in_fp32() -> None:
 
 def in_fp32(kernel: Any) -> Callable[..., Any]:
     def product(*given: Any, **options: Any) -> Any:
-        if {one.dtype for one in given[:3] if isinstance(one, torch.Tensor)} != {torch.bfloat16}:
+        dtypes = {one.dtype for one in given[:3] if isinstance(one, torch.Tensor)}
+        if len(dtypes) != 1 or not dtypes <= HALVES:
             return kernel.call_boxed(CPU, *given, **options)
+        (dtype,) = dtypes
+
+        def widen(one: Any) -> Any:
+            return one.float() if isinstance(one, torch.Tensor) and one.dtype is dtype else one
+
         wide = kernel.call_boxed(CPU, *map(widen, given), **{name: widen(one) for name, one in options.items()})
         if isinstance(wide, torch.Tensor):
-            return wide.bfloat16()
-        # Attention has its log-sum-exp in fp32 beside a bf16 output; its gradients are all bf16.
-        return tuple(one if len(wide) == 2 and place == 1 else one.bfloat16() for place, one in enumerate(wide))
+            return wide.to(dtype)
+        # Attention has its log-sum-exp in fp32 beside its output; its gradients are all of the inputs' type.
+        return tuple(one if len(wide) == 2 and place == 1 else one.to(dtype) for place, one in enumerate(wide))
 
     return product
-
-
-def widen(one: Any) -> Any:
-    return one.float() if isinstance(one, torch.Tensor) and one.dtype is torch.bfloat16 else one
