@@ -86,8 +86,15 @@ def test_a_round_is_kept_exactly(tmp_path: Path) -> None:
 # --- a step -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_a_round", [1, 2])
-@pytest.mark.parametrize(("shape", "temperature"), [*((shape, 0.7) for shape in SHAPES), ("dense", 1.0)])
+@pytest.mark.parametrize(
+    ("shape", "temperature", "steps_a_round"),
+    [
+        *((shape, 0.7, 2) for shape in SHAPES),
+        ("dense", 1.0, 1),
+        *(pytest.param(shape, 0.7, 1, marks=pytest.mark.slow) for shape in SHAPES),
+        pytest.param("dense", 1.0, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_engine_and_trainer_agree(shape: str, temperature: float, steps_a_round: int, tmp_path: Path) -> None:
     overrides = [f"align.temperature={temperature}", "align.max_tokens=24", f"data.global_batch={16 // steps_a_round}"]
     trainer = built_online(make_spec(tmp_path, "grpo", *overrides, *SHAPES[shape]), tmp_path / "run")

@@ -119,7 +119,13 @@ def test_the_first_loss_of_dpo_is_log_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "names"), [("sft", "tp2-sp,pp2-1f1b-fsdp2"), ("dpo", "fsdp2,tp2,zero-1"), ("reward", "tp2-sp")]
+    ("method", "names"),
+    [
+        ("sft", "tp2-sp,pp2-1f1b-fsdp2"),
+        ("dpo", "fsdp2"),
+        pytest.param("dpo", "tp2,zero-1", marks=pytest.mark.slow),
+        pytest.param("reward", "tp2-sp", marks=pytest.mark.slow),  # as with adapters, below
+    ],
 )
 def test_layouts_give_the_gradients_of_one_rank(method: str, names: str, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, method)

@@ -26,6 +26,7 @@ from lmworks.train.export import export
 from lmworks.train.step import Stepper
 from post_training import built_online, make_spec
 from tiny import differences, saved
+from variations import with_slow
 
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.shared_experts=1"]
 SHAPES: dict[str, list[str]] = {"dense": [], "experts": EXPERTS}
@@ -99,7 +100,7 @@ def check_gradients(stepper: Stepper, batches: list[Any], plain: PlainModel, wan
     stepper.parallel_model.zero_grad()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", with_slow(SHAPES, ["experts"]))
 def test_one_base_gives_the_numbers_of_four_models(shape: str, tmp_path: Path) -> None:
     reward = train_reward(tmp_path, *SHAPES[shape])
     spec = make_spec(tmp_path, "ppo", *PPO, *SHAPES[shape], "align.rewards=[]", f"align.reward_model={reward}")

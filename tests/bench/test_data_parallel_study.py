@@ -100,6 +100,7 @@ def test_peaks_follow_the_formula(dataset: Path, tmp_path: Path, accumulate: dic
         assert measured[name] == pytest.approx(memory(one).tensors, rel=0.05), name
 
 
+@pytest.mark.slow  # parity holds `ddp-sync-each-pass` to the bytes of the planner
 def test_peaks_with_a_reduction_after_each_micro_batch(dataset: Path, tmp_path: Path) -> None:
     """DDP has no second copy of its gradients, FSDP2 no unsharded ones."""
     specs = {}

@@ -225,7 +225,7 @@ class Later(FakeDevice):
         return self.runner.launch(step)
 
 
-@pytest.mark.parametrize("kind", ["ahead", "at once"])
+@pytest.mark.parametrize("kind", ["ahead", pytest.param("at once", marks=pytest.mark.slow)])
 def test_real_model_results_equal_single_requests(kind: str) -> None:
     """The same with a tiny network on a CPU, where the same request gives bitwise the same result in any batch."""
     torch.manual_seed(0)

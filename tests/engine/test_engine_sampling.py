@@ -101,7 +101,14 @@ def served(engine: Engine, asked: list[Request], draw: random.Random) -> dict[in
     return {piece.request.id: piece.result for piece in pieces if piece.result is not None}
 
 
-@pytest.mark.parametrize(("speculate", "cache"), [("none", "int8"), ("ngram", "auto"), ("draft", "fp8")])
+@pytest.mark.parametrize(
+    ("speculate", "cache"),
+    [
+        ("none", "int8"),
+        pytest.param("ngram", "auto", marks=pytest.mark.slow),
+        ("draft", "fp8"),
+    ],
+)
 def test_all_sampling_params_in_any_batch_give_the_same_as_alone(speculate: str, cache: str) -> None:
     draw = random.Random(f"{speculate} {cache}")
     changes = {"kv_dtype": cache, "draft": "small" if speculate == "draft" else "", "speculate": speculate}

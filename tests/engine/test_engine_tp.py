@@ -52,8 +52,14 @@ class Behind:
         return getattr(self.runner, name)
 
 
-each_way = pytest.mark.parametrize(
-    ("family", "speculate"), [("llama", "none"), ("qwen3", "ngram"), ("gpt2", "draft"), ("deepseek_v3", "none")]
+each_way = pytest.mark.parametrize(  # of two ranks: tests/engine/test_rank_group.py has every shape of a model
+    ("family", "speculate"),
+    [
+        pytest.param("llama", "none", marks=pytest.mark.slow),
+        pytest.param("qwen3", "ngram", marks=pytest.mark.slow),
+        ("gpt2", "draft"),
+        ("deepseek_v3", "none"),
+    ],
 )
 
 

@@ -26,6 +26,7 @@ from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT, generate
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from variations import with_slow
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {},
@@ -51,6 +52,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 each_shape = pytest.mark.parametrize("shape", SHAPES)
+# Their kernels are those of others.
+OTHER_SHAPES = (
+    "qk-norm-tied", "qkv-bias", "swiglu-bias", "no-positions", "yarn", "window", "latent attention", "soft-cap"
+)  # fmt: skip
 
 
 def lively(**shape: Any) -> GPT:
@@ -172,10 +177,10 @@ class Unrecorded(CUDAGraphs[Any]):
 @pytest.mark.parametrize(
     ("shape", "cut"),
     [
-        ("gqa", {}),
+        pytest.param("gqa", {}, marks=pytest.mark.slow),
         ("gqa", {"top_k": 5}),
-        ("gqa", {"repetition_penalty": 1.3}),
-        ("gpt2", {"top_k": 5}),
+        pytest.param("gqa", {"repetition_penalty": 1.3}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"top_k": 5}, marks=pytest.mark.slow),
         ("alibi", {}),
         ("window", {"repetition_penalty": 1.3}),
     ],
@@ -304,7 +309,7 @@ def test_quantized_cache_is_close(kind: str) -> None:
     assert 1e-6 < off < 0.05
 
 
-@each_shape
+@pytest.mark.parametrize("shape", with_slow(SHAPES, OTHER_SHAPES))
 def test_batch_invariance(shape: str) -> None:
     """Bitwise the same log-probabilities alone, in any batch, and however the prompt is cut."""
     model = lively(**SHAPES[shape])

@@ -308,7 +308,7 @@ def test_batch_invariance_on_cpu() -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), HALF])
 def test_batch_invariance_of_kernel(dtype: torch.dtype) -> None:
     """1,100 inputs are split along K: over programs up to 64 rows, within one program for 70 rows."""
     from lmworks.kernels.inference.linear_triton import batch_invariant_tile, launch_batch_invariant

@@ -19,6 +19,7 @@ from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCa
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
 from paged_cases import NAMED, Case, expected, make, random_case
+from variations import with_slow
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
@@ -32,17 +33,20 @@ def check(case: Case, seed: int, **options: object) -> None:
     torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", with_slow(NAMED, ("soft cap", "int8", "heads of 80", "chunks", "window")))
 def test_attention_equals_sdpa(name: str) -> None:
     check(NAMED[name], 0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", with_slow(range(6), (3, 4, 5)))
 def test_random_pages_equal_sdpa(seed: int) -> None:
     check(random_case(200 + seed), seed)
 
 
-@pytest.mark.parametrize(("splits", "window", "least"), [(2, 40, 1), (8, 40, 1), (5, 0, 3), (5, 0, 20)])
+@pytest.mark.parametrize(
+    ("splits", "window", "least"),
+    [(8, 40, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 40, 1), (5, 0, 3), (5, 0, 20)))],
+)
 def test_split_keys_merge(splits: int, window: int, least: int) -> None:
     """More splits than the six tiles as well: what was not computed must not be merged."""
     config = paged_attention_triton.LaunchConfig(16, 16, 4, 2, splits, least)
@@ -111,7 +115,11 @@ def test_masked_and_unmasked_tiles(window: int) -> None:
     check(Case((90, 100, 0), (20, 35, 1), kv_heads=1, group=3, window=window), 2, config=config)
 
 
-@pytest.mark.parametrize("traits", [{}, {"softcap": 1.5, "with_sinks": True}], ids=["plain", "soft cap and sinks"])
+@pytest.mark.parametrize(
+    "traits",
+    [pytest.param({}, marks=pytest.mark.slow), {"softcap": 1.5, "with_sinks": True}],
+    ids=["plain", "soft cap and sinks"],
+)
 def test_batch_invariance(traits: dict[str, Any]) -> None:
     """A prompt at once, in uneven chunks beside another, or its tokens decoded one by one: the same bits."""
     case = Case((100, 40), (100, 40), 1, 2, **traits)

@@ -199,7 +199,14 @@ def cuts_of(vocab: int) -> top_k_top_p.TruncationParams:
 
 
 @runs_kernels
-@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 300), (torch.bfloat16, 5000), (torch.float16, 40)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab"),
+    [
+        (torch.float32, 300),
+        pytest.param(torch.bfloat16, 5000, marks=pytest.mark.slow),
+        (torch.float16, 40),
+    ],
+)
 def test_threshold_search_equals_sort(dtype: torch.dtype, vocab: int) -> None:
     cuts = cuts_of(vocab)
     scores = some_logits(len(cuts.slots), vocab, dtype)

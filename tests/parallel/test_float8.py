@@ -22,6 +22,7 @@ from lmworks.prove.parity import parity
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.spec.layouts import Layout
 from tiny import curve, make_spec, saved, train
+from variations import with_slow
 
 pytest.importorskip("torchao")
 FP8 = "precision.dtype=fp8"
@@ -86,7 +87,7 @@ def test_training_goes_on_under_the_same_names(dataset: Path, tmp_path: Path) ->
     torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "mlp", "full"])
+@pytest.mark.parametrize("recompute", with_slow(["selective", "mlp", "full"], ["selective", "full"]))
 def test_an_mlp_that_is_one_operation_trains_alike(
     recompute: str, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

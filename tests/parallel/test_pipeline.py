@@ -154,6 +154,7 @@ def test_every_schedule_on_four_ranks() -> None:
     compare([make_spec(s, 4, uneven.get(s, 6)) for s in SCHEDULES], evaluated=5)
 
 
+@pytest.mark.slow  # tests/parallel/test_recompute.py has one of a zero-bubble pipeline
 def test_recompute_on_every_schedule() -> None:
     """A split backward pass could not run twice through what is computed again, so there it is not split."""
     policies = itertools.cycle([{"recompute": "full"}, {"recompute": "selective"}])

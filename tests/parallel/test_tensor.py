@@ -169,6 +169,7 @@ def compile_blocks(model: GPT) -> None:
         block.compile(backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.slow  # compiles; tests/kernels/test_compiling.py compiles on one rank
 def test_blocks_compile_whole() -> None:
     """Hooks and collectives are part of the graph of a block; aot_eager: traced forward and backward, not lowered."""
     changes = MODELS["fewer kv heads than ranks"] | {"kv_heads": 1, "heads": 4, "layers": 1}

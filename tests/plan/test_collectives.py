@@ -54,7 +54,10 @@ def simulate_exactly(_rank: int, spec: RunSpec, rank: int) -> Report:
     return simulate(spec, rank, exact=True)
 
 
-@pytest.mark.parametrize("name", ["256 ranks", "experts", pytest.param("hsdp, cp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("256 ranks", marks=pytest.mark.slow), "experts", pytest.param("hsdp, cp", marks=pytest.mark.slow)],
+)
 def test_a_rank_of_hundreds_sends_and_holds_what_is_simulated(name: str) -> None:
     """In a process of its own, which belongs to no group."""
     spec, rank = LARGE[name]

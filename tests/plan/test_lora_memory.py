@@ -18,6 +18,7 @@ from lmworks.plan.memory.sheet import memory, rank_peaks, run_case
 from lmworks.spec import RunSpec
 from lmworks.train.rank_memory import RankMemory, measure_rank_memory
 from tiny import make_spec
+from variations import with_slow
 
 SHAPE = (
     "model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.ffn=176", "model.vocab=512",
@@ -45,18 +46,18 @@ def check(spec: RunSpec, measured: RankMemory) -> None:
     assert planned(spec) == pytest.approx(sum(measured.peak.values()), rel=0.03)
 
 
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
-def test_one_rank(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
-    spec = make_spec(dataset, *SHAPE, *options)
+@pytest.mark.parametrize("name", with_slow(RUNS, ("attention", "recompute", "lora")))
+def test_one_rank(name: str, dataset: Path, tmp_path: Path) -> None:
+    spec = make_spec(dataset, *SHAPE, *RUNS[name])
     check(spec, measure_rank_memory(0, spec, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ("parallel.strategy=fsdp2",),
+        pytest.param(("parallel.strategy=fsdp2",), marks=pytest.mark.slow),
         ("parallel.strategy=fsdp2", "lora.base=nf4"),
-        ("parallel.strategy=zero", "parallel.zero=1"),
+        pytest.param(("parallel.strategy=zero", "parallel.zero=1"), marks=pytest.mark.slow),
     ],
     ids=["fsdp2", "fsdp2-nf4", "zero-1"],
 )

@@ -25,6 +25,7 @@ from lmworks.prove.simulate import simulate
 from lmworks.spec import ModelSpec, RunSpec, catalogue, load_run
 from lmworks_validation.sources import SOURCES
 from tracker import Steps, make_run
+from variations import with_slow
 
 DTYPES = ("bf16", "fp16")
 BF16 = "precision.dtype=bf16"
@@ -120,7 +121,14 @@ def test_what_stays_on_the_device_is_exact(monkeypatch: pytest.MonkeyPatch, dtyp
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
-@pytest.mark.parametrize(("dtype", "smallest"), [("fp32", 4096), ("bf16", 1024), ("bf16", 2**20)])
+@pytest.mark.parametrize(
+    ("dtype", "smallest"),
+    [
+        pytest.param("fp32", 4096, marks=pytest.mark.slow),
+        ("bf16", 1024),
+        pytest.param("bf16", 2**20, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_what_is_small_stays(shape: dict[str, Any], dtype: str, smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all that may go is asked for, the rest is exact. Of 64 tokens, as many as rows of a weight."""
@@ -165,23 +173,22 @@ def test_bytes_of_a_parameter(change: dict[str, Any], each: int) -> None:
     ("vocab", "recompute"),  # with a large vocabulary most is there at the loss, whatever is computed again
     [(64, "none"), (64, "full"), (64, "mlp"), (64, "selective"), (2048, "none"), (2048, "full")],
 )
-@pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["gpt2"], SHAPES["qwen3"]], ids=["llama", "gpt2", "qwen3"])
-def test_peak_of_a_step(shape: dict[str, Any], vocab: int, recompute: str) -> None:
+@pytest.mark.parametrize("shape", with_slow(("llama", "gpt2", "qwen3"), ("gpt2",)))
+def test_peak_of_a_step(shape: str, vocab: int, recompute: str) -> None:
     """Dense fp32 models within 0.1 %: left out are a few numbers a token in the loss (targets, counts)."""
-    assert (
-        error(make_run(micro_batch=4, seq=128, layers=4, hidden=128, vocab=vocab, recompute=recompute, **shape)) < 1e-3
-    )
+    sizes = {"micro_batch": 4, "seq": 128, "layers": 4, "hidden": 128, "vocab": vocab}
+    assert error(make_run(**sizes, recompute=recompute, **SHAPES[shape])) < 1e-3
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"accumulation": 2},
+        pytest.param({"accumulation": 2}, marks=pytest.mark.slow),
         {"accumulation": 2, "tie_embeddings": True, "vocab": 2048},
         {"micro_batch": 1, "seq": 16, "tie_embeddings": True, "vocab": 2048},
         {"dtype": "bf16", "micro_batch": 1},
         {"dtype": "bf16", "recompute": "full", "micro_batch": 1},
-        {"experts": 4},
+        pytest.param({"experts": 4}, marks=pytest.mark.slow),
         {"experts": 4, "recompute": "full"},
     ],
     ids=str,
@@ -325,13 +332,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # parallel, 
 }
 
 
-VARIATIONS = ("fsdp2", "tp", "tp, sp")  # parts of others that stay
+VARIATIONS = ("fsdp2", "tp", "tp, mlp", "tp, sp", "ulysses", "ring, mla", "gpipe")  # parts of others that stay
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIATIONS else ()) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", with_slow(LAYOUTS, VARIATIONS))
 def test_every_rank_of_a_layout(name: str) -> None:
     """Within 4 %, on the first and the last rank; larger models are closer. A fake group copies no messages."""
     parallel, batches, model = LAYOUTS[name]

@@ -21,17 +21,17 @@ from lmworks.train.rng import seed_everything
 from typed import lmworks
 
 # fault, phase, layout, saves: every fault once, over different layouts
-PROCESSES = [
+QUICK = [
     ("kill-rank", "save.commit", "fsdp2", "sync"),
+    ("eio", "save.write", "zero2", "sync"),
+]
+PROCESSES = [
     ("kill-writer", "save.write", "ddp2", "async"),
     ("shrink", "forward", "fsdp2", "sync"),
     ("sigterm", "backward", "ddp2", "async"),
 ]
-DISKS = [
-    ("eio", "save.write", "zero2", "sync"),
-    ("flip", "load.read", "tp2", "sync"),
-]
 NUMBERS = [
+    ("flip", "load.read", "tp2", "sync"),
     ("nan-loss", "forward", "pp2", "sync"),
     ("nan-gradient", "reduce", "tp2", "sync"),
     ("flip-parameter", "data", "ddp2", "sync"),
@@ -79,8 +79,8 @@ def inject(jobs: Harness, some: list[Trial]) -> list[Outcome]:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(PROCESSES, id="processes"),
-        pytest.param(DISKS, id="disks"),
+        pytest.param(QUICK, id="a rank and a disk"),
+        pytest.param(PROCESSES, id="processes", marks=pytest.mark.slow),
         pytest.param(NUMBERS, id="numbers", marks=pytest.mark.slow),
         pytest.param(ALSO, id="also", marks=pytest.mark.slow),
     ],
@@ -135,7 +135,7 @@ def test_killed_post_training_ends_bitwise_equal(jobs: Harness, method: str, pha
 
 
 def test_every_fault_is_covered() -> None:
-    assert {case[0] for case in [*PROCESSES, *DISKS, *NUMBERS, *ALSO, *COMMANDS]} == {fault.name for fault in FAULTS}
+    assert {case[0] for case in [*QUICK, *PROCESSES, *NUMBERS, *ALSO, *COMMANDS]} == {fault.name for fault in FAULTS}
 
 
 # --- defects are detected -------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def flip_weight_bit(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("bug", "message"),
     [
-        (reset_cursor, "step"),
+        pytest.param(reset_cursor, "step", marks=pytest.mark.slow),  # found as reset moments are
         (reset_generators, "rng"),
         (reset_moments, "step"),
         (flip_weight_bit, "model."),

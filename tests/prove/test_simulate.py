@@ -88,7 +88,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # and `make test-slow` has them here too.
 VARIATIONS = (
     "zero-1", "zero-2", "fsdp1", "fsdp1 no reshard", "tp", "cp ulysses", "pp 1f1b", "pp interleaved", "hsdp",
-    "pp x fsdp2 x tp",
+    "pp x fsdp2 x tp", "cp ring",
 )  # fmt: skip
 
 

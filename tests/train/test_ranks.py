@@ -22,6 +22,7 @@ from lmworks.record import RunFolder
 from lmworks.spec import RunSpec
 from lmworks.train.load_run import load_trained
 from tiny import curve, differences, saved
+from variations import with_slow
 
 FSDP2 = ("parallel.strategy=fsdp2",)
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -43,17 +44,19 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zbv": ("parallel.pp=2", "parallel.schedule=zbv", "model.layers=4", "model.tie_embeddings=true"),
     "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
-VARIATIONS = ("zero-2", "cp", "hsdp", "fsdp1", "fsdp1-tp", "zbv")  # of what stays; `make test-slow` has them too
+# Of what stays; `make test-slow` has them too.
+VARIATIONS = ("ddp", "zero-2", "offload", "tp", "cp", "hsdp", "fsdp1", "fsdp1-tp", "zbv")
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
     ("fsdp2", "fsdp1"), ("ep", "one-moe"), ("one-moe", "ep"), ("offload", "zero-2"), ("zbv", "tp-fsdp2"),
     ("fsdp1-tp", "one"), ("fsdp1-moe", "one-moe"), ("fsdp1-moe", "ep"), ("one-moe", "fsdp1-moe"),
 ]  # fmt: skip
+OTHER_MOVES = [("fsdp2", "fsdp1"), ("one-moe", "ep"), ("fsdp1-moe", "ep"), ("one-moe", "fsdp1-moe")]
 
 
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if name in VARIATIONS else []
+def is_slow(move: tuple[str, str]) -> bool:
+    return move[0] in VARIATIONS or move in OTHER_MOVES
 
 
 def spec_of(data: Path, model: str, ranks: str) -> RunSpec:
@@ -68,24 +71,26 @@ def runs(request: pytest.FixtureRequest, dataset: Path, tmp_path_factory: pytest
     root = tmp_path_factory.mktemp("runs")
     here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     asked = {item.callspec.params.get("name") for item in here}
+    asked_moves = {item.callspec.params.get("move") for item in here}
+    asked |= {move[0] for move in asked_moves if move}
     names = [name for name in LAYOUTS if name not in VARIATIONS or name in asked]
     specs = {name: layout(dataset, *LAYOUTS[name]) for name in names}
     do([Job(root / name, spec) for name, spec in specs.items()])
     again = [Job(root / f"{name}-again", spec, root / name, 2) for name, spec in specs.items()]
-    moves = [move for move in MOVES if move[0] in names]
+    moves = [move for move in MOVES if not is_slow(move) or move in asked_moves]
     moved = [Job(root / "-to-".join(move), spec_of(dataset, *move), root / move[0], 2, True) for move in moves]
     do(again + moved)
     return root
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in LAYOUTS])
+@pytest.mark.parametrize("name", with_slow(LAYOUTS, VARIATIONS))
 def test_resume_in_same_layout_is_bitwise_equal(runs: Path, name: str) -> None:
     assert RunFolder(runs / f"{name}-again").next_attempt() == 2  # it was taken up, once
     assert differences(saved(runs / name), saved(runs / f"{name}-again")) == []
     assert curve(runs / name) == curve(runs / f"{name}-again")
 
 
-@pytest.mark.parametrize("move", [pytest.param(move, id="-to-".join(move), marks=marks_of(move[0])) for move in MOVES])
+@pytest.mark.parametrize("move", with_slow(MOVES, [move for move in MOVES if is_slow(move)]), ids="-to-".join)
 def test_resume_in_other_layout_loads_exactly(runs: Path, move: tuple[str, str]) -> None:
     """Weights, optimizer states, and buffers are equal to the bit; so are the samples that follow."""
     source, target = runs / move[0], runs / "-to-".join(move)
