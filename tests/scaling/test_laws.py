@@ -9,7 +9,7 @@ from planted import TRUTH, ladder
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.huber import Terms, huber
 from lmworks.scaling.laws import LAWS
-from lmworks.scaling.optimum import FlopRule, optimum
+from lmworks.scaling.optimum import ATTENTION, FlopRule, optimum
 from lmworks.scaling.points import Points
 
 RNG = np.random.default_rng(3)
@@ -71,7 +71,7 @@ def test_the_optimum_is_the_closed_form_of_hoffmann() -> None:
 
 def test_attention_flops_make_the_optimum_of_a_long_context_smaller_in_tokens() -> None:
     law = LAWS["context"]
-    theta, rule = law.theta(NATURAL["context"])[None], FlopRule(attention=True)
+    theta, rule = law.theta(NATURAL["context"])[None], FlopRule(attention=ATTENTION)
     short, long = (optimum(law, theta, 1e21, rule, seq) for seq in (2048.0, 131072.0))
     assert long.d[0] < 0.7 * short.d[0]
     # causal: 6·S·layers·width = 6·S·N/(12·width) beside 6N
@@ -84,6 +84,14 @@ def test_the_runs_own_flops_are_used_where_they_are_not_6nd() -> None:
     own = Points("own", points.loss, points.n, points.d, 1.5 * points.need("flops", ""))
     best = fit_law(own, "chinchilla", replicates=0).fitted.optimum(1e20)
     assert 9 * best["n"] * best["d"] == pytest.approx(1e20, rel=1e-6)
+
+
+def test_attention_flops_of_the_runs_are_recovered() -> None:
+    points = made("context")
+    per_token = 7 * N + 0.3 * SEQ * N ** (2 / 3)
+    rule = FlopRule.of(Points("own", points.loss, N, D, per_token * D, seq=SEQ), LAWS["context"])
+    assert (rule.coefficient, rule.attention) == pytest.approx((7, 0.3), rel=1e-6)
+    assert FlopRule.of(points, LAWS["context"]).attention == ATTENTION
 
 
 def test_an_outlier_does_not_move_the_law() -> None:

@@ -46,6 +46,7 @@ def test_a_row_of_a_finished_trial_has_exact_counts(tmp_path: Path) -> None:
     points = read_points(sweep.path)
     spec = sweep.spec({"model.hidden": 64})
     assert len(points) == 2 and points.trunk is None
+    assert points.notes == ("1 of 3 trials have not finished",)
     assert points.need("n", "")[1] == spec.model.params
     assert points.need("n_no_embed", "")[1] == spec.model.params - spec.model.vocab * 64
     assert points.need("d", "").tolist() == [25_600, 25_600]
@@ -61,6 +62,7 @@ def test_branches_share_a_trunk_and_the_tokens_before_the_fork(tmp_path: Path) -
         sweep.propose({"optim.steps": 150, "data.global_batch": 8})
         ended(sweep, number, 150, 3.0, parent={"trial": 0, "step": 100} if number == 1 else {"trial": 1, "step": 120})
     points = read_points(sweep.path)
+    assert points.notes == ()  # a trunk is there to branch off
     assert points.trunk is not None and points.trunk.tolist() == [0, 0]
     assert points.need("d", "").tolist() == [100 * 256 + 50 * 512, 100 * 256 + 20 * 512 + 30 * 512]
 

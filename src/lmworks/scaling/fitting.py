@@ -221,7 +221,7 @@ def holdout(points: Points, law: Law, delta: float) -> dict[str, Any] | None:
 
 def doubts(points: Points, fitted: FittedLaw) -> list[str]:
     """What makes this fit less certain than its figures look."""
-    found, law, draws = [], fitted.law, fitted.draws
+    found, law, draws = list(points.notes), fitted.law, fitted.draws
     spare = len(points) - len(law.parameters)
     if len(draws) and spare < FEW_SPARE:
         found.append(

@@ -11,37 +11,37 @@ from .huber import Array
 from .laws import Law
 from .points import Points
 
-ASPECT = 128.0  # width over layers of a usual shape, where no run says its attention FLOPs
+# Causal attention, forward and backward: 6·S·layers·width. N = 12·layers·width² and width = 128·layers make it so much
+# times S·N^(2/3).
+ATTENTION = 6 / (12 * (128 / 12) ** (1 / 3))
 GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
 class FlopRule:
-    """Training FLOPs of a token: 6N, or c·N^b as the runs had it; attention adds 6·S·(layers × width).
-
-    layers × width is w·N^v: N = 12·layers·width² and width = 128·layers give 0.0378·N^(2/3) for causal attention.
-    """
+    """Training FLOPs of a token: coefficient·N^exponent (6N, or as the runs had it) + attention·S·N^(2/3)."""
 
     coefficient: float = 6.0
     exponent: float = 1.0
-    attention: bool = False
+    attention: float = 0.0
 
     def per_token(self, n: Array, seq: Array | float = 0.0) -> Array:
-        plain = self.coefficient * n**self.exponent
-        if not self.attention:
-            return plain
-        width = (n * ASPECT / 12) ** (1 / 3)
-        return plain + 6 * np.asarray(seq) * n / (12 * width)
+        return self.coefficient * n**self.exponent + self.attention * np.asarray(seq) * n ** (2 / 3)
 
     @classmethod
     def of(cls, points: Points, law: Law) -> FlopRule:
-        """As the runs' own FLOPs have it, where they are not 6ND."""
+        """As the runs' own FLOPs have it, where they are not 6ND; attention where the law has a context length."""
         if points.n is None or points.d is None or points.flops is None:
             return cls()
-        if "seq" in law.variables:
-            return cls(attention=True)
         per_token = points.flops / points.d
-        if np.allclose(per_token, 6 * points.n, rtol=0.01) or len(np.unique(points.n)) < 3:
+        plain = np.allclose(per_token, 6 * points.n, rtol=0.01) or len(np.unique(points.n)) < 3
+        if "seq" in law.variables and points.seq is not None:
+            if plain:
+                return cls(attention=ATTENTION)
+            columns = np.stack([points.n, points.seq * points.n ** (2 / 3)], 1) / per_token[:, None]
+            linear, attention = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+            return cls(float(linear), 1.0, max(0.0, float(attention)))
+        if plain:
             return cls()
         slope, level = np.polyfit(np.log(points.n), np.log(per_token), 1)
         return cls(float(np.exp(level)), float(slope))

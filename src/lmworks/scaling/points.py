@@ -49,6 +49,7 @@ class Points:
     columns: Mapping[str, Sequence[str]] = field(default_factory=dict)  # as written
     lines: NDArray[np.intp] | None = None  # of the file, or numbers of trials
     row_name: str = "line"
+    notes: tuple[str, ...] = ()  # what is missing from them
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -101,12 +102,13 @@ def read_points(
     if Path(path).is_dir():
         from .sweep_points import sweep_columns
 
-        columns, row_name = sweep_columns(Path(path)), "trial"
+        columns, notes = sweep_columns(Path(path))
+        row_name = "trial"
         lines = np.array(columns["trial"], dtype=np.intp)
     else:
-        columns, row_name = read_columns(Path(path)), "line"
+        columns, notes, row_name = read_columns(Path(path)), (), "line"
         lines = np.arange(2, len(next(iter(columns.values()))) + 2)
-    points = Points(str(path), np.zeros(len(lines)), columns=columns, lines=lines, row_name=row_name)
+    points = Points(str(path), np.zeros(len(lines)), columns=columns, lines=lines, row_name=row_name, notes=notes)
     for condition in conditions:
         points = points.take(matching(points, condition))
         if not len(points):

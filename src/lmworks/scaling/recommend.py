@@ -185,8 +185,7 @@ class Planner:
             if self.budget.dollars is not None:
                 enough = days_of(self.budget, cluster) <= days
             with suppress(NothingFits):
-                if enough and (self.budget.dollars is not None or self.days(self.best(flops), cluster) <= days):
-                    self.run(self.best(flops), cluster, QUICK)
+                if enough and (self.days(self.best(flops), cluster) <= days or self.budget.dollars is not None):
                     return cluster
             gpus *= 2
         raise SpecError(f"that is more than {MOST_GPUS:,} {DEFAULT_GPU}s do in {days:g} days; name a --cluster")

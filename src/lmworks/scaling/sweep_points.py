@@ -19,8 +19,8 @@ from ..sweep.folder import Sweep, Trial
 REPLACED = ("step", "val_step", "loss", "val_loss", "tokens")  # of a result: columns have them under other names
 
 
-def sweep_columns(path: Path) -> dict[str, list[str]]:
-    """Columns as a CSV file would have them; refused where no trial has finished."""
+def sweep_columns(path: Path) -> tuple[dict[str, list[str]], tuple[str, ...]]:
+    """Columns as a CSV file would have them, and what is missing; refused where no trial has finished."""
     sweep = Sweep.open(path)
     trials = {trial.number: trial for trial in sweep.trials()}
     specs = {number: sweep.spec(trial.overrides, number) for number, trial in trials.items()}
@@ -31,7 +31,10 @@ def sweep_columns(path: Path) -> dict[str, list[str]]:
         for row in rows:
             del row["trunk"]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: [str(row.get(name, "")) for row in rows] for name in names}
+    trunks = {trial.parent["trial"] for trial in trials.values() if trial.parent}
+    left = [trial for trial in trials.values() if trial.state != "finished" and trial.number not in trunks]
+    notes = (f"{len(left)} of {len(trials)} trials have not finished",) if left else ()
+    return {name: [str(row.get(name, "")) for row in rows] for name in names}, notes
 
 
 def row_of(trial: Trial, trials: Mapping[int, Trial], specs: Mapping[int, RunSpec], path: Path) -> dict[str, Any]:
