@@ -26,8 +26,9 @@ class Killed(Exception):
 class FormulaWorkers:
     """Runs a queued trial at once. `kill_after`: trials run before the driver is killed."""
 
-    def __init__(self, sweep: Sweep, kill_after: float = math.inf) -> None:
-        self.sweep, self.count, self.left = sweep, 1, kill_after
+    def __init__(self, sweep: Sweep, kill_after: float = math.inf, every: int = 0) -> None:
+        """`every`: evaluations; by default at steps 10, 30 and 90."""
+        self.sweep, self.count, self.left, self.every = sweep, 1, kill_after, every
         self.ran: list[tuple[int, int]] = []
 
     def wait_any(self, numbers: Sequence[int], look: object = None) -> Trial:
@@ -41,7 +42,7 @@ class FormulaWorkers:
         with self.sweep.folder(number).metrics_path.open("a") as file:
             for step in range(trial.step + 1, until + 1):
                 line: dict[str, Any] = {"step": step, "attempt": 0, "loss": 1.0, "step_s": 0.1, "tokens": 8}
-                if step in (10, 30, 90):
+                if step in (10, 30, 90) or (self.every and step % self.every == 0):
                     line["val_loss"] = formula(trial.overrides, step)
                 file.write(json.dumps(line) + "\n")
         self.ran.append((number, until))

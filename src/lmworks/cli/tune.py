@@ -15,9 +15,11 @@ from .output import Json, Overrides, Spec, print_json, print_table
 from .sweep import SpaceFile, SweepDir, TrialsPerGpu, check_folder_name, locate
 
 if TYPE_CHECKING:
+    from ..sweep.folder import Sweep
     from ..sweep.progress import Progress, Row
     from ..tune.driver import Driver
     from ..tune.outcome import Outcome
+    from ..tune.population_driver import PopulationDriver
     from ..tune.stoppers import Stopper
 
 Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Draw what was found into this folder.")]
@@ -43,9 +45,11 @@ def run(
     space: SpaceFile,
     overrides: Overrides = None,
     algorithm: Annotated[
-        str, typer.Option("--algorithm", help="grid, random, sobol, tpe, gp or cmaes: Optuna's samplers.")
+        str, typer.Option("--algorithm", help="grid, random, sobol, tpe, gp, cmaes (Optuna's samplers); pbt, pb2.")
     ] = "tpe",
-    stopper: Annotated[str, typer.Option("--stopper", help="none, median, asha or hyperband.")] = "asha",
+    stopper: Annotated[
+        str, typer.Option("--stopper", show_default=False, help="none, median, asha (default) or hyperband.")
+    ] = "",
     trials: Annotated[int, typer.Option("--trials", min=1, help="Trials to start.")] = 20,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampler.")] = 0,
     eta: Annotated[int, typer.Option("--eta", help="One trial in so many goes on after a rung.")] = 3,
@@ -54,6 +58,10 @@ def run(
         typer.Option(
             "--min-steps", min=0, show_default=False, help="First rung (by default steps / eta³, after the warm-up)."
         ),
+    ] = 0,
+    interval: Annotated[
+        int,
+        typer.Option("--interval", min=0, show_default=False, help="pbt, pb2: steps between exchanges (steps / 8)."),
     ] = 0,
     stop_on: Annotated[
         list[str] | None,
@@ -94,10 +102,15 @@ def run(
     from ..tune.driver import Driver
     from ..tune.importances import importances
     from ..tune.outcome import outcome_of
+    from ..tune.population_driver import PopulationDriver
     from ..tune.stoppers import STOPPERS, stopper_of
-    from ..tune.suggest import Suggestions, check_algorithm, storage_of
+    from ..tune.suggest import POPULATION, Suggestions, check_algorithm, storage_of
 
     check_algorithm(algorithm)
+    population = algorithm in POPULATION
+    if population and stopper:
+        raise SpecError(f"--stopper {stopper}: {algorithm} ends members by itself; leave it out")
+    stopper = stopper or ("none" if population else "asha")
     if stopper not in STOPPERS:
         raise SpecError(f"unknown --stopper '{stopper}'{did_you_mean(stopper, STOPPERS)}")
     rules = stop_rules(stop_on)
@@ -108,28 +121,31 @@ def run(
     kept = name or f"{base['name']}-tune"
     check_folder_name("--name", kept)
     settings = {"algorithm": algorithm, "stopper": stopper, "eta": eta, "min_steps": min_steps, "stop_on": rules}
+    settings |= {"members": trials, "interval": interval} if population else {}
     draft = Sweep(SWEEPS_DIR / kept, "tune", base, found, seed, threads, settings)
     steps = draft.spec({}).optim.steps
     most = min(trials, len(found.points())) if algorithm == "grid" else trials
     judge = stopper_of(stopper, most, min_steps or first_rung(steps, draft.spec({}).optim.warmup, eta), steps, eta)
     where = storage or str(draft.path / "optuna.journal")
     storage_of(where)
-    sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
-    driver = Driver(
-        sweep,
-        Suggestions(kept, found, algorithm, seed, where, sweep.path / "sampler.pickle"),
-        judge,
-        trials,
-        rules,
-        Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars),
-        grid=algorithm == "grid",
-    )
+    driver: Driver | PopulationDriver
+    if population:
+        driver = PopulationDriver(draft, algorithm, trials, interval or max(1, steps // 8), steps)
+        driver.check()
+        Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
+    else:
+        sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
+        suggestions = Suggestions(kept, found, algorithm, seed, where, sweep.path / "sampler.pickle")
+        limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
+        driver = Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
     if not json:
         print_rungs(judge, most)
-    run_driver(driver, most, workers, trials_per_gpu, json)
-    result = outcome_of(sweep)
+    planned = sum(bracket.steps for bracket in judge.table()) or most * steps
+    run_driver(driver, most, planned, workers, trials_per_gpu, json)
+    result = outcome_of(draft)
     if json:
-        extra = {"refused": [{"overrides": point, "why": why} for point, why in driver.suggestions.refused()]}
+        refused = driver.suggestions.refused() if isinstance(driver, Driver) else []
+        extra = {"refused": [{"overrides": point, "why": why} for point, why in refused]}
         print_json({**result.to_dict(), **extra, "importances": importances(result)})
     else:
         print_outcome(result)
@@ -211,7 +227,9 @@ def seeds(
     print_table("Seeds that a difference needs", columns, rows)
 
 
-def run_driver(driver: Driver, trials: int, workers: int | None, trials_per_gpu: int, quiet: bool) -> None:
+def run_driver(
+    driver: Driver | PopulationDriver, trials: int, planned: int, workers: int | None, trials_per_gpu: int, quiet: bool
+) -> None:
     """By workers of this machine, until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from ..sweep.pool import Workers
     from ..sweep.slots import own_resources, visible_gpus
@@ -225,27 +243,30 @@ def run_driver(driver: Driver, trials: int, workers: int | None, trials_per_gpu:
         stopped_by_signals("the same command goes on with the search"),
         sweep.driving(),
         Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
-        Display(search_progress(driver, trials, count), quiet) as display,
+        Display(search_progress(driver.sweep, planned, count), quiet) as display,
     ):
         driver.run(running, display.look)
 
 
-def search_progress(driver: Driver, trials: int, workers: int) -> Progress:
-    """Rows of a sweep; the time left by the steps that the rungs will take, at the pace so far."""
+def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:
+    """Rows of a sweep; the time left by the steps that are planned in all, at the pace so far."""
     from ..sweep.progress import Progress
 
-    planned = sum(bracket.steps for bracket in driver.stopper.table()) or trials * driver.last
     began: list[tuple[float, int]] = []
 
     class SearchProgress(Progress):
         def eta_s(self, rows: Sequence[Row]) -> float | None:
-            done, now = sum(row.step for row in rows), time.monotonic()
+            done, now = sum(row.step - first_step(row) for row in rows), time.monotonic()
             if not began:
                 began.append((now, done))
             start, before = began[0]
             return (now - start) / (done - before) * max(0, planned - done) if done > before else None
 
-    return SearchProgress(driver.sweep, workers)
+    return SearchProgress(sweep, workers)
+
+
+def first_step(row: Row) -> int:
+    return row.trial.parent["step"] if row.trial.parent else 0
 
 
 # --- options ---------------------------------------------------------------------------------------------
