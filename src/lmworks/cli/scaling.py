@@ -13,6 +13,7 @@ from ..spec.errors import SpecError
 from ..spec.files import check_writable
 from .output import Json, print_json, print_table, write_file
 from .scaling_recommend import recommend
+from .scaling_run import run
 
 if TYPE_CHECKING:
     from ..scaling.fitting import Fit
@@ -27,6 +28,7 @@ SETTINGS = ("lr", "batch")
 AUTO = "chinchilla where n and d are known, else compute"
 
 
+app.command()(run)
 app.command()(recommend)
 
 

@@ -98,11 +98,16 @@ def stopped_by_signals(advice: str) -> Iterator[None]:
 
 
 def told(row: Row) -> str:
-    where = " ".join(f"{key}={json.dumps(value)}" for key, value in row.trial.overrides.items())
     if row.state == "failed":
-        return f"failed: {where}: {row.trial.error}"
+        return f"failed: {where(row)}: {row.trial.error}"
     loss = f": val {row.val_loss:.4f}" if row.val_loss is not None else ""
-    return f"{row.state}: {where}{loss}"
+    return f"{row.state}: {where(row)}{loss}"
+
+
+def where(row: Row) -> str:
+    """The label that its driver gave it, or what it overrides."""
+    label: str = row.trial.notes.get("label", "")
+    return label or " ".join(f"{key}={cell(value)}" for key, value in row.trial.overrides.items())
 
 
 def live_lines(rows: Sequence[Row], status: str, width: int) -> list[Text]:
@@ -120,17 +125,18 @@ def val_loss(row: Row) -> float:
 
 def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]], tuple[str, ...]]:
     """Names, cells, and the columns that a narrow terminal does without."""
-    keys = list(dict.fromkeys(key for row in rows for key in row.trial.overrides))
+    labels = [row.trial.notes.get("label") for row in rows]
+    keys = ["run"] if all(labels) else list(dict.fromkeys(key for row in rows for key in row.trial.overrides))
     cells = [
         [
             row.trial.number,
-            *(cell(row.trial.overrides.get(key)) for key in keys),
+            *([label] if all(labels) else (cell(row.trial.overrides.get(key)) for key in keys)),
             row.state,
             f"{row.step:,}/{row.total:,}",
             "-" if row.loss is None else f"{row.loss:.4f}",
             "-" if row.val_loss is None else f"{row.val_loss:.4f}",
         ]
-        for row in rows
+        for row, label in zip(rows, labels, strict=True)
     ]
     return ["trial", *keys, "state", "steps", "loss", "val"], cells, ("loss", "steps")
 
@@ -151,6 +157,5 @@ def print_trials(title: str, rows: Sequence[Row]) -> None:
         if row.state == "failed":
             print(f"trial {row.trial.number} failed: {row.trial.error}")
     if found := best(rows):
-        where = " ".join(f"{key}={cell(value)}" for key, value in found.trial.overrides.items())
-        print(f"best: trial {found.trial.number}, val {found.val_loss:.4f}: {where}")
+        print(f"best: trial {found.trial.number}, val {found.val_loss:.4f}: {where(found)}")
         print(f"its run: {found.path}")

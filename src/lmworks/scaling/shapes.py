@@ -15,7 +15,13 @@ from ..spec import ModelSpec
 
 ASPECTS = (64, 136)  # width over layers
 LARGE_EMBEDDING = 0.2  # of all parameters: from there on the head uses the embedding matrix
-WIDTHS = (*range(64, 1024, 64), *range(1024, 2048, 256), *range(2048, 8192, 512), *range(8192, 24577, 1024))
+WIDTHS = (
+    *range(32, 256, 32),
+    *range(256, 1024, 64),
+    *range(1024, 2048, 256),
+    *range(2048, 8192, 512),
+    *range(8192, 24577, 1024),
+)
 KV_HEADS = 8  # and heads in eights, so that tensor parallelism divides both
 
 
@@ -64,7 +70,7 @@ def family(vocab: int, seq: int) -> tuple[Shape, ...]:
 
 def of_width(width: int, vocab: int, seq: int) -> Iterator[ModelSpec]:
     large = width >= 1024
-    head = 128 if large else 64 if width >= 128 else 32
+    head = 128 if large else 64 if width >= 256 else 32
     heads = KV_HEADS * max(1, round(width / (KV_HEADS * head))) if large else width // head
     ffn = -(-8 * width // (3 * 256)) * 256 if large else -(-8 * width // (3 * 64)) * 64
     fewest, most = max(2, round(width / ASPECTS[1])), max(2, round(width / ASPECTS[0]))

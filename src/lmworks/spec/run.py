@@ -117,6 +117,16 @@ class OptimSpec(Section):
                 f"use at most {self.steps}, e.g. {max(1, self.steps // 10)}"
             )
 
+    @property
+    def decay_steps(self) -> int:
+        """wsd: the last steps, in which the rate falls."""
+        return min(max(1, self.steps - 1 - self.warmup), max(1, round(self.decay_ratio * self.steps)))
+
+    @property
+    def steps_at_peak(self) -> int:
+        """wsd: the steps before the rate falls, warm-up included: the same for runs that differ in `steps` only."""
+        return self.steps - self.decay_steps
+
 
 @dataclass(frozen=True)
 class ParallelSpec(Section):

@@ -107,7 +107,8 @@ class Sweep:
         if found.get("format") != 1:
             raise SpecError(f"{file} has format {found.get('format')!r}; this version of LMWorks reads 1")
         known = {one.name for one in fields(cls)} - {"path", "space"}
-        return cls(Path(path), space=Space.of(found["space"]), **{name: found[name] for name in known})
+        space = Space.of(found["space"]) if found["space"] else Space(())  # a ladder's trials are points of no space
+        return cls(Path(path), space=space, **{name: found[name] for name in known})
 
     def to_dict(self) -> dict[str, Any]:
         return {

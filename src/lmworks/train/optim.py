@@ -71,8 +71,7 @@ def learning_rate(optim: OptimSpec, step: int) -> float:
     elif optim.schedule == "linear":
         shape = 1 - done
     elif optim.schedule == "wsd":  # warm up, stay, decay over the last part of the run
-        decay_steps = min(left, max(1, round(optim.decay_ratio * optim.steps)))
-        shape = min(1.0, (1 - done) * left / decay_steps)
+        shape = min(1.0, (1 - done) * left / optim.decay_steps)
     else:
         shape = 1.0
         floor = 0.0
