@@ -38,6 +38,8 @@ NOT_HERE = {
     r"^lm_eval": "downloads its task: tests/serve/test_lm_eval.py runs one from disk",
     r"^python benchmarks/(train_gpu.py(?! --predict)|loss_gpu|serve_overhead)": "measures a GPU",
     r"^python benchmarks/mup_transfer.py(?! --tiny)": "measures a GPU",
+    r"^lmworks sweep .*--slurm": "needs Slurm: tests/sweep/test_sweep_slurm.py runs it",
+    r"^lmworks sweep .*--ray": "needs Ray: tests/sweep/test_sweep_ray.py runs it",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",
 }
@@ -58,6 +60,7 @@ SHORTER = {
     r"^lmworks bench collectives": "--sizes 1K:64K --seconds 0 --rounds 3",
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
+    r"^lmworks sweep configs": "optim.steps=6 log.eval_batches=1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
     r"^lmworks bench coordinate-check": f"{SMALL_BATCH} --steps 1 --seeds 1",
     r"^lmworks bench overlap": "model.layers=2 data.seq=16 data.micro_batch=1 data.global_batch=4 --steps 2",
@@ -77,6 +80,7 @@ STANDS_FOR = {  # addresses, folders and sizes of the page's own world
 }
 NEEDS = {  # what a line finds there
     r"^lmworks (?!train).*runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
+    r"^lmworks sweep": "[ -f space.toml ] || echo 'optim.lr.values = [1e-3, 3e-3]' > space.toml",
     r"^lmworks bench serve": '[ -n "$server" ] || serve lmworks serve runs/demo',
     r"^lmworks serve --upstream": "lmworks serve demo=runs/demo --port 8001 & upstream=$!",
     r"^mkdir -p runs/copied": "cp runs/copied/spec.toml . && mv runs/copied runs/lost",

@@ -264,8 +264,11 @@ def in_order(dimensions: Mapping[str, Dimension]) -> Iterator[Dimension]:
 
 
 def spaced(low: float, high: float, count: int, log: bool) -> list[float]:
+    """Both ends and what lies between; of a log range with four digits, which are easier to read and to repeat."""
     shares = [index / (count - 1) for index in range(count)]
-    inner = [low * (high / low) ** share if log else low + (high - low) * share for share in shares[1:-1]]
+    inner = [
+        float(f"{low * (high / low) ** share:.4g}") if log else low + (high - low) * share for share in shares[1:-1]
+    ]
     return [low, *inner, high]
 
 
