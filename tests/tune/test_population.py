@@ -82,7 +82,7 @@ def test_points_of_the_same_round_are_kept_apart() -> None:
 @pytest.mark.ray
 def test_the_bandit_is_that_of_ray_tune() -> None:
     """Kernel, posterior and UCB at the same hyper-parameters; and what ours takes for the optimum is no worse."""
-    utils = pytest.importorskip("ray.tune.schedulers.pb2_utils")
+    from ray.tune.schedulers import pb2_utils as utils
     from sklearn.gaussian_process import GaussianProcessRegressor
 
     rng = np.random.default_rng(3)

@@ -48,3 +48,16 @@ def test_trials_are_dealt_to_brackets_in_turn() -> None:
 def test_what_cannot_be_is_refused(first: int, last: int, eta: int, word: str) -> None:
     with pytest.raises(SpecError, match=word):
         rung_steps(first, last, eta)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("last", "eta"), [(81, 3), (64, 4), (32, 2)])
+def test_hyperbands_brackets_are_those_of_ray_tune(last: int, eta: int) -> None:
+    """Trials and first step of each bracket."""
+    from ray.tune.schedulers import HyperBandScheduler
+
+    theirs = HyperBandScheduler("step", "loss", "min", max_t=last, reduction_factor=eta)
+    mine = hyperband_brackets(1, last, eta)
+    for s, bracket in zip(range(len(mine) - 1, -1, -1), mine, strict=True):
+        assert bracket.trials == theirs._get_n0(s)
+        assert bracket.rungs[0].step == theirs._get_r0(s)
