@@ -222,7 +222,7 @@ def summary(settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, A
             ratio = best[wide][0] / best[narrow][0]
             result["drift"][name] = max(ratio, 1 / ratio)
             nearest = min(by_width[wide], key=lambda lr: abs(math.log(lr / best[narrow][0])))
-            result["cost"][name] = by_width[wide][nearest] - best[wide][1]
+            result["cost"][name] = by_width[wide][nearest] - min(by_width[wide].values())
     return {**result, "runs": sorted(runs, key=key_of)}
 
 
@@ -265,6 +265,8 @@ def main() -> None:
     if not args.draw:
         measure(settings, args, device, path)
     found = json.loads(path.read_text())
+    found |= summary(found["settings"], found["runs"])
+    write_whole(path, json.dumps(found, indent=1) + "\n")
     for name in NAMES:
         best = {width: f"{one['lr']:.2e} ({one['loss']:.3f})" for width, one in found["optimum"][name].items()}
         moves = found["drift"].get(name, math.nan)
