@@ -17,6 +17,7 @@ from .folder import Sweep, Trial
 
 PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: a worker ends with its driver
 POLL_S = 0.2
+IDLE = 4  # times as long as a look at all trials takes: thousands take a while
 MOST_FAILURES = 3  # of workers in a row, none of which settled a trial
 
 
@@ -69,15 +70,18 @@ class Workers:
     def wait_for(self, done: Callable[[list[Trial]], bool], look: Callable[[list[Trial]], None] | None = None) -> None:
         """Until `done` of the trials holds; `look` sees them in between."""
         while True:
+            began = time.monotonic()
             trials = self.sweep.trials()
             if look is not None:
                 look(trials)
             if done(trials):
                 return
             self.check()
-            if all(process.poll() == 0 for process in self.processes) and not done(self.sweep.trials()):
-                raise LMWorksError(f"the workers of {self.sweep.path} have ended, and trials are not done")
-            time.sleep(POLL_S)
+            if all(process.poll() == 0 for process in self.processes) and not done(trials := self.sweep.trials()):
+                if all(trial.settled for trial in trials):
+                    raise LMWorksError(f"every trial of {self.sweep.path} is settled, and more was waited for")
+                self.processes = [self.start() for _ in range(self.count)]  # somebody queued trials since they ended
+            time.sleep(max(POLL_S, IDLE * (time.monotonic() - began)))
 
     def wait_any(self, numbers: Sequence[int], look: Callable[[list[Trial]], None] | None = None) -> Trial:
         """The first of these trials that pauses or ends."""

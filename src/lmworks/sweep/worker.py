@@ -117,14 +117,20 @@ class Worker:
 
     def work_on(self, trial: Trial, claim: Claim, slots: Slots) -> None:
         try:
+            self.wait_for_ranks(trial, claim)
             now = self.sweep.update(trial)
-            if not now.settled:  # else its worker was killed before it wrote so
+            if not now.settled and not self.stopping:  # else its worker was killed before it wrote so
                 now = self.outcome(trial, *self.run_trial(trial, claim, slots))
             if claim.is_own():
                 self.sweep.write(now)
         finally:
             claim.release()
             slots.release()
+
+    def wait_for_ranks(self, trial: Trial, claim: Claim) -> None:
+        """Until nobody trains in its folder: ranks of a killed trial that still save, or somebody who resumed it."""
+        while self.sweep.folder(trial.number).is_locked() and claim.renew() and not self.stopping:
+            time.sleep(POLL_S)
 
     def run_trial(self, trial: Trial, claim: Claim, slots: Slots) -> tuple[int, bool]:
         """The exit code of the trial's process, and whether it was asked to stop for good."""
@@ -161,9 +167,14 @@ class Worker:
         if 0 <= code < 128:
             return replace(after, state="failed", error=last_error(log))
         kills = 1 if after.step > trial.step else trial.kills + 1
-        name = signal.Signals(-code if code < 0 else code - 128).name
-        ended = replace(after, kills=kills, error=f"ended by {name} after step {after.step}")
+        ended = replace(after, kills=kills, error=f"ended by {signal_name(code)} after step {after.step}")
         return replace(ended, state="failed") if kills >= MOST_KILLS else ended
+
+
+def signal_name(code: int) -> str:
+    """Of an exit code: negative, or more than 128 as a shell has it."""
+    number = -code if code < 0 else code - 128
+    return signal.Signals(number).name if number in set(signal.Signals) else f"exit code {code}"
 
 
 def arguments(trial: Trial, folder: Path, begun: bool) -> list[str]:
