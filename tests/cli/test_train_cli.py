@@ -274,6 +274,30 @@ def test_eval_measures_all_held_out_tokens_and_prints_what_it_measured(lmworks: 
     assert f"loss {measured.loss:.4f} nats/token" in text and f"{measured.tokens:,} held-out tokens" in text
 
 
+def test_eval_by_position_is_the_loss_of_every_target_where_it_stands(lmworks: Run, finished: Path) -> None:
+    result = json.loads(lmworks("eval", finished, "--by-position", "--json")[1])
+    bands = result["by_position"]
+    assert [(band["first"], band["last"]) for band in bands] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31)]
+    assert sum(band["tokens"] for band in bands) == result["tokens"]
+    mean = sum(band["loss"] * band["tokens"] for band in bands) / result["tokens"]
+    assert mean == pytest.approx(result["loss"], rel=1e-6)
+    trained = load_trained(finished)
+    batches = held_out(trained.spec)
+    third = []
+    for index in range(-(-batches.windows // trained.spec.data.micro_batch)):
+        batch = batches.held_out_batch(index)
+        with torch.no_grad():
+            logits = trained.model(batch.tokens)[:, 2:4].float()
+        third.append(
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.targets[:, 2:4].flatten(), reduction="none", ignore_index=-100
+            )
+        )
+    losses = torch.cat(third)
+    assert bands[2]["loss"] == pytest.approx(float(losses.sum()) / bands[2]["tokens"], rel=1e-5)
+    assert "2–3" in lmworks("eval", finished, "--by-position")[1]
+
+
 def test_eval_of_an_earlier_step_and_of_some_batches(lmworks: Run, finished: Path) -> None:
     early = json.loads(lmworks("eval", finished, "--step", "20", "--json")[1])
     late = json.loads(lmworks("eval", finished, "--json")[1])

@@ -17,7 +17,7 @@ from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from ..spec.load import is_hf_folder
 from .generate import Step
 from .options import Dial, Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec, loading, print_json, with_dial
+from .output import Json, Overrides, Spec, loading, print_json, print_table, with_dial
 from .ranks import needs_ranks, supervise
 
 if TYPE_CHECKING:
@@ -223,6 +223,9 @@ def evaluate(
     run: RunDir,
     step: Step = None,
     batches: Annotated[int, typer.Option("--batches", min=0, help="Micro-batches to use (0: all held-out data).")] = 0,
+    by_position: Annotated[
+        bool, typer.Option("--by-position", help="Also by the position of a token in its window.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure the loss of a run on its held-out data.
@@ -231,9 +234,10 @@ def evaluate(
     Examples:
       lmworks eval runs/tiny
       lmworks eval runs/tiny --step 100 --json
+      lmworks eval runs/tiny --by-position
     """
     from ..train.evaluate import evaluate as measure
-    from ..train.evaluate import held_out
+    from ..train.evaluate import held_out, loss_by_position
     from ..train.load_run import load_trained
 
     with activity() as doing:
@@ -242,6 +246,7 @@ def evaluate(
         data = held_out(trained.spec)
         doing("measuring the loss on held-out data", 0, 0)
         result = measure(trained.model, data, trained.spec, batches)
+        bands = loss_by_position(trained.model, data, trained.spec, batches) if by_position else []
     bits_per_byte = result.loss / math.log(2) / data.bytes_per_token
     summary = {
         "run": str(run),
@@ -251,6 +256,8 @@ def evaluate(
         "bits_per_byte": bits_per_byte,
         "tokens": result.tokens,
     }
+    if by_position:
+        summary["by_position"] = [vars(band) for band in bands]
     if json:
         print_json(summary)
     else:
@@ -258,3 +265,6 @@ def evaluate(
             f"step {trained.step}: loss {result.loss:.4f} nats/token, perplexity {summary['perplexity']:.2f}, "
             f"{bits_per_byte:.3f} bits/byte over {result.tokens:,} held-out tokens"
         )
+        if by_position:
+            rows = [[f"{band.first}–{band.last}", f"{band.loss:.4f}", f"{band.tokens:,}"] for band in bands]
+            print_table("Loss by position", ["position", "loss", "tokens"], rows)

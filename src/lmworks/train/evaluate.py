@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
+import torch
+
 from ..data import open_batches
-from ..data.loader import BatchSource
+from ..data.loader import IGNORED, BatchSource
 from ..model import GPT
 from ..parallel.parallel_model import ParallelModel
 from ..spec import RunSpec
@@ -45,3 +48,29 @@ def evaluate(
         objective.before_passes(parallel_model.forward, share, group)
     loss, units = parallel_model.evaluate(count, batches.held_out_batch, objective.loss, objective.units)
     return Evaluation(loss / max(1, units), units, objective.metrics(group), objective.unit)
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss of the targets at positions `first` … `last` of their windows."""
+
+    first: int
+    last: int
+    loss: float
+    tokens: int
+
+
+@torch.no_grad()
+def loss_by_position(model: GPT, batches: BatchSource, spec: RunSpec, limit: int = 0) -> list[PositionLoss]:
+    """Over the windows that `evaluate` takes, in bands of positions that double: 0, 1, 2–3, 4–7, …"""
+    forward = ParallelModel.from_model(model, spec).forward
+    passes = -(-batches.windows // spec.data.micro_batch)
+    sums = torch.zeros(spec.data.seq, 2, dtype=torch.float64)  # of losses and of targets
+    for index in range(min(limit, passes) if limit else passes):
+        batch = batches.held_out_batch(index)
+        logps = forward(batch, logprobs=True).logps.reshape(batch.targets.shape)
+        sums[:, 0] -= logps.double().sum(0).cpu()
+        sums[:, 1] += (batch.targets != IGNORED).sum(0).cpu()
+    edges = [0, *(2**power for power in range(spec.data.seq.bit_length()) if 2**power < spec.data.seq), spec.data.seq]
+    bands = [(first, end - 1, *sums[first:end].sum(0).tolist()) for first, end in itertools.pairwise(edges)]
+    return [PositionLoss(first, last, loss / count, int(count)) for first, last, loss, count in bands if count]
