@@ -8,7 +8,6 @@ import importlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -103,12 +102,9 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python programs that a test starts, and those that these start, are forks of this process."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from forked_python import fork_programs
 
-    from forked_python import ForkedPopen
-
-    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
-    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPopen)
+    fork_programs(monkeypatch)
 
 
 @pytest.fixture(scope="session")

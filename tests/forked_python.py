@@ -1,4 +1,5 @@
-"""`python -m module …` and `python file …` as forks of this process, which has PyTorch imported: 0.1 s instead of 6.
+"""`python -m module …`, `python -c code …` and `python file …` as forks of this process, which has PyTorch imported:
+0.1 s instead of 6.
 
 Some tests still start real ones: that a module imports all it needs is not seen here.
 """
@@ -13,6 +14,11 @@ import sys
 import traceback
 from typing import Any
 
+import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+NEW = "lmworks.engine.grammars.grammar_sandbox"  # it limits its memory, of which a fork has more
+
 
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """A `Popen` that forks where this interpreter would be started anew."""
@@ -21,7 +27,11 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
                        env: Any, *rest: Any) -> None:  # fmt: skip
         words = [args] if isinstance(args, str) else [str(word) for word in args]
         program = [word for word in words[1:2] if word != "-u"] + words[2:]
-        if words[0] != sys.executable or (program[0].startswith("-") and program[0] != "-m"):
+        if (
+            words[0] != sys.executable
+            or NEW in program
+            or (program[0].startswith("-") and program[0] not in ("-m", "-c"))
+        ):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
         pipes, start_new_session = rest[3:9], rest[-2]
@@ -31,6 +41,11 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def fork_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
+    monkeypatch.setattr(subprocess_handler, "Popen", ForkedPopen)
 
 
 def run_program(words: list[str], files: tuple[int, int, int], kept: Any, cwd: Any, env: Any, session: bool) -> None:
@@ -71,6 +86,9 @@ def exit_code(words: list[str]) -> int:
             package = hasattr(sys.modules.get(words[1]), "__path__")
             sys.modules.pop(words[1] + ".__main__" * package, None)  # else runpy warns that it runs a second time
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(words[1], {"__name__": "__main__"})
         else:
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")

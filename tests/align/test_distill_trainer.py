@@ -26,6 +26,7 @@ from lmworks.spec import RunSpec, SpecError
 from lmworks.spec.layouts import choose
 from post_training import make_spec, table, write_prompts, write_teacher
 from tiny import differences, saved
+from variations import with_slow
 
 ONLINE = ["align.on_policy=true", "align.prompts=4", "align.samples=2", "align.max_tokens=8"]
 EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16"]
@@ -123,7 +124,7 @@ def prove(tmp_path: Path, layout: str, **sections: Any) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp2", "tp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero-1", "zero-2", "tp2-sp"))],
+    with_slow(["fsdp2", "tp2", "ddp", "zero-1", "zero-2", "tp2-sp"], ["fsdp2", "ddp", "zero-1", "zero-2", "tp2-sp"]),
 )
 def test_layouts_give_the_gradients_of_one_rank(layout: str, tmp_path: Path) -> None:
     prove(tmp_path, layout, align={"divergence": "jsd"})

@@ -26,6 +26,7 @@ from lmworks.train.evaluate import evaluate, held_out
 from lmworks.train.load_run import load_trained
 from post_training import make_spec, table, write_pairs
 from tiny import differences, saved
+from variations import with_slow
 
 METHODS = ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward")
 
@@ -164,7 +165,7 @@ def test_every_method_under_every_strategy(method: str, layout: str, tmp_path: P
     test_layouts_give_the_gradients_of_one_rank(method, layout, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", with_slow(["dpo", "kto"], ["kto"]))
 def test_the_reference_of_an_adapter_is_its_base(method: str, tmp_path: Path) -> None:
     """As if the base had been loaded a second time."""
     base = reference_folder(make_spec(tmp_path, method), tmp_path / "base")
@@ -178,7 +179,7 @@ def test_the_reference_of_an_adapter_is_its_base(method: str, tmp_path: Path) ->
     assert abs(losses[0][-1] - losses[0][0]) > 5e-4
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", with_slow(["dpo", "kto"], ["dpo"]))
 def test_a_resumed_run_ends_as_one_that_never_stopped(method: str, tmp_path: Path) -> None:
     spec = make_spec(tmp_path, method)
     whole = trainer_class(spec)(spec, tmp_path / "whole", quiet=True)

@@ -163,6 +163,7 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tu
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow  # tests/train/test_ranks_cli.py interrupts ranks that train
 def test_stopped_in_the_middle_it_leaves_nothing(tmp_path: Path) -> None:
     """Ctrl-C goes to the whole group of processes, as a terminal sends it."""
     command = [sys.executable, "-m", "lmworks", "plan", "calibrate", "--device", "cpu", "--ranks", "2"]

@@ -24,6 +24,7 @@ from lmworks.train import Trainer
 from lmworks.train.export import export
 from lmworks.train.load_run import load_trained
 from tiny import built, differences, live, make_spec, saved, train
+from variations import with_slow
 
 SHARD = "rank-00000.safetensors"
 NOTHING = {"dtype": "F32", "shape": [0], "pieces": []}
@@ -347,7 +348,7 @@ def mutate(tree: Any, luck: random.Random) -> tuple[Any, list[Any]]:
     return tree, path
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", with_slow(range(4), (2, 3)))
 def test_no_change_of_a_manifest_or_an_index_is_an_error_of_ours_or_alters_a_state(
     trained: Path, run: Path, reader: Trainer, seed: int
 ) -> None:

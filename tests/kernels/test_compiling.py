@@ -142,6 +142,7 @@ def told_by(script: str, folder: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow  # compiles for every step size
 def test_any_step_size_uses_compiled_kernels(tmp_path: Path) -> None:
     """Triton compiles once more for numbers that divide by 16, for 1, and for addresses that do: half a second each,
     in the middle of an answer."""

@@ -58,8 +58,8 @@ SPECS = {
 CASES = with_rules(SPECS, ("static", "recompute", "tied", "experts", "hybrid grad op"))
 # Each way of meeting once; the rest is in `make test-slow`, and parity counts every collective of a step.
 EVERYDAY = (
-    "ddp", "ddp static", "ddp sync each", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 full",
-    "fsdp1 grad op", "hsdp experts", "hsdp sync each",
+    "ddp", "ddp static", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 grad op", "hsdp experts",
+    "hsdp sync each",
 )  # fmt: skip
 
 

@@ -48,7 +48,10 @@ STARTS: dict[str, tuple[str, ...]] = {  # from a folder of another, or of no, la
     "mixtral-tp": (*MIXTRAL, "parallel.tp=2"),
 }
 FOUR = ("parallel.tp=2", *FSDP2)  # both cut the same rows
-VARIATIONS = ("zero-2", "zero-3", "tp-experts", "llama-tp", "gpt2-fsdp2", "mixtral-tp")  # of what stays
+VARIATIONS = (  # of what stays
+    "zero-1", "zero-2", "zero-3", "offload", "dualpipev", "tp-experts", "llama-tp", "llama-pp", "gpt2-fsdp2",
+    "gpt2-pp", "mixtral-tp",
+)  # fmt: skip
 
 
 def each(*names: str) -> list[Any]:

@@ -121,8 +121,8 @@ def test_planted_bug_is_found(
     ("name", "plant"),
     [
         ("bf16-ddp", forget_gradient_scale),
-        ("bf16-cp2", shift_mask),
-        ("bf16-tp2-sp", leave_partial_gradients),
+        pytest.param("bf16-cp2", shift_mask, marks=pytest.mark.slow),
+        pytest.param("bf16-tp2-sp", leave_partial_gradients, marks=pytest.mark.slow),
         pytest.param("fp16-fsdp2-tp2", double_gradients, marks=pytest.mark.slow),
     ],
 )

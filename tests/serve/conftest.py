@@ -15,7 +15,11 @@ if TYPE_CHECKING:  # tests of the backend do without a web server
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     from api_server import House
 
-    made = House(tmp_path_factory.mktemp("model"))
+    from forked_python import fork_programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        fork_programs(patch)
+        made = House(tmp_path_factory.mktemp("model"))
     yield made
     made.close()
 

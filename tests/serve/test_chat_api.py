@@ -154,6 +154,7 @@ def test_line_separators_are_escaped_in_streams(api: Api) -> None:
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == said
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_engine_death_ends_streams_with_error(api: Api) -> None:
     backend = api.house.backend
     restarts = backend.restarts

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from api_server import until
 from openai import OpenAI
 
@@ -27,6 +28,7 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_chat_template_option(dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "model.context=512")
     run = RunFolder.create(tmp_path / "mine", spec)

@@ -31,6 +31,7 @@ from lmworks.spec import LMWorksError, SpecError
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
 HELD = replace(LONG, seed=tiny_engine.HELD)  # begins, and does not end before SIGCONT
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+pytestmark = pytest.mark.usefixtures("forked_python")  # save the first engine, which is there before
 
 
 @pytest.fixture(scope="module")

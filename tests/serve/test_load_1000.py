@@ -155,6 +155,7 @@ def test_hundred_disconnects_are_cancelled(backend: EngineProcess, run: Run) -> 
     run(main())
 
 
+@pytest.mark.slow  # tests/serve/test_engine_process.py kills one under a few streams
 def test_killed_engine_fails_streams_and_recovers(backend: EngineProcess, run: Run) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 200)) for number in range(STREAMS)]

@@ -14,30 +14,32 @@ from schemathesis import GenerationMode  # noqa: E402
 from schemathesis.checks import not_a_server_error  # noqa: E402
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance  # noqa: E402
 
+from variations import with_slow  # noqa: E402
+
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
-EXAMPLES = 12
 
 
+@pytest.mark.parametrize("examples", with_slow([4, 12], [12]))
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_fuzzed_requests_never_fail_with_500(api: Api, mode: GenerationMode) -> None:
+def test_fuzzed_requests_never_fail_with_500(api: Api, mode: GenerationMode, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     if mode is GenerationMode.NEGATIVE:  # without a body there is nothing that could be wrong
         operations = [operation for operation in operations if operation.body]
-    seen = {operation.label: exercise(operation, mode) for operation in operations}
+    seen = {operation.label: exercise(operation, mode, examples) for operation in operations}
     if mode is GenerationMode.POSITIVE:
         assert all(seen[path][200] for path in ("POST /detokenize", "GET /health", "GET /metrics", "GET /v1/models"))
     else:
         assert all(set(seen[path]) <= {400, 415} for path in ("POST /v1/completions", "POST /v1/chat/completions"))
 
 
-def exercise(operation: Any, mode: GenerationMode) -> Counter[int]:
+def exercise(operation: Any, mode: GenerationMode, examples: int) -> Counter[int]:
     """Bodies as the document has them (for the model that there is), or as it does not; how often which status came."""
     statuses = Counter[int]()
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+        max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
     )
     def check(case: Any) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):

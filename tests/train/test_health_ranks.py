@@ -19,6 +19,7 @@ from lmworks.train import Trainer
 from lmworks.train.health.replicas import combine_digests, digest, faulty_ranks, find_outliers
 from tiny import before_step, built, curve, differences, events, saved, steps_of
 from unhealthy import WATCH, as_it_is, flip, see_data, spoil_output
+from variations import with_slow
 
 DDP = ("parallel.dp=2",)
 FSDP2 = ("parallel.dp=2", "parallel.strategy=fsdp2")
@@ -47,11 +48,14 @@ def strike(rank: int, cases: dict[Path, RunSpec], module: str) -> list[str]:
     return said
 
 
-def test_ranks_skip_and_rewind_together_and_name_faulty_rank(dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", with_slow([("ddp", "tp"), ("fsdp2", "pp")], [("fsdp2", "pp")]), ids="-".join)
+def test_ranks_skip_and_rewind_together_and_name_faulty_rank(
+    names: tuple[str, str], dataset: Path, tmp_path: Path
+) -> None:
     module = "blocks.1.mlp.down"
     cases = {"ddp": (*DDP, "health.spike_loss=skip"), "tp": (*TP, "health.spike_loss=rewind")}
     cases |= {"fsdp2": (*FSDP2, "health.spike_loss=rewind"), "pp": (*PP, "health.spike_loss=skip")}
-    specs = {tmp_path / name: watched(dataset, *keys) for name, keys in cases.items()}
+    specs = {tmp_path / name: watched(dataset, *cases[name]) for name in names}
     ones = {tmp_path / f"one-{how}": watched(dataset, f"health.spike_loss={how}") for how in ("skip", "rewind")}
     (alone, _) = strike(0, ones, module)
     assert f"loss nan, first in the output of {module};" in alone

@@ -67,7 +67,11 @@ def run_short_of_memory(rank: int, spec: RunSpec, folder: Path) -> None:
     trainer.run()
 
 
-@pytest.mark.parametrize("experts", [(), ("model.experts=4", "model.expert_ffn=64")], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "experts",
+    [(), pytest.param(("model.experts=4", "model.expert_ffn=64"), marks=pytest.mark.slow)],
+    ids=["dense", "experts"],
+)
 def test_oom_names_rank(experts: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     words = ("parallel.dp=2", "data.micro_batch=32768", "data.global_batch=65536", "cluster.device=cpu", *experts)
     spec = make_spec(dataset, *words)

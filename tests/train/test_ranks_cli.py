@@ -73,6 +73,7 @@ def rank_process(process: subprocess.Popen[str], rank: int) -> int:
     raise AssertionError(f"rank {rank} is not running")
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_ctrl_c_saves_and_resume_is_bitwise_equal(dataset: Path, tmp_path: Path) -> None:
     """As a terminal sends it; ranks have sessions of their own, and the command hands it on to them."""
     run, file = tmp_path / "run", write_spec(layout(dataset, *ENDLESS), tmp_path / "spec.toml")
@@ -131,6 +132,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_error_of_one_rank_is_one_line(dataset: Path, tmp_path: Path) -> None:
     run, script = tmp_path / "run", tmp_path / "failing.py"
     script.write_text(FAILING)
