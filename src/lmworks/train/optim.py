@@ -33,7 +33,7 @@ def make_optimizer(
     groups, adam = parameter_groups(leaves, model, optim), optim.optimizer == "adamw"
     # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see step_scalars.py)
     if precision is not None and (precision.weights == "bf16" or (adam and precision.states == "bf16")):
-        return NarrowOptimizer(groups, leaves, optim, precision, seed)
+        return LowPrecisionOptimizer(groups, leaves, optim, precision, seed)
     if not adam:
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True)
@@ -81,7 +81,7 @@ def learning_rate(optim: OptimSpec, step: int) -> float:
 # --- weights or optimizer state in 16 bits ---------------------------------------------------------------
 
 
-class NarrowOptimizer(torch.optim.Optimizer):
+class LowPrecisionOptimizer(torch.optim.Optimizer):
     """AdamW (or plain SGD) over `kernels.training.adamw`.
 
     The state has the names of PyTorch's AdamW (`step`, `exp_avg`, `exp_avg_sq`), so that a checkpoint of the one can be

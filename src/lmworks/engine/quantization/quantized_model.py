@@ -137,7 +137,7 @@ def merge_layers(layers: Sequence[nn.Module]) -> QuantLinear | None:
     """One layer with the concatenated outputs of these; None where their formats differ."""
     parts = [layer for layer in layers if isinstance(layer, QuantLinear)]
     first = parts[0] if parts else None
-    if first is None or len(parts) != len(layers) or any(not alike(first, part) for part in parts):
+    if first is None or len(parts) != len(layers) or any(not same_format(first, part) for part in parts):
         return None
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     weight, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "scale"))
@@ -146,7 +146,7 @@ def merge_layers(layers: Sequence[nn.Module]) -> QuantLinear | None:
     return one
 
 
-def alike(a: QuantLinear, b: QuantLinear) -> bool:
+def same_format(a: QuantLinear, b: QuantLinear) -> bool:
     return (
         a.scheme == b.scheme
         and a.weight.shape[1:] == b.weight.shape[1:]

@@ -156,7 +156,7 @@ def rank_weights(case: Case, place: Place) -> RankWeights:
             held = ((len(stage.layers), stage.first, stage.last) for stage in stages)
             layout = (candidate.tp, candidate.ep, *ranks, place.shard, place.edp, *held)
             if layout not in known:
-                known[layout] = weights_of_one(candidate, stages, place)
+                known[layout] = weights_of_rank(candidate, stages, place)
             known[degrees] = known[layout]
         return known[degrees]
 
@@ -198,7 +198,7 @@ def distinct_rows(columns: Sequence[Number]) -> tuple[list[list[int]], NDArray[A
 GATHERED = ("gathered", "reduced", "own_reduced")
 
 
-def weights_of_one(case: Case, stages: list[Stage], place: Place) -> RankWeights:
+def weights_of_rank(case: Case, stages: list[Stage], place: Place) -> RankWeights:
     layers = sum(len(stage.layers) for stage in stages)
     # Units, and how often the rank has each: blocks are alike.
     held = [(unit, layers) for unit in units(case, Stage(0, range(1), first=False, last=False))]
