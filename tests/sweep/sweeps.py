@@ -50,7 +50,7 @@ def until(true: Callable[[], Any]) -> Any:
     return found
 
 
-def running(name: str, step: int = 1) -> tuple[int, int, int] | None:
+def running(name: str, step: int = 1, last: int = STEPS - 4) -> tuple[int, int, int] | None:
     """(trial, its worker's pid, its own pid) of a trial in the middle of its steps."""
     for number in range(TRIALS):
         folder = Path("sweeps", name, "trials", f"{number:04d}")
@@ -60,7 +60,7 @@ def running(name: str, step: int = 1) -> tuple[int, int, int] | None:
             (child,) = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
         except (OSError, ValueError):
             continue
-        if step <= taken < STEPS - 4:
+        if step <= taken < last:
             return number, worker, int(child)
     return None
 

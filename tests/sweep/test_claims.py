@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -70,6 +72,18 @@ def test_the_trial_of_a_killed_worker_keeps_the_claim_until_it_ends(tmp_path: Pa
     while (claim := Claim.take(tmp_path)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert claim is not None
+    claim.release()
+
+
+def test_a_look_does_not_refuse_who_can_wait_a_moment(tmp_path: Path) -> None:
+    (tmp_path / "claim").touch()
+    look = os.open(tmp_path / "claim", os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)  # as `is_held` does
+    assert Claim.take(tmp_path) is None
+    threading.Timer(0.1, os.close, [look]).start()
+    claim = Claim.take_soon(tmp_path)
+    assert claim is not None
+    assert Claim.take_soon(tmp_path) is None
     claim.release()
 
 

@@ -29,6 +29,7 @@ from ..spec import LMWorksError
 NAME = "claim"
 LEASE_S = 120.0  # longer than a network file system caches the time of a file
 RENEW_S = 10.0
+LOOK_S = 0.4  # longer than a look at a claim takes
 SETTLE_S = 2.0  # in which another machine that found the same claim void may have written its name
 
 
@@ -60,6 +61,14 @@ class Claim:
             if not claim.is_own():
                 os.close(descriptor)
                 return None
+        return claim
+
+    @classmethod
+    def take_soon(cls, folder: Path) -> Self | None:
+        """As `take`, but not refused because somebody looks at the claim just now (`is_held`), or is letting it go."""
+        deadline = time.monotonic() + LOOK_S
+        while (claim := cls.take(folder)) is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S / 20)
         return claim
 
     def write(self, owner: Mapping[str, Any]) -> None:

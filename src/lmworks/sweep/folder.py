@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -238,12 +237,9 @@ class Sweep:
 
     @contextmanager
     def claimed(self, number: int) -> Iterator[None]:
-        """For a moment, to change it. Others may look at the claim just now, which takes no time."""
-        for _ in range(20):
-            if claim := Claim.take(self.folder(number).path):
-                break
-            time.sleep(0.02)
-        else:
+        """For a moment, to change it."""
+        claim = Claim.take_soon(self.folder(number).path)
+        if claim is None:
             raise LMWorksError(f"trial {number} of {self.path} is running; it can be changed when it has paused")
         try:
             yield
@@ -255,7 +251,7 @@ class Sweep:
         """While active, workers wait for further trials. One process at a time proposes trials as it goes."""
         place = self.path / "driver"
         place.mkdir(exist_ok=True)
-        claim = Claim.take(place)
+        claim = Claim.take_soon(place)
         if claim is None:
             raise SpecError(f"{self.path} is driven by another process; wait for it, or choose another --name")
         try:
