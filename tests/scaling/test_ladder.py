@@ -145,6 +145,21 @@ def test_the_holdout_is_predicted_by_the_others_before_it_is_queued(tmp_path: Pa
     assert driver.start_holdout(asked, spec) == found  # as it was written
 
 
+def test_a_holdout_whose_optimum_is_below_all_sizes_has_the_smallest(tmp_path: Path) -> None:
+    """Losses that depend on tokens alone: the fewer parameters, the better."""
+    spec = base()
+    asked = Ladder.of(
+        {**ISOFLOP, "flops": [1e14, 1e15, 1e16], "tokens_per_param": [0.5, 5000], "holdout": {"flops": 1e16}}
+    )
+    runs = plan(asked, spec)
+    sweep = Sweep.create(tmp_path / "ladder", spec.to_dict(), Space(()), "scaling")
+    driver = LadderDriver(sweep, runs)
+    driver.start()
+    for run in runs:
+        end(sweep, run.number, run.steps, 2 + 2000 / run.d**0.37 + 1e-3 * (run.number % 3))
+    assert driver.start_holdout(asked, spec).n == min(run.n for run in runs)
+
+
 def truth(n: float, d: float) -> float:
     return float(TRUTH["E"] + TRUTH["A"] / n ** TRUTH["alpha"] + TRUTH["B"] / d ** TRUTH["beta"])
 

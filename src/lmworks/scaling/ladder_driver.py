@@ -19,6 +19,7 @@ from .fitting import Fit, fit_law
 from .ladder import Ladder, LadderRun, models, runs_of_shape
 from .points import read_points
 
+LARGER = 4.0  # times the ladder's largest size: an optimum beyond is taken there, one below at its smallest
 PREDICTION = "holdout.json"  # in the sweep: what was predicted of the last run, written before it started
 
 
@@ -115,7 +116,8 @@ def predict_holdout(sweep: Sweep, ladder: Ladder, spec: RunSpec, number: int) ->
 def holdout_run(ladder: Ladder, spec: RunSpec, fit: Fit) -> LadderRun:
     assert ladder.holdout is not None
     flops = ladder.holdout.flops
-    params = ladder.holdout.params or float(fit.fitted.optimum(flops)["n"])
+    optimum = float(fit.fitted.optimum(flops)["n"])
+    params = ladder.holdout.params or min(max(optimum, min(ladder.params)), LARGER * max(ladder.params))
     seq = max(ladder.seq or (spec.data.seq,))
     alone = replace(
         ladder, params=(params,), flops=(flops,), tokens=(), seq=(seq,), tokens_per_param=(0.0, math.inf),
