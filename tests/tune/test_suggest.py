@@ -154,6 +154,23 @@ def test_a_wrong_storage_is_one_line(where: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_database_keeps_the_same_study(tmp_path: Path) -> None:
+    """SQLite beside the journal: the same suggestions, and another process finds them."""
+    url = f"sqlite:///{tmp_path / 'tune.db'}"
+    journal = suggestions(tmp_path / "j")
+    found = []
+    for _ in range(3):
+        mine = Suggestions("s", SPACE, "tpe", 3, url, tmp_path / "sampler.pkl")
+        asked = mine.ask()
+        mine.report(asked.number, 5, 4.0)
+        mine.finish(asked.number, loss(asked.point))
+        found.append(asked.point)
+        there = journal.ask()
+        journal.finish(there.number, loss(there.point))
+        assert there.point == asked.point
+    assert [trial.params for trial in optuna.load_study(study_name="s", storage=url).trials] == found
+
+
 def test_an_unknown_algorithm_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="did you mean 'cmaes'"):
         check_algorithm("cma")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,19 @@ def test_seeds_of_a_given_spread() -> None:
 # --- real trials -----------------------------------------------------------------------------------------
 
 
+def command(*words: str) -> list[str]:
+    spec = str(Path("configs/tiny.toml").resolve())
+    search = ["--space", "space.toml", "--workers", "1", "--trials", "4", "--json"]
+    return [sys.executable, "-m", "lmworks", "tune", spec, *QUICK, *search, *words]
+
+
 def tune(folder: Path, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "lmworks", "tune", str(Path("configs/tiny.toml").resolve()), *QUICK]
-    command += ["--space", "space.toml", "--workers", "1", "--trials", "4", "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env={**os.environ})
+    done = subprocess.run(command(*words), capture_output=True, text=True, check=True, cwd=folder)
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
-def test_a_promoted_trial_is_the_run_that_never_paused(tmp_path: Path) -> None:
+def test_a_promoted_trial_is_the_run_that_never_paused_and_a_killed_search_goes_on(tmp_path: Path) -> None:
     """ASHA with TPE, real trials; the winner has paused twice. Its losses are those of a plain run, to the last bit."""
     (tmp_path / "space.toml").write_text(SPACE)
     facts = tune(tmp_path)
@@ -133,7 +137,26 @@ def test_a_promoted_trial_is_the_run_that_never_paused(tmp_path: Path) -> None:
         for folder in (best, tmp_path / "plain")
     )
     assert paused == straight
+    killed = subprocess.Popen(command("--name", "again"), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "sweeps/again/trials/0001/spec.toml").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
     again = tune(tmp_path, "--name", "again")
     for first, second in zip(facts["trials"], again["trials"], strict=True):
-        assert first["overrides"] == second["overrides"]
-        assert first["losses"] == second["losses"]
+        for same in ("overrides", "state", "losses"):
+            assert first[same] == second[same]
+
+
+@pytest.mark.slow
+def test_a_population_forks_real_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "space.toml").write_text(SPACE)
+    facts = tune(tmp_path, "--algorithm", "pbt", "--interval", "3")
+    forks = [trial for trial in facts["trials"] if trial["parent"]]
+    assert len(forks) == 2  # one of four, after steps 3 and 6
+    for trial in forks:
+        parent = facts["trials"][trial["parent"]["trial"]]
+        step = str(trial["parent"]["step"])
+        assert trial["losses"][step] == parent["losses"][step]
+        assert trial["losses"]["9"] != parent["losses"].get("9")
