@@ -188,9 +188,10 @@ class Sweep:
         begins with the whole state of that trial, under its own spec. A `number` that exists already is left as it is.
         """
         number = max(self.numbers(), default=-1) + 1 if number is None else number
-        spec, folder = self.spec(overrides, number), self.folder(number)
+        folder = self.folder(number)
         if (folder.path / "trial.json").exists():
             return self.trial(number)
+        spec = self.spec(overrides, number)
         folder.path.mkdir(parents=True, exist_ok=True)
         write_whole(folder.path / "trial.toml", dump_toml(self.table(overrides, number)))
         if parent is not None:
