@@ -48,10 +48,10 @@ def recommend(
     out: Annotated[Path | None, typer.Option(help="Write the spec of the run.")] = None,
     json: Json = False,
 ) -> None:
-    """Choose the run that a budget buys: size, tokens, shape, batch, learning rate and layout.
+    """Choose the run that a budget buys, and write its spec.
 
-    With its predicted loss, days, dollars and memory. Without --cluster the fewest H100s are taken that need no more
-    than 30 days (or --days).
+    Size, tokens, shape, batch, learning rate and layout, with predicted loss, days, dollars and memory. Without
+    --cluster the fewest H100s are taken that need no more than 30 days (or --days).
 
     \b
     Examples:

@@ -35,7 +35,7 @@ app = typer.Typer(
     cls=SpecOrCommand,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Search a space for the lowest loss: samplers, early stopping, population-based training.",
+    help="Search a space for the lowest loss: samplers, stoppers, PBT.",
 )
 
 
