@@ -18,6 +18,7 @@ from .huber import Array, Terms, fit
 REPLICATES = 200
 LEVEL = 0.9
 FEW_TRUNKS = 6
+MOST_ROWS = 100_000  # of replicates that are fitted together: 100 MB
 
 
 def row_weights(rows: int, replicates: int, seed: int, trunk: NDArray[np.intp] | None = None) -> Array:
@@ -39,8 +40,10 @@ def replicate(
 ) -> Array:
     """θ of every replicate (replicates, parameters), spread by the correction for small samples."""
     weights = row_weights(len(targets), replicates, seed, trunk)
-    starts = np.repeat(theta[None], replicates, 0)
-    found = fit(terms, targets, starts, delta, weights, widest=4 * delta).theta
+    together = max(1, MOST_ROWS // len(targets))
+    parts = [weights[first : first + together] for first in range(0, replicates, together)]
+    fits = [fit(terms, targets, np.repeat(theta[None], len(part), 0), delta, part, widest=4 * delta) for part in parts]
+    found = np.concatenate([one.theta for one in fits])
     residuals = terms.log_loss(theta[None])[0] - targets
     quadratic = float((np.abs(residuals) <= delta).mean())
     spread = correction(len(targets), terms.parameters, quadratic, trunk)
