@@ -63,6 +63,7 @@ SHORTER = {
     r"^lmworks sweep configs": "optim.steps=6 log.eval_batches=1",
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
     r"^lmworks bench coordinate-check": f"{SMALL_BATCH} --steps 1 --seeds 1",
+    r"^lmworks tune configs/tiny.toml": "optim.steps=27 data.seq=32 data.micro_batch=2 log.eval_batches=2",
     r"^lmworks bench overlap": "model.layers=2 data.seq=16 data.micro_batch=1 data.global_batch=4 --steps 2",
     r"^lmworks bench precision": "--steps 8",
     r"^lmworks bench precision(?! --only)": "--only fp16",
