@@ -4,6 +4,8 @@ Compared with four whole networks that have the same weights, over layouts, and 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,17 @@ REWARD = ("optim.steps=3", "lora.rank=2", 'lora.targets=["attention"]', "data.va
 PPO = ("lora.rank=3", "align.critic_head=normal", "align.value_clip=0.1", "data.global_batch=16", "optim.warmup=0")
 
 
+trained: dict[tuple[str, ...], Path] = {}
+
+
 def train_reward(folder: Path, *overrides: str, name: str = "reward") -> Path:
     """A reward model as an adapter of other options than the policy's."""
-    spec = make_spec(folder, "reward", *REWARD, *overrides)
-    trainer_class(spec)(spec, folder / name, quiet=True).run()
+    if overrides not in trained:
+        home = Path(tempfile.mkdtemp(dir=folder.parent))  # as long as the folders of all tests
+        spec = make_spec(home, "reward", *REWARD, *overrides)
+        trainer_class(spec)(spec, home / "reward", quiet=True).run()
+        trained[overrides] = home / "reward"
+    shutil.copytree(trained[overrides], folder / name)
     return folder / name
 
 
@@ -253,6 +262,7 @@ def forked_reward(_rank: int, folder: Path, shape: tuple[str, ...], name: str) -
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/align/test_ppo.py resumes whole models, tests/train/test_lora_runs.py adapters
 def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path: Path) -> None:
     """Policy's and critic's adapters, both optimizers; inside of a round of two steps."""
     reward = train_reward(tmp_path)

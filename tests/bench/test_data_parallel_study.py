@@ -81,12 +81,12 @@ def peaks(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str, int]:
     return {name: sum(measure_rank_memory(rank, spec, folder / name).peak.values()) for name, spec in specs.items()}
 
 
+@pytest.mark.slow  # tests/plan/test_memory.py holds the formula to simulated ranks
 @pytest.mark.parametrize(
     "accumulate",
     [
         {"DDP": 3, "FSDP2 reshard": 1, "ZeRO-2": 3},
-        # tests/plan/test_memory.py holds the same formula to simulated ranks of many layouts
-        pytest.param({"FSDP1 grad-op": 1, "FSDP2 keep": 3, "ZeRO-1": 1}, marks=pytest.mark.slow),
+        {"FSDP1 grad-op": 1, "FSDP2 keep": 3, "ZeRO-1": 1},
     ],
     ids=", ".join,
 )

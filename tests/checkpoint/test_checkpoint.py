@@ -23,6 +23,7 @@ from lmworks import checkpoint
 from lmworks.checkpoint.format import manifest
 from lmworks.spec import CheckpointError, RunSpec
 from lmworks.train import Trainer
+from variations import with_slow
 
 NEVER: Callable[[Path, str], None] = lambda folder, reason: pytest.fail(f"refused {folder}: {reason}")  # noqa: E731
 
@@ -359,49 +360,49 @@ def killed(pid: int) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-def test_killed_at_every_system_call_that_matters(tmp_path: Path, may_fork: None) -> None:
-    """kill -9 at the first, second, … sync, rename or unlink of a save, of a new step and of one that exists."""
-    for before in (2, 3):
-        for point in range(1000):
-            root = tmp_path / f"{before}-{point}"
-            save(root, *range(1, before + 1))
+@pytest.mark.parametrize("before", with_slow((2, 3), (3,)), ids=["a new step", "one that exists"])
+def test_killed_at_every_system_call_that_matters(before: int, tmp_path: Path, may_fork: None) -> None:
+    """kill -9 at the first, second, … sync, rename or unlink of a save."""
+    for point in range(1000):
+        root = tmp_path / f"{before}-{point}"
+        save(root, *range(1, before + 1))
 
-            def die_at_point(root: Path = root, point: int = point) -> None:
-                calls = 0
+        def die_at_point(root: Path = root, point: int = point) -> None:
+            calls = 0
 
-                def dying(call: Callable[..., Any]) -> Callable[..., Any]:
-                    def wrapper(*args: Any, **options: Any) -> Any:
-                        nonlocal calls
-                        if calls == point:
-                            os.kill(os.getpid(), signal.SIGKILL)
-                        calls += 1
-                        return call(*args, **options)
+            def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+                def wrapper(*args: Any, **options: Any) -> Any:
+                    nonlocal calls
+                    if calls == point:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    calls += 1
+                    return call(*args, **options)
 
-                    return wrapper
+                return wrapper
 
-                for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
-                    setattr(os, name, dying(getattr(os, name)))
-                save(root, 3, keep=2)
+            for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+                setattr(os, name, dying(getattr(os, name)))
+            save(root, 3, keep=2)
 
-            died = killed(fork(die_at_point))
-            for folder in checkpoint.committed(root):
-                checkpoint.verify(folder)
-            step, refused = load(root)
-            assert step in (before, 3), point
-            assert all("COMMITTED is missing" in reason for reason in refused), refused
-            save(root, 4, keep=2)  # the next save works, and sweeps
-            assert names(root)[-1] == "step-000004" and len(names(root)) == 2, names(root)
-            if not died:
-                assert step == 3
-                break
-            shutil.rmtree(root)
-        assert point > 8, "the faults were never injected"
+        died = killed(fork(die_at_point))
+        for folder in checkpoint.committed(root):
+            checkpoint.verify(folder)
+        step, refused = load(root)
+        assert step in (before, 3), point
+        assert all("COMMITTED is missing" in reason for reason in refused), refused
+        save(root, 4, keep=2)  # the next save works, and sweeps
+        assert names(root)[-1] == "step-000004" and len(names(root)) == 2, names(root)
+        if not died:
+            assert step == 3
+            break
+        shutil.rmtree(root)
+    assert point > 8, "the faults were never injected"
 
 
 def test_killed_at_random(tmp_path: Path, may_fork: None) -> None:
     """A loop of saves, killed again and again by another process, goes on where it stood."""
     last = 0
-    for round in range(25):
+    for round in range(11):
         ready, tell = os.pipe()
 
         def save_forever(tell: int = tell) -> None:

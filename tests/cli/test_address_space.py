@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from variations import with_slow
+
 MIB = 2**20
 LIMIT = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2); "
 COMMAND = "from lmworks.__main__ import command; command()"
@@ -24,7 +26,7 @@ def lmworks(limit_mib: int, *words: str, cwd: Path) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("limit_mib", [70, 400, 700])
+@pytest.mark.parametrize("limit_mib", with_slow([70, 400, 700], [700]))
 def test_too_small_a_limit_is_one_line(limit_mib: int, tmp_path: Path) -> None:
     ended = lmworks(limit_mib, "train", "configs/tiny.toml", "optim.steps=2", cwd=tmp_path)
     assert ended.returncode == 2 and ended.stdout == "", ended
@@ -39,6 +41,7 @@ def test_commands_without_pytorch_need_less(tmp_path: Path) -> None:
     assert ended.returncode == 0 and ended.stderr == "", ended
 
 
+@pytest.mark.slow  # imports PyTorch in a new process
 def test_a_large_limit_does_not_matter() -> None:
     load = "from lmworks.cli.main import check_address_space; check_address_space(); import torch"
     ended = subprocess.run([sys.executable, "-c", LIMIT + load, str(100_000 * MIB)], capture_output=True, text=True)

@@ -60,6 +60,11 @@ def test_train_says_what_it_does_and_others_what_they_load(dataset: Path, tmp_pa
     code, shown, out = on_terminal("eval", run, "--json", stdout=False)
     assert code == 0 and json.loads(out)["step"] == 3
     assert f"loading {run}: " in shown and "measuring the loss on held-out data" in shown
+
+
+@pytest.mark.slow
+def test_bench_says_what_it_does(dataset: Path, tmp_path: Path) -> None:
+    spec = write_spec(make_spec(dataset, "optim.steps=3"), tmp_path / "spec.toml")
     code, shown, out = on_terminal("bench", "train", spec, "--steps", "1", "--json", stdout=False)
     assert code == 0 and json.loads(out)["steps"] == 1
     assert re.search(r"preparing .*: [\d,]+ parameters", shown) and "timing: 2 of 2" in shown

@@ -104,7 +104,7 @@ def served(engine: Engine, asked: list[Request], draw: random.Random) -> dict[in
 @pytest.mark.parametrize(
     ("speculate", "cache"),
     [
-        ("none", "int8"),
+        pytest.param("none", "int8", marks=pytest.mark.slow),
         pytest.param("ngram", "auto", marks=pytest.mark.slow),
         ("draft", "fp8"),
     ],

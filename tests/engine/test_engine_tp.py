@@ -135,6 +135,7 @@ while True:
 """
 
 
+@pytest.mark.slow  # starts PyTorch twice; tests/serve/test_engine_process.py kills a server
 def test_workers_exit_when_rank_0_is_killed(llama: Path) -> None:
     """In the middle of its work, without a chance to say so."""
     command = [sys.executable, "-c", SERVE, str(llama)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmworks.kernels.training import adamw
 from lmworks.kernels.training.adamw import AdamWConfig, ParamState
 from lmworks.spec import SpecError
+from variations import with_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -107,10 +108,11 @@ CASES = {
     "nothing to draw: a master": (BF16, FP32, True, BF16, True),
     "nothing to draw: fp32 weights": (FP32, BF16, False, FP32, True),
 }
+OTHERS = ("master-bf16-states", "nearest", "master-fp32-grads", "nothing to draw: a master")
 
 
 @runs_kernels
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, OTHERS))
 def test_kernel_equals_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three small tensors in one launch and one of its own, whose two programs take two and three tiles; none is a
     multiple of a tile; scaled gradients."""

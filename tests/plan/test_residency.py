@@ -21,6 +21,7 @@ from lmworks.plan.memory.rank_weights import Resident, on_host, resident
 from lmworks.plan.pipelines.stages import split_layers, stages_of_rank
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from lmworks.train.rank_memory import RankMemory, measure_rank_memory
+from variations import with_slow
 
 STRATEGIES = {**COMPARED, "ZeRO-0": {"strategy": "zero", "zero": 0}}
 # Rows that neither 2 nor 3 divides (259, 50 by 3), and a width that is no multiple of FSDP1's alignment.
@@ -47,6 +48,7 @@ CASES = {  # ranks, micro-batches, tied
 }
 
 
+OTHERS = ("FSDP1 grad-op", "FSDP2 keep", "ZeRO-0", "ZeRO-3")  # sizes and messages of the rest, put together otherwise
 COVERED = ("2 ranks", "3 ranks")  # parity holds two ranks of every strategy to the same arithmetic, byte by byte
 
 
@@ -56,22 +58,24 @@ def observe_all(rank: int, specs: dict[str, RunSpec], folder: Path) -> dict[str,
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in COVERED else ()) for name in CASES],
+    params=with_slow(CASES, COVERED),
 )
 def observed(request: Any, dataset: Path, tmp_path_factory: Any) -> tuple[dict[str, RunSpec], list[Any]]:
     ranks, accumulation, tied = CASES[request.param]
-    specs = {name: make_spec(dataset, ranks, layout, accumulation, tied) for name, layout in STRATEGIES.items()}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in here}
+    specs = {n: make_spec(dataset, ranks, STRATEGIES[n], accumulation, tied) for n in STRATEGIES if n in asked}
     return specs, on_ranks(ranks, observe_all, specs, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", with_slow(STRATEGIES, OTHERS))
 def test_live_tensors_hold_what_the_arithmetic_says(observed: Any, name: str) -> None:
     specs, ranks = observed
     for rank, holdings in enumerate(ranks):
         assert holdings[name].resident == resident(specs[name], rank)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", with_slow(STRATEGIES, OTHERS))
 def test_collectives_are_those_of_the_formula(observed: Any, name: str) -> None:
     specs, ranks = observed
     for holdings in ranks:

@@ -173,6 +173,7 @@ def test_recompute_keeps_fewer_activations(predictions: dict[str, Report]) -> No
 # --- experts, extrapolation, a thousand ranks -----------------------------------------------------------
 
 
+@pytest.mark.slow  # parity counts what real ranks with experts send
 def test_experts_are_visited_evenly() -> None:
     model = {"layers": 2, "experts": 4, "top_k": 2, "expert_ffn": 32}
     spec = make_run({"dp": 2, "ep": 2, "strategy": "fsdp2"}, model=model)

@@ -26,6 +26,8 @@ def test_fuzzed_requests_never_fail_with_500(api: Api, mode: GenerationMode, exa
     operations = [found.ok() for found in schema.get_all_operations()]
     if mode is GenerationMode.NEGATIVE:  # without a body there is nothing that could be wrong
         operations = [operation for operation in operations if operation.body]
+    elif examples < 12:  # to find one body of a chat that is allowed takes 10 s
+        operations = [operation for operation in operations if operation.label != "POST /v1/chat/completions"]
     seen = {operation.label: exercise(operation, mode, examples) for operation in operations}
     if mode is GenerationMode.POSITIVE:
         assert all(seen[path][200] for path in ("POST /detokenize", "GET /health", "GET /metrics", "GET /v1/models"))

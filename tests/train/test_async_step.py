@@ -336,7 +336,8 @@ def on_each(rank: int, cases: dict[Path, RunSpec], stopped: Path) -> list[str]:
         return [*said, run_to_end(see_data(Trainer.resume(stopped, quiet=True), as_it_is, bad=BAD))]
 
 
-@pytest.mark.parametrize("names", [["fsdp2"], pytest.param(["fsdp2", "zero1"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # one rank takes its steps so in all tests above
+@pytest.mark.parametrize("names", [["fsdp2"], ["fsdp2", "zero1"]], ids=str)
 def test_ranks_launch_early_passes_together(names: list[str], dataset: Path, tmp_path: Path) -> None:
     """A window that is computed again and gone back from, or taken all the same; ZeRO gathers after an update."""
     cases = {

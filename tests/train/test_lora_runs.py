@@ -151,6 +151,7 @@ def test_a_run_without_adapters_has_none_to_export(base: Path, tmp_path: Path) -
         export(base, tmp_path / "out", adapter=True)
 
 
+@pytest.mark.slow  # tests/train/test_ranks.py has whole models, parity has adapters
 def test_layouts_load_one_anothers_checkpoints(dataset: Path, tmp_path: Path) -> None:
     """Saved by FSDP2 and tensor parallelism, resumed by ZeRO-1, ends as if it had gone on."""
     wide = layout(dataset, "lora.rank=3", "lora.dora=true", "parallel.dp=2", "parallel.tp=2", "parallel.strategy=fsdp2")
