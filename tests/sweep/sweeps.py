@@ -28,12 +28,12 @@ def figures(sweep: Sweep, number: int, keys: tuple[str, ...] = FIGURES) -> list[
 # --- a sweep of three trials, run by `lmworks sweep` --------------------------------------------------------
 
 SPACE = "optim.lr.values = [1e-2, 2e-2, 3e-2]\n"
-TRIALS, STEPS = 3, 36
+TRIALS, STEPS = 3, 44
 SECONDS = 60.0
 
 
 def make_base(data: Path) -> dict[str, Any]:
-    return make_spec(data, "cluster.device=cpu", f"optim.steps={STEPS}", "checkpoint.every=12").to_dict()
+    return make_spec(data, "cluster.device=cpu", f"optim.steps={STEPS}", "checkpoint.every=15").to_dict()
 
 
 def check(name: str, expected: list[Any]) -> None:

@@ -36,14 +36,14 @@ def test_kills_of_a_trial_a_worker_and_the_driver_lose_nothing(place: Path, expe
 
 def kill_each(expected: list[Any]) -> None:
     driver = start("killed", "--workers", "2")
-    number, _, trial = until(lambda: running("killed", 5))
+    number, _, trial = until(lambda: running("killed", 5, 24))
     os.kill(trial, signal.SIGKILL)
     killed = Sweep.open("sweeps/killed").folder(number)
     until(lambda: len(attempts(killed)) > 1)  # a worker goes on with it
-    _, worker, orphan = until(lambda: running("killed", 5))
+    _, worker, orphan = until(lambda: running("killed", 5, 24))
     os.kill(worker, signal.SIGKILL)
     until(lambda: is_gone(orphan))  # it saved and ended: nothing trains on without a worker
-    _, worker, orphan = until(lambda: running("killed", 5))
+    _, worker, orphan = until(lambda: running("killed"))
     driver.kill()
     until(lambda: is_gone(worker) and is_gone(orphan))
     again = start("killed", "--json")
@@ -111,7 +111,7 @@ def test_ctrl_c_stops_trials_with_a_checkpoint_and_the_same_command_goes_on(
     number: signal.Signals, code: int, place: Path, expected: list[Any]
 ) -> None:
     driver = start("stopped", "--workers", "1")
-    trial, worker, _ = until(lambda: running("stopped", 5))
+    trial, worker, _ = until(lambda: running("stopped", 5, 20))
     driver.send_signal(number)
     _, err = driver.communicate(SECONDS)
     assert driver.returncode == code

@@ -32,13 +32,13 @@ def start() -> subprocess.Popen[str]:
 def test_ray_actors_run_a_sweep(place: Path, expected: list[Any]) -> None:
     pytest.importorskip("ray")
     driver = start()
-    _, worker, trial = until(lambda: running("ray", 5))
+    _, worker, trial = until(lambda: running("ray", 5, 24))
     driver.send_signal(signal.SIGINT)
     _, err = driver.communicate(timeout=SECONDS)
     assert driver.returncode == 130 and "the same command goes on" in err, err
     assert is_gone(worker) and is_gone(trial)
     again = start()
-    _, worker, trial = until(lambda: running("ray", 5))
+    _, worker, trial = until(lambda: running("ray", 5, 24))
     os.kill(worker, signal.SIGKILL)
     out, err = again.communicate(timeout=SECONDS)
     assert again.returncode == 0, err
