@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta notebook lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,6 +73,9 @@ $(VENV)-hta/.ready: pyproject.toml
 
 test-hta: $(VENV)-hta/.ready  ## figures of traces against HTA, in an environment of its own
 	PYTHONPATH=src:tests $(VENV)-hta/bin/python -m pytest --noconftest -m hta tests/trace/test_hta.py
+
+notebook: $(READY)  ## run notebooks/scaling-laws.ipynb on its ladder (minutes), outputs into the file; LADDER=… takes another
+	$(if $(LADDER),LADDER=$(LADDER)) $(BIN)/python notebooks/execute.py notebooks/scaling-laws.ipynb
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check --no-cache .  # a cached answer outlives the file that made it wrong
