@@ -26,7 +26,7 @@ def test_a_driver_that_is_killed_again_and_again_ends_where_one_does_that_is_not
     ran: list[tuple[int, int]] = []
     for _ in range(200):
         part = driver(tmp_path / "parts", stopper)
-        workers = FormulaWorkers(part.sweep, kill_after=1)
+        workers = FormulaWorkers(part.sweep, kill_after=4)
         try:
             part.run(workers)
         except Killed:
@@ -60,12 +60,13 @@ def test_a_trial_that_diverges_is_stopped_and_says_why(tmp_path: Path) -> None:
     assert {trial.state for trial in tuner.sweep.trials() if trial not in wild} == {"finished"}
 
 
-def test_points_that_do_not_fit_are_refused_before_they_start(tmp_path: Path) -> None:
+def test_points_that_do_not_fit_are_refused_before_they_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmworks.tune.driver.MOST_REFUSED", 10)
     tuner = driver(tmp_path, "none", trials=3, algorithm="random", constraints=Constraints(memory_bytes=1.0))
     with pytest.raises(LMWorksError, match="points in a row were refused, the last one because it needs"):
         tuner.run(FormulaWorkers(tuner.sweep))
     assert not tuner.sweep.trials()
-    assert len(tuner.suggestions.refused()) == 100
+    assert len(tuner.suggestions.refused()) == 10
 
 
 def test_more_trials_go_on_with_those_that_are_there(tmp_path: Path) -> None:
