@@ -262,6 +262,7 @@ def test_engine_and_trainer_agree_over_several_turns(method: str, tmp_path: Path
     assert not cached[0] and max(cached) > 0  # the turns before are in the prefix cache
 
 
+@pytest.mark.slow  # tests/align/test_online.py resumes inside of a round
 def test_a_run_resumed_inside_of_a_round_of_episodes_is_bitwise_equal(tmp_path: Path) -> None:
     spec = talking(
         tmp_path, "grpo", "checkpoint.every=1", "checkpoint.keep=0", "optim.steps=3", "optim.schedule=constant"

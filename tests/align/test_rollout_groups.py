@@ -86,7 +86,7 @@ def compare_with_one_rank(spec: RunSpec, whole: RunSpec, folder: Path) -> list[d
     ("layout", "shape"),
     [
         ("fsdp2", "experts"),
-        ("tp2", "dense"),
+        pytest.param("tp2", "dense", marks=pytest.mark.slow),
         pytest.param("fsdp2", "dense", marks=pytest.mark.slow),
         pytest.param("tp2", "experts", marks=pytest.mark.slow),
     ],

@@ -57,6 +57,7 @@ def test_the_fit_finds_the_planted_bandwidth(fast: ShapedLink) -> None:
     assert not any(row.wrong for row in rows)
 
 
+@pytest.mark.slow  # the bandwidth alone is found below
 def test_the_fit_finds_the_planted_delay_and_bandwidth(far: ShapedLink) -> None:
     rows, fit = sends(far)
     netem = has_netem(far.nodes[0].namespace)

@@ -58,7 +58,7 @@ each_way = pytest.mark.parametrize(  # of two ranks: tests/engine/test_rank_grou
         pytest.param("llama", "none", marks=pytest.mark.slow),
         pytest.param("qwen3", "ngram", marks=pytest.mark.slow),
         ("gpt2", "draft"),
-        ("deepseek_v3", "none"),
+        pytest.param("deepseek_v3", "none", marks=pytest.mark.slow),
     ],
 )
 

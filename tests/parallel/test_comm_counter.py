@@ -6,6 +6,7 @@ import json
 import multiprocessing
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -201,6 +202,7 @@ def threads() -> tuple[int, int]:
     return len(seen.calls), len(again.calls)
 
 
+@pytest.mark.slow  # imports PyTorch in a new process
 def test_nothing_is_missed_in_autograd_threads_and_in_recomputed_passes() -> None:
     """In a process of its own: autograd's threads do not outlive a fork."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:

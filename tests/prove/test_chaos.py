@@ -173,9 +173,9 @@ def flip_weight_bit(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("bug", "message"),
     [
-        pytest.param(reset_cursor, "step", marks=pytest.mark.slow),  # found as reset moments are
+        (reset_cursor, "step"),
         (reset_generators, "rng"),
-        (reset_moments, "step"),
+        pytest.param(reset_moments, "step", marks=pytest.mark.slow),
         (flip_weight_bit, "model."),
     ],
 )
@@ -191,6 +191,7 @@ def test_an_incomplete_resume_is_detected(
     assert (Path(outcome.folder) / "run" / "metrics.jsonl").exists()  # the folder of a failed trial stays
 
 
+@pytest.mark.slow
 def test_a_save_recorded_before_its_commit_is_detected(jobs: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Trainer.save
 

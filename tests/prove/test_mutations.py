@@ -100,8 +100,8 @@ def double_gradients(patch: pytest.MonkeyPatch) -> None:
         ("ddp", forget_gradient_scale),
         ("offload-optimizer-tp2", reduce_in_wrong_group),
         ("ddp", drop_micro_batch),
-        ("cp2-ring", shift_mask),
-        ("ep2", drop_routed_token),
+        pytest.param("cp2-ring", shift_mask, marks=pytest.mark.slow),
+        pytest.param("ep2", drop_routed_token, marks=pytest.mark.slow),
     ],
 )
 def test_planted_bug_is_found(

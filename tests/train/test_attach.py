@@ -62,6 +62,7 @@ def put(folder: RunFolder, request: ProfileRequest | None) -> None:
         write_request(folder, request)
 
 
+@pytest.mark.slow  # tests/train/test_profile.py traces ranks, the tests above ask one
 def test_all_ranks_profile_the_same_steps_and_compute_the_same(dataset: Path, tmp_path: Path) -> None:
     spec = layout(dataset, *FSDP2, "optim.steps=9", "checkpoint.every=0")
     planned = spec.replace(log=spec.log.replace(profile=[4, 5], profile_ranks=[0]))
