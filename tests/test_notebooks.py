@@ -1,4 +1,4 @@
-"""notebooks/: runs headless on a ladder of seconds."""
+"""notebooks/: what is committed reads as a finished run, and the notebook runs headless on a ladder of seconds."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 def printed(notebook: dict[str, Any]) -> str:
     return "".join("".join(out.get("text", "")) for cell in code_cells(notebook) for out in cell["outputs"])
+
+
+def test_the_committed_notebook_is_one_whole_run() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    cells = code_cells(notebook)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [out["output_type"] for cell in cells for out in cell["outputs"]]
+    assert "error" not in kinds and sum("image/png" in out.get("data", {}) for c in cells for out in c["outputs"]) >= 4
+    assert "predicted before it started: True" in printed(notebook)
+    assert NOTEBOOK.stat().st_size < 300_000
+    assert not any(word in NOTEBOOK.read_text() for word in ("/home/", "/tmp/", "/work/", "/root/", "Warning:"))
 
 
 @pytest.mark.slow
