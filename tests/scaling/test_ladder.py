@@ -18,7 +18,7 @@ from lmworks.model import GPT
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.ladder import Ladder, plan
-from lmworks.scaling.ladder_driver import PREDICTION, LadderDriver, check_epochs
+from lmworks.scaling.ladder_driver import PREDICTION, LadderDriver, Prediction, check_epochs
 from lmworks.spec import RunSpec, SpecError
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.pool import Workers
@@ -158,6 +158,13 @@ def test_a_holdout_whose_optimum_is_below_all_sizes_has_the_smallest(tmp_path: P
     for run in runs:
         end(sweep, run.number, run.steps, 2 + 2000 / run.d**0.37 + 1e-3 * (run.number % 3))
     assert driver.start_holdout(asked, spec).n == min(run.n for run in runs)
+
+
+def test_limits_of_an_undetermined_law_stay_readable() -> None:
+    from lmworks.cli.scaling_run import told
+
+    found = Prediction(8, {}, 53408, 43168, 5201920, 1.6e12, "chinchilla", {}, 8, 1.5572, 1.5546, 4.2914e45, 0.9)
+    assert "1.5572 (1.5546 to 4.2914e+45 at 90%), measured 1.5069 (-3.23%)" in told(found, 1.5069)
 
 
 def truth(n: float, d: float) -> float:

@@ -164,7 +164,7 @@ def print_outcome(sweep: Sweep, prediction: Prediction | None, json: bool) -> No
 
 
 def told(prediction: Prediction, measured: float | None) -> str:
-    spread = f"{prediction.low:.4f} to {prediction.high:.4f} at {prediction.level:.0%}"
+    spread = f"{prediction.low:.5g} to {prediction.high:.5g} at {prediction.level:.0%}"
     found = "not finished" if measured is None else f"{measured:.4f} ({measured / prediction.loss - 1:+.2%})"
     size = f"{short(prediction.n)} parameters, {short(prediction.d)} tokens, {prediction.flops:.3g} FLOPs"
     return (
