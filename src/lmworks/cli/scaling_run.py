@@ -9,7 +9,18 @@ import typer
 
 from ..record.formatting import short
 from .output import Json, Overrides, print_json, print_table
-from .sweep import TrialsPerGpu, check_folder_name
+from .sweep import check_folder_name
+from .sweep_workers import (
+    Ray,
+    SbatchLines,
+    Slurm,
+    SlurmPartition,
+    SlurmTime,
+    Threads,
+    TrialsPerGpu,
+    WorkerCount,
+    WorkerOptions,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +36,15 @@ def run(
         Path, typer.Argument(metavar="LADDER.toml", help="Sizes, budgets and the spec (docs/scaling.md).")
     ],
     overrides: Overrides = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Runs at a time (by default as many as fit).")
-    ] = None,
+    workers: WorkerCount = None,
     name: Annotated[str, typer.Option("--name", help="Kept in sweeps/NAME (by default the ladder's file name).")] = "",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a run.")] = 1,
+    threads: Threads = 1,
     trials_per_gpu: TrialsPerGpu = 1,
+    slurm: Slurm = False,
+    time: SlurmTime = "",
+    partition: SlurmPartition = "",
+    sbatch_line: SbatchLines = None,
+    ray: Ray = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs, and start none.")] = False,
     json: Json = False,
 ) -> None:
@@ -51,6 +65,7 @@ def run(
     from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
     from ..sweep.space import Space
 
+    where = WorkerOptions(workers, trials_per_gpu, slurm, time, partition, tuple(sbatch_line or ()), ray)
     asked = Ladder.read(ladder)
     base = base_of(ladder_base(ladder, asked), overrides or [])
     kept = name or ladder.stem
@@ -66,35 +81,27 @@ def run(
         if json:
             print_json({"runs": [row_of(one, tokens) for one in runs], "flops": total_flops(runs)})
         return
+    where.check(spec.ranks, threads, spec.cluster.device != "cpu")
     settings = {"ladder": asked.to_dict()}
     sweep = Sweep.create(draft.path, draft.base, draft.space, "scaling", threads=threads, settings=settings)
     driver = LadderDriver(sweep, runs)
-    prediction = train(driver, asked, spec, workers, trials_per_gpu, json)
+    prediction = train(driver, asked, spec, where, json)
     print_outcome(sweep, prediction, json)
 
 
-def train(
-    driver: LadderDriver, asked: Ladder, spec: RunSpec, workers: int | None, trials_per_gpu: int, quiet: bool
-) -> Prediction | None:
-    """By workers of this machine, until all runs have ended. Ctrl-C and SIGTERM stop them with a checkpoint."""
-    from ..sweep.pool import Workers
+def train(driver: LadderDriver, asked: Ladder, spec: RunSpec, where: WorkerOptions, quiet: bool) -> Prediction | None:
+    """Until all runs have ended. Ctrl-C and SIGTERM stop them with a checkpoint."""
     from ..sweep.progress import Progress
-    from ..sweep.slots import own_resources, visible_gpus
     from .sweep_display import Display, stopped_by_signals
 
     sweep = driver.sweep
-    resources = own_resources(visible_gpus() if spec.cluster.device != "cpu" else (), trials_per_gpu)
-    count = workers or min(len(driver.runs), resources.workers(spec.ranks, sweep.threads))
-    resources.check(count, spec.ranks, sweep.threads)
+    workers = where.pool(sweep, len(driver.runs), spec.ranks, spec.cluster.device != "cpu")
     with stopped_by_signals("the same command goes on with the ladder"), sweep.driving():
         driver.start()
-        with (
-            Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
-            Display(Progress(sweep, count), quiet) as display,
-        ):
-            running.wait_for(driver.advance, display.look)
+        with workers, Display(Progress(sweep, workers.count), quiet) as display:
+            workers.wait_for(driver.advance, display.look)
             prediction = driver.start_holdout(asked, spec) if asked.holdout else None
-            running.wait_for(driver.advance, display.look)
+            workers.wait_for(driver.advance, display.look)
     return prediction
 
 

@@ -14,6 +14,17 @@ from ..spec.files import unsafe_name
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json
 from .ranks import PARENT_PID_VARIABLE
+from .sweep_workers import (
+    Ray,
+    SbatchLines,
+    Slurm,
+    SlurmPartition,
+    SlurmTime,
+    Threads,
+    TrialsPerGpu,
+    WorkerCount,
+    WorkerOptions,
+)
 
 if TYPE_CHECKING:
     from ..sweep.folder import Sweep
@@ -25,7 +36,6 @@ SpaceFile = Annotated[
     Path, typer.Option("--space", metavar="SPACE.toml", help="Which keys take which values (docs/sweeps.md).")
 ]
 SweepDir = Annotated[Path, typer.Argument(metavar="SWEEP", help="The folder of a sweep, or its name below sweeps/.")]
-TrialsPerGpu = Annotated[int, typer.Option("--trials-per-gpu", min=1, help="Trials that share a GPU.")]
 
 
 class SpecOrCommand(DefaultCommandGroup):
@@ -47,20 +57,15 @@ def run(
     spec: Spec,
     space: SpaceFile,
     overrides: Overrides = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Trials at a time (by default as many as fit).")
-    ] = None,
+    workers: WorkerCount = None,
     name: Annotated[str, typer.Option("--name", help="The sweep is kept in sweeps/NAME (by default the spec's).")] = "",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a trial.")] = 1,
+    threads: Threads = 1,
     trials_per_gpu: TrialsPerGpu = 1,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit the workers to Slurm, as an array.")] = False,
-    time: Annotated[str, typer.Option(help="With --slurm: time limit, e.g. 4:00:00.")] = "",
-    partition: Annotated[str, typer.Option(help="With --slurm: partition to run in.")] = "",
-    sbatch_line: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="With --slurm: one more #SBATCH line; may be repeated."),
-    ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Run the workers on Ray, local or at RAY_ADDRESS.")] = False,
+    slurm: Slurm = False,
+    time: SlurmTime = "",
+    partition: SlurmPartition = "",
+    sbatch_line: SbatchLines = None,
+    ray: Ray = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Go on with trials that failed, too.")] = False,
     json: Json = False,
 ) -> None:
@@ -75,40 +80,24 @@ def run(
       lmworks sweep configs/tiny.toml --space space.toml --slurm --workers 16 --time 4:00:00 --sbatch-line=--mem=8G
       lmworks sweep configs/tiny.toml --space space.toml --ray --workers 16
     """
-    if slurm and ray:
-        raise SpecError("--slurm and --ray both say where the workers run; give one of them")
-    if not slurm and (time or partition or sbatch_line):
-        raise SpecError("--time, --partition and --sbatch-line are Slurm's; add --slurm")
     from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
-    from ..sweep.pool import Workers
-    from ..sweep.ray import RayWorkers, connect, room
-    from ..sweep.slots import own_resources, visible_gpus
-    from ..sweep.slurm import Array
     from ..sweep.space import Space
 
+    where = WorkerOptions(workers, trials_per_gpu, slurm, time, partition, tuple(sbatch_line or ()), ray)
     found, base = Space.read(space), base_of(spec, overrides or [])
     name = name or str(base["name"])
     check_folder_name("--name", name)
     draft, points = Sweep(SWEEPS_DIR / name, "sweep", base, found, threads=threads), found.points()
     specs = [draft.spec(point) for point in points]
-    on_gpus = specs[0].cluster.device != "cpu"
-    ranks = max(one.ranks for one in specs)
-    cores, gpus = ranks * threads, ranks * on_gpus
-    resources = own_resources(visible_gpus() if on_gpus else (), trials_per_gpu)
-    if ray:
-        connect(cores, gpus)
-    elif not slurm:
-        resources.check(workers or 1, ranks, threads)
+    ranks, on_gpus = max(one.ranks for one in specs), specs[0].cluster.device != "cpu"
+    where.check(ranks, threads, on_gpus)
     sweep = Sweep.create(draft.path, base, found, threads=threads)
     queued = queue(sweep, points, retry_failed)
     if slurm and queued:
-        submit(sweep, Array(workers or queued, cores, gpus, time, partition, lines=tuple(sbatch_line or ())), json)
+        submit(sweep, where.array(sweep, queued, ranks, on_gpus), json)
         return
-    if ray and queued:
-        watch(RayWorkers(sweep, workers or min(queued, room(cores, gpus)), cores, gpus), json)
-    elif queued:
-        count = workers or min(queued, resources.workers(ranks, threads))
-        watch(Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]), json)
+    if queued:
+        watch(where.pool(sweep, queued, ranks, on_gpus), json)
     print_result(sweep, json)
 
 

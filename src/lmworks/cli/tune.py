@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +12,18 @@ import typer
 from ..spec.errors import SpecError, did_you_mean
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json, print_table
-from .sweep import SpaceFile, SweepDir, TrialsPerGpu, check_folder_name, locate
+from .sweep import SpaceFile, SweepDir, check_folder_name, locate
+from .sweep_workers import (
+    Ray,
+    SbatchLines,
+    Slurm,
+    SlurmPartition,
+    SlurmTime,
+    Threads,
+    TrialsPerGpu,
+    WorkerCount,
+    WorkerOptions,
+)
 
 if TYPE_CHECKING:
     from ..sweep.folder import Sweep
@@ -76,12 +87,15 @@ def run(
     storage: Annotated[
         str, typer.Option("--storage", metavar="URL", help="Optuna's storage (by default a journal in the sweep).")
     ] = "",
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Trials at a time (default: all fit).")
-    ] = None,
+    workers: WorkerCount = None,
     name: Annotated[str, typer.Option("--name", help="Kept in sweeps/NAME (by default the spec's, with -tune).")] = "",
-    threads: Annotated[int, typer.Option("--threads", min=1, help="CPU threads of each rank of a trial.")] = 1,
+    threads: Threads = 1,
     trials_per_gpu: TrialsPerGpu = 1,
+    slurm: Slurm = False,
+    time: SlurmTime = "",
+    partition: SlurmPartition = "",
+    sbatch_line: SbatchLines = None,
+    ray: Ray = False,
     plots: Plots = None,
     json: Json = False,
 ) -> None:
@@ -106,6 +120,7 @@ def run(
     from ..tune.stoppers import STOPPERS, stopper_of
     from ..tune.suggest import POPULATION, Suggestions, check_algorithm, storage_of
 
+    where = WorkerOptions(workers, trials_per_gpu, slurm, time, partition, tuple(sbatch_line or ()), ray)
     check_algorithm(algorithm)
     population = algorithm in POPULATION
     if population and stopper:
@@ -126,8 +141,9 @@ def run(
     steps = draft.spec({}).optim.steps
     most = min(trials, len(found.points())) if algorithm == "grid" else trials
     judge = stopper_of(stopper, most, min_steps or first_rung(steps, draft.spec({}).optim.warmup, eta), steps, eta)
-    where = storage or str(draft.path / "optuna.journal")
-    storage_of(where)
+    kept_in = storage or str(draft.path / "optuna.journal")
+    storage_of(kept_in)
+    where.check(draft.spec({}).ranks, threads, draft.spec({}).cluster.device != "cpu")
     driver: Driver | PopulationDriver
     if population:
         driver = PopulationDriver(draft, algorithm, trials, interval or max(1, steps // 8), steps)
@@ -135,13 +151,13 @@ def run(
         Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
     else:
         sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
-        suggestions = Suggestions(kept, found, algorithm, seed, where, sweep.path / "sampler.pickle")
+        suggestions = Suggestions(kept, found, algorithm, seed, kept_in, sweep.path / "sampler.pickle")
         limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
         driver = Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
     if not json:
         print_rungs(judge, most)
     planned = sum(bracket.steps for bracket in judge.table()) or most * steps
-    run_driver(driver, most, planned, workers, trials_per_gpu, json)
+    run_driver(driver, most, planned, where, json)
     result = outcome_of(draft)
     if json:
         refused = driver.suggestions.refused() if isinstance(driver, Driver) else []
@@ -228,24 +244,20 @@ def seeds(
 
 
 def run_driver(
-    driver: Driver | PopulationDriver, trials: int, planned: int, workers: int | None, trials_per_gpu: int, quiet: bool
+    driver: Driver | PopulationDriver, trials: int, planned: int, where: WorkerOptions, quiet: bool
 ) -> None:
-    """By workers of this machine, until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
-    from ..sweep.pool import Workers
-    from ..sweep.slots import own_resources, visible_gpus
+    """Until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from .sweep_display import Display, stopped_by_signals
 
     sweep, spec = driver.sweep, driver.sweep.spec({})
-    resources = own_resources(visible_gpus() if spec.cluster.device != "cpu" else (), trials_per_gpu)
-    count = workers or min(trials, resources.workers(spec.ranks, sweep.threads))
-    resources.check(count, spec.ranks, sweep.threads)
+    workers = where.pool(sweep, trials, spec.ranks, spec.cluster.device != "cpu")
     with (
         stopped_by_signals("the same command goes on with the search"),
         sweep.driving(),
-        Workers(sweep, count, ["--trials-per-gpu", str(trials_per_gpu)]) as running,
-        Display(search_progress(driver.sweep, planned, count), quiet) as display,
+        workers,
+        Display(search_progress(driver.sweep, planned, workers.count), quiet) as display,
     ):
-        driver.run(running, display.look)
+        driver.run(workers, display.look)
 
 
 def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:
@@ -256,7 +268,7 @@ def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:
 
     class SearchProgress(Progress):
         def eta_s(self, rows: Sequence[Row]) -> float | None:
-            done, now = sum(row.step - first_step(row) for row in rows), time.monotonic()
+            done, now = sum(row.step - first_step(row) for row in rows), monotonic()
             if not began:
                 began.append((now, done))
             start, before = began[0]

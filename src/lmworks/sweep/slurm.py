@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from ..launch.job import trap_signal, wait_for_child
 from ..launch.slurm import TIME, sbatch_option
@@ -17,7 +20,9 @@ from ..spec import LMWorksError, SpecError
 from ..spec.errors import PREEMPTED
 from ..spec.files import write_whole
 from .folder import Sweep
+from .pool import Process, Workers
 
+LOOK_S = 5.0  # between two questions to Slurm
 SET = ("array", "a", "cpus-per-task", "c")  # options of sbatch that the script sets itself, beside those of a run
 
 
@@ -100,3 +105,46 @@ def submit_array(sweep: Sweep, ask: Array) -> tuple[Path, str]:
 def final_line(text: str) -> str:
     lines: Sequence[str] = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
+
+
+class SlurmWorkers(Workers):
+    """As `Workers`, an array that is submitted on entering and cancelled on leaving. Slurm starts killed ones again."""
+
+    def __init__(self, sweep: Sweep, ask: Array) -> None:
+        super().__init__(sweep, ask.workers)
+        self.ask = ask
+
+    def __enter__(self) -> Self:
+        self.processes = [self.start()]
+        return self
+
+    def start(self) -> Process:
+        return SlurmJob(submit_array(self.sweep, self.ask)[1])
+
+
+class SlurmJob:
+    """An array as a process: it ends when Slurm no longer has it in its queue."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self.looked, self.ended = -math.inf, False
+
+    def poll(self) -> int | None:
+        if not self.ended and time.monotonic() - self.looked >= LOOK_S:
+            found = subprocess.run(["squeue", "--noheader", "--jobs", self.job], capture_output=True, text=True)
+            unknown = found.returncode != 0 and "Invalid job id" in found.stderr  # it ended a while ago
+            self.ended = unknown or (found.returncode == 0 and not found.stdout.strip())
+            self.looked = time.monotonic()
+        return 0 if self.ended else None
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(LOOK_S / 10)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Whatever the signal: workers get SIGTERM, and stop their trials with a checkpoint within Slurm's KillWait."""
+        subprocess.run(["scancel", self.job], capture_output=True)
+
+    def kill(self) -> None:
+        self.send_signal(0)
