@@ -18,7 +18,7 @@ from sweeps import SECONDS, check, make_sweep, until
 
 from lmworks.spec import LMWorksError, SpecError
 from lmworks.sweep.folder import Sweep
-from lmworks.sweep.slurm import Array, array_script, submit_array
+from lmworks.sweep.slurm import Array, SlurmWorkers, array_script, submit_array
 from typed import lmworks
 
 ONE = {"seed": {"values": [1]}}
@@ -79,6 +79,33 @@ def test_options_that_do_not_go_together(
 ) -> None:
     code, _, err = lmworks(capsys, "sweep", "spec.toml", "--space", "space.toml", *words)
     assert code == 2 and said in err
+
+
+def test_an_array_ends_when_slurm_no_longer_has_it(
+    tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver waits for it, and cancels it when it leaves; Slurm is three scripts around a file here."""
+    queue, programs = tmp_path / "queue", tmp_path / "bin"
+    programs.mkdir()
+    for name, text in {
+        "sbatch": f"echo job > {queue}; echo once >> {queue}s; echo '17;cluster'",
+        "squeue": f'[[ "$*" == *17* ]] && cat {queue} 2>/dev/null; true',
+        "scancel": f'[[ "$1" == 17 ]] && rm -f {queue}',
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr("lmworks.sweep.slurm.LOOK_S", 0.0)
+    sweep = make_sweep(tmp_path / "sweep", dataset, ONE)
+    sweep.propose({"seed": 1})
+    with SlurmWorkers(sweep, Array(2, 1)) as workers:
+        (job,) = workers.processes
+        assert workers.count == 2 and job.poll() is None
+    assert job.poll() == 0 and not queue.exists()
+    (programs / "squeue").write_text("#!/bin/bash\n")  # every job ends at once
+    with SlurmWorkers(sweep, Array(2, 1)) as workers, pytest.raises(LMWorksError, match=r"settle no trial; see .*sl"):
+        workers.wait_for(lambda trials: all(trial.settled for trial in trials))
+    assert (tmp_path / "queues").read_text().split() == ["once"] * 5
 
 
 # --- a real one ------------------------------------------------------------------------------------------
@@ -146,3 +173,21 @@ def test_an_array_of_workers_runs_a_sweep(place: Path, expected: list[Any]) -> N
     check("tiny", expected)
     logs = sorted(path.name for path in Sweep.open("sweeps/tiny").path.glob("slurm-*.log"))
     assert logs == [f"slurm-{found['job']}_{task}.log" for task in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slurm")
+def test_a_ladder_whose_trunk_and_branches_slurm_runs(place: Path, dataset: Path) -> None:
+    """Its driver stays here, and lets branches begin on whichever machine is free."""
+    Path("ladder.toml").write_text(
+        'spec = "spec.toml"\nparams = [6e4]\ntokens = [1280, 2560]\nbatch_tokens = 64\nlr = 0.01\nschedule = "wsd"\n'
+    )
+    words = ["scaling", "run", "ladder.toml", "--slurm", "--workers", "2", "--time", "10", "--json"]
+    ended = subprocess.run([sys.executable, "-m", "lmworks", *words], capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    runs = json.loads(ended.stdout)["runs"]
+    assert [(run["state"], run["parent"]) for run in runs] == [
+        ("finished", None),
+        ("finished", {"trial": 0, "step": runs[1]["parent"]["step"]}),
+    ]
+    assert not subprocess.run(["squeue", "-h"], capture_output=True, text=True).stdout

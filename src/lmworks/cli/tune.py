@@ -141,8 +141,8 @@ def run(
     steps = draft.spec({}).optim.steps
     most = min(trials, len(found.points())) if algorithm == "grid" else trials
     judge = stopper_of(stopper, most, min_steps or first_rung(steps, draft.spec({}).optim.warmup, eta), steps, eta)
-    kept_in = storage or str(draft.path / "optuna.journal")
-    storage_of(kept_in)
+    storage_url = storage or str(draft.path / "optuna.journal")
+    storage_of(storage_url)
     where.check(draft.spec({}).ranks, threads, draft.spec({}).cluster.device != "cpu")
     driver: Driver | PopulationDriver
     if population:
@@ -151,7 +151,7 @@ def run(
         Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
     else:
         sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
-        suggestions = Suggestions(kept, found, algorithm, seed, kept_in, sweep.path / "sampler.pickle")
+        suggestions = Suggestions(kept, found, algorithm, seed, storage_url, sweep.path / "sampler.pickle")
         limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
         driver = Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
     if not json:
@@ -243,9 +243,7 @@ def seeds(
     print_table("Seeds that a difference needs", columns, rows)
 
 
-def run_driver(
-    driver: Driver | PopulationDriver, trials: int, planned: int, where: WorkerOptions, quiet: bool
-) -> None:
+def run_driver(driver: Driver | PopulationDriver, trials: int, planned: int, where: WorkerOptions, quiet: bool) -> None:
     """Until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
     from .sweep_display import Display, stopped_by_signals
 

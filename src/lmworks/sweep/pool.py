@@ -41,8 +41,11 @@ class Workers:
         self.settled = -1
 
     def __enter__(self) -> Self:
-        self.processes = [self.start() for _ in range(self.count)]
+        self.processes = self.start_all()
         return self
+
+    def start_all(self) -> list[Process]:
+        return [self.start() for _ in range(self.count)]
 
     def start(self) -> Process:
         """In a session of its own: Ctrl-C goes to the driver alone, which stops the workers."""
@@ -80,7 +83,7 @@ class Workers:
             if all(process.poll() == 0 for process in self.processes) and not done(trials := self.sweep.trials()):
                 if all(trial.settled for trial in trials):
                     raise LMWorksError(f"every trial of {self.sweep.path} is settled, and more was waited for")
-                self.processes = [self.start() for _ in range(self.count)]  # somebody queued trials since they ended
+                self.processes = self.start_all()  # somebody queued trials since they ended
             time.sleep(max(POLL_S, IDLE * (time.monotonic() - began)))
 
     def wait_any(self, numbers: Sequence[int], look: Callable[[list[Trial]], None] | None = None) -> Trial:

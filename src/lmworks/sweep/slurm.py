@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from ..launch.job import trap_signal, wait_for_child
 from ..launch.slurm import TIME, sbatch_option
@@ -20,7 +19,7 @@ from ..spec import LMWorksError, SpecError
 from ..spec.errors import PREEMPTED
 from ..spec.files import write_whole
 from .folder import Sweep
-from .pool import Process, Workers
+from .pool import MOST_FAILURES, Process, Workers
 
 LOOK_S = 5.0  # between two questions to Slurm
 SET = ("array", "a", "cpus-per-task", "c")  # options of sbatch that the script sets itself, beside those of a run
@@ -114,12 +113,14 @@ class SlurmWorkers(Workers):
         super().__init__(sweep, ask.workers)
         self.ask = ask
 
-    def __enter__(self) -> Self:
-        self.processes = [self.start()]
-        return self
-
-    def start(self) -> Process:
-        return SlurmJob(submit_array(self.sweep, self.ask)[1])
+    def start_all(self) -> list[Process]:
+        """One array, again where it ended too early; arrays that settle no trial are an error."""
+        settled = sum(trial.settled for trial in self.sweep.trials())
+        self.failures = self.failures + 1 if settled == self.settled else 0
+        self.settled = settled
+        if self.failures > MOST_FAILURES:
+            raise LMWorksError(f"Slurm's jobs end and settle no trial; see {self.sweep.path}/slurm-*.log")
+        return [SlurmJob(submit_array(self.sweep, self.ask)[1])]
 
 
 class SlurmJob:
