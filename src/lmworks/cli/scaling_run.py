@@ -171,7 +171,9 @@ def print_outcome(sweep: Sweep, prediction: Prediction | None, json: bool) -> No
 
 
 def told(prediction: Prediction, measured: float | None) -> str:
-    spread = f"{prediction.low:.5g} to {prediction.high:.5g} at {prediction.level:.0%}"
+    spread = "too few trunks for an interval"
+    if prediction.low is not None:
+        spread = f"{prediction.low:.5g} to {prediction.high:.5g} at {prediction.level:.0%}"
     found = "not finished" if measured is None else f"{measured:.4f} ({measured / prediction.loss - 1:+.2%})"
     size = f"{short(prediction.n)} parameters, {short(prediction.d)} tokens, {prediction.flops:.3g} FLOPs"
     return (

@@ -85,8 +85,8 @@ class Prediction:
     params: dict[str, float]
     points: int
     loss: float
-    low: float
-    high: float
+    low: float | None  # of one more run; None where too few runs are independent
+    high: float | None
     level: float
 
     def write(self, sweep: Sweep) -> None:
@@ -106,7 +106,7 @@ def predict_holdout(sweep: Sweep, ladder: Ladder, spec: RunSpec, number: int) ->
     run = holdout_run(ladder, spec, fit)
     size = run.n if ladder.count == "total" else run.n_no_embed
     found = fit.fitted.predict(n=size, d=run.d)
-    low, high = found.get("run_interval") or (math.nan, math.nan)
+    low, high = found.get("run_interval") or (None, None)
     return Prediction(
         number, dict(run.overrides), run.n, run.n_no_embed, run.d, run.flops, "chinchilla", fit.fitted.params,
         len(points), found["loss"], low, high, fit.fitted.level,
