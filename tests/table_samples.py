@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -396,6 +396,47 @@ def coordinates(sample: Sample) -> None:
     )
 
 
+def positions(sample: Sample) -> None:
+    from lmworks.cli.train import print_positions
+    from lmworks.train.evaluate import PositionLoss
+
+    print_positions([PositionLoss(65_536, 131_071, 12.3456, 123_456_789)])
+
+
+def sweeps(sample: Sample) -> None:
+    """One of `lmworks tune`, and what three commands say of it."""
+    from lmworks.cli.sweep_display import print_trials
+    from lmworks.cli.tune import print_outcome, print_rungs
+    from lmworks.sweep.folder import Sweep
+    from lmworks.sweep.progress import Progress
+    from lmworks.sweep.space import Space
+    from lmworks.tune.outcome import outcome_of
+    from lmworks.tune.stoppers import stopper_of
+
+    space = Space.of({
+        "optim.lr": {"range": [1e-4, 1e-1], "log": True}, "optim.weight_decay": {"range": [0.01, 1.0]},
+        "optim.schedule": {"values": ["cosine", "constant"]},
+    })  # fmt: skip
+    base = {"name": "a-search", "model": {"preset": "tiny"}, "optim": {"steps": 100_000}}
+    sweep = Sweep.create(sample.folder / "sweeps" / "a-search", base, space, "tune")
+    for number in range(3):
+        point = {"optim.lr": 0.012345 * (number + 1), "optim.weight_decay": 0.123456, "optim.schedule": "constant"}
+        trial = sweep.propose(point)
+        result = {"step": 100_000, "val_step": 100_000, "val_loss": 12.3456, "loss": 12.3456, "tokens": 0}
+        sweep.write(replace(trial, state="finished", step=100_000, result=result))
+    print_trials(f"Trials of {sweep.path}", Progress(sweep, 1).look(sweep.trials()))
+    print_outcome(outcome_of(sweep))
+    print_rungs(stopper_of("hyperband", 81, 1_000, 81_000, 3), 81)
+    sample.prints("runs")
+
+
+def ladder(sample: Sample) -> None:
+    (sample.folder / "ladder.toml").write_text(
+        'spec = "tiny"\nparams = [1e6, 8e6]\nflops = [1e15, 1e16]\nschedule = "wsd"\nmax_epochs = 1e6\n'
+    )
+    sample.prints("scaling", "run", "ladder.toml", "--dry-run")
+
+
 # What prints tables, and in which functions: by file and name, as the test finds them in the source.
 SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (bench_offline, "bench_inference.print_throughput"),
@@ -457,6 +498,10 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
         typed("scaling", "recommend", "chinchilla", "--flops", "1e19", "--cluster", "1xh100", "--serve", "1e12"),
         "scaling_recommend.print_recommendation scaling_recommend.print_serving",
     ),
+    (ladder, "scaling_run.print_plan"),
+    (positions, "train.print_positions"),
+    (sweeps, "sweep_display.print_trials tune.print_outcome tune.print_rungs runs_sweeps.print_sweeps"),
+    (typed("tune", "seeds", "--std", "1.63"), "tune.seeds"),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

@@ -67,7 +67,7 @@ def test_used_folder_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "spec.toml").write_text("")
     with mock.patch.object(command, "supervise") as start, pytest.raises(SpecError, match="already holds a run"):
-        command.train("tiny", ["parallel.dp=2"], tmp_path)
+        command.train("tiny", ["parallel.dp=2"], run_dir=tmp_path)
     start.assert_not_called()
 
 

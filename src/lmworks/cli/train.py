@@ -21,7 +21,10 @@ from .output import Json, Overrides, Spec, loading, print_json, print_table, wit
 from .ranks import needs_ranks, supervise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..train import Trainer
+    from ..train.evaluate import PositionLoss
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 MaxRestarts = Annotated[
@@ -266,5 +269,9 @@ def evaluate(
             f"{bits_per_byte:.3f} bits/byte over {result.tokens:,} held-out tokens"
         )
         if by_position:
-            rows = [[f"{band.first}–{band.last}", f"{band.loss:.4f}", f"{band.tokens:,}"] for band in bands]
-            print_table("Loss by position", ["position", "loss", "tokens"], rows)
+            print_positions(bands)
+
+
+def print_positions(bands: Sequence[PositionLoss]) -> None:
+    rows = [[f"{band.first}–{band.last}", f"{band.loss:.4f}", f"{band.tokens:,}"] for band in bands]
+    print_table("Loss by position", ["position", "loss", "tokens"], rows)
