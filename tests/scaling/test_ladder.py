@@ -18,7 +18,7 @@ from lmworks.model import GPT
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.ladder import Ladder, plan
-from lmworks.scaling.ladder_driver import PREDICTION, LadderDriver, Prediction, check_epochs
+from lmworks.scaling.ladder_driver import PREDICTION, LadderDriver, Prediction, check_epochs, predict_holdout
 from lmworks.spec import RunSpec, SpecError
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.pool import Workers
@@ -29,6 +29,7 @@ from tiny import make_spec
 from typed import lmworks as run_cli
 
 ISOFLOP = {"spec": "base.toml", "params": [2e6, 8e6, 32e6], "flops": [1e15, 1e16], "tokens_per_param": [2, 500]}
+MUCH_TEXT = 10**12  # tokens
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 64, "shared_experts": 1}
 
 
@@ -130,10 +131,10 @@ def test_the_holdout_is_predicted_by_the_others_before_it_is_queued(tmp_path: Pa
     driver = LadderDriver(sweep, runs)
     driver.start()
     with pytest.raises(Exception, match="none of its"):
-        driver.start_holdout(asked, spec)
+        driver.start_holdout(asked, spec, MUCH_TEXT)
     for run in runs:
         end(sweep, run.number, run.steps, truth(run.n, run.d))
-    found = driver.start_holdout(asked, spec)
+    found = driver.start_holdout(asked, spec, MUCH_TEXT)
     assert json.loads((sweep.path / PREDICTION).read_text())["loss"] == found.loss
     assert sweep.trial(found.number).state == "queued" and found.points == len(runs)
     assert found.loss == pytest.approx(truth(found.n, found.d), rel=2e-3) and found.flops == pytest.approx(
@@ -142,7 +143,11 @@ def test_the_holdout_is_predicted_by_the_others_before_it_is_queued(tmp_path: Pa
     best = fit_law_optimum(sweep, 1e17)
     assert abs(math.log(found.n / best)) < math.log(1.2)
     end(sweep, found.number, 10, 9.0)
-    assert driver.start_holdout(asked, spec) == found  # as it was written
+    assert driver.start_holdout(asked, spec, MUCH_TEXT) == found  # as it was written
+    (sweep.path / PREDICTION).unlink()
+    little = found.d // 8  # of which it may see four times as much
+    larger = predict_holdout(sweep, asked, spec, little, found.number)
+    assert larger.n > found.n and larger.d <= 4 * little
 
 
 def test_a_holdout_whose_optimum_is_below_all_sizes_has_the_smallest(tmp_path: Path) -> None:
@@ -157,7 +162,7 @@ def test_a_holdout_whose_optimum_is_below_all_sizes_has_the_smallest(tmp_path: P
     driver.start()
     for run in runs:
         end(sweep, run.number, run.steps, 2 + 2000 / run.d**0.37 + 1e-3 * (run.number % 3))
-    assert driver.start_holdout(asked, spec).n == min(run.n for run in runs)
+    assert driver.start_holdout(asked, spec, MUCH_TEXT).n == min(run.n for run in runs)
 
 
 def test_limits_of_an_undetermined_law_stay_readable() -> None:

@@ -61,7 +61,7 @@ def run(
       lmworks scaling run ladder.toml data.path=data/code --trials-per-gpu 6 --json
     """
     from ..scaling.ladder import Ladder, plan
-    from ..scaling.ladder_driver import LadderDriver, check_epochs, ladder_base
+    from ..scaling.ladder_driver import LadderDriver, check_epochs, holdout_run, ladder_base
     from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
     from ..sweep.space import Space
 
@@ -74,7 +74,8 @@ def run(
     spec = draft.spec({})
     runs = plan(asked, spec)
     tokens = train_tokens(spec)
-    check_epochs(asked, runs, tokens, spec.data.path)
+    held = [holdout_run(asked, spec, asked.holdout.params)] if asked.holdout and asked.holdout.params else []
+    check_epochs(asked, [*runs, *held], tokens, spec.data.path)
     if not json:
         print_plan(runs, tokens)
     if dry_run:
@@ -85,11 +86,13 @@ def run(
     settings = {"ladder": asked.to_dict()}
     sweep = Sweep.create(draft.path, draft.base, draft.space, "scaling", threads=threads, settings=settings)
     driver = LadderDriver(sweep, runs)
-    prediction = train(driver, asked, spec, where, json)
+    prediction = train(driver, asked, spec, tokens, where, json)
     print_outcome(sweep, prediction, json)
 
 
-def train(driver: LadderDriver, asked: Ladder, spec: RunSpec, where: WorkerOptions, quiet: bool) -> Prediction | None:
+def train(
+    driver: LadderDriver, asked: Ladder, spec: RunSpec, tokens: int, where: WorkerOptions, quiet: bool
+) -> Prediction | None:
     """Until all runs have ended. Ctrl-C and SIGTERM stop them with a checkpoint."""
     from ..sweep.progress import Progress
     from .sweep_display import Display, stopped_by_signals
@@ -100,7 +103,7 @@ def train(driver: LadderDriver, asked: Ladder, spec: RunSpec, where: WorkerOptio
         driver.start()
         with workers, Display(Progress(sweep, workers.count), quiet) as display:
             workers.wait_for(driver.advance, display.look)
-            prediction = driver.start_holdout(asked, spec) if asked.holdout else None
+            prediction = driver.start_holdout(asked, spec, tokens) if asked.holdout else None
             workers.wait_for(driver.advance, display.look)
     return prediction
 

@@ -351,7 +351,7 @@ def said(count: int | None) -> str:
 def draw(found: Outcome, folder: Path | None) -> None:
     if folder is None:
         return
-    from ..tune.pictures import draw_outcome
+    from ..tune.plots import draw_outcome
 
     for path in draw_outcome(found, folder):
         typer.echo(f"drawn: {path}", err=True)

@@ -163,7 +163,7 @@ def models(ladder: Ladder, base: ModelSpec, seq: int) -> list[ModelSpec]:
     chosen = {}
     for want in ladder.params:
         near = min(known, key=lambda model: size_distance(size_of(model, ladder.count), want))
-        if abs(math.log(size_of(near, ladder.count) / want)) > math.log(1.5):
+        if size_distance(size_of(near, ladder.count), want) > math.log(1.5):
             sizes = [size_of(model, ladder.count) for model in known]
             raise SpecError(
                 f"params = {want:g}: with a vocabulary of {base.vocab} shapes have {min(sizes):.3g} to "

@@ -15,7 +15,7 @@ from typing import Any
 from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.files import read_json_object, write_whole
 from ..sweep.folder import Sweep, Trial
-from .fitting import Fit, fit_law
+from .fitting import fit_law
 from .ladder import Ladder, LadderRun, models, runs_of_shape
 from .points import read_points
 
@@ -58,11 +58,11 @@ class LadderDriver:
             self.sweep.run_until(trial.number, self.next_fork(trial.number, trial.step))
         return not paused and all(trial.settled for trial in trials)
 
-    def start_holdout(self, ladder: Ladder, spec: RunSpec) -> Prediction:
+    def start_holdout(self, ladder: Ladder, spec: RunSpec, tokens: int) -> Prediction:
         """Queue it, once its prediction is written: by an earlier driver, or now by the runs that have finished."""
         found = Prediction.read(self.sweep)
         if found is None:
-            found = predict_holdout(self.sweep, ladder, spec, len(self.runs))
+            found = predict_holdout(self.sweep, ladder, spec, tokens, len(self.runs))
             found.write(self.sweep)
         self.sweep.propose(found.overrides, number=found.number, notes={"label": "holdout"})
         return found
@@ -98,12 +98,20 @@ class Prediction:
         return cls(**read_json_object(path, LMWorksError)) if path.exists() else None
 
 
-def predict_holdout(sweep: Sweep, ladder: Ladder, spec: RunSpec, number: int) -> Prediction:
-    """The run that the ladder's own law chooses for the budget (or of the size that is asked for), and its loss."""
+def predict_holdout(sweep: Sweep, ladder: Ladder, spec: RunSpec, tokens: int, number: int) -> Prediction:
+    """The run that the ladder's own law chooses for the budget (or of the size that is asked for), and its loss.
+
+    An optimum that would see the text, of so many `tokens`, more than max_epochs times is replaced by a larger model.
+    """
     assert ladder.holdout is not None
     points = read_points(sweep.path, convention=ladder.count)
     fit = fit_law(points, "chinchilla")
-    run = holdout_run(ladder, spec, fit)
+    optimum = float(fit.fitted.optimum(ladder.holdout.flops)["n"])
+    params = ladder.holdout.params or min(max(optimum, min(ladder.params)), LARGER * max(ladder.params))
+    run = holdout_run(ladder, spec, params)
+    while run.d > ladder.max_epochs * tokens:
+        params *= 1.1
+        run = holdout_run(ladder, spec, params)
     size = run.n if ladder.count == "total" else run.n_no_embed
     found = fit.fitted.predict(n=size, d=run.d)
     low, high = found.get("run_interval") or (None, None)
@@ -113,11 +121,9 @@ def predict_holdout(sweep: Sweep, ladder: Ladder, spec: RunSpec, number: int) ->
     )  # fmt: skip
 
 
-def holdout_run(ladder: Ladder, spec: RunSpec, fit: Fit) -> LadderRun:
+def holdout_run(ladder: Ladder, spec: RunSpec, params: float) -> LadderRun:
     assert ladder.holdout is not None
     flops = ladder.holdout.flops
-    optimum = float(fit.fitted.optimum(flops)["n"])
-    params = ladder.holdout.params or min(max(optimum, min(ladder.params)), LARGER * max(ladder.params))
     seq = max(ladder.seq or (spec.data.seq,))
     alone = replace(
         ladder, params=(params,), flops=(flops,), tokens=(), seq=(seq,), tokens_per_param=(0.0, math.inf),
