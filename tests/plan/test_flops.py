@@ -20,7 +20,7 @@ from lmworks.plan.network import network
 from lmworks.plan.ops import Workload
 from lmworks.plan.predict import step_flops
 from lmworks.plan.software import COMPILED, EAGER, Software
-from lmworks.plan.step.uncalibrated import recomputed_kernels
+from lmworks.plan.step.uncalibrated import recomputed_ops
 from lmworks.spec import ModelSpec, RunSpec
 from tracker import Steps, make_run
 
@@ -84,8 +84,8 @@ def test_recompute_of_the_mlp_runs_its_products_again(shape: dict[str, Any]) -> 
 def test_what_the_mlp_repeats_is_priced_as_it_is_counted(shape: dict[str, Any], software: Software) -> None:
     """The same FLOPs by the list of ops, eager and fused, as by the closed form; fused experts pay for padding too."""
     spec = make_run(seq=512, **shape)
-    again = recomputed_kernels(network(replace(Workload.of(spec, "cuda"), software=software)), "mlp")
-    flops = sum(kernel.flops * kernel.count for _, kernel in again)
+    again = recomputed_ops(network(replace(Workload.of(spec, "cuda"), software=software)), "mlp")
+    flops = sum(kernel.flops * kernel.count for op in again for kernel in op.forward)
     once, twice = (hardware_flops_per_token(spec.model, 512, policy) for policy in ("none", "mlp"))
     ratio = flops * spec.model.layers / (spec.tokens_per_step * (twice - once))
     assert 0.999 < ratio < (1.2 if spec.model.experts and software.fused else 1.001)

@@ -38,7 +38,7 @@ from lmworks.plan.software import (
 )
 from lmworks.plan.step.constants import Constants, constants
 from lmworks.plan.step.price import price
-from lmworks.plan.step.uncalibrated import recomputed_kernels, sustained_machine
+from lmworks.plan.step.uncalibrated import recomputed_ops, sustained_machine
 from lmworks.spec import ModelSpec, PrecisionSpec, catalogue, load_run
 from lmworks_validation.replay import mean_of, seconds
 from lmworks_validation.sources import SOURCES, Measured, blocks_of
@@ -208,7 +208,7 @@ def test_a_compiled_block_runs_again_as_a_whole() -> None:
     for code in (EAGER, COMPILED):
         net = network(Workload(model, 2, 8192, "bf16", "cuda", software=code))
         products[code.name] = sum(
-            kernel.flops for _, kernel in recomputed_kernels(net, "full") if kernel.kind == "gemm"
+            kernel.flops for op in recomputed_ops(net, "full") for kernel in op.forward if kernel.kind == "gemm"
         )
     once = 2.0 * 16_384 * model.hidden * (2 * model.q_dim + 2 * model.kv_dim + 3 * model.ffn)
     assert products["lmworks-compile"] == once

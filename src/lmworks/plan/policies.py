@@ -20,7 +20,7 @@ from .network import network
 from .ops import Workload, device_of
 from .pipelines import bubble
 from .saved_activations import saved_bytes
-from .step.uncalibrated import Pass, recomputed_kernels
+from .step.uncalibrated import Pass, recomputed_ops
 
 POLICIES = ("none", "selective", "mlp", "full")  # by saved bytes, the most first
 REFERENCE_GPU = "H100-SXM-80GB"
@@ -143,8 +143,11 @@ def policies_by_cost(spec: RunSpec, each: dict[str, float]) -> list[str]:
 def recompute_seconds(spec: RunSpec) -> dict[str, float]:
     """Recompute time of one block per micro-batch on the reference GPU, by policy."""
     net, machine = network(Workload.of(spec, device_of(spec))), Machine.of(catalogue()[REFERENCE_GPU])
-    done = {policy: Pass.of(recomputed_kernels(net, policy), machine, spec.precision.dtype) for policy in POLICIES}
-    return {policy: float(sum(kernels.seconds_by_kind.values())) for policy, kernels in done.items()}
+    found = {}
+    for policy in POLICIES:
+        again = [(op.part, op.forward) for op in recomputed_ops(net, policy)]
+        found[policy] = float(sum(Pass.of(again, machine, spec.precision.dtype).seconds_by_kind.values()))
+    return found
 
 
 def in_flight_micro_batches(spec: RunSpec) -> float:

@@ -53,6 +53,7 @@ class Software:
     # ZeRO-3 of 2021: gathers tensor by tensor, copies each rank's shard separately, and again for recompute.
     per_tensor_gather: bool = False
     async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds
+    even_stages: bool = False  # pipeline stages have as many blocks each, though the last has the head too
     selective_recompute_share: float = 0.0  # share of a block's GEMMs that selective recompute recomputes
 
 
@@ -104,9 +105,10 @@ SOFTWARE = {
             loss="plain",
             overlap=False,
             per_tensor_gather=True,
+            even_stages=True,
             bucket=DEEPSPEED_BUCKET,
         ),
-        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", wgrad_placeholder=2),
+        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", wgrad_placeholder=2, even_stages=True),
         Software(
             "megatron-deepspeed",
             2,
@@ -119,6 +121,7 @@ SOFTWARE = {
             overlap=False,
             reduce=2,
             per_tensor_gather=True,
+            even_stages=True,
             bucket=DEEPSPEED_BUCKET,
         ),
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from ...spec.components import attention_core, block_weights
+from ...spec import components
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
@@ -83,6 +83,7 @@ class StepComm:
     cp: tuple[CommSeconds, CommSeconds]  # forward, backward: one hop of the ring
     ep: CommSeconds  # one direction
     send: CommSeconds  # to the next stage
+    reductions: Number  # ZeRO-3: reduce-scatters of a block
     all_gather: CommSeconds = CommSeconds()  # ZeRO-3 and FSDP: weights of a block
     reduce_scatter: CommSeconds = CommSeconds()  # ZeRO-3: its gradients
     all_gather_root: CommSeconds = CommSeconds()  # ZeRO-3: embedding and head
@@ -109,16 +110,17 @@ class StepComm:
         return cls(
             tp=(tensor.scaled(2), backward),
             vocab=tensor.scaled(0.5) + links.seconds("tp", "all-reduce", 4.0 * case.tokens).scaled(0.75),
-            cp=cp_collectives(case, links, width),
+            cp=cp_collectives(case, links, width) if np.any(case.cp > 1) else (CommSeconds(), CommSeconds()),
             ep=dispatch.scaled(2),
             send=links.seconds("pp", "send", own),
+            reductions=1 / case.accumulation if case.software.delayed_reduction and not case.sync_each_pass else 1.0,
             **(zero_3(case, links, weights) if case.zero == 3 else zero_0_to_2(case, links, weights)),
         )
 
 
 def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, CommSeconds]:
     """One hop of ring attention (keys, values; backward their gradients too), or all all-to-alls of Ulysses."""
-    core = attention_core(case.model)
+    core = components.attention_core(case.model)
     heads = np.maximum(core.kv_heads / case.tp, 1)
     if case.cp_method == "ulysses":
         q, out = (case.tokens * each / case.tp * width for each in (core.q_width, core.out_width))
@@ -145,27 +147,14 @@ class Weights:
     def of(cls, case: Case) -> Self:
         dense: Number = 0.0
         experts: Number = 0.0
-        for weight in block_weights(case.model):
+        for weight in components.block_weights(case.model):
             shared = np.where(weight.kv_heads % case.tp == 0, case.tp, 1) if weight.tp_dim is not None else 1
             if weight.experts:
                 experts = experts + weight.size // case.ep // shared
             else:
                 dense = dense + weight.size // shared
-        root = (case.model.params - case.model.layers * case.model.block_params) / case.tp
-        return cls(dense, experts, dense + experts, root)
-
-
-def shard_degrees(case: Case) -> tuple[Number, Number]:
-    """Ranks that share a dense weight under ZeRO, and an expert's.
-
-    Our trainer deals whole experts: of two over four ranks the first has one, not half of one.
-    """
-    whole = np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp
-    over = np.maximum(1, whole // case.ep)
-    if case.model.experts and case.software.name.startswith("lmworks"):
-        mine = case.model.experts // case.ep
-        over = mine / np.ceil(mine / over)
-    return case.dp_shard * case.cp, over
+        outside = (*components.embedding_weights(case.model), *components.head_weights(case.model))
+        return cls(dense, experts, dense + experts, sum(weight.size for weight in outside) / case.tp)
 
 
 def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:

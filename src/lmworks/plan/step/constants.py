@@ -83,9 +83,6 @@ class Constants:
         """Host seconds of a step beside its launches; a compiled code base has those of its eager one."""
         return self.step_s.get(software.name.removesuffix("-compile"), self.step_s.get("*", 5e-3))
 
-    def was_fitted(self, gpu: Gpu, software: Software) -> bool:
-        return chip_family(gpu) in self.gemm and software.name in self.software
-
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
         """Missing and unknown keys are errors."""

@@ -16,7 +16,7 @@ from ..case import Case, Number
 from ..software import Software
 from .comm import SHARDED_TENSORS, CommSeconds
 from .constants import Constants
-from .uncalibrated import Uncalibrated, reductions_per_micro_batch, stops_early
+from .uncalibrated import Uncalibrated, stops_early
 
 # Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
 LAUNCHES_PER_COLLECTIVE = 3
@@ -174,7 +174,7 @@ class Calibrated:
         if case.software.per_tensor_gather:
             gather = gather + self.fitted.launch_seconds(case.software) * SHARDED_TENSORS * case.dp_shard * case.cp
             recomputed = (case.recompute == "full") / case.recompute_every
-        back = gather * (case.reshard + recomputed) + reduce * reductions_per_micro_batch(case)
+        back = gather * (case.reshard + recomputed) + reduce * comm.reductions
         if not case.software.overlap:
             return Traffic(gather), Traffic(back)
         return overlap(gather, forward, self.fitted.contention), overlap(back, backward, self.fitted.contention)

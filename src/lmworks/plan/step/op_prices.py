@@ -29,9 +29,8 @@ from .uncalibrated import (
     Pass,
     Uncalibrated,
     Work,
-    fp8_casts,
     optimizer_kernels,
-    recomputed_by_op,
+    recomputed_ops,
     sustained_machine,
     updated_params,
 )
@@ -85,17 +84,15 @@ def passes_of(net: Network, recompute: str) -> Iterable[Passes]:
         for op in getattr(net, where):
             yield Passes(op, FORWARD, op.forward, where)
             yield Passes(op, BACKWARD, op.backward, where)
-    for op, kernels in recomputed_by_op(net, recompute):
-        yield Passes(op, RECOMPUTE, kernels, "block")
+    for op in recomputed_ops(net, recompute):
+        yield Passes(op, RECOMPUTE, op.forward, "block")
 
 
 def timed(one: Passes, net: Network, machine: Machine, dtype: str) -> Pass:
     """As Work.of times them: only GEMMs of blocks are in fp8, with the casts of their operands."""
     if one.where != "block" and dtype == "fp8":
         dtype = "bf16"
-    found = [(one.op.part, kernel) for kernel in one.kernels]
-    casts = fp8_casts(found, net.load.software.casts) if dtype == "fp8" else []
-    return Pass.of([*found, *casts], machine, dtype)
+    return Pass.of([(one.op.part, one.kernels)], machine, dtype, net.load.software.casts)
 
 
 def amounts(kernels: Iterable[Kernel]) -> tuple[float, float]:
@@ -121,14 +118,14 @@ def of_one_device(spec: RunSpec, machine: Machine) -> list[OpPrice]:
         found.append(OpPrice(one.op.name, one.op.part, one.way, spent + host, host, times * flops, times * moved))
     updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
     for op in updates:
-        done = Pass.of([(op.part, kernel) for kernel in op.forward], machine, "fp32")
+        done = Pass.of([(op.part, op.forward)], machine, "fp32")
         spent = float(sum(done.seconds_by_kind.values()))
         found.append(OpPrice(op.name, op.part, "", spent, 0.0, *amounts(op.forward)))
     work = Work.of(net, machine, dtype, recompute)
     if spec.parallel.offload_activations:
         found.append(OpPrice("offload", "offload", "", activation_offload_seconds(spec, work, machine)))
     if not on_cpu:
-        update = Pass.of([(op.part, kernel) for op in updates for kernel in op.forward], machine, "fp32")
+        update = Pass.of([(op.part, op.forward) for op in updates], machine, "fp32")
         found.append(OpPrice("host", "launches", "", host_wait_seconds(spec, work, update, machine)))
     return found
 

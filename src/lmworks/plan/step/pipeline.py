@@ -15,7 +15,7 @@ import numpy as np
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
 from ..pipelines.bubble import Costs, bubble
-from ..pipelines.schedule import Span, Times, actions, simulate
+from ..pipelines.schedule import Action, Times, actions
 from ..pipelines.stages import Stage, head_cost, layer_cost, split_layers
 from .micro_batch import MicroBatch
 
@@ -53,7 +53,7 @@ class StageSplit:
 def last_stage(case: Case) -> Number:
     """Blocks of the last stage: of the cuts whose slowest stage is quickest, the most even one."""
     layers, stages = case.model.layers, case.pp * case.virtual
-    if splits_evenly(case):
+    if case.software.even_stages:
         return np.floor(layers / stages)
     head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
     best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
@@ -126,15 +126,15 @@ def weight_seconds(case: Case, micro_batch: MicroBatch) -> Number:
     return micro_batch.block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
 
 
-def simulated_spans(case: Case, micro_batch: MicroBatch, send: float) -> list[Span]:
-    """All passes of one candidate's step, simulated action by action."""
+def pipeline_actions(case: Case, micro_batch: MicroBatch) -> tuple[list[list[Action]], list[Times]]:
+    """Of one candidate, for `simulate`: what every rank does in a step, and how long each stage takes for it."""
     orders = actions(case.schedule, int(case.pp), int(case.virtual), int(case.accumulation))
-    return simulate(orders, [action_seconds(case, micro_batch, stage) for stage in stages(case)], send)
+    return orders, [action_seconds(case, micro_batch, stage) for stage in stages(case)]
 
 
 def stages(case: Case) -> list[Stage]:
     count, layers = int(case.pp * case.virtual), case.model.layers
-    if not splits_evenly(case):
+    if not case.software.even_stages:
         return list(split_layers(case.model, case.seq, count))
     ends = [round(layers * i / count) for i in range(count + 1)]
     return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == count - 1) for i in range(count)]
@@ -142,16 +142,9 @@ def stages(case: Case) -> list[Stage]:
 
 def action_seconds(case: Case, micro_batch: MicroBatch, stage: Stage) -> Times:
     """Seconds of a stage's forward (F), backward (B), input-gradient (I) and weight-gradient (W) pass."""
-    layers = len(stage.layers)
-    forward, backward = (
-        layers * getattr(micro_batch.block, way).seconds
-        + stage.first * getattr(micro_batch.stem, way).seconds
-        + stage.last * getattr(micro_batch.loss, way).seconds
-        for way in ("forward", "backward")
-    )
+    layers, first, last = len(stage.layers), stage.first, stage.last
+    block, stem, loss = micro_batch.block, micro_batch.stem, micro_batch.loss
+    forward = layers * block.forward.seconds + first * stem.forward.seconds + last * loss.forward.seconds
+    backward = layers * block.backward.seconds + first * stem.backward.seconds + last * loss.backward.seconds
     weight = layers * weight_seconds(case, micro_batch)
     return {"F": float(forward), "B": float(backward), "I": float(backward - weight), "W": float(weight)}
-
-
-def splits_evenly(case: Case) -> bool:
-    return case.software.name.startswith("megatron")

@@ -21,26 +21,44 @@ import numpy as np
 
 from ..case import Case, Number
 from ..flops import hardware_flops_per_token, model_flops_per_token
-from ..pipelines.schedule import Span, total
+from ..pipelines.schedule import Span, simulate, total
 from .constants import Constants, chip_family, constants, factor
 from .micro_batch import Calibrated, MicroBatch, Traffic, overlap
-from .pipeline import SlowestRank, StageSplit, pipeline_seconds, simulated_spans
-from .uncalibrated import Uncalibrated, reductions_per_micro_batch
+from .pipeline import SlowestRank, StageSplit, pipeline_actions, pipeline_seconds
+from .uncalibrated import Uncalibrated
 
 
 @dataclass(frozen=True)
 class Price:
     """Seconds of a step and its parts; every number may be an array, one element per candidate."""
 
+    case: Case
     seconds: Number
     parts: dict[str, Number]  # they add up to `seconds`
     tags: dict[str, str]  # of each part: measured, fitted or modelled
     hidden: dict[str, Number]  # seconds of overlapped communication, by axis
-    tokens_per_s: Number
-    mfu: Number
-    hfu: Number
     interval: tuple[Number, Number]  # 90 % interval
     notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> Number:
+        return self.case.tokens_per_step / self.seconds
+
+    @property
+    def mfu(self) -> Number:
+        """Model FLOPs utilization; NaN where the peak of the GPU is not known."""
+        return self.tokens_per_s * model_flops_per_token(self.case.model, self.case.seq) / self.peak_flops
+
+    @property
+    def hfu(self) -> Number:
+        """Hardware FLOPs utilization."""
+        flops = hardware_flops_per_token(self.case.model, self.case.seq, self.case.recompute)
+        return self.tokens_per_s * flops / self.peak_flops
+
+    @property
+    def peak_flops(self) -> Number:
+        """FLOP/s of all GPUs together, by their datasheet."""
+        return self.case.world * (self.case.gpu.peak_flops(self.case.dtype) or np.nan)
 
 
 @dataclass(frozen=True)
@@ -78,16 +96,14 @@ def timeline(case: Case, fitted: Constants | None = None) -> Price:
     if case.pp == 1:
         return price(case, fitted)
     step = Step.of(Uncalibrated.of(case), fitted or constants())
-    without_sends, with_sends = (
-        total(simulated_spans(case, step.micro_batch, send)) for send in (0.0, float(step.send))
-    )
-    return assemble(step, without_sends, with_sends)
+    orders, times = pipeline_actions(case, step.micro_batch)
+    return assemble(step, total(simulate(orders, times)), total(simulate(orders, times, float(step.send))))
 
 
 def pipeline_spans(case: Case, fitted: Constants | None = None) -> list[Span]:
     """The simulated pipeline of one candidate."""
     step = Step.of(Uncalibrated.of(case), fitted or constants())
-    return simulated_spans(case, step.micro_batch, float(step.send))
+    return simulate(*pipeline_actions(case, step.micro_batch), float(step.send))
 
 
 def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
@@ -123,25 +139,14 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     parts = {name: software * seconds for name, seconds in parts.items()}
     parts["stragglers"] = sum(parts.values()) * fitted.stragglers * np.log2(np.maximum(nodes, 1))
     step_s = sum(parts.values())
-    rate = case.tokens_per_step / step_s
-    peak = case.world * (case.gpu.peak_flops(case.dtype) or np.nan)
-    notes = []
-    if not (known := fitted.was_fitted(case.gpu, case.software)):
+    gpu_fitted, notes = chip_family(case.gpu) in fitted.gemm, []
+    if not (known := gpu_fitted and case.software.name in fitted.software):
         notes.append(f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider")
     if case.software.async_tp and case.software.name.startswith("lmworks"):
         notes.append("parallel.async_tp: not measured; its overlap is that of torchtitan's runs")
     margin = np.exp(1.645 * (fitted.spread if known else fitted.unseen))
-    return Price(
-        step_s,
-        parts,
-        tags(case, fitted, parts),
-        dict(hidden),
-        rate,
-        rate * model_flops_per_token(case.model, case.seq) / peak,
-        rate * hardware_flops_per_token(case.model, case.seq, case.recompute) / peak,
-        (step_s / margin, step_s * margin),
-        tuple(notes),
-    )
+    interval = (step_s / margin, step_s * margin)
+    return Price(case, step_s, parts, tags(case, gpu_fitted, parts), dict(hidden), interval, tuple(notes))
 
 
 def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: MicroBatch) -> Traffic:
@@ -153,7 +158,7 @@ def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: M
     if case.zero == 3:
         first = calibrated.comm_seconds(comm.all_gather_root + comm.all_gather)
         last = calibrated.comm_seconds(comm.reduce_scatter_root + comm.reduce_scatter)
-        return Traffic(case.accumulation * (first + reductions_per_micro_batch(case) * last))
+        return Traffic(case.accumulation * (first + comm.reductions * last))
     gradients = calibrated.comm_seconds(comm.gradients)
     weights = calibrated.comm_seconds(comm.weight_all_gather)
     if not case.software.overlap:
@@ -168,9 +173,9 @@ def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: M
     return Traffic(times * reduced.exposed + gathered.exposed, times * reduced.hidden + gathered.hidden)
 
 
-def tags(case: Case, fitted: Constants, parts: Iterable[str]) -> dict[str, str]:
+def tags(case: Case, gpu_fitted: bool, parts: Iterable[str]) -> dict[str, str]:
     """What each figure rests on. Inter-node links and bubbles were never measured on their own."""
-    work = "fitted" if chip_family(case.gpu) in fitted.gemm else "modelled"
+    work = "fitted" if gpu_fitted else "modelled"
     one_node = bool(np.all(case.world <= case.cluster.gpus_per_node))
     found = dict.fromkeys(parts, "measured" if case.cluster.profile else work)
     found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if one_node else "modelled")

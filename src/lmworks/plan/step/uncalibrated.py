@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -23,10 +23,10 @@ from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..ops import Kernel, Op, Workload
 from ..software import Software
-from .comm import StepComm, Weights, shard_degrees
+from .comm import StepComm, Weights
 
 REENTRANT = ("megatron", "deepspeed", "huggingface")  # code bases whose checkpointing recomputes a whole block
-PartKernel = tuple[str, Kernel]  # a kernel and its part of the step-time sheet
+PartKernels = tuple[str, Sequence[Kernel]]  # kernels and their part of the step-time sheet
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,18 @@ class Pass:
     launches: Number = 0.0
 
     @classmethod
-    def of(cls, kernels: Iterable[PartKernel], machine: Machine, dtype: str) -> Self:
+    def of(cls, work: Sequence[PartKernels], machine: Machine, dtype: str, cast_bytes: float = 0.0) -> Self:
+        """`cast_bytes` moved for each operand element of an fp8 GEMM, in kernels of their own."""
+        casts = [("casts", fp8_casts(work, cast_bytes))] if dtype == "fp8" and cast_bytes else []
         by_kind: dict[tuple[str, str], Number] = defaultdict(float)
         launches: Number = 0.0
-        for part, kernel in kernels:
-            key = (part, "casts" if part == "casts" else kernel.kind)
-            kernel_dtype = "bf16" if kernel.bf16_only and dtype == "fp8" else dtype
-            by_kind[key] = by_kind[key] + machine.seconds(kernel, kernel_dtype)
-            batched = kernel.kind == "gemm" and part == "attention"  # attention scores of all heads are one launch
-            launches = launches + (1.0 if batched else kernel.count)
+        for part, kernels in [*work, *casts]:
+            for kernel in kernels:
+                key = (part, "casts" if part == "casts" else kernel.kind)
+                kernel_dtype = "bf16" if kernel.bf16_only and dtype == "fp8" else dtype
+                by_kind[key] = by_kind[key] + machine.seconds(kernel, kernel_dtype)
+                batched = kernel.kind == "gemm" and part == "attention"  # attention scores of all heads are one launch
+                launches = launches + (1.0 if batched else kernel.count)
         return cls(dict(by_kind), launches)
 
     def parts(self, factors: Mapping[str, Number]) -> dict[str, Number]:
@@ -68,27 +71,22 @@ class Work:
     @classmethod
     def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
         wide = "bf16" if dtype == "fp8" else dtype  # only GEMMs of blocks are in fp8
+        casts = net.load.software.casts
 
         def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
-            return timed(kernels(ops, "forward"), dtype), timed(kernels(ops, "backward"), dtype)
+            forward, backward = [(op.part, op.forward) for op in ops], [(op.part, op.backward) for op in ops]
+            return Pass.of(forward, machine, dtype, casts), Pass.of(backward, machine, dtype, casts)
 
-        def timed(found: list[PartKernel], dtype: str) -> Pass:
-            casts = fp8_casts(found, net.load.software.casts) if dtype == "fp8" else []
-            return Pass.of([*found, *casts], machine, dtype)
-
-        recomputed = timed(recomputed_kernels(net, recompute), dtype)
+        again = [(op.part, op.forward) for op in recomputed_ops(net, recompute)]
+        recomputed = Pass.of(again, machine, dtype, casts)
         return cls(both(net.block, dtype), recomputed, both(net.stem, wide), both(net.loss, wide))
 
 
-def kernels(ops: Iterable[Op], direction: str) -> list[PartKernel]:
-    return [(op.part, kernel) for op in ops for kernel in getattr(op, direction)]
-
-
-def fp8_casts(found: Iterable[PartKernel], width: float) -> list[PartKernel]:
+def fp8_casts(work: Iterable[PartKernels], width: float) -> list[Kernel]:
     """Passes that cast GEMM operands to fp8: read for the absolute maximum, read again, written in one byte."""
-    products = [kernel for _, kernel in found if kernel.kind == "gemm" and not kernel.bf16_only]
+    products = [kernel for _, kernels in work for kernel in kernels if kernel.kind == "gemm" and not kernel.bf16_only]
     sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
-    return [("casts", Kernel("stream", bytes=width * size, count=count)) for size, count in sizes]
+    return [Kernel("stream", bytes=width * size, count=count) for size, count in sizes]
 
 
 def stops_early(software: Software) -> bool:
@@ -99,31 +97,29 @@ def stops_early(software: Software) -> bool:
     return not (software.graph or software.name.startswith(REENTRANT))
 
 
-def recomputed_kernels(net: Network, recompute: str) -> list[PartKernel]:
-    return [(op.part, kernel) for op, again in recomputed_by_op(net, recompute) for kernel in again]
-
-
-def recomputed_by_op(net: Network, recompute: str) -> list[tuple[Op, tuple[Kernel, ...]]]:
-    """Kernels that a block's backward pass recomputes, by op.
+def recomputed_ops(net: Network, recompute: str) -> list[Op]:
+    """Ops of a block whose forward kernels its backward pass runs again.
 
     `full`: all, but for the last GEMM where recompute stops early; `selective`: all but attention and the saved GEMMs;
     `mlp`: as `selective`, and the MLP's GEMMs but for the last; `attention`: core attention alone.
     """
     software = net.load.software
     if recompute == "full":
-        return [(op, op.forward) for op in net.block if not (stops_early(software) and op.name == "down")]
+        return [op for op in net.block if not (stops_early(software) and op.name == "down")]
     if recompute == "attention":
-        return [(op, op.forward) for op in net.block if op.name == "attention"]
+        return [op for op in net.block if op.name == "attention"]
     if recompute not in ("selective", "mlp"):
         return []
-    cheap = [(op, op.forward) for op in net.block if op.part not in ("matmul", "attention")]
+    cheap = [op for op in net.block if op.part not in ("matmul", "attention")]
     if recompute == "mlp":
         wide, model = [op for op in net.halves[1] if op.part == "matmul"], net.load.model
         # Expert gates need the experts' outputs; nothing needs the last GEMM of a dense MLP.
-        return cheap + [(op, op.forward) for op in (wide if model.experts and not model.shared_experts else wide[:-1])]
+        return cheap + (wide if model.experts and not model.shared_experts else wide[:-1])
     products = [op for op in net.block if op.part == "matmul"]
     share = software.selective_recompute_share
-    return cheap + [(op, tuple(replace(one, count=one.count * share) for one in op.forward)) for op in products]
+    return cheap + [
+        replace(op, forward=tuple(replace(one, count=one.count * share) for one in op.forward)) for op in products
+    ]
 
 
 # --- a whole step ----------------------------------------------------------------------------------------
@@ -150,17 +146,20 @@ class Uncalibrated:
         if case.recompute == "budget":
             raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
-        net, updated = network(Workload.of_case(case)), updated_params(case, weights)
-        copies = [Kernel("stream", bytes=size) for size in copy_bytes(case, weights)]
+        net, comm, updated = network(Workload.of_case(case)), StepComm.of(case, weights), updated_params(case, weights)
+        copied, copied_back = copy_bytes(case, weights, comm.reductions)
         activations: Number = 0.0
         if np.any(case.offload_activations):
             activations = total_offloaded_bytes(case, net) / case.model.layers / shared_host_link(case)
         return cls(
             case,
             Work.of(net, machine, case.dtype, case.recompute),
-            StepComm.of(case, weights),
-            (Pass.of([("copies", copies[0])], machine, "fp32"), Pass.of([("copies", copies[1])], machine, "fp32")),
-            Pass.of([("optimizer", kernel) for kernel in optimizer_kernels(case, updated)], machine, "fp32"),
+            comm,
+            (
+                Pass.of([("copies", [Kernel("stream", bytes=copied)])], machine, "fp32"),
+                Pass.of([("copies", [Kernel("stream", bytes=copied_back)])], machine, "fp32"),
+            ),
+            Pass.of([("optimizer", optimizer_kernels(case, updated))], machine, "fp32"),
             optimizer_offload_seconds(case, updated) if case.offload != "none" else 0.0,
             activations,
         )
@@ -178,30 +177,30 @@ def sustained_machine(gpu: Gpu, flash: str, profile: str = "") -> Machine:
     return replace(machine, laws=replace(machine.laws, gemm=hot))
 
 
-def copy_bytes(case: Case, weights: Weights) -> tuple[Number, Number]:
+def copy_bytes(case: Case, weights: Weights, reductions: Number) -> tuple[Number, Number]:
     """Bytes copied per block: gathered weights out of their buffer; gradients packed, or accumulated."""
     software = case.software
     if case.zero == 3:
         gather = 2.0 * (software.gather or case.width) * weights.block
-        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions_per_micro_batch(case)
+        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions
     if software.wgrad_placeholder:  # GEMMs accumulate into the gradients (wgrad fusion)
         return 0.0, 0.0
     summed = (2.0 * software.gradients + 2) * weights.block
     return 0.0, np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
 
 
-def reductions_per_micro_batch(case: Case) -> Number:
-    """ZeRO-3 reduce-scatters per micro-batch: our trainer reduces after the last one only, others after each."""
-    last_only = case.software.name.startswith("lmworks") and not case.sync_each_pass
-    return 1 / case.accumulation if last_only else 1.0
-
-
 def updated_params(case: Case, weights: Weights) -> Number:
-    """Parameters that a rank updates."""
+    """Parameters that a rank updates. Our trainer deals whole experts: of two over four ranks the first has one."""
     dense = (case.model.layers * weights.dense + weights.root) / case.pp
     experts = case.model.layers * weights.experts / case.pp
-    over, over_experts = shard_degrees(case) if case.zero else (1, 1)
-    return dense / over + experts / over_experts
+    if not case.zero:
+        return dense + experts
+    whole = np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp
+    over_experts = np.maximum(1, whole // case.ep)
+    if case.model.experts and case.is_lmworks:
+        mine = case.model.experts // case.ep
+        over_experts = mine / np.ceil(mine / over_experts)
+    return dense / (case.dp_shard * case.cp) + experts / over_experts
 
 
 def optimizer_kernels(case: Case, numbers: Number) -> list[Kernel]:
