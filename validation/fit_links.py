@@ -22,8 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lmworks.plan.devices.links import LINKS, Curve
-from lmworks.plan.devices.network import wire_share
+from lmworks.plan.devices.links import LINKS, Curve, wire_share
 from lmworks.spec import catalogue
 from lmworks_validation.components import SYSTEMS, between_machines
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmworks.plan.devices.links import Fabric, read_links
+from lmworks.plan.devices.links import Fabric, read_links, wire_share
 from lmworks.plan.devices.rates import gemm_rate, gemm_seconds, table
 from lmworks.plan.serving.inference import read_constants
 from lmworks.spec import Cluster, catalogue
@@ -162,7 +162,8 @@ def exchange(row: Mapping[str, str]) -> Exchange:
     cluster = Cluster(nodes=nodes, gpus_per_node=each, nic_gbs=float(row["nic_gbs"]), network=row["network"])
     fabric = Fabric.of(cluster, catalogue()[row["gpu"]])
     if row["algorithm"] == "ring" and fabric.network:
-        seconds = fabric.network.ring(row["kind"], nbytes, nodes * each, each, fabric.rates_within[each]).seconds
+        wire = nbytes * wire_share(row["kind"], nodes * each)
+        seconds = fabric.network.ring(row["kind"], wire, nodes * each, each, fabric.rates_within[each]).seconds
     else:
         seconds = fabric.seconds(row["kind"], nbytes, nodes * each)
     return Exchange(row["gpu"], nodes, row["algorithm"], nbytes, float(row["time_us"]) * 1e-6, float(seconds))

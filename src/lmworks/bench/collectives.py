@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from ..data.progress import Progress, silent
-from ..plan.devices.network import wire_share
+from ..plan.devices.links import wire_share
 from ..spec import TrainingError
 from .collective_ops import OPS, OUT_OF_PLACE_ONLY, Call, Group, group_layout, make_call
 

@@ -188,7 +188,7 @@ def cells(row: Row | None) -> list[str]:
 
 def print_fits(facts: dict[str, Any]) -> None:
     from ..plan.devices.alpha_beta import AlphaBeta
-    from ..plan.devices.network import wire_share
+    from ..plan.devices.links import wire_share
 
     lines = []
     for one in facts["fits"]:

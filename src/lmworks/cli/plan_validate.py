@@ -71,7 +71,7 @@ def print_profile(profile: Profile) -> None:
 
 
 def print_links(curve: Curve) -> None:
-    from ..plan.devices.network import wire_share
+    from ..plan.devices.links import wire_share
 
     rows = [
         [kind, ranks, binary_bytes(size), duration(s), f"{short(size * float(wire_share(kind, ranks)) / s)}B/s"]

@@ -75,7 +75,6 @@ class Case:
         else:
             over = layout.dp_shard * (layout.cp if layout.strategy == "fsdp2" else 1)
             zero = 3 if layout.strategy.startswith("fsdp") and over > 1 else 0
-        degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")}
         return cls(
             spec.model,
             gpu,
@@ -83,7 +82,12 @@ class Case:
             spec.data.seq,
             spec.data.micro_batch * spec.data.rows_per_example,
             spec.accumulation,
-            **degrees,
+            layout.dp_replicate,
+            layout.dp_shard,
+            layout.tp,
+            layout.cp,
+            layout.pp,
+            layout.ep,
             virtual=layout.virtual_stages,
             zero=zero,
             reshard=layout.reshard,

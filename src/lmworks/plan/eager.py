@@ -341,7 +341,7 @@ def logprobs(load: Workload) -> list[Op]:
     chunks, head = t / rows, load.vocab * h
     logits = gemm(rows, h, seen, chunks)
     more = load.width * rows * seen / 4
-    capped = [stream(2 * more, count=chunks)] * components.head(load.model).logit_passes
+    capped = [stream(2 * more, count=chunks)] * components.logit_passes(load.model)
     cast = [stream(1.5 * head)] if load.cast else []
     sums = stream(more, kind="exp", count=chunks)
     slopes = stream(3 * more, kind="exp", count=chunks)
@@ -368,7 +368,7 @@ def chunked_cross_entropy(load: Workload) -> list[Op]:
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
     passes = [*softmax(load, rows * seen, chunks)]
     more = load.width * rows * seen / 4  # read or written by a further pass over the logits
-    passes += [stream(2 * more, count=chunks)] * components.head(load.model).logit_passes
+    passes += [stream(2 * more, count=chunks)] * components.logit_passes(load.model)
     if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
     if load.is_16_bit:  # every chunk adds to its gradient

@@ -18,6 +18,12 @@ def keys_per_query(seq: int, window: int = 0) -> float:
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
 
 
+def block_flops_per_token(model: ModelSpec, seq: int) -> float:
+    """Forward, one layer."""
+    core = components.attention_core(model)
+    return 2 * model.block_matmul_params + core.flops_per_key * keys_per_query(seq, core.window)
+
+
 def attention_flops_per_token(model: ModelSpec, seq: int) -> float:
     """Forward, all layers."""
     core = components.attention_core(model)

@@ -8,7 +8,7 @@ one): the residual stream before each norm, the input of every GEMM, q, k, v and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,10 +126,10 @@ def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
 
 def attention(core: Attention, load: Workload) -> Op:
     t, w = load.tokens, load.width
-    q, result = (w * t * width // load.tp for width in (core.q_width, core.out_width))
-    k, v = (w * t * load.local(width, "kv_heads") for width in (core.k_width, core.v_width))
-    # Under context parallelism q and k are saved before and after the rotary embedding.
-    inputs = [q, k, v, *(size * np.greater(load.cp, 1) for size in (q, k))]
+    q, result = w * t * core.q_width // load.tp, w * t * core.out_width // load.tp
+    k, v = w * t * load.local(core.k_width, "kv_heads"), w * t * load.local(core.v_width, "kv_heads")
+    several = np.greater(load.cp, 1)
+    inputs = [q, k, v, q * several, k * several]  # with context parallelism also before the rotary embedding
     if load.software.attention == "scores":
         return scores(core, load, inputs, result)
     shape = (load.seq, core.qk_dim)
@@ -179,7 +179,8 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = launched(load, 3 if bias else 1)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
-    there, back = (np.where(load.epilogue_fusion, 1, moved * apart)[()] * wide for moved in (up + 1, 2 * up + 1))
+    there = np.where(load.epilogue_fusion, 1, (up + 1) * apart)[()] * wide
+    back = np.where(load.epilogue_fusion, 1, (2 * up + 1) * apart)[()] * wide
     last = (
         (gemm(rows, width, h, count), *cast),
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
@@ -223,7 +224,8 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
 
 def block(load: Workload) -> list[Op]:
     ops: list[Op] = []
-    for together in groups(components.block(load.model)):
+    for _, neighbours in itertools.groupby(components.block(load.model), computed_together):
+        together: list[Any] = list(neighbours)
         match together[0]:
             case Linear():
                 ops.append(projections(together, load))
@@ -250,13 +252,9 @@ def block(load: Workload) -> list[Op]:
     return ops
 
 
-def groups(found: Iterable[components.Component]) -> list[list[Any]]:
-    """Neighbours of one kind that a fused kernel computes at once: projections of one input, head norms, rotary."""
-
-    def kernel(component: components.Component) -> tuple[Any, ...]:
-        return type(component), getattr(component, "reads", None), getattr(component, "total", 0) > 0
-
-    return [list(together) for _, together in itertools.groupby(found, kernel)]
+def computed_together(component: components.Component) -> tuple[Any, ...]:
+    """The same for neighbours that one fused kernel computes: projections of one input, head norms, rotary."""
+    return type(component), getattr(component, "reads", None), getattr(component, "total", 0) > 0
 
 
 def loss(load: Workload) -> list[Op]:

@@ -120,6 +120,12 @@ class Workload:
         # in the pass that casts them again for the weight gradient.
         self.rematerialized = self.dtype == "fp8" and software.graph
         self.in_place = self.device == "cuda" and software.in_place  # the loss overwrites logits with gradients
+        # GELU, its gradient and the residual add after the MLP are GEMM epilogues (model/training_fusion.py). Each then
+        # moves one tensor beside the GEMM's own: GELU writes its output, its gradient reads GELU's input, and an add
+        # reads its addend.
+        fusible = software.epilogue_fusion and self.model.mlp == "gelu" and self.dtype != "fp8"
+        fusible = fusible and not self.no_epilogue_fusion and self.device == "cuda"
+        self.epilogue_fusion = np.equal(self.tp, 1) & fusible
         # Logits per token: our loss pads a vocabulary that tensor cores cannot use.
         self.logit_columns = self.vocab
         if self.device == "cuda" and self.is_16_bit and software.loss == "chunked":
@@ -194,21 +200,6 @@ class Workload:
         few = FEW_CHUNKS if self.in_place and not self.software.fp32_head else 1
         many = np.greater(self.tokens, few * self.chunk_rows)
         return np.where(many, 4, self.software.gradients)[()]
-
-    @property
-    def epilogue_fusion(self) -> Any:
-        """GELU, its gradient and the residual add after the MLP are GEMM epilogues (model/training_fusion.py).
-
-        Each then moves one tensor beside the GEMM's own: GELU writes its output, its gradient reads GELU's input, and
-        an add reads its addend.
-        """
-        plain = (
-            self.software.epilogue_fusion
-            and self.model.mlp == "gelu"
-            and self.dtype != "fp8"
-            and not self.no_epilogue_fusion
-        )
-        return np.equal(self.tp, 1) & (plain and self.device == "cuda")
 
     @property
     def attention(self) -> str:

@@ -218,7 +218,7 @@ class Attention(WithoutWeights):
     @property
     def flops_per_key(self) -> int:
         """Of one query: q·kᵀ and p·v."""
-        return 2 * (self.q_width + self.out_width)
+        return 2 * self.heads * (self.qk_dim + self.v_dim)
 
     @property
     def fused(self) -> bool:
@@ -410,25 +410,14 @@ def feed_forward(m: ModelSpec) -> Iterator[Component]:
         yield MLP("mlp.shared", "shared ", "mlp_norm", m.hidden, width, m.mlp, hf="mlp.shared_experts")
 
 
-@dataclass(frozen=True)
-class Head:
-    """Logits, and the loss that is computed from them in chunks."""
-
-    softcap: float = 0.0
-
-    @property
-    def saved_logits(self) -> int:
-        """Copies of a chunk of logits that the loss holds beside what softmax needs: the derivative of the cap."""
-        return int(self.softcap > 0)
-
-    @property
-    def logit_passes(self) -> int:
-        """Elementwise passes over the logits beside softmax: /, tanh, · and derivative of a cap, and their product."""
-        return 5 * (self.softcap > 0)
+def saved_logits(m: ModelSpec) -> int:
+    """Copies of a chunk of logits that the loss holds beside what softmax needs: the derivative of the cap."""
+    return int(m.final_softcap > 0)
 
 
-def head(m: ModelSpec) -> Head:
-    return Head(m.final_softcap)
+def logit_passes(m: ModelSpec) -> int:
+    """Elementwise passes over the logits beside softmax: /, tanh, · and derivative of a cap, and their product."""
+    return 5 * (m.final_softcap > 0)
 
 
 def embedding_weights(m: ModelSpec) -> Iterator[Weight]:
@@ -510,8 +499,7 @@ def readers(m: ModelSpec, norm: Norm) -> int:
 
 
 def feeds_router(m: ModelSpec, norm: Norm) -> bool:
-    routed = experts(m)
-    return routed is not None and routed.reads == norm.name
+    return any(isinstance(component, Experts) and component.reads == norm.name for component in block(m))
 
 
 @dataclass(frozen=True)

@@ -118,14 +118,14 @@ def pipelined(group: Group, collective: str, nbytes: Number, traffic: Traffic) -
     alpha, beta = latency(group, traffic), transfer(group, nbytes, traffic, overlap=True)
     small = Cost.total(alpha["small"], beta / net.small_share)
     large = Cost(alpha["large"] * slow, beta, net.together(alpha["large"] * slow, beta))
-    return Cost.total(net.start, 0.0) + small.or_faster(large)
+    return small.or_faster(large, net.start)
 
 
 def round_by_round(group: Group, nbytes: Number, traffic: Traffic) -> Cost:
     """Every round waits for the one before it."""
     alpha, beta = latency(group, traffic), transfer(group, nbytes, traffic, overlap=False)
     small = Cost.total(alpha["small"], beta / group.net.small_share)
-    return Cost.total(group.net.start, 0.0) + small.or_faster(Cost.total(alpha["large"], beta))
+    return small.or_faster(Cost.total(alpha["large"], beta), group.net.start)
 
 
 def latency(group: Group, traffic: Traffic) -> dict[str, float]:

@@ -31,13 +31,20 @@ from numpy.typing import NDArray
 from ...spec import Cluster, Gpu, SpecError
 from ..case import Number
 from .alpha_beta import AlphaBeta
-from .network import Cost, Network, wire_share
+from .network import Cost, Network
 
 LINKS = Path(__file__).with_name("links.toml")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send")
 # A broadcast is a gather whose one piece goes round; a send is half of an exchange between two.
 SAME_CURVE = {"broadcast": "all-gather", "send": "all-to-all"}
 RINGS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")  # steps grow with the ranks
+
+
+def wire_share(kind: str, ranks: Number) -> Number:
+    """Bytes a rank sends for each byte of the message, on a ring: time depends on these, nearly alone."""
+    if kind in ("broadcast", "send"):
+        return np.ones_like(ranks, dtype=float)
+    return (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +100,8 @@ class Curve:
             return np.exp(known[0]) + np.maximum(ranks - only, 0) * step
         grid, place = np.log2(counts), np.log2(np.maximum(ranks, counts[0]))
         low = np.clip(np.searchsorted(grid, place, side="right") - 1, 0, len(counts) - 2)
-        below, above = (np.take_along_axis(known, index[np.newaxis], axis=0)[0] for index in (low, low + 1))
+        below = np.take_along_axis(known, low[np.newaxis], axis=0)[0]
+        above = np.take_along_axis(known, low[np.newaxis] + 1, axis=0)[0]
         share = np.minimum((place - grid[low]) / (grid[low + 1] - grid[low]), 1)
         before, last = counts[-2:]
         step = max(0.0, table[last][0] - table[before][0]) / (last - before)
@@ -251,8 +259,9 @@ class Fabric:
         self, net: Network, kind: str, nbytes: Number, ranks: Number, members: NDArray[Any], local: Number
     ) -> Cost:
         """A ring over machines; no faster than the same links are inside one, which the longer ring passes too."""
-        further = wire_share(kind, ranks) / wire_share(kind, np.maximum(members, 2))
-        return net.ring(kind, nbytes, ranks, members, self.rates_within[members]).at_least(local * further)
+        share = wire_share(kind, ranks)
+        further = share / wire_share(kind, np.maximum(members, 2))
+        return net.ring(kind, nbytes * share, ranks, members, self.rates_within[members]).at_least(local * further)
 
     def split(self, kind: str, seconds: Number, ranks: Number) -> Cost:
         """Measured seconds within a machine as latency, which a message of one byte takes, and the rest."""

@@ -71,7 +71,8 @@ class Machine:
         return {"flops_per_s": products, "bytes_per_s": best["stream"]}
 
     def covers(self, dtype: str) -> bool:
-        return f"gemm.{dtype}" in self.tags
+        name = f"gemm.{dtype}"
+        return name in self.rates or (self.laws is not None and name in self.laws.tags)
 
     def table(self, kernel: Kernel, dtype: str) -> str:
         """The name of the table of `rates` that prices a kernel."""

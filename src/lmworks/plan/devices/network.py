@@ -16,13 +16,6 @@ import numpy as np
 from ..case import Number
 
 
-def wire_share(kind: str, ranks: Number) -> Number:
-    """Bytes a rank sends for each byte of the message, on a ring: time depends on these, nearly alone."""
-    if kind in ("broadcast", "send"):
-        return np.ones_like(ranks, dtype=float)
-    return (2.0 if kind == "all-reduce" else 1.0) * (ranks - 1) / ranks
-
-
 @dataclass(frozen=True, eq=False)
 class Cost:
     """Seconds of a collective, and the two terms it is made of: `alpha`, latency of its rounds, and `beta`, bytes over
@@ -40,10 +33,11 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.alpha + other.alpha, self.beta + other.beta, self.seconds + other.seconds)
 
-    def or_faster(self, other: Cost) -> Cost:
+    def or_faster(self, other: Cost, start: Number) -> Cost:
+        """The faster of two protocols; either begins with a latency of `start`."""
         first = np.less_equal(self.seconds, other.seconds)
-        pairs = zip((self.alpha, self.beta, self.seconds), (other.alpha, other.beta, other.seconds), strict=True)
-        return Cost(*(np.where(first, one, two) for one, two in pairs))
+        alpha, beta = np.where(first, self.alpha, other.alpha), np.where(first, self.beta, other.beta)
+        return Cost(start + alpha, beta, start + np.minimum(self.seconds, other.seconds))
 
     def at_least(self, seconds: Number) -> Cost:
         """A bandwidth that something else limits."""
@@ -70,34 +64,39 @@ class Network:
     @classmethod
     def of(cls, table: Mapping[str, Any], network: str, nic_gbs: float) -> Self:
         """From `links.toml`, where times stand in microseconds."""
-        kind = table["kind"][network]
-        figures: dict[str, Any] = {
-            name: table[name] for name in ("small_share", "small_share_tree", "plateau", "overlap")
-        }
-        figures |= {name: table[name] * 1e-6 for name in ("start", "peer")}
-        for steps in ("ring_inside", "ring_across", "tree_across"):
-            figures[steps] = {protocol: us * 1e-6 for protocol, us in table[steps].items()}
-        return cls(nic=nic_gbs * 1e9 * kind["efficiency"], hops=kind["hops"], **figures)
+        kind, steps = table["kind"][network], dict[str, dict[str, float]]()
+        for name in ("ring_inside", "ring_across", "tree_across"):
+            steps[name] = {protocol: us * 1e-6 for protocol, us in table[name].items()}
+        return cls(
+            nic=nic_gbs * 1e9 * kind["efficiency"],
+            hops=kind["hops"],
+            start=table["start"] * 1e-6,
+            small_share=table["small_share"],
+            small_share_tree=table["small_share_tree"],
+            plateau=table["plateau"],
+            peer=table["peer"] * 1e-6,
+            overlap=table["overlap"],
+            **steps,
+        )
 
     def together(self, first: Number, second: Number) -> Number:
         """Two parts that overlap, chunk by chunk: a little more than the slower one."""
         most = np.maximum(np.maximum(first, second), 1e-12)
         return most * ((first / most) ** self.overlap + (second / most) ** self.overlap) ** (1 / self.overlap)
 
-    def ring(self, kind: str, nbytes: Number, ranks: Number, members: Number, inside_rate: Number) -> Cost:
-        """`members` of the ranks share a machine, each with its network port; `inside_rate` is the links' there."""
+    def ring(self, kind: str, wire: Number, ranks: Number, members: Number, inside_rate: Number) -> Cost:
+        """Every rank sends `wire` bytes. `members` of them share a machine, each with its network port; `inside_rate`
+        is the links' there.
+        """
         turns = 2 if kind == "all-reduce" else 1
         across = turns * (np.ceil(ranks / members) - 1)
         inside = turns * (ranks - 1) - across
-        moving = nbytes * wire_share(kind, ranks) / np.minimum(members * self.nic, inside_rate)
-        wait = {
-            protocol: inside * self.ring_inside[protocol] + across * self.ring_across[protocol] * self.hops
-            for protocol in ("small", "large")
-        }
-        slow = self.plateau if kind == "all-reduce" else 1.0
-        small = Cost.total(wait["small"], moving / self.small_share)
-        large = Cost(wait["large"] * slow, moving, self.together(wait["large"] * slow, moving))
-        return Cost.total(self.start, 0.0) + small.or_faster(large)
+        moving = wire / np.minimum(members * self.nic, inside_rate)
+        quick = inside * self.ring_inside["small"] + across * self.ring_across["small"] * self.hops
+        wait = inside * self.ring_inside["large"] + across * self.ring_across["large"] * self.hops
+        wait = wait * (self.plateau if kind == "all-reduce" else 1.0)
+        large = Cost(wait, moving, self.together(wait, moving))
+        return Cost.total(quick, moving / self.small_share).or_faster(large, self.start)
 
     def tree(self, nbytes: Number, ranks: Number, members: Number, inside: Cost, trees: int = 2) -> Cost:
         """An all-reduce over two trees, each with half of the bytes, or over one; `inside`: within one machine.
@@ -112,7 +111,7 @@ class Network:
         wait = hops * self.tree_across["large"]
         beta = self.together(inside.beta, moving)
         large = Cost(inside.alpha + wait, beta, wait + self.together(inside.seconds, moving))
-        return Cost.total(np.where(members > 1, 0, self.start), 0.0) + small.or_faster(large)
+        return small.or_faster(large, np.where(members > 1, 0, self.start))
 
     def exchange(self, nbytes: Number, ranks: Number, members: Number, inside: Number) -> Cost:
         """An all-to-all: everyone's share for other machines leaves through its own port."""

@@ -441,7 +441,7 @@ def chunk_bytes(load: Workload, head: Any) -> Any:
     logits, cut = load.chunk_rows * load.logit_columns, np.greater(load.tp, 1)
     if load.head == DIVERGENCE:
         return divergence_chunk_bytes(load, head)
-    held = load.width * logits * components.head(load.model).saved_logits
+    held = load.width * logits * components.saved_logits(load.model)
     if load.in_place:
         return held + load.width * logits
     if not load.is_16_bit:
@@ -457,7 +457,7 @@ def divergence_chunk_bytes(load: Workload, head: Any) -> Any:
     the head's gradient.
     """
     logits = load.chunk_rows * load.logit_columns
-    slope = load.width * components.head(load.model).saved_logits
+    slope = load.width * components.saved_logits(load.model)
     compared = (4 * COMPARED_TABLES + (load.width if load.is_16_bit else 0) + slope) * logits
     return np.maximum(compared, 2 * logits + 2 * head) if load.is_16_bit and load.device == "cpu" else compared
 
@@ -468,7 +468,7 @@ def logprob_chunk_bytes(load: Workload) -> tuple[Any, Any]:
     Plain code has the logits, in 16 bits a copy in fp32, and forward the terms of log Σ exp; kernels work in place.
     """
     logits = load.chunk_rows * load.logit_columns
-    held = load.width * logits * components.head(load.model).saved_logits
+    held = load.width * logits * components.saved_logits(load.model)
     if load.in_place:
         return load.width * logits, held + load.width * logits
     wide = (load.width + 4 if load.is_16_bit else 4) * logits

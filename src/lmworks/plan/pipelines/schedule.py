@@ -78,8 +78,9 @@ def looped_order(schedule: str, rank: int, ranks: int, virtual: int, micro_batch
         size = micro_batches // max(1, micro_batches // ranks)
         hops = (1 if schedule == "interleaved-zero-bubble" else 2) * (ranks - 1 - rank)
         ahead = min((virtual - 1) * size + hops, passes)
-    forward = [(stages[turn], i) for turn, i in rounds(virtual, micro_batches, size)]
-    backward = [(stages[-1 - turn], i) for turn, i in rounds(virtual, micro_batches, size)]
+    turns = rounds(virtual, micro_batches, size)
+    forward = [(stages[turn], i) for turn, i in turns]
+    backward = [(stages[-1 - turn], i) for turn, i in turns]
     if schedule == "looped-bfs":
         backward = [(stage, micro_batches - 1 - i) for stage, i in backward]
 
@@ -218,7 +219,7 @@ def simulate(orders: Sequence[Sequence[Action]], stages: Sequence[Times], send: 
     away = [0.0, *(send if rank_of[stage] != rank_of[stage + 1] else 0.0 for stage in range(last)), 0.0]  # of borders
     there: dict[tuple[int, str, int], float] = {}  # (stage, F or I, micro-batch) → when the next stage has it
     waiting: dict[tuple[int, str, int], int] = {}  # what a rank waits for → that rank
-    position, free = [0 for _ in ranks], [0.0 for _ in ranks]
+    position, free = [0] * len(orders), [0.0] * len(orders)
     spans: list[Span] = []
     ready = list(ranks)
     while ready:

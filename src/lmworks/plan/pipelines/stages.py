@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ...spec import ModelSpec, RunSpec, SpecError
-from ..flops import attention_flops_per_token
+from ..flops import block_flops_per_token
 from .schedule import Action, Span, actions, durations, simulate, stage_times, stages_of
 
 
@@ -37,7 +37,8 @@ class Stage:
 
     def cost(self, model: ModelSpec, seq: int) -> float:
         """Forward FLOPs a token."""
-        return len(self.layers) * layer_cost(model, seq) + self.first * model.hidden + self.last * head_cost(model)
+        blocks = len(self.layers) * block_flops_per_token(model, seq)
+        return blocks + self.first * model.hidden + self.last * head_cost(model)
 
 
 def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
@@ -61,11 +62,6 @@ def simulated(spec: RunSpec) -> list[Span]:
     return simulate(orders_of(spec), stage_times(durations(layout.recompute), [cost / mean for cost in costs]))
 
 
-def layer_cost(model: ModelSpec, seq: int) -> float:
-    products = 2 * model.layers * model.block_matmul_params
-    return (products + attention_flops_per_token(model, seq)) / model.layers
-
-
 def head_cost(model: ModelSpec) -> float:
     return 2 * model.head_outputs * model.hidden
 
@@ -75,7 +71,7 @@ def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
     """Contiguous runs of at least one layer. The largest cost is least; of such splits, the most even one."""
     if not 1 <= stages <= model.layers:
         raise SpecError(f"{stages} pipeline stages cannot be cut from model.layers = {model.layers}: use at most that")
-    costs = [layer_cost(model, seq)] * model.layers
+    costs = [block_flops_per_token(model, seq)] * model.layers
     costs[0] += model.hidden  # a look-up: far below any GEMM, but it decides between equal cuts
     costs[-1] += head_cost(model)
     ends = most_even_split(costs, stages, limit=min_max_split(costs, stages))

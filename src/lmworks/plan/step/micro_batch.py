@@ -16,7 +16,7 @@ from ..case import Case, Number
 from ..software import Software
 from .comm import SHARDED_TENSORS, CommSeconds
 from .constants import Constants
-from .uncalibrated import Uncalibrated, stops_early
+from .uncalibrated import Pass, Uncalibrated, stops_early
 
 # Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
 LAUNCHES_PER_COLLECTIVE = 3
@@ -24,6 +24,7 @@ LAUNCHES_PER_COLLECTIVE = 3
 # each saved tensor, and with selective policies a Python dispatch at every op, twice. Measured with batches too small
 # to fill a GPU.
 CHECKPOINT_LAUNCHES = {"full": 48, "selective": 145, "mlp": 145}
+FORWARD, BACKWARD = 0, 1  # of a pair of passes
 
 
 class Traffic(NamedTuple):
@@ -77,6 +78,7 @@ class Calibrated:
     uncalibrated: Uncalibrated
     fitted: Constants
     factors: Mapping[str, Number]  # by kind of kernel
+    launch_s: float  # host seconds per kernel launch
 
     def comm_seconds(self, comm: CommSeconds) -> Number:
         """Inter-node messages cross the links inside a node too: never faster than those."""
@@ -85,99 +87,85 @@ class Calibrated:
     def launch_seconds(self, count: Number) -> Number:
         """Host seconds; tensor-parallel ranks wait for the slowest host in every collective."""
         skew = 1 + self.fitted.host_skew * np.log2(self.case.tp)
-        return self.fitted.launch_seconds(self.case.software) * count * skew * self.case.host
+        return self.launch_s * count * skew * self.case.host
 
     def micro_batch(self) -> MicroBatch:
-        work, vocab = self.uncalibrated.work, self.comm_seconds(self.uncalibrated.comm.vocab)
-        stem, loss = (
-            ForwardBackward(*(self.cost({**way.parts(self.factors), "tp": vocab}, {}, way.launches) for way in both))
-            for both in (work.stem, work.loss)
-        )
-        return MicroBatch(self.block(), stem, loss)
+        work = self.uncalibrated.work
+        return MicroBatch(self.block(), self.vocab_parallel(*work.stem), self.vocab_parallel(*work.loss))
 
-    def cost(self, parts: dict[str, Number], hidden: dict[str, Number], launches: Number) -> PassCost:
+    def vocab_parallel(self, forward: Pass, backward: Pass) -> ForwardBackward:
+        """Embedding, or final norm, head and loss; tensor-parallel ranks have a part of the vocabulary each."""
+        traffic = {"tp": Traffic(self.comm_seconds(self.uncalibrated.comm.vocab))}
+        return ForwardBackward(
+            self.cost(forward.parts(self.factors), traffic, forward.launches),
+            self.cost(backward.parts(self.factors), traffic, backward.launches),
+        )
+
+    def cost(self, compute: Mapping[str, Number], traffic: Mapping[str, Traffic], launches: Number) -> PassCost:
         """A pass with its host-bound time. Ranks of a group synchronise in every block, and so do their hosts.
 
         Host and GPU alternate as the bottleneck, so neither hides the other wholly: √(GPU² + host²), not the maximum.
         One GPU alone is priced per step (`host_wait_seconds`).
         """
+        parts, hidden = dict(compute), {}
+        for axis, comm in traffic.items():
+            parts[axis], hidden[axis] = comm
         busy = sum(parts.values())
         host_s = np.where(np.equal(self.case.world, 1), 0.0, self.launch_seconds(launches))
         seconds = np.hypot(busy, host_s)
         return PassCost({**parts, "host": seconds - busy}, hidden, busy, seconds, launches)
 
     def block(self) -> ForwardBackward:
-        case, work, comm, fitted = self.case, self.uncalibrated.work, self.uncalibrated.comm, self.fitted
-        forward, backward = (way.parts(self.factors) for way in work.block)
+        case, work, comm = self.case, self.uncalibrated.work, self.uncalibrated.comm
+        forward, backward = work.block[0].parts(self.factors), work.block[1].parts(self.factors)
         recompute = sum(work.recomputed.parts(self.factors).values()) / case.recompute_every
+        there = self.traffic(FORWARD, forward, sum(forward.values()))
+        back = self.traffic(BACKWARD, backward, sum(backward.values()) + recompute)
         repeats = (case.recompute == "full") / case.recompute_every  # collectives of a block that is recomputed
-        compute = sum(forward.values()), sum(backward.values()) + recompute
-        tp, cp = [], []
-        for way, parts in enumerate((forward, backward)):
-            tensor = Traffic(self.comm_seconds(comm.tp[way]))
-            if case.software.async_tp:  # in pieces that overlap with the GEMMs they feed
-                tensor = overlap(tensor.exposed, parts["matmul"], fitted.async_tp_contention)
-            tp.append(tensor)
-            context = Traffic(self.comm_seconds(comm.cp[way]))  # the all-to-alls of Ulysses are exposed
-            if case.cp_method != "ulysses":  # each hop of the ring overlaps with attention over the keys at hand
-                hop = overlap(context.exposed, parts["attention"] / case.cp, fitted.contention)
-                context = Traffic(hop.exposed * (case.cp - 1), hop.hidden * (case.cp - 1))
-            cp.append(context)
-        ep, dp = self.comm_seconds(comm.ep), self.data_parallel(*compute)
-        # A copy engine of its own: GEMMs beside it were measured to take as long as alone, so no contention.
-        offload = [overlap(self.uncalibrated.activation_offload, seconds, 0.0) for seconds in compute]
-        # Collectives of a block in one direction.
+        for axis, share in (("tp", repeats * (0.75 if stops_early(case.software) else 1.0)), ("cp", repeats)):
+            once, more = back[axis], there[axis]
+            back[axis] = Traffic(once.exposed + share * more.exposed, once.hidden + share * more.hidden)
+        ep = self.comm_seconds(comm.ep)
+        copies, copies_back = self.uncalibrated.copies
+        forward |= {**copies.parts(self.factors), "ep": ep}
+        backward |= {**copies_back.parts(self.factors), "recompute": recompute, "ep": (1 + repeats) * ep}
+        # Collectives of a block in one direction, as launches.
         tp_calls = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
         ep_calls = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
         collectives = LAUNCHES_PER_COLLECTIVE * (tp_calls + ep_calls + (case.cp - 1) + (case.zero == 3))
         hooks = checkpoint_launches(case.software, case.recompute, case.recompute_every)
-        copies = [each.parts(self.factors) for each in self.uncalibrated.copies]
-        repeated_tp = repeats * (0.75 if stops_early(case.software) else 1.0)
-        axes = ("tp", "cp", "dp", "offload")
-        back = (
-            Traffic(tp[1].exposed + repeated_tp * tp[0].exposed, tp[1].hidden + repeated_tp * tp[0].hidden),
-            Traffic(cp[1].exposed + repeats * cp[0].exposed, cp[1].hidden + repeats * cp[0].hidden),
-            dp[1],
-            offload[1],
-        )
-        forward_traffic = dict(zip(axes, (tp[0], cp[0], dp[0], offload[0]), strict=True))
-        backward_traffic = dict(zip(axes, back, strict=True))
-        return ForwardBackward(
-            self.cost(
-                {**forward, **copies[0], "ep": ep, **{axis: each.exposed for axis, each in forward_traffic.items()}},
-                {axis: each.hidden for axis, each in forward_traffic.items()},
-                work.block[0].launches + collectives + hooks,
-            ),
-            self.cost(
-                {
-                    **backward,
-                    **copies[1],
-                    "recompute": recompute,
-                    "ep": (1 + repeats) * ep,
-                    **{axis: each.exposed for axis, each in backward_traffic.items()},
-                },
-                {axis: each.hidden for axis, each in backward_traffic.items()},
-                work.block[1].launches
-                + work.recomputed.launches / case.recompute_every
-                + hooks
-                + collectives * (1 + repeats),
-            ),
-        )
+        launches = work.block[0].launches + collectives + hooks
+        again = work.recomputed.launches / case.recompute_every
+        launches_back = work.block[1].launches + again + hooks + collectives * (1 + repeats)
+        return ForwardBackward(self.cost(forward, there, launches), self.cost(backward, back, launches_back))
 
-    def data_parallel(self, forward: Number, backward: Number) -> tuple[Traffic, Traffic]:
+    def traffic(self, direction: int, parts: Mapping[str, Number], compute: Number) -> dict[str, Traffic]:
+        """Communication of a block in one direction, by axis; `compute`: its seconds, `parts` by kind of work."""
+        case, comm, fitted = self.case, self.uncalibrated.comm, self.fitted
+        tensor = Traffic(self.comm_seconds(comm.tp[direction]))
+        if case.software.async_tp:  # in pieces that overlap with the GEMMs they feed
+            tensor = overlap(tensor.exposed, parts["matmul"], fitted.async_tp_contention)
+        context = Traffic(self.comm_seconds(comm.cp[direction]))  # the all-to-alls of Ulysses are exposed
+        if case.cp_method != "ulysses":  # each hop of the ring overlaps with attention over the keys at hand
+            hop = overlap(context.exposed, parts["attention"] / case.cp, fitted.contention)
+            context = Traffic(hop.exposed * (case.cp - 1), hop.hidden * (case.cp - 1))
+        # A copy engine of its own: GEMMs beside it were measured to take as long as alone, so no contention.
+        offload = overlap(self.uncalibrated.activation_offload, compute, 0.0)
+        return {"tp": tensor, "cp": context, "dp": self.data_parallel(direction, compute), "offload": offload}
+
+    def data_parallel(self, direction: int, compute: Number) -> Traffic:
         """ZeRO-3: all-gather of the next block and reduce-scatter of the last one, overlapped with this block."""
         case, comm = self.case, self.uncalibrated.comm
         if case.zero < 3:
-            return Traffic(), Traffic()
-        gather, reduce = self.comm_seconds(comm.all_gather), self.comm_seconds(comm.reduce_scatter)
-        recomputed: Number = 0.0
-        if case.software.per_tensor_gather:
-            gather = gather + self.fitted.launch_seconds(case.software) * SHARDED_TENSORS * case.dp_shard * case.cp
-            recomputed = (case.recompute == "full") / case.recompute_every
-        back = gather * (case.reshard + recomputed) + reduce * comm.reductions
-        if not case.software.overlap:
-            return Traffic(gather), Traffic(back)
-        return overlap(gather, forward, self.fitted.contention), overlap(back, backward, self.fitted.contention)
+            return Traffic()
+        seconds, per_tensor = self.comm_seconds(comm.all_gather), case.software.per_tensor_gather
+        if per_tensor:
+            seconds = seconds + self.launch_s * SHARDED_TENSORS * case.dp_shard * case.cp
+        if direction == BACKWARD:
+            recomputed = (per_tensor and case.recompute == "full") / case.recompute_every
+            reduce = self.comm_seconds(comm.reduce_scatter)
+            seconds = seconds * (case.reshard + recomputed) + reduce * comm.reductions
+        return overlap(seconds, compute, self.fitted.contention) if case.software.overlap else Traffic(seconds)
 
     def host_wait_seconds(self, micro_batch: MicroBatch, update: Number) -> Number:
         """Seconds of a step in which one GPU waits for its host; `update`: seconds of the optimizer."""

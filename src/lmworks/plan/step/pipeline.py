@@ -14,9 +14,10 @@ import numpy as np
 
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
+from ..flops import block_flops_per_token
 from ..pipelines.bubble import Costs, bubble
 from ..pipelines.schedule import Action, Times, actions
-from ..pipelines.stages import Stage, head_cost, layer_cost, split_layers
+from ..pipelines.stages import Stage, head_cost, split_layers
 from .micro_batch import MicroBatch
 
 
@@ -55,7 +56,8 @@ def last_stage(case: Case) -> Number:
     layers, stages = case.model.layers, case.pp * case.virtual
     if case.software.even_stages:
         return np.floor(layers / stages)
-    head, others = head_cost(case.model) / layer_cost(case.model, case.seq), np.maximum(stages - 1, 1)
+    head = head_cost(case.model) / block_flops_per_token(case.model, case.seq)  # in blocks
+    others = np.maximum(stages - 1, 1)
     best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
 
     def cost(j: Number) -> Number:

@@ -73,7 +73,8 @@ class Step:
     @classmethod
     def of(cls, uncalibrated: Uncalibrated, fitted: Constants) -> Self:
         case = uncalibrated.case
-        calibrated = Calibrated(case, uncalibrated, fitted, fitted.factors(case.gpu, case.software, case.world))
+        factors = fitted.factors(case.gpu, case.software, case.world)
+        calibrated = Calibrated(case, uncalibrated, fitted, factors, fitted.launch_seconds(case.software))
         send = calibrated.comm_seconds(uncalibrated.comm.send)
         return cls(calibrated, calibrated.micro_batch(), StageSplit.of(case), send)
 
