@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+
+import pytest
 
 from lmworks.record import RunFolder, read_metrics
 from lmworks.record.run_summary import summarize
 from lmworks.train import Trainer
+from lmworks.train.evaluate import Evaluation
+from lmworks.train.signals import Interrupted
 from tiny import make_spec
 
 TIMED = {"time", "attempt", "data_s", "forward_backward_s", "optimizer_s", "step_s", "checkpoint_s", "tokens_per_s"}
@@ -38,6 +43,27 @@ def test_a_paused_run_goes_on_bitwise(tmp_path: Path, dataset: Path) -> None:
     leave = frozenset({"val_loss"})  # pauses evaluate
     assert figures(paused.folder.path, leave) == figures(whole.folder.path, leave)
     assert figures(paused.folder.path)[-1] == figures(whole.folder.path)[-1]
+
+
+def test_a_run_that_was_stopped_where_it_was_to_pause_has_paused(tmp_path: Path, dataset: Path) -> None:
+    """A worker that is killed takes its trial with it: at any step, so also at the last one before the pause."""
+
+    class Stopped(Trainer):
+        def evaluate(self) -> Evaluation:
+            self.stop_signal = signal.SIGTERM
+            return super().evaluate()
+
+    run = Stopped(make_spec(dataset), tmp_path / "run", quiet=True)
+    run.until = 5
+    with pytest.raises(Interrupted):
+        run.run()
+    assert summarize(run.folder).status == "interrupted" and run.step == 5
+    for _ in range(2):
+        again = Trainer.resume(run.folder.path, quiet=True)
+        again.until = 5
+        again.run()
+    assert summarize(run.folder).status == "paused"
+    assert [event["step"] for event in run.folder.events() if event["kind"] == "pause"] == [5]
 
 
 def test_a_pause_beyond_the_last_step_finishes(tmp_path: Path, dataset: Path) -> None:

@@ -237,6 +237,8 @@ class Trainer(Stepper):
                 raise
             self.start_step = self.step
             if self.is_paused and not self.is_finished:  # by an earlier attempt
+                if not any(event["kind"] == "pause" and event["step"] == self.step for event in self.folder.events()):
+                    self.event("pause")  # it was stopped or killed between the checkpoint and this
                 return self.measure_held_out()
             if self.is_finished:
                 if not any(event["kind"] == "finish" for event in self.folder.events()):  # killed just before
