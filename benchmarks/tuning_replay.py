@@ -30,7 +30,8 @@ from lmworks.report.plots import new_axes, save
 from lmworks.tune.replay import Moment, Table, incumbent_regret, regret_after, regret_at, replay
 from lmworks.tune.rungs import hyperband_brackets, hyperband_plan
 from lmworks.tune.stoppers import Asha, Hyperband, MedianStopper, NoStopper, Results, Stopper
-from lmworks.tune.suggest import import_optuna, sampler_of, suggest
+from lmworks.tune.storage import import_optuna
+from lmworks.tune.suggest import sampler_of, suggest
 
 ALGORITHMS = ("random", "sobol", "tpe", "gp", "cmaes")
 STOPPERS = ("none", "median", "asha", "hyperband")

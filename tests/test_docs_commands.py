@@ -40,6 +40,7 @@ NOT_HERE = {
     r"^python benchmarks/mup_transfer.py(?! --tiny)": "measures a GPU",
     r"^lmworks sweep .*--slurm": "needs Slurm: tests/sweep/test_sweep_slurm.py runs it",
     r"^lmworks sweep .*--ray": "needs Ray: tests/sweep/test_sweep_ray.py runs it",
+    r"^lmworks tune .*--storage postgresql": "needs PostgreSQL: tests/tune/test_storage.py runs it",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",
 }

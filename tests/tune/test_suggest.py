@@ -11,7 +11,8 @@ import pytest
 
 from lmworks.spec.errors import SpecError
 from lmworks.sweep.space import Point, Space
-from lmworks.tune.suggest import Suggestions, check_algorithm, storage_of, suggest
+from lmworks.tune.storage import storage_of
+from lmworks.tune.suggest import Suggestions, check_algorithm, suggest
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 

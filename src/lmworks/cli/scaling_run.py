@@ -95,11 +95,11 @@ def train(
 ) -> Prediction | None:
     """Until all runs have ended. Ctrl-C and SIGTERM stop them with a checkpoint."""
     from ..sweep.progress import Progress
-    from .sweep_display import Display, stopped_by_signals
+    from .sweep_display import Display, stopped_by_signals, told_to_wait
 
     sweep = driver.sweep
     workers = where.pool(sweep, len(driver.runs), spec.ranks, spec.cluster.device != "cpu")
-    with stopped_by_signals("the same command goes on with the ladder"), sweep.driving():
+    with stopped_by_signals("the same command goes on with the ladder"), sweep.driving(told_to_wait):
         driver.start()
         with workers, Display(Progress(sweep, workers.count), quiet) as display:
             workers.wait_for(driver.advance, display.look)

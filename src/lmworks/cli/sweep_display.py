@@ -97,6 +97,11 @@ def stopped_by_signals(advice: str) -> Iterator[None]:
         raise typer.Exit(PREEMPTED if received else 130) from None
 
 
+def told_to_wait(why: str) -> None:
+    """Where another process drives the same sweep."""
+    typer.echo(f"lmworks: {why}", err=True)
+
+
 def told(row: Row) -> str:
     if row.state == "failed":
         return f"failed: {where(row)}: {row.trial.error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ..tune.outcome import Outcome
     from ..tune.population_driver import PopulationDriver
     from ..tune.stoppers import Stopper
+
+    AnyDriver = Driver | PopulationDriver
 
 Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Draw what was found into this folder.")]
 
@@ -118,7 +120,9 @@ def run(
     from ..tune.outcome import outcome_of
     from ..tune.population_driver import PopulationDriver
     from ..tune.stoppers import STOPPERS, stopper_of
-    from ..tune.suggest import POPULATION, Suggestions, check_algorithm, storage_of
+    from ..tune.storage import shown as shown_storage
+    from ..tune.storage import storage_errors, storage_of
+    from ..tune.suggest import POPULATION, Suggestions, check_algorithm
 
     where = WorkerOptions(workers, trials_per_gpu, slurm, time, partition, tuple(sbatch_line or ()), ray)
     check_algorithm(algorithm)
@@ -137,6 +141,7 @@ def run(
     check_folder_name("--name", kept)
     settings = {"algorithm": algorithm, "stopper": stopper, "eta": eta, "min_steps": min_steps, "stop_on": rules}
     settings |= {"members": trials, "interval": interval} if population else {}
+    settings |= {"storage": shown_storage(storage)} if storage else {}
     draft = Sweep(SWEEPS_DIR / kept, "tune", base, found, seed, threads, settings)
     steps = draft.spec({}).optim.steps
     most = min(trials, len(found.points())) if algorithm == "grid" else trials
@@ -144,23 +149,27 @@ def run(
     storage_url = storage or str(draft.path / "optuna.journal")
     storage_of(storage_url)
     where.check(draft.spec({}).ranks, threads, draft.spec({}).cluster.device != "cpu")
-    driver: Driver | PopulationDriver
     if population:
-        driver = PopulationDriver(draft, algorithm, trials, interval or max(1, steps // 8), steps)
-        driver.check()
-        Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
-    else:
-        sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
-        suggestions = Suggestions(kept, found, algorithm, seed, storage_url, sweep.path / "sampler.pickle")
+        PopulationDriver(draft, algorithm, trials, interval or max(1, steps // 8), steps).check()
+    sweep = Sweep.create(draft.path, base, found, "tune", seed, threads, settings)
+
+    def make_driver() -> AnyDriver:
+        """By the one process that drives: what the last one left is read here."""
+        if population:
+            return PopulationDriver(sweep, algorithm, trials, interval or max(1, steps // 8), steps)
+        state, owner = sweep.path / "sampler.pickle", sweep.identity if storage else ""
+        suggestions = Suggestions(kept, found, algorithm, seed, storage_url, state, owner)
         limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
-        driver = Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
+        return Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
+
     if not json:
         print_rungs(judge, most)
     planned = sum(bracket.steps for bracket in judge.table()) or most * steps
-    run_driver(driver, most, planned, where, json)
+    with storage_errors(storage_url):
+        driver = run_driver(sweep, make_driver, most, planned, where, json)
+        refused = driver.suggestions.refused() if isinstance(driver, Driver) else []
     result = outcome_of(draft)
     if json:
-        refused = driver.suggestions.refused() if isinstance(driver, Driver) else []
         extra = {"refused": [{"overrides": point, "why": why} for point, why in refused]}
         print_json({**result.to_dict(), **extra, "importances": importances(result)})
     else:
@@ -243,19 +252,22 @@ def seeds(
     print_table("Seeds that a difference needs", columns, rows)
 
 
-def run_driver(driver: Driver | PopulationDriver, trials: int, planned: int, where: WorkerOptions, quiet: bool) -> None:
+def run_driver(
+    sweep: Sweep, make: Callable[[], AnyDriver], trials: int, planned: int, where: WorkerOptions, quiet: bool
+) -> AnyDriver:
     """Until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
-    from .sweep_display import Display, stopped_by_signals
+    from .sweep_display import Display, stopped_by_signals, told_to_wait
 
-    sweep, spec = driver.sweep, driver.sweep.spec({})
+    spec = sweep.spec({})
     workers = where.pool(sweep, trials, spec.ranks, spec.cluster.device != "cpu")
     with (
         stopped_by_signals("the same command goes on with the search"),
-        sweep.driving(),
-        workers,
-        Display(search_progress(driver.sweep, planned, workers.count), quiet) as display,
+        sweep.driving(told_to_wait),
     ):
-        driver.run(workers, display.look)
+        driver = make()
+        with workers, Display(search_progress(sweep, planned, workers.count), quiet) as display:
+            driver.run(workers, display.look)
+    return driver
 
 
 def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:

@@ -15,10 +15,12 @@ trial.json holds the claim.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -39,6 +41,7 @@ SWEEPS_DIR = Path("sweeps")
 STATES = ("queued", "paused", "finished", "failed", "stopped")
 ATTEMPT = ("start", "restart", "resume", "finish", "interrupt", "pause", "fail")  # events that begin or end one
 ENDS = ("finished", "failed", "stopped")
+WAIT_S = 0.5  # between looks whether another driver has ended
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ class Sweep:
         return self.path / "sweep.json"
 
     @property
+    def identity(self) -> str:
+        """Of this sweep and no other, whatever their folders are called."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest()[:16]
+
+    @property
     def trials_path(self) -> Path:
         return self.path / "trials"
 
@@ -248,13 +256,19 @@ class Sweep:
             claim.release()
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
-        """While active, workers wait for further trials. One process at a time proposes trials as it goes."""
+    def driving(self, wait: Callable[[str], object] | None = None) -> Iterator[None]:
+        """While active, workers wait for further trials. One process at a time proposes trials as it goes: a second
+        one is refused, or with `wait` waits until the first has ended or was killed; `wait` is told so."""
         place = self.path / "driver"
         place.mkdir(exist_ok=True)
         claim = Claim.take_soon(place)
-        if claim is None:
+        if claim is None and wait is None:
             raise SpecError(f"{self.path} is driven by another process; wait for it, or choose another --name")
+        if claim is None and wait is not None:
+            wait(f"{self.path} is driven by another process; this one goes on with it when that one ends")
+        while claim is None:
+            time.sleep(WAIT_S)
+            claim = Claim.take_soon(place)
         try:
             with claim.renewing():
                 yield

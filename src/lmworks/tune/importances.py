@@ -7,7 +7,7 @@ from typing import Any
 
 from ..sweep.space import Dimension
 from .outcome import Outcome
-from .suggest import import_optuna
+from .storage import import_optuna
 
 LEAST_TRIALS = 4
 

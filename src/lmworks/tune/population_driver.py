@@ -18,7 +18,8 @@ from ..sweep.space import Point
 from .bandit import Interval, bandit_dimensions, choose
 from .driver import Look, WorkerPool, losses_of
 from .population import explore, quantiles
-from .suggest import IN_MEMORY, Suggestions
+from .storage import IN_MEMORY
+from .suggest import Suggestions
 
 
 @dataclass

@@ -18,7 +18,8 @@ from ..spec.errors import DataError
 from ..sweep.space import Dimension, Point, Space
 from .early_stop import reason_to_stop
 from .stoppers import Results, Stopper, best_first
-from .suggest import IN_MEMORY, Suggestions
+from .storage import IN_MEMORY
+from .suggest import Suggestions
 
 LOSS = "loss_"  # column loss_N: after 1/N of the tokens
 

@@ -17,24 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..sweep.space import Dimension, Point, Space
+from .storage import import_optuna, open_study, storage_of
 
 if TYPE_CHECKING:
     import optuna
 
 ALGORITHMS = ("grid", "random", "sobol", "tpe", "gp", "cmaes")
 POPULATION = ("pbt", "pb2")
-IN_MEMORY = ":memory:"
 PAUSED = "lmworks_paused"  # user attributes of Optuna's trials
 REFUSED = "lmworks_refused"
-
-
-def import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise SpecError('tuning needs Optuna, which is not installed: pip install "lmworks[tune]"') from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
 
 
 def check_algorithm(name: str) -> None:
@@ -78,25 +69,6 @@ def suggest_value(trial: optuna.Trial, dimension: Dimension) -> Any:
     return trial.suggest_float(dimension.key, low, high, step=dimension.step, log=dimension.log)
 
 
-def storage_of(where: str) -> Any:
-    """A journal file, a database by its URL (sqlite:///…, postgresql://…), or the memory of this process."""
-    optuna = import_optuna()
-    if where == IN_MEMORY:
-        return optuna.storages.InMemoryStorage()
-    if "://" not in where:
-        Path(where).parent.mkdir(parents=True, exist_ok=True)
-        backend = optuna.storages.journal.JournalFileBackend(where)
-        try:
-            return optuna.storages.JournalStorage(backend)
-        except (OSError, ValueError) as error:
-            raise SpecError(f"--storage {where} is no journal of Optuna: {error}") from None
-    try:
-        return optuna.storages.get_storage(where)
-    except Exception as error:  # sqlalchemy's, the driver's, or Optuna's own
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise SpecError(f"--storage {where}: {cause}; e.g. sqlite:///tune.db or postgresql://user@host/name") from None
-
-
 @dataclass(frozen=True)
 class Suggestion:
     number: int  # Optuna's
@@ -106,13 +78,16 @@ class Suggestion:
 class Suggestions:
     """The Optuna study of a sweep. Numbers are Optuna's: refused points count there, and are no trials of the sweep."""
 
-    def __init__(self, name: str, space: Space, algorithm: str, seed: int, storage: str, state: Path | None) -> None:
-        """`state`: the file that the sampler is saved in, for drivers that may be killed."""
+    def __init__(
+        self, name: str, space: Space, algorithm: str, seed: int, storage: str, state: Path | None, owner: str = ""
+    ) -> None:
+        """`state`: the file that the sampler is saved in, for drivers that may be killed. `owner`: the sweep, in a
+        storage that has studies of others."""
         optuna = import_optuna()
         self.space, self.state, self.states = space, state, optuna.trial.TrialState
         self.asked, sampler = read_sampler(state) if state else (0, None)
         store = storage_of(storage)
-        optuna.create_study(storage=store, study_name=name, direction="minimize", load_if_exists=True)
+        open_study(store, name, owner, storage)
         sampler = sampler or sampler_of(algorithm, seed)
         self.study: Any = paused_counts(optuna)(study_name=name, storage=store, sampler=sampler)
         if algorithm == "grid" and not self.study.get_trials(deepcopy=False):
