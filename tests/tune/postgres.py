@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -51,6 +52,6 @@ def postgres_server() -> Iterator[str]:
             time.sleep(0.05)
         yield f"postgresql://lmworks@127.0.0.1:{port}/postgres"
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # SIGTERM would wait for clients
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)

@@ -46,11 +46,11 @@ def test_a_search_keeps_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     spec = str(Path("configs/tiny.toml").resolve())
     monkeypatch.chdir(tmp_path)
     Path("space.toml").write_text("optim.lr.values = [1e-3, 1e-2]\n")
-    monkeypatch.setattr("lmworks.cli.tune.run_driver", lambda *_: None)
+    monkeypatch.setattr("lmworks.cli.tune.run_driver", lambda *_: None)  # nothing is trained
     words = ["tune", spec, "--space", "space.toml", *QUICK]
     assert CliRunner().invoke(app, [*words, "--storage", "sqlite:///tune.db"]).exit_code == 0
     said = str(CliRunner().invoke(app, words).exception)
-    assert 'storage is "sqlite:///tune.db", not not given' in said or '"sqlite:///tune.db"' in said
+    assert 'is a sweep with other settings: storage is "sqlite:///tune.db", not left out' in said
 
 
 def test_passwords_are_not_shown() -> None:

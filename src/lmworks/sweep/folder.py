@@ -340,7 +340,7 @@ def shown(point: Point) -> str:
 
 
 def said(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value)
+    return "left out" if value is None else json.dumps(value)
 
 
 def write_once(path: Path, content: str) -> bool:
