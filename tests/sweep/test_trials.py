@@ -124,7 +124,7 @@ def test_a_running_trial_is_left_alone(tmp_path: Path, dataset: Path) -> None:
         (LR, ["optim.clip=2"], {}, "a sweep of another spec: optim.clip is 1.0, not 2.0; choose another --name"),
         (LR, [], {"seed": 3}, "another sweep: its seed is 0, not 3"),
         (LR, [], {"kind": "tune"}, "another sweep: its kind is 'sweep', not 'tune'"),
-        (LR, [], {"settings": {"eta": 3}}, "with other settings: eta is not given, not 3"),
+        (LR, [], {"settings": {"eta": 3}}, "with other settings: eta is left out, not 3"),
     ],
 )
 def test_a_folder_holds_one_sweep(

@@ -71,9 +71,9 @@ def test_a_database_that_breaks_in_the_middle_is_one_line(tmp_path: Path) -> Non
     search = suggestions(url, tmp_path / "a", "one")
     search.ask()
     (tmp_path / "tune.db").write_bytes(b"no database" * 1000)
-    with pytest.raises(LMWorksError, match=r"^the storage sqlite.*tune.db failed: .*; the same command") as error:
-        with storage_errors(url):
-            search.ask()
+    said = r"^the storage sqlite.*tune.db failed: .*; the same command"
+    with pytest.raises(LMWorksError, match=said) as error, storage_errors(url):
+        search.ask()
     assert "\n" not in str(error.value)
 
 
