@@ -4,8 +4,8 @@
     python benchmarks/code_metrics.py --record NAME   # and keeps them in results/code_metrics.json under NAME
 
 A walk is what really runs: Python calls inside the package while one batch is trained, one 70B step is predicted and
-one request is answered. Its figures: distinct files and functions, and *hops*, the calls that enter another file,
-each pair of calling and called function counted once.
+one request is answered. Its figures: distinct files and functions, *hops*, the calls that enter another file, each
+pair of calling and called function counted once, and *calls to other files*, every such call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Walk:
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.functions: set[tuple[str, str]] = set()
-        self.hops: set[tuple[tuple[str, str], tuple[str, str]]] = set()
+        self.hops: Counter[tuple[tuple[str, str], tuple[str, str]]] = Counter()
 
     def __enter__(self) -> Walk:
         sys.setprofile(self.see)
@@ -117,7 +118,7 @@ class Walk:
             caller = caller.f_back
         there = self.place(caller) if caller is not None else None
         if there is not None and there[0] != here[0]:
-            self.hops.add((there, here))
+            self.hops[there, here] += 1
 
     @staticmethod
     def place(frame: Any) -> tuple[str, str] | None:
@@ -130,7 +131,7 @@ class Walk:
         # Without lambdas and comprehensions.
         named = [name for _, name in self.functions if not re.search(r"<(?!locals)", name)]
         found = {"files": len(self.files), "functions": len(self.functions), "named functions": len(named)}
-        return found | {"hops": len(self.hops)}
+        return found | {"hops": len(self.hops), "calls to other files": self.hops.total()}
 
 
 def walk_batch() -> Walk:

@@ -11,7 +11,7 @@ from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine
 from lmworks.plan.exact.shards import local_shapes
 from lmworks.plan.network import network
-from lmworks.plan.ops import Kernel, Workload
+from lmworks.plan.ops import Kernel, Op, Workload
 from lmworks.plan.search.candidates import cases, problem_of
 from lmworks.plan.step.comm import Weights
 from lmworks.plan.step.constants import constants
@@ -171,7 +171,8 @@ def test_experts_are_not_in_fp8(compiled: str) -> None:
     assert sum(kernel.count * kernel.flops for kernel in narrow) == 2 * 8192 * 2 * m.hidden * (m.q_dim + m.kv_dim)
 
     def seconds_in(kernels: list[Kernel], dtype: str) -> float:
-        return float(Pass.of([("matmul", kernels)], machine, dtype).parts({"gemm": 1.0})["matmul"])
+        product = Op("gemm", "matmul", tuple(kernels))
+        return float(Pass.of([product], "forward", machine, dtype).parts({"gemm": 1.0})["matmul"])
 
     assert seconds_in(wide, "fp8") == seconds_in(wide, "bf16")
     assert seconds_in(narrow, "fp8") < 0.7 * seconds_in(narrow, "bf16")

@@ -187,9 +187,10 @@ def copied(layer: Copy, load: Workload) -> Op:
 def attention(core: Attention, load: Workload) -> Op:
     """softmax(q·kᵀ)·v. Fused: saves q, k, v, the output and a log-sum-exp per head and token."""
     m, t, w = load.model, load.tokens, load.width
-    heads, q, out = core.heads // load.tp, core.q_width // load.tp, core.out_width // load.tp
-    result, several = t * out * w, np.greater(load.cp, 1)
-    inputs = [t * width * w for width in (q, *(load.local(kv, "kv_heads") for kv in (core.k_width, core.v_width)))]
+    heads, kv_heads, several = core.heads // load.tp, load.local(core.kv_heads, "kv_heads"), np.greater(load.cp, 1)
+    q, out = heads * core.qk_dim, heads * core.v_dim
+    result = t * out * w
+    inputs = [t * q * w, t * kv_heads * core.qk_dim * w, t * kv_heads * core.v_dim * w]
     kept = result  # as attention returns it
     padded = core.v_dim < core.qk_dim and ((load.cp_method == "ring") & several | (load.device == "cpu"))
     if np.any(padded):  # values to the width of keys: by the ring, and by SDPA on a CPU

@@ -126,9 +126,9 @@ def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
 
 def attention(core: Attention, load: Workload) -> Op:
     t, w = load.tokens, load.width
-    q, result = w * t * core.q_width // load.tp, w * t * core.out_width // load.tp
-    k, v = w * t * load.local(core.k_width, "kv_heads"), w * t * load.local(core.v_width, "kv_heads")
-    several = np.greater(load.cp, 1)
+    heads, kv_heads, several = core.heads // load.tp, load.local(core.kv_heads, "kv_heads"), np.greater(load.cp, 1)
+    q, k = w * t * heads * core.qk_dim, w * t * kv_heads * core.qk_dim
+    v, result = w * t * kv_heads * core.v_dim, w * t * heads * core.v_dim
     inputs = [q, k, v, q * several, k * several]  # with context parallelism also before the rotary embedding
     if load.software.attention == "scores":
         return scores(core, load, inputs, result)
@@ -138,7 +138,7 @@ def attention(core: Attention, load: Workload) -> Op:
         Kernel("attention", flops=flops, shape=shape),
         Kernel("attention_backward", flops=2.5 * flops, shape=shape),
     )
-    statistics = 4 * t * (core.heads // load.tp)
+    statistics = 4 * t * heads
     saved = (*inputs, result, statistics)
     return Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))
 

@@ -143,11 +143,9 @@ def policies_by_cost(spec: RunSpec, each: dict[str, float]) -> list[str]:
 def recompute_seconds(spec: RunSpec) -> dict[str, float]:
     """Recompute time of one block per micro-batch on the reference GPU, by policy."""
     net, machine = network(Workload.of(spec, device_of(spec))), Machine.of(catalogue()[REFERENCE_GPU])
-    found = {}
-    for policy in POLICIES:
-        again = [(op.part, op.forward) for op in recomputed_ops(net, policy)]
-        found[policy] = float(sum(Pass.of(again, machine, spec.precision.dtype).seconds_by_kind.values()))
-    return found
+    dtype, again = spec.precision.dtype, {policy: recomputed_ops(net, policy) for policy in POLICIES}
+    done = {policy: Pass.of(ops, "forward", machine, dtype) for policy, ops in again.items()}
+    return {policy: float(sum(kernels.seconds_by_kind.values())) for policy, kernels in done.items()}
 
 
 def in_flight_micro_batches(spec: RunSpec) -> float:

@@ -30,7 +30,6 @@ from .serving.inference import Deployment, Rates
 from .serving.served_model import ServedModel
 from .step.comm import Links
 from .step.constants import constants
-from .step.pipeline import SlowestRank
 from .step.price import Step, price
 from .step.uncalibrated import Uncalibrated
 
@@ -93,8 +92,8 @@ def hand_over_seconds(spec: RunSpec, case: Case) -> float:
 def forward_seconds(case: Case) -> float:
     """Forward passes of all micro-batches of a step, without gradients."""
     step = Step.of(Uncalibrated.of(case), constants())
-    rank, one = SlowestRank.of(case, step.split, step.micro_batch), step.micro_batch
-    blocks = rank.layers * one.block.forward.seconds
+    one = step.micro_batch
+    blocks = step.rank.layers * one.block.forward.seconds
     return float(case.accumulation * (blocks + one.stem.forward.seconds + one.loss.forward.seconds))
 
 

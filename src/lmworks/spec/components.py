@@ -200,22 +200,6 @@ class Attention(WithoutWeights):
     sinks: bool = False
 
     @property
-    def q_width(self) -> int:
-        return self.heads * self.qk_dim
-
-    @property
-    def k_width(self) -> int:
-        return self.kv_heads * self.qk_dim
-
-    @property
-    def v_width(self) -> int:
-        return self.kv_heads * self.v_dim
-
-    @property
-    def out_width(self) -> int:
-        return self.heads * self.v_dim
-
-    @property
     def flops_per_key(self) -> int:
         """Of one query: q·kᵀ and p·v."""
         return 2 * self.heads * (self.qk_dim + self.v_dim)

@@ -123,7 +123,7 @@ def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, C
     core = components.attention_core(case.model)
     heads = np.maximum(core.kv_heads / case.tp, 1)
     if case.cp_method == "ulysses":
-        q, out = (case.tokens * each / case.tp * width for each in (core.q_width, core.out_width))
+        q, out = (case.tokens * core.heads * dim / case.tp * width for dim in (core.qk_dim, core.v_dim))
         kv = case.tokens * heads * (core.qk_dim + core.v_dim) * width
         there = links.seconds("cp", "all-to-all", q + kv) + links.seconds("cp", "all-to-all", out)
         return there, there

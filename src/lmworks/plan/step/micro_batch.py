@@ -89,10 +89,6 @@ class Calibrated:
         skew = 1 + self.fitted.host_skew * np.log2(self.case.tp)
         return self.launch_s * count * skew * self.case.host
 
-    def micro_batch(self) -> MicroBatch:
-        work = self.uncalibrated.work
-        return MicroBatch(self.block(), self.vocab_parallel(*work.stem), self.vocab_parallel(*work.loss))
-
     def vocab_parallel(self, forward: Pass, backward: Pass) -> ForwardBackward:
         """Embedding, or final norm, head and loss; tensor-parallel ranks have a part of the vocabulary each."""
         traffic = {"tp": Traffic(self.comm_seconds(self.uncalibrated.comm.vocab))}

@@ -16,7 +16,7 @@ from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import network, optimizer
-from ..ops import Kernel, Workload
+from ..ops import Kernel, Op, Workload
 from ..policies import POLICIES, policies
 from ..software import software_of
 from .constants import REFERENCE_LAUNCH_S, constants
@@ -54,7 +54,7 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
         raise SpecError(f"precision.dtype = '{load.dtype}': the rate of {machine.name} for it is not known")
     work = Work.of(network(load), machine, load.dtype, spec.parallel.recompute)
     updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
-    update = Pass.of([(op.part, op.forward) for op in updates], machine, "fp32")
+    update = Pass.of(updates, "forward", machine, "fp32")
     parts: dict[str, float] = defaultdict(float)
     for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:
         for (part, _), seconds in done.seconds_by_kind.items():
@@ -94,7 +94,8 @@ def activation_offload_seconds(spec: RunSpec, work: Work, machine: Machine) -> f
         forward, backward = (float(sum(way.seconds_by_kind.values())) for way in work.block)
         exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
     else:
-        copied = Pass.of([("offload", [Kernel("stream", bytes=2 * each)])], machine, "fp32")
+        both_ways = Op("offload", "offload", (Kernel("stream", bytes=2 * each),))
+        copied = Pass.of([both_ways], "forward", machine, "fp32")
         exposed = 2 * float(sum(copied.seconds_by_kind.values()))
     return exposed * layers * spec.accumulation
 

@@ -23,13 +23,13 @@ from .comm import Weights
 from .constants import constants, factor
 from .cpu_ranks import exposed_buckets, fabric_of, not_priced, seconds
 from .one_device import activation_offload_seconds, host_wait_seconds
-from .pipeline import SlowestRank
 from .price import Step, timeline
 from .uncalibrated import (
     Pass,
     Uncalibrated,
     Work,
-    optimizer_kernels,
+    fp8_casts,
+    optimizer_update,
     recomputed_ops,
     sustained_machine,
     updated_params,
@@ -92,7 +92,8 @@ def timed(one: Passes, net: Network, machine: Machine, dtype: str) -> Pass:
     """As Work.of times them: only GEMMs of blocks are in fp8, with the casts of their operands."""
     if one.where != "block" and dtype == "fp8":
         dtype = "bf16"
-    return Pass.of([(one.op.part, one.kernels)], machine, dtype, net.load.software.casts)
+    ops = [one.op, fp8_casts([one.op], net.load.software.casts)] if dtype == "fp8" else [one.op]
+    return Pass.of(ops, "backward" if one.way == BACKWARD else "forward", machine, dtype)
 
 
 def amounts(kernels: Iterable[Kernel]) -> tuple[float, float]:
@@ -118,14 +119,14 @@ def of_one_device(spec: RunSpec, machine: Machine) -> list[OpPrice]:
         found.append(OpPrice(one.op.name, one.op.part, one.way, spent + host, host, times * flops, times * moved))
     updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
     for op in updates:
-        done = Pass.of([(op.part, op.forward)], machine, "fp32")
+        done = Pass.of([op], "forward", machine, "fp32")
         spent = float(sum(done.seconds_by_kind.values()))
         found.append(OpPrice(op.name, op.part, "", spent, 0.0, *amounts(op.forward)))
     work = Work.of(net, machine, dtype, recompute)
     if spec.parallel.offload_activations:
         found.append(OpPrice("offload", "offload", "", activation_offload_seconds(spec, work, machine)))
     if not on_cpu:
-        update = Pass.of([(op.part, op.forward) for op in updates], machine, "fp32")
+        update = Pass.of(updates, "forward", machine, "fp32")
         found.append(OpPrice("host", "launches", "", host_wait_seconds(spec, work, update, machine)))
     return found
 
@@ -158,8 +159,7 @@ def of_layout(case: Case) -> list[OpPrice]:
     uncalibrated = Uncalibrated.of(case)
     step = Step.of(uncalibrated, fitted)
     factors, software = step.calibrated.factors, factor(fitted.software, case.software.name)
-    rank = SlowestRank.of(case, step.split, step.micro_batch)
-    count = {"stem": rank.stem, "block": rank.layers, "loss": rank.head}
+    count = {"stem": step.rank.stem, "block": step.rank.layers, "loss": step.rank.head}
     machine, net = (
         sustained_machine(case.gpu, case.software.flash, case.cluster.profile),
         network(Workload.of_case(case)),
@@ -171,7 +171,7 @@ def of_layout(case: Case) -> list[OpPrice]:
         spent = software * times * float(sum(done.parts(factors).values()))
         flops, moved = amounts(one.kernels)
         found.append(OpPrice(one.op.name, one.op.part, one.way, spent, 0.0, times * flops, times * moved))
-    flops, moved = amounts(optimizer_kernels(case, updated_params(case, Weights.of(case))))
+    flops, moved = amounts(optimizer_update(case, updated_params(case, Weights.of(case))).forward)
     found.append(OpPrice("update", "optimizer", "", float(whole.parts["optimizer"]), 0.0, flops, moved))
     ops = {one.op.part for one in passes_of(net, "none")} | {"casts", "recompute", "optimizer"}
     found += [OpPrice(part, part, "", float(spent)) for part, spent in whole.parts.items() if part not in ops]

@@ -77,6 +77,7 @@ class SlowestRank:
     layers: Number
     stem: Number
     head: Number
+    seconds: Number  # of one micro-batch
 
     @classmethod
     def of(cls, case: Case, split: StageSplit, micro_batch: MicroBatch) -> Self:
@@ -84,17 +85,13 @@ class SlowestRank:
         head = micro_batch.loss.seconds / micro_batch.block.seconds
         last_rank = split.last_rank_rest + split.last
         is_last = no_pipeline | (last_rank + head >= split.middle_rank) | ((case.pp == 2) & (not v_shaped))
-        layers = np.where(is_last, last_rank, split.middle_rank)
-        stem = no_pipeline | (is_last & v_shaped)  # a V has its first and last stage on one rank
-        return cls(np.where(no_pipeline, case.model.layers, layers), stem * 1.0, is_last * 1.0)
-
-    def seconds(self, micro_batch: MicroBatch) -> Number:
-        """Of one micro-batch."""
-        blocks, stem = self.layers * micro_batch.block.seconds, self.stem * micro_batch.stem.seconds
-        return blocks + stem + self.head * micro_batch.loss.seconds
+        layers = np.where(no_pipeline, case.model.layers, np.where(is_last, last_rank, split.middle_rank))
+        stem = 1.0 * (no_pipeline | (is_last & v_shaped))  # a V has its first and last stage on one rank
+        ends = stem * micro_batch.stem.seconds, is_last * micro_batch.loss.seconds
+        return cls(layers, stem, is_last * 1.0, layers * micro_batch.block.seconds + ends[0] + ends[1])
 
 
-def pipeline_seconds(case: Case, split: StageSplit, micro_batch: MicroBatch, send: Number) -> Number:
+def pipeline_seconds(case: Case, split: StageSplit, rank: SlowestRank, micro_batch: MicroBatch, send: Number) -> Number:
     """Seconds of all passes of a step, in closed form."""
     block = micro_batch.block
     forward, backward = split.mean * block.forward.seconds, split.mean * block.backward.seconds
@@ -104,11 +101,10 @@ def pipeline_seconds(case: Case, split: StageSplit, micro_batch: MicroBatch, sen
     last = (split.last * block.seconds + micro_batch.loss.seconds) / both
     costs = Costs(first, last, split.middle_rank / (case.virtual * split.mean), split.last / split.mean)
     args = (case.schedule, case.pp, case.virtual, case.accumulation, forward, backward - weight, weight)
-    one_rank = case.accumulation * SlowestRank.of(case, split, micro_batch).seconds(micro_batch)
     passes = bubble(*args, costs, send).total
     if case.schedule in ("gpipe", "looped-bfs"):
         passes = passes + case.accumulation * phase_imbalance(split, micro_batch)
-    return np.where(case.pp == 1, one_rank, passes)
+    return np.where(case.pp == 1, case.accumulation * rank.seconds, passes)
 
 
 def phase_imbalance(split: StageSplit, micro_batch: MicroBatch) -> Number:

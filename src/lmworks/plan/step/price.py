@@ -68,6 +68,7 @@ class Step:
     calibrated: Calibrated
     micro_batch: MicroBatch
     split: StageSplit
+    rank: SlowestRank
     send: Number  # seconds from one pipeline stage to the next
 
     @classmethod
@@ -75,8 +76,11 @@ class Step:
         case = uncalibrated.case
         factors = fitted.factors(case.gpu, case.software, case.world)
         calibrated = Calibrated(case, uncalibrated, fitted, factors, fitted.launch_seconds(case.software))
+        stem, loss = uncalibrated.work.stem, uncalibrated.work.loss
+        ends = calibrated.vocab_parallel(*stem), calibrated.vocab_parallel(*loss)
+        micro_batch, split = MicroBatch(calibrated.block(), *ends), StageSplit.of(case)
         send = calibrated.comm_seconds(uncalibrated.comm.send)
-        return cls(calibrated, calibrated.micro_batch(), StageSplit.of(case), send)
+        return cls(calibrated, micro_batch, split, SlowestRank.of(case, split, micro_batch), send)
 
 
 def price(case: Case, fitted: Constants | None = None) -> Price:
@@ -86,10 +90,11 @@ def price(case: Case, fitted: Constants | None = None) -> Price:
 def price_uncalibrated(uncalibrated: Uncalibrated, fitted: Constants) -> Price:
     """`price` with kernels and collectives already timed: cheap to repeat with other constants."""
     step, case = Step.of(uncalibrated, fitted), uncalibrated.case
-    without_sends = pipeline_seconds(case, step.split, step.micro_batch, 0.0)
-    if np.any(case.pp > 1):
-        return assemble(step, without_sends, pipeline_seconds(case, step.split, step.micro_batch, step.send))
-    return assemble(step, without_sends, without_sends)
+    without_sends = pipeline_seconds(case, step.split, step.rank, step.micro_batch, 0.0)
+    if not np.any(case.pp > 1):
+        return assemble(step, without_sends, without_sends)
+    with_sends = pipeline_seconds(case, step.split, step.rank, step.micro_batch, step.send)
+    return assemble(step, without_sends, with_sends)
 
 
 def timeline(case: Case, fitted: Constants | None = None) -> Price:
@@ -109,9 +114,8 @@ def pipeline_spans(case: Case, fitted: Constants | None = None) -> list[Span]:
 
 def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     """All parts of a step, from the seconds of its passes without and with pipeline sends."""
-    calibrated, micro_batch = step.calibrated, step.micro_batch
+    calibrated, micro_batch, rank = step.calibrated, step.micro_batch, step.rank
     case, fitted, uncalibrated = calibrated.case, calibrated.fitted, calibrated.uncalibrated
-    rank = SlowestRank.of(case, step.split, micro_batch)
     batches = case.accumulation
     parts: dict[str, Number] = defaultdict(float)
     hidden: dict[str, Number] = defaultdict(float)
@@ -121,7 +125,7 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
                 parts[name] = parts[name] + batches * count * seconds
             for name, seconds in cost.hidden.items():
                 hidden[name] = hidden[name] + batches * count * seconds
-    rank_s = batches * rank.seconds(micro_batch)
+    rank_s = batches * rank.seconds
     without_sends = np.maximum(without_sends, rank_s)  # the closed form may be a little short
     parts["bubble"] = without_sends - rank_s
     parts["pp"] = np.maximum(0.0, with_sends - without_sends)

@@ -7,10 +7,11 @@ fitted factors per kind can be applied afterwards. Numbers may be arrays of cand
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -26,29 +27,27 @@ from ..software import Software
 from .comm import StepComm, Weights
 
 REENTRANT = ("megatron", "deepspeed", "huggingface")  # code bases whose checkpointing recomputes a whole block
-PartKernels = tuple[str, Sequence[Kernel]]  # kernels and their part of the step-time sheet
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds by (part, kind of kernel), and how many kernels the host launches."""
+    """Ops in one direction: seconds by (part, kind of kernel), and how many kernels the host launches."""
 
     seconds_by_kind: Mapping[tuple[str, str], Number]
     launches: Number = 0.0
 
     @classmethod
-    def of(cls, work: Sequence[PartKernels], machine: Machine, dtype: str, cast_bytes: float = 0.0) -> Self:
-        """`cast_bytes` moved for each operand element of an fp8 GEMM, in kernels of their own."""
-        casts = [("casts", fp8_casts(work, cast_bytes))] if dtype == "fp8" and cast_bytes else []
+    def of(cls, ops: Iterable[Op], direction: Direction, machine: Machine, dtype: str) -> Self:
         by_kind: dict[tuple[str, str], Number] = defaultdict(float)
         launches: Number = 0.0
-        for part, kernels in [*work, *casts]:
-            for kernel in kernels:
-                key = (part, "casts" if part == "casts" else kernel.kind)
+        for op in ops:
+            for kernel in getattr(op, direction):
+                key = (op.part, "casts" if op.part == "casts" else kernel.kind)
                 kernel_dtype = "bf16" if kernel.bf16_only and dtype == "fp8" else dtype
                 by_kind[key] = by_kind[key] + machine.seconds(kernel, kernel_dtype)
-                batched = kernel.kind == "gemm" and part == "attention"  # attention scores of all heads are one launch
-                launches = launches + (1.0 if batched else kernel.count)
+                scores = kernel.kind == "gemm" and op.part == "attention"  # of all heads in one launch
+                launches = launches + (1.0 if scores else kernel.count)
         return cls(dict(by_kind), launches)
 
     def parts(self, factors: Mapping[str, Number]) -> dict[str, Number]:
@@ -71,22 +70,28 @@ class Work:
     @classmethod
     def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
         wide = "bf16" if dtype == "fp8" else dtype  # only GEMMs of blocks are in fp8
-        casts = net.load.software.casts
+        block, again = list(net.block), recomputed_ops(net, recompute)
+        if dtype == "fp8":
+            width = net.load.software.casts
+            block, again = [*block, fp8_casts(block, width)], [*again, fp8_casts(again, width)]
 
         def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
-            forward, backward = [(op.part, op.forward) for op in ops], [(op.part, op.backward) for op in ops]
-            return Pass.of(forward, machine, dtype, casts), Pass.of(backward, machine, dtype, casts)
+            return Pass.of(ops, "forward", machine, dtype), Pass.of(ops, "backward", machine, dtype)
 
-        again = [(op.part, op.forward) for op in recomputed_ops(net, recompute)]
-        recomputed = Pass.of(again, machine, dtype, casts)
-        return cls(both(net.block, dtype), recomputed, both(net.stem, wide), both(net.loss, wide))
+        recomputed = Pass.of(again, "forward", machine, dtype)
+        return cls(both(block, dtype), recomputed, both(net.stem, wide), both(net.loss, wide))
 
 
-def fp8_casts(work: Iterable[PartKernels], width: float) -> list[Kernel]:
-    """Passes that cast GEMM operands to fp8: read for the absolute maximum, read again, written in one byte."""
-    products = [kernel for _, kernels in work for kernel in kernels if kernel.kind == "gemm" and not kernel.bf16_only]
-    sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
-    return [Kernel("stream", bytes=width * size, count=count) for size, count in sizes]
+def fp8_casts(ops: Iterable[Op], width: float) -> Op:
+    """Passes that cast operands of these GEMMs to fp8: read for the absolute maximum, read again, written in a byte."""
+
+    def casts(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
+        products = [kernel for kernel in kernels if kernel.kind == "gemm" and not kernel.bf16_only]
+        sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
+        return tuple(Kernel("stream", bytes=width * size, count=count) for size, count in sizes)
+
+    chain = itertools.chain.from_iterable
+    return Op("casts", "casts", casts(chain(op.forward for op in ops)), casts(chain(op.backward for op in ops)))
 
 
 def stops_early(software: Software) -> bool:
@@ -147,7 +152,7 @@ class Uncalibrated:
             raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
         net, comm, updated = network(Workload.of_case(case)), StepComm.of(case, weights), updated_params(case, weights)
-        copied, copied_back = copy_bytes(case, weights, comm.reductions)
+        copies = weight_copies(case, weights, comm.reductions)
         activations: Number = 0.0
         if np.any(case.offload_activations):
             activations = total_offloaded_bytes(case, net) / case.model.layers / shared_host_link(case)
@@ -155,11 +160,8 @@ class Uncalibrated:
             case,
             Work.of(net, machine, case.dtype, case.recompute),
             comm,
-            (
-                Pass.of([("copies", [Kernel("stream", bytes=copied)])], machine, "fp32"),
-                Pass.of([("copies", [Kernel("stream", bytes=copied_back)])], machine, "fp32"),
-            ),
-            Pass.of([("optimizer", optimizer_kernels(case, updated))], machine, "fp32"),
+            (Pass.of([copies], "forward", machine, "fp32"), Pass.of([copies], "backward", machine, "fp32")),
+            Pass.of([optimizer_update(case, updated)], "forward", machine, "fp32"),
             optimizer_offload_seconds(case, updated) if case.offload != "none" else 0.0,
             activations,
         )
@@ -177,16 +179,18 @@ def sustained_machine(gpu: Gpu, flash: str, profile: str = "") -> Machine:
     return replace(machine, laws=replace(machine.laws, gemm=hot))
 
 
-def copy_bytes(case: Case, weights: Weights, reductions: Number) -> tuple[Number, Number]:
-    """Bytes copied per block: gathered weights out of their buffer; gradients packed, or accumulated."""
+def weight_copies(case: Case, weights: Weights, reductions: Number) -> Op:
+    """Per block: gathered weights out of their buffer; gradients packed, or accumulated."""
     software = case.software
+    forward: Number = 0.0
+    backward: Number = 0.0
     if case.zero == 3:
-        gather = 2.0 * (software.gather or case.width) * weights.block
-        return gather, gather * case.reshard + 2.0 * software.reduce * weights.block * reductions
-    if software.wgrad_placeholder:  # GEMMs accumulate into the gradients (wgrad fusion)
-        return 0.0, 0.0
-    summed = (2.0 * software.gradients + 2) * weights.block
-    return 0.0, np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
+        forward = 2.0 * (software.gather or case.width) * weights.block
+        backward = forward * case.reshard + 2.0 * software.reduce * weights.block * reductions
+    elif not software.wgrad_placeholder:  # with wgrad fusion, GEMMs accumulate into the gradients
+        summed = (2.0 * software.gradients + 2) * weights.block
+        backward = np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
+    return Op("copies", "copies", (Kernel("stream", bytes=forward),), (Kernel("stream", bytes=backward),))
 
 
 def updated_params(case: Case, weights: Weights) -> Number:
@@ -203,14 +207,13 @@ def updated_params(case: Case, weights: Weights) -> Number:
     return dense / (case.dp_shard * case.cp) + experts / over_experts
 
 
-def optimizer_kernels(case: Case, numbers: Number) -> list[Kernel]:
+def optimizer_update(case: Case, numbers: Number) -> Op:
     """Gradient clipping, and the update of `numbers` weights, which reads p, g and states and writes p and states."""
     code = case.software
     gradients, both = (4, 12) if code.master else (code.gradients, 2 * (code.weights + code.low_bytes) + code.gradients)
     clip = Kernel("stream", bytes=1.0 * code.clip_passes * gradients * numbers)
-    if case.offload != "none":
-        return [clip]
-    return [clip, Kernel("optimizer", bytes=(both + 2 * STATES[case.optimizer]) * numbers)]
+    update = Kernel("optimizer", bytes=(both + 2 * STATES[case.optimizer]) * numbers)
+    return Op("update", "optimizer", (clip, update) if case.offload == "none" else (clip,))
 
 
 def optimizer_offload_seconds(case: Case, numbers: Number) -> Number:
