@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
+import formula_trials
+import optuna
 import pytest
-from formula_trials import FormulaWorkers, Killed, driver
+from formula_trials import STEPS, FormulaWorkers, Killed, driver
 
 from lmworks.spec.errors import LMWorksError
 from lmworks.sweep.folder import Sweep
@@ -78,3 +81,47 @@ def test_more_trials_go_on_with_those_that_are_there(tmp_path: Path) -> None:
     more.run(workers)
     assert [point for point, _, _ in summary(more.sweep)][:6] == [point for point, _, _ in before]
     assert {number for number, _ in workers.ran} >= {6, 7, 8}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("algorithm", "sampler", "trials"),
+    [
+        ("tpe", optuna.samplers.TPESampler, 24),
+        pytest.param("gp", optuna.samplers.GPSampler, 26, marks=pytest.mark.slow),
+        ("cmaes", optuna.samplers.CmaEsSampler, 24),
+    ],
+)
+def test_a_search_with_the_median_stopper_is_optunas_own_with_its_median_pruner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str, sampler: Any, trials: int
+) -> None:
+    """The same points, and the same trials stopped at the same rungs: TPE learns from stopped trials, GP and CMA-ES
+    from finished ones alone, as Optuna has it."""
+
+    def losses(point: Point, step: int) -> float:
+        """Early ones say little: a search that stops nearly all but the first five never begins to learn by GP."""
+        wobble = math.sin(100 * point["optim.clip"]) if step < STEPS else 0.1 * point["optim.clip"]
+        return 2.0 + 0.1 * (math.log10(point["optim.lr"]) + 2) ** 2 + 5.0 / step + wobble
+
+    def objective(trial: optuna.Trial) -> float:
+        point = {
+            "optim.lr": trial.suggest_float("optim.lr", 1e-4, 1.0, log=True),
+            "optim.clip": trial.suggest_float("optim.clip", 0.1, 2.0),
+        }
+        for step in (10, 30):
+            trial.report(losses(point, step), step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return losses(point, STEPS)
+
+    study = optuna.create_study(sampler=sampler(seed=1), pruner=optuna.pruners.MedianPruner())
+    study.optimize(objective, n_trials=trials)
+    monkeypatch.setattr(formula_trials, "formula", losses)
+    tuner = driver(tmp_path, "median", trials, algorithm)
+    tuner.run(FormulaWorkers(tuner.sweep))
+    theirs = [
+        (one.params, max(one.intermediate_values) if one.state.name == "PRUNED" else STEPS) for one in study.trials
+    ]
+    assert [(one.overrides, one.step) for one in tuner.sweep.trials()] == theirs
+    stopped = sum(step < STEPS for _, step in theirs)
+    assert stopped >= 4 and trials - stopped > 10  # GP begins after ten

@@ -105,20 +105,36 @@ def test_a_trial_that_was_asked_for_as_the_driver_was_killed_is_not_lost(tmp_pat
     assert again.ask().point == lost.point
 
 
-def test_samplers_learn_from_paused_trials_what_they_learn_from_pruned_ones(tmp_path: Path) -> None:
-    """TPE after twelve trials at their first rung, against a study of Optuna's with the same trials pruned there."""
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=3))
-    mine = suggestions(tmp_path)
-    for _ in range(12):
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("algorithm", "sampler", "whole"),
+    [
+        ("tpe", optuna.samplers.TPESampler, 4),
+        ("gp", optuna.samplers.GPSampler, 2),
+        ("cmaes", optuna.samplers.CmaEsSampler, 2),
+    ],
+)
+def test_samplers_learn_from_paused_trials_what_they_learn_from_pruned_ones(
+    tmp_path: Path, algorithm: str, sampler: Any, whole: int
+) -> None:
+    """As under ASHA: every second or fourth trial ends, the others pause at their first rung. Against a study of
+    Optuna's in which they are pruned there."""
+    study = optuna.create_study(sampler=sampler(seed=3))
+    mine = suggestions(tmp_path, algorithm)
+    for number in range(20):
         theirs, asked = study.ask(), mine.ask()
         point = suggest(theirs, SPACE)
         assert asked.point == point
-        theirs.report(loss(point), 10)
-        study.tell(theirs, state=optuna.trial.TrialState.PRUNED)
-        mine.report(asked.number, 10, loss(point))
-        mine.pause(asked.number)
-    after = [suggest(study.ask(), SPACE) for _ in range(3)]
-    assert [mine.ask().point for _ in range(3)] == after
+        theirs.report(loss(point) + 1.0, 10)
+        mine.report(asked.number, 10, loss(point) + 1.0)
+        if number % whole == 0:
+            study.tell(theirs, loss(point))
+            mine.finish(asked.number, loss(point))
+        else:
+            study.tell(theirs, state=optuna.trial.TrialState.PRUNED)
+            mine.pause(asked.number)
+    after = [suggest(study.ask(), SPACE) for _ in range(2)]
+    assert [mine.ask().point for _ in range(2)] == after
 
 
 def test_a_grid_is_every_point_of_the_space(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Suggestions: Optuna's samplers over a space, in one of Optuna's storages.
 
 A study asks its sampler exactly as `optuna.Study` does, so the same sampler with the same seed suggests the same
-trials. Two things are added. A paused trial counts with the loss it has, as a pruned one would; in Optuna it is a
-running one, of which most samplers learn nothing. And the sampler is saved after each suggestion: a driver that is
-started again goes on in the same sequence of random numbers.
+trials. Two things are added. A paused trial, which Optuna has no state for, is a pruned one to the sampler: TPE learns
+from the loss it has, GP and CMA-ES from complete trials alone. And the sampler is saved after each suggestion: a driver
+that is started again goes on in the same sequence of random numbers.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Suggestions:
         return not waiting
 
     def refuse(self, number: int, why: str) -> None:
-        """A constraint does not hold. A pruned trial without a loss is the worst that a sampler knows."""
+        """A constraint does not hold. A pruned trial without a loss is the worst that TPE knows."""
         self.set_attr(number, REFUSED, why)
         self.study.tell(number, state=self.states.PRUNED)
 
