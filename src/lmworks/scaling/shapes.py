@@ -1,7 +1,8 @@
 """Shapes of dense models, one for every few percent of size, with exact counts of parameters and FLOPs.
 
 Llama's block (RMSNorm, rotary positions, SwiGLU, grouped-query attention) at proportions of published models: 64
-to 136 units of width for a layer, heads of 128 (64 below a width of 1024), 8 KV heads from there on.
+to 136 units of width for a layer, heads of 128 (64 below a width of 1024), 8 KV heads from there on. The narrowest are
+for ladders of minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..spec import ModelSpec
 ASPECTS = (64, 136)  # width over layers
 LARGE_EMBEDDING = 0.2  # of all parameters: from there on the head uses the embedding matrix
 WIDTHS = (
-    *range(32, 256, 32),
+    *(12, 16, 24, 32, 48),
+    *range(64, 256, 32),
     *range(256, 1024, 64),
     *range(1024, 2048, 256),
     *range(2048, 8192, 512),
@@ -70,7 +72,7 @@ def family(vocab: int, seq: int) -> tuple[Shape, ...]:
 
 def of_width(width: int, vocab: int, seq: int) -> Iterator[ModelSpec]:
     large = width >= 1024
-    head = 128 if large else 64 if width >= 256 else 32
+    head = 128 if large else 64 if width >= 256 else min(width, 24 if width % 32 else 32)
     heads = KV_HEADS * max(1, round(width / (KV_HEADS * head))) if large else width // head
     ffn = -(-8 * width // (3 * 256)) * 256 if large else -(-8 * width // (3 * 64)) * 64
     fewest, most = max(2, round(width / ASPECTS[1])), max(2, round(width / ASPECTS[0]))
