@@ -12,8 +12,9 @@ import pytest
 
 from lmworks.spec import SpecError
 from lmworks.sweep import slots
-from lmworks.sweep.slots import Resources, Slots, take_slots, visible_gpus
+from lmworks.sweep.slots import Resources, Slots, take_slots, visible_gpus, what_is_missing
 
+SWEEP, OTHER = Path("sweeps/lr"), Path("sweeps/other")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -29,37 +30,37 @@ def must(found: Slots | None) -> Slots:
 
 def test_cores_are_given_once() -> None:
     four = Resources((0, 1, 2, 3))
-    first = must(take_slots(four, 2, 0))
+    first = must(take_slots(four, 2, 0, SWEEP))
     assert first.cores == [0, 1]
-    assert take_slots(four, 3, 0) is None  # and keeps none of the two that are free
-    second = must(take_slots(four, 2, 0))
-    assert second.cores == [2, 3] and take_slots(four, 1, 0) is None
+    assert take_slots(four, 3, 0, SWEEP) is None  # and keeps none of the two that are free
+    second = must(take_slots(four, 2, 0, SWEEP))
+    assert second.cores == [2, 3] and take_slots(four, 1, 0, SWEEP) is None
     first.release()
-    assert must(take_slots(four, 1, 0)).cores == [0]
+    assert must(take_slots(four, 1, 0, SWEEP)).cores == [0]
 
 
 def test_gpus_are_shared_by_as_many_as_is_said() -> None:
     two = Resources(tuple(range(8)), ("0", "GPU-5e/1"), trials_per_gpu=2)
-    taken = [must(take_slots(two, 1, 1)).gpus for _ in range(4)]
+    taken = [must(take_slots(two, 1, 1, SWEEP)).gpus for _ in range(4)]
     assert taken == [["0"], ["GPU-5e/1"], ["0"], ["GPU-5e/1"]]  # an idle one first
-    assert take_slots(two, 1, 1) is None
+    assert take_slots(two, 1, 1, SWEEP) is None
 
 
 def test_a_trial_of_two_ranks_has_two_gpus() -> None:
     two = Resources(tuple(range(8)), ("0", "1"), trials_per_gpu=2)
-    assert must(take_slots(two, 2, 2)).gpus == ["0", "1"]
-    assert must(take_slots(two, 2, 2)).gpus == ["0", "1"]
-    assert take_slots(two, 2, 2) is None
+    assert must(take_slots(two, 2, 2, SWEEP)).gpus == ["0", "1"]
+    assert must(take_slots(two, 2, 2, SWEEP)).gpus == ["0", "1"]
+    assert take_slots(two, 2, 2, SWEEP) is None
 
 
 def test_gpus_of_a_scheduler_are_not_compared_by_number() -> None:
     """Two jobs on a machine may both call their GPU 0."""
     own = Resources(tuple(range(8)), ("0",), allocated=True)
-    assert must(take_slots(own, 1, 1)).gpus == must(take_slots(own, 1, 1)).gpus == ["0"]
+    assert must(take_slots(own, 1, 1, SWEEP)).gpus == must(take_slots(own, 1, 1, SWEEP)).gpus == ["0"]
 
 
 def hold(ready: object) -> None:
-    assert take_slots(Resources((0, 1)), 2, 0) is not None
+    assert take_slots(Resources((0, 1)), 2, 0, SWEEP) is not None
     ready.send("")  # type: ignore[attr-defined]
     time.sleep(60)
 
@@ -69,10 +70,32 @@ def test_a_killed_process_frees_its_cores() -> None:
     process = FORK.Process(target=hold, args=(there,), daemon=True)
     process.start()
     assert here.poll(20)
-    assert take_slots(Resources((0, 1)), 1, 0) is None
+    assert take_slots(Resources((0, 1)), 1, 0, SWEEP) is None
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert must(take_slots(Resources((0, 1)), 2, 0)).cores == [0, 1]
+    assert must(take_slots(Resources((0, 1)), 2, 0, SWEEP)).cores == [0, 1]
+
+
+def test_who_has_what_a_trial_waits_for() -> None:
+    four = Resources((0, 1, 2, 3))
+    assert what_is_missing(four, 4, 0, OTHER) == ""  # nothing was ever taken
+    first, second = must(take_slots(four, 2, 0, SWEEP)), must(take_slots(four, 1, 0, Path("/elsewhere/lr")))
+    assert what_is_missing(four, 1, 0, OTHER) == ""
+    assert what_is_missing(four, 2, 0, OTHER) == "2 cores: held by /elsewhere/lr and sweeps/lr"
+    assert what_is_missing(four, 2, 0, SWEEP) == "2 cores: held by /elsewhere/lr"
+    second.release()
+    assert what_is_missing(four, 3, 0, SWEEP) == ""  # its own trials are in the way, and it shows those
+    assert what_is_missing(four, 3, 0, OTHER) == "3 cores: held by sweeps/lr"
+    first.release()
+    assert must(take_slots(four, 4, 0, OTHER)).cores == [0, 1, 2, 3]  # who looked has kept nothing
+
+
+def test_who_has_the_gpu_that_a_trial_waits_for() -> None:
+    two = Resources(tuple(range(8)), ("0", "1"), trials_per_gpu=2)
+    for _ in range(2):
+        must(take_slots(Resources(tuple(range(8)), ("0",), trials_per_gpu=2), 1, 1, SWEEP))
+    assert what_is_missing(two, 1, 1, OTHER) == ""
+    assert what_is_missing(two, 2, 2, OTHER) == "2 GPUs: held by sweeps/lr"  # both shares of the other are one GPU
 
 
 @pytest.mark.parametrize(

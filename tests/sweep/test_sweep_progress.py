@@ -17,6 +17,7 @@ from lmworks.sweep import progress as module
 from lmworks.sweep.claims import Claim
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.progress import Progress, counts, last_line
+from lmworks.sweep.slots import Resources, take_slots
 
 SPACE = {"model.layers": {"values": [1, 2]}}
 
@@ -132,6 +133,40 @@ def test_a_pipe_gets_a_line_for_each_trial_that_ends(
     with Display(Progress(sweep, 2), quiet=True) as display:
         display.look(sweep.trials())
         assert capsys.readouterr().out == ""
+
+
+def test_a_sweep_says_what_it_waits_for(
+    sweep: Sweep, clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A core of two is another sweep's, then both are; a trial that runs here leaves the second worker waiting."""
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    cores = Resources((0, 1))
+    held = [take_slots(cores, 1, 0, Path("sweeps/lr"))]
+    with Display(Progress(sweep, 2, cores), quiet=False) as display:
+
+        def said() -> str:
+            clock.now += 5
+            display.look(sweep.trials())
+            return capsys.readouterr().out
+
+        assert said() == "2 queued; ETA: known after the first steps\n"
+        held.append(take_slots(cores, 1, 0, Path("sweeps/lr")))
+        waiting = "waiting for 1 core: held by sweeps/lr; ETA: known after the first steps\n"
+        assert said() == f"2 queued; {waiting}"
+        assert said() == ""  # once is enough
+        assert held[0]
+        held[0].release()
+        claim, own = Claim.take(sweep.folder(0).path), take_slots(cores, 1, 0, sweep.path)
+        assert said() == "" and display.status(display.progress.look(sweep.trials()), "x").startswith(
+            "1 queued, 1 running"
+        )
+        assert display.progress.waits_for(display.progress.look(sweep.trials())) == "1 core: held by sweeps/lr"
+        assert held[1] and claim and own
+        held[1].release()
+        assert display.progress.waits_for(display.progress.look(sweep.trials())) == ""
+        claim.release()
+        own.release()
 
 
 def test_tables(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:

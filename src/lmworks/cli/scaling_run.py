@@ -101,7 +101,7 @@ def train(
     workers = where.pool(sweep, len(driver.runs), spec.ranks, spec.cluster.device != "cpu")
     with stopped_by_signals("the same command goes on with the ladder"), sweep.driving(told_to_wait):
         driver.start()
-        with workers, Display(Progress(sweep, workers.count), quiet) as display:
+        with workers, Display(Progress(sweep, workers.count, workers.resources), quiet) as display:
             workers.wait_for(driver.advance, display.look)
             prediction = driver.start_holdout(asked, spec, tokens) if asked.holdout else None
             workers.wait_for(driver.advance, display.look)

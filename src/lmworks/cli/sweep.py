@@ -130,7 +130,7 @@ def watch(workers: Workers, quiet: bool) -> None:
     with (
         stopped_by_signals("the same command goes on with the trials that are left"),
         workers,
-        Display(Progress(workers.sweep, workers.count), quiet) as display,
+        Display(Progress(workers.sweep, workers.count, workers.resources), quiet) as display,
     ):
         workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
 

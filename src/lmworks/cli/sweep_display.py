@@ -37,6 +37,7 @@ class Display:
         self.live = Live(console=self.console, auto_refresh=False) if is_terminal and not quiet else None
         self.looked = self.said = float("-inf")
         self.states: dict[int, str] = {}
+        self.waiting = ""  # what was last said to be waited for
 
     def __enter__(self) -> Self:
         if self.live:
@@ -55,29 +56,32 @@ class Display:
             return
         self.looked = now
         rows = self.progress.look(trials)
-        status = self.status(rows)
+        waiting = self.progress.waits_for(rows)
+        status = self.status(rows, waiting)
         if self.live:
             self.live.update(Group(*live_lines(rows, status, self.console.width)), refresh=True)
         else:
-            self.print_lines(rows, status, now)
+            self.print_lines(rows, status, waiting, now)
         self.states = {row.trial.number: row.trial.state for row in rows}
 
-    def print_lines(self, rows: Sequence[Row], status: str, now: float) -> None:
+    def print_lines(self, rows: Sequence[Row], status: str, waiting: str, now: float) -> None:
         changed = [
             row for row in rows if row.trial.settled and self.states.get(row.trial.number, "queued") != row.state
         ]
         for row in changed if self.states else []:
             print(f"trial {row.trial.number} {told(row)}   ({status})", flush=True)
-        if changed or now - self.said > STATUS_EVERY_S:
-            if not changed or not self.states:
+        news = bool(waiting) and waiting != self.waiting
+        if changed or news or now - self.said > STATUS_EVERY_S:
+            if news or not changed or not self.states:
                 print(status, flush=True)
             self.said = now
+        self.waiting = waiting or self.waiting
 
-    def status(self, rows: Sequence[Row]) -> str:
+    def status(self, rows: Sequence[Row], waiting: str) -> str:
         left = self.progress.eta_s(rows)
-        said = ", ".join(f"{count} {state}" for state, count in counts(rows).items())
+        said = [f"{count} {state}" for state, count in counts(rows).items()]
         eta = f"ETA {clock(left)}" if left is not None else "ETA: known after the first steps"
-        return f"{said}; {eta}"
+        return "; ".join([", ".join(said), *([f"waiting for {waiting}"] if waiting else []), eta])
 
 
 @contextmanager

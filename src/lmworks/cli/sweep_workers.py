@@ -77,4 +77,4 @@ class WorkerOptions:
             return RayWorkers(sweep, self.workers or min(most, room(cores, gpus)), cores, gpus)
         resources = own_resources(visible_gpus() if on_gpus else (), self.trials_per_gpu)
         count = self.workers or min(most, resources.workers(ranks, sweep.threads))
-        return Workers(sweep, count, ["--trials-per-gpu", str(self.trials_per_gpu)])
+        return Workers(sweep, count, ["--trials-per-gpu", str(self.trials_per_gpu)], resources)

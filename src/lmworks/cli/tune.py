@@ -26,7 +26,7 @@ from .sweep_workers import (
 )
 
 if TYPE_CHECKING:
-    from ..sweep.folder import Sweep
+    from ..sweep.pool import Workers
     from ..sweep.progress import Progress, Row
     from ..tune.driver import Driver
     from ..tune.outcome import Outcome
@@ -265,12 +265,12 @@ def run_driver(
         sweep.driving(told_to_wait),
     ):
         driver = make()
-        with workers, Display(search_progress(sweep, planned, workers.count), quiet) as display:
+        with workers, Display(search_progress(planned, workers), quiet) as display:
             driver.run(workers, display.look)
     return driver
 
 
-def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:
+def search_progress(planned: int, workers: Workers) -> Progress:
     """Rows of a sweep; the time left by the steps that are planned in all, at the pace so far."""
     from ..sweep.progress import Progress
 
@@ -284,7 +284,7 @@ def search_progress(sweep: Sweep, planned: int, workers: int) -> Progress:
             start, before = began[0]
             return (now - start) / (done - before) * max(0, planned - done) if done > before else None
 
-    return SearchProgress(sweep, workers)
+    return SearchProgress(workers.sweep, workers.count, workers.resources)
 
 
 def first_step(row: Row) -> int:

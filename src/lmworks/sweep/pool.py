@@ -14,6 +14,7 @@ from typing import Protocol, Self
 
 from ..spec import LMWorksError
 from .folder import Sweep, Trial
+from .slots import Resources
 
 PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: a worker ends with its driver
 POLL_S = 0.2
@@ -34,8 +35,11 @@ class Workers:
     """`with Workers(sweep, 4) as workers: workers.wait_for(…)`; on leaving, trials that run are stopped with a
     checkpoint, and the workers end. They end with the thread that started them, too."""
 
-    def __init__(self, sweep: Sweep, count: int, options: Sequence[str] = ()) -> None:
-        self.sweep, self.count, self.options = sweep, count, list(options)
+    def __init__(
+        self, sweep: Sweep, count: int, options: Sequence[str] = (), resources: Resources | None = None
+    ) -> None:
+        """`resources`: what they share with other sweeps of this machine, for who wants to know what they wait for."""
+        self.sweep, self.count, self.options, self.resources = sweep, count, list(options), resources
         self.processes: list[Process] = []
         self.failures = 0
         self.settled = -1

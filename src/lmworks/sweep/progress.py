@@ -18,6 +18,7 @@ from typing import Any
 
 from ..plan.predict import step_flops
 from .folder import Sweep, Trial
+from .slots import Resources, what_is_missing
 
 TAIL_BYTES = 16_384  # of metrics.jsonl: its last lines
 LEAST_SHARE = 0.02  # of the work, before which the pace says little
@@ -46,9 +47,11 @@ class Progress:
 
     sweep: Sweep
     workers: int
+    resources: Resources | None = None  # of workers on this machine, which may have to wait for them
 
     def __post_init__(self) -> None:
         self.began: float | None = None  # since when trials run: workers take seconds to start
+        self.ranks: dict[int, int] = {}
         self.flops: dict[int, float] = {}
         self.steps: dict[int, int] = {}
         self.predicted: dict[int, float] = {}
@@ -62,6 +65,7 @@ class Progress:
         if trial.number not in self.flops:
             spec = self.sweep.spec(trial.overrides, trial.number)
             self.flops[trial.number], self.steps[trial.number] = step_flops(spec).hardware, spec.optim.steps
+            self.ranks[trial.number] = spec.ranks
         running = not trial.settled and self.sweep.is_running(trial.number)
         result = trial.result or {}
         step, loss = trial.step, result.get("loss")
@@ -70,6 +74,15 @@ class Progress:
         total = min(trial.until or self.steps[trial.number], self.steps[trial.number])
         state = "running" if running else trial.state
         return Row(trial, state, step, total, loss, result.get("val_loss"), str(folder.path))
+
+    def waits_for(self, rows: Sequence[Row]) -> str:
+        """Cores or GPUs that keep a worker from the smallest queued trial, and who has them."""
+        queued = [self.ranks[row.trial.number] for row in rows if row.state == "queued"]
+        if not self.resources or not queued or sum(row.state == "running" for row in rows) >= self.workers:
+            return ""
+        ranks = min(queued)
+        gpus = ranks if self.resources.gpus else 0
+        return what_is_missing(self.resources, ranks * self.sweep.threads, gpus, self.sweep.path)
 
     # --- time -------------------------------------------------------------------------------------------
 

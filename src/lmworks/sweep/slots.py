@@ -2,6 +2,7 @@
 
 A slot is a kernel lock on a file that stands for one core, or one share of a GPU. All sweeps of a user on this machine
 use the same files, so drivers that know nothing of each other do not overcommit it; a killed process frees what it had.
+The file names the sweep that has it, for those who wait.
 """
 
 from __future__ import annotations
@@ -76,18 +77,18 @@ class Slots:
         self.descriptors = []
 
 
-def take_slots(resources: Resources, cores: int, gpus: int) -> Slots | None:
-    """That many, or none: None where others have too many of them."""
+def take_slots(resources: Resources, cores: int, gpus: int, owner: Path) -> Slots | None:
+    """That many for the sweep `owner`, or none: None where others have too many of them."""
     held = Slots([], [], [])
     for core in resources.cores:
-        if len(held.cores) < cores and (descriptor := lock(f"core-{core}")) is not None:
+        if len(held.cores) < cores and (descriptor := lock(core_file(core), owner)) is not None:
             held.cores.append(core)
             held.descriptors.append(descriptor)
     for share in range(resources.trials_per_gpu):
         for gpu in resources.gpus:
             if len(held.gpus) == gpus or gpu in held.gpus:
                 continue
-            descriptor = None if resources.allocated else lock(f"gpu-{gpu}-{share}".replace("/", "-"))
+            descriptor = None if resources.allocated else lock(gpu_file(gpu, share), owner)
             if descriptor is not None:
                 held.descriptors.append(descriptor)
             if descriptor is not None or resources.allocated:
@@ -98,7 +99,41 @@ def take_slots(resources: Resources, cores: int, gpus: int) -> Slots | None:
     return held
 
 
-def lock(name: str) -> int | None:
+def what_is_missing(resources: Resources, cores: int, gpus: int, owner: Path) -> str:
+    """Why a trial of `owner` finds no such slots now: "2 cores: held by sweeps/lr"; empty where it does, or where only
+    trials of its own sweep are in the way."""
+    shares = range(resources.trials_per_gpu)
+    of_cores = [[holder(core_file(core))] for core in resources.cores]
+    of_gpus = [[holder(gpu_file(gpu, share)) for share in shares] for gpu in resources.gpus]
+    for kind, needed, units in (("core", cores, of_cores), ("GPU", gpus, of_gpus)):
+        holders = {one for unit in units for one in unit} - {None, str(owner.resolve())}
+        if sum(None in unit for unit in units) < needed and holders:
+            said = " and ".join(sorted(map(shown, filter(None, holders)))) or "another sweep"
+            return f"{needed} {kind}{'s' * (needed > 1)}: held by {said}"
+    return ""
+
+
+def holder(name: str) -> str | None:
+    """The folder of the sweep that has this slot, empty where it did not say; None where nobody has it."""
+    try:
+        descriptor = os.open(slots_folder() / name, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        if try_lock(descriptor, fcntl.LOCK_SH) is False:
+            return os.pread(descriptor, 4096, 0).decode(errors="replace")
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def shown(folder: str) -> str:
+    """As the user would name it from here."""
+    path = Path(folder)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else folder
+
+
+def lock(name: str, owner: Path) -> int | None:
     """The descriptor that holds it, which processes forked from this one share; None where it is taken."""
     folder = slots_folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +141,17 @@ def lock(name: str) -> int | None:
     if try_lock(descriptor, fcntl.LOCK_EX) is False:
         os.close(descriptor)
         return None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(owner.resolve()).encode(), 0)
     return descriptor
+
+
+def core_file(core: int) -> str:
+    return f"core-{core}"
+
+
+def gpu_file(gpu: str, share: int) -> str:
+    return f"gpu-{gpu}-{share}".replace("/", "-")
 
 
 def slots_folder() -> Path:

@@ -100,7 +100,8 @@ class Worker:
             ranks = self.ranks[trial.number]
             if ranks >= free:
                 continue
-            slots = take_slots(self.resources, ranks * self.sweep.threads, ranks if self.resources.gpus else 0)
+            gpus = ranks if self.resources.gpus else 0
+            slots = take_slots(self.resources, ranks * self.sweep.threads, gpus, self.sweep.path)
             if slots is None:
                 free = ranks
                 continue
