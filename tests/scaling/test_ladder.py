@@ -70,6 +70,17 @@ def test_free_ladders_take_every_size_with_every_length() -> None:
         check_epochs(replace(asked, max_epochs=2), runs, round(4e7 / 3), "data")
 
 
+def test_every_run_is_held_to_as_many_tokens() -> None:
+    """Micro-batches follow the batch, and context lengths differ; 16 micro-batches of 32 × 256 tokens are the base's."""
+    spec = base().replace(data=base().data.replace(micro_batch=32))
+    rows = {"spec": "x", "params": [2e6], "tokens": [1e8], "seq": [128, 256, 512]}
+    runs = [run for batch in (512, 2048, 65_536) for run in plan(Ladder.of({**rows, "batch_tokens": batch}), spec)]
+    assert len({run.overrides["data.micro_batch"] for run in runs}) > 3
+    for run in runs:
+        trial = Sweep(Path(), "scaling", spec.to_dict(), Space(())).spec(run.overrides)
+        assert trial.log.eval_batches * trial.data.micro_batch * trial.data.seq == 16 * 32 * 256
+
+
 def test_a_branch_leaves_where_its_own_rate_begins_to_fall() -> None:
     """Up to there the trunk has the rates of a run of the branch's length; one step later it has not."""
     spec = base()

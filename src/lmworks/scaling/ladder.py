@@ -232,6 +232,7 @@ def run_of(
         "optim.lr": float(f"{lr:.4g}"),
         "optim.schedule": "cosine",
         "log.eval_every": 0,  # after the last step only
+        "log.eval_batches": eval_batches(spec, micro_batch * seq),
     }
     d = steps * batch
     return LadderRun(
@@ -245,6 +246,11 @@ def batch_of(spec: RunSpec, wanted: float) -> tuple[int, int]:
     ranks = spec.parallel.dp_replicate * spec.parallel.dp_shard
     micro_batch = max(1, min(spec.data.micro_batch, round(wanted / ranks)))
     return micro_batch, micro_batch * ranks * max(1, round(wanted / (micro_batch * ranks)))
+
+
+def eval_batches(spec: RunSpec, micro_batch_tokens: int) -> int:
+    """Such that every run of a ladder is held to as many tokens as the base spec says, whatever its micro-batch."""
+    return -(-spec.log.eval_batches * spec.data.micro_batch * spec.data.seq // micro_batch_tokens)
 
 
 # --- reading ---------------------------------------------------------------------------------------------
