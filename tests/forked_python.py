@@ -6,6 +6,7 @@ Some tests still start real ones: that a module imports all it needs is not seen
 
 from __future__ import annotations
 
+import asyncio
 import os
 import runpy
 import signal
@@ -35,9 +36,13 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)  # type: ignore[misc]
             return
         pipes, start_new_session = rest[3:9], rest[-2]
+        begins, begun = os.pipe()
         pid = os.fork()
         if pid == 0:
             run_program(program, (pipes[0], pipes[3], pipes[5]), pass_fds, cwd, env, start_new_session)
+        os.close(begun)
+        os.read(begins, 1)  # until the child has let go of it: then its session is its own, and can be signalled
+        os.close(begins)
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -71,6 +76,7 @@ def run_program(words: list[str], files: tuple[int, int, int], kept: Any, cwd: A
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        asyncio.set_event_loop_policy(None)  # an event loop of this process has lost its files
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
         code = exit_code(words)
     finally:
