@@ -71,7 +71,7 @@ def test_free_ladders_take_every_size_with_every_length() -> None:
 
 
 def test_every_run_is_held_to_as_many_tokens() -> None:
-    """Micro-batches follow the batch, and context lengths differ; 16 micro-batches of 32 × 256 tokens are the base's."""
+    """Micro-batches follow the batch, and context lengths differ; the base has 16 micro-batches of 32 × 256."""
     spec = base().replace(data=base().data.replace(micro_batch=32))
     rows = {"spec": "x", "params": [2e6], "tokens": [1e8], "seq": [128, 256, 512]}
     runs = [run for batch in (512, 2048, 65_536) for run in plan(Ladder.of({**rows, "batch_tokens": batch}), spec)]

@@ -26,6 +26,7 @@ from .sweep_workers import (
 )
 
 if TYPE_CHECKING:
+    from ..sweep.folder import Sweep
     from ..sweep.pool import Workers
     from ..sweep.progress import Progress, Row
     from ..tune.driver import Driver
