@@ -291,23 +291,30 @@ class Engine:
             self.record_prompt_logprobs(prompt_logprobs)
         chunks, discarded, bad = in_flight.step.sampling_chunks, in_flight.discarded, found.bad
         ends = range(1, len(chunks) + 1) if found.counts is None else accumulate(found.counts)
+        tokens, logprobs = found.tokens, found.logprobs
         now, begin = time.monotonic(), 0
         previous_times: list[float] = []  # of the sequences of inner tokens: when the token before came
         for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
-            sequence = chunk.sequence
-            if sequence.state is SequenceStatus.FINISHED or sequence in discarded:
+            sequence, at = chunk.sequence, chunk.start + 1
+            if sequence.state is SequenceStatus.FINISHED or (discarded and sequence in discarded):
                 pass
-            elif index in bad:
+            elif bad and index in bad:
                 self.handle_invalid_logits(sequence)
-            elif is_inner_token(chunk, found.tokens[begin]):
-                sequence.tokens[chunk.start + 1] = found.tokens[begin]
-                sequence.num_known_tokens = chunk.start + 2
+            elif (
+                # Almost all tokens of a large batch are inner ones, and are only appended: neither the first nor the
+                # last of an answer, and nothing of it is emitted or matched yet.
+                at < sequence.inner_limit
+                and chunk.count == 1
+                and (token := tokens[begin]) not in sequence.request.end_token_ids
+            ):
+                sequence.tokens[at] = token
+                sequence.num_known_tokens = at + 1
                 if sequence.top_logprobs is not None:
-                    sequence.logprobs.append(found.logprobs[begin])
+                    sequence.logprobs.append(logprobs[begin])
                 previous_times.append(sequence.last_token_time)
                 sequence.last_token_time = now
             else:
-                self.append_tokens(chunk, found.tokens[begin:end], found.logprobs[begin:end], now)
+                self.append_tokens(chunk, tokens[begin:end], logprobs[begin:end], now)
             begin = end
         self.metrics.note_inner_tokens(previous_times, now)
 
@@ -337,6 +344,8 @@ class Engine:
         logprobs = [] if sequence.top_logprobs is None else logprobs[:num_taken]
         sequence.logprobs += logprobs
         self.metrics.note_tokens(sequence, num_taken, now)
+        if not sequence.token_by_token:
+            sequence.inner_limit = sequence.limit - 1
         if ending is not None:
             self.finish(sequence, ending, tokens[:num_taken], text_delta, logprobs)
         elif sequence.request.stream:
@@ -382,18 +391,3 @@ class Engine:
             self.pending_outputs.append(
                 OutputDelta(request, sequence.index, tokens or [], text_delta, logprobs or [], ending.reason, outcome)
             )
-
-
-def is_inner_token(chunk: Chunk, token: int) -> bool:
-    """Whether a token is neither the first nor the last of its answer, and nothing of it is emitted or matched yet.
-
-    Almost all tokens of a large batch are, and they are only appended.
-    """
-    sequence = chunk.sequence
-    return bool(
-        chunk.count == 1
-        and not sequence.token_by_token
-        and sequence.last_token_time
-        and chunk.start + 2 < sequence.limit
-        and token not in sequence.request.end_token_ids
-    )

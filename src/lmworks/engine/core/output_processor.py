@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...data.tokenizer import Tokenizer
 from ..grammars.grammar import Grammars, Matcher
@@ -15,6 +16,8 @@ NO_TOKEN_ALLOWED = (
     "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
     "or the model's logits are not finite"
 )
+
+LOGPROB = attrgetter("logprob")
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None)
         text = ""
     params = sequence.params
     logprobs = sequence.logprobs if params.logprobs is not None else None
-    likelihood = sum(each.logprob for each in sequence.logprobs) if params.needs_logprobs else None
+    likelihood = sum(map(LOGPROB, sequence.logprobs)) if params.needs_logprobs else None
     sequence.final_answer = Answer(ids, text, ending.reason, logprobs, ending.stop, ending.error, likelihood)
     return rest
 

@@ -94,7 +94,7 @@ class Result:
         return self.answers[0].error
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One answer in progress. `tokens`: prompt and output; the last are PLACEHOLDER_TOKEN while they are in flight.
 
@@ -125,6 +125,7 @@ class Sequence:
     top_logprobs: int | None = field(init=False)  # how many beside its own a token's log-probability has (None: unused)
     final_answer: Answer | None = None  # once finished
     last_token_time: float = 0.0  # seconds of the monotonic clock
+    inner_limit: int = 0  # tokens of smaller index are inner ones: see `Engine.process_output`
     matcher: Matcher | None = None  # state of its grammar
     extra: dict[str, Any] = field(default_factory=dict)  # state of other components, such as the n-gram index
 

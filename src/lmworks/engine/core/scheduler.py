@@ -178,8 +178,8 @@ class Scheduler:
                     owed -= self.needs_block(sequence)
                     others -= 1
                     count += self.trim_draft_tokens(sequence, token_budget - 1 - others, owed)
-                room = len(sequence.blocks) * block_size
-                if start + count <= room or self.allocate_slots(sequence, start + count):
+                # Only the first token of a block, or draft tokens, can need another block.
+                if (start % block_size and count == 1) or self.allocate_slots(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
                     token_budget -= count
         for sequence in self.running if prefilling else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -164,7 +165,10 @@ def sampled_logprobs(tokens: list[int], sampled: SamplerOutput, chunks: list[Chu
     if sampled.logprob is None:
         return []
     if sampled.top_ids is None:
-        return list(map(Logprob, tokens, sampled.logprob.tolist()))
+        # As Logprob(token, value), without a Python call for each of many tokens.
+        return list(
+            map(tuple.__new__, repeat(Logprob), zip(tokens, sampled.logprob.tolist(), repeat(()), strict=False))
+        )
     rows = logprob_rows(sampled.logprob, sampled.top_ids, sampled.top_logprobs)
     tops = [chunk.sequence.top_logprobs or 0 for chunk in chunks for _ in range(chunk.num_logits)]
     return [to_logprob(*each) for each in zip(tokens, rows, tops, strict=True)]

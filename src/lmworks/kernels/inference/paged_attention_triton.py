@@ -55,7 +55,9 @@ def choose_config(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, inv
     exact = q.dtype == torch.float32  # no tensor cores: small tiles, or registers spill
     few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
     quantized = cache.key_scales is not None
-    tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), 32 if exact else 128)
+    # At most 64 keys of 16 bits: with 128 of head_dim 64 too few programs are resident to hide each other's latency.
+    most = 32 if exact else 128 if quantized else 64
+    tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), most)
     if invariant:
         return LaunchConfig(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(metadata.max_query_len * group))
