@@ -75,7 +75,7 @@ class Case:
         else:
             over = layout.dp_shard * (layout.cp if layout.strategy == "fsdp2" else 1)
             zero = 3 if layout.strategy.startswith("fsdp") and over > 1 else 0
-        return cls(
+        case = cls(
             spec.model,
             gpu,
             software_of(spec),
@@ -105,7 +105,14 @@ class Case:
             sync_each_pass=layout.sync_each_pass,
             prefetch=layout.prefetch,
             bucket_mb=layout.bucket_mb,
-            documents=spec.data.has_documents or spec.align.online,
+            documents=spec.data.has_documents,
+        )
+        return case.post_trained(spec) if spec.align.method or spec.lora.rank else case
+
+    def post_trained(self, spec: RunSpec) -> Self:
+        """With what a post-training method, or adapters, change."""
+        return self.replace(
+            documents=self.documents or spec.align.online,
             head=head_of(spec, spec.model),
             teacher=teacher_shape(spec),
             adapters=tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),

@@ -24,6 +24,11 @@ def block_flops_per_token(model: ModelSpec, seq: int) -> float:
     return 2 * model.block_matmul_params + core.flops_per_key * keys_per_query(seq, core.window)
 
 
+def head_flops_per_token(model: ModelSpec) -> float:
+    """Forward."""
+    return 2 * model.head_outputs * model.hidden
+
+
 def attention_flops_per_token(model: ModelSpec, seq: int) -> float:
     """Forward, all layers."""
     core = components.attention_core(model)

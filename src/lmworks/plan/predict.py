@@ -39,8 +39,8 @@ def step_flops(spec: RunSpec) -> StepFlops:
     """Blocks may have different policies. A budget is a stage's: the first stands for all."""
     model, tokens, seq, layout = spec.model, spec.tokens_per_step, spec.data.seq, spec.parallel
     stages = layout.pp * layout.virtual_stages if layout.recompute == "budget" else 1
-    each = policies(spec, range(max(1, model.layers // stages)))
-    hardware = statistics.fmean(hardware_flops_per_token(model, seq, policy) for policy in each)
+    blocks = Counter(policies(spec, range(max(1, model.layers // stages))))
+    hardware = statistics.fmean((hardware_flops_per_token(model, seq, each) for each in blocks), blocks.values())
     needed = run_flops_per_token(spec)
     return StepFlops(tokens, tokens * needed, tokens * (hardware + needed - model_flops_per_token(model, seq)))
 

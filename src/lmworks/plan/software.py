@@ -157,7 +157,7 @@ def with_precision(own: Software, precision: PrecisionSpec) -> Software:
             gemm_slowdown=dense,
             epilogue_fusion=EPILOGUE_FUSION,
         )
-    return replace(own, cast=precision.compute != "fp32")
+    return replace(own, cast=precision.dtype != "fp32")
 
 
 def as_measured(own: Software, loss: str, clips: int) -> Software:

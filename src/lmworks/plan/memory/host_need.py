@@ -57,6 +57,8 @@ def host_need(spec: RunSpec, rank: int, device: str, work: Activations | None = 
 
 def resting(spec: RunSpec, rank: int, device: str) -> int:
     """One buffer for the weights or the optimizer states of each model (align/residency.py)."""
+    if spec.align.offload == "none":
+        return 0
     models, _ = held_beside(spec, None, rank)
     return sum(pinned_size(size) if device == "cuda" else size for size in movable_parts(spec, models).values())
 

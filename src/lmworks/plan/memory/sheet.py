@@ -202,7 +202,8 @@ def memory(spec: RunSpec, device: str = "cpu", rank: int = 0, copies: int = 0) -
         sheets, away = rollout_sheet(spec, device), HostNeed()
     else:
         sheets, away = step_sheets(spec, device, rank, copies)
-        sheets |= generate_sheet(spec, device, rank, sheets) | critic_sheets(spec, device, rank, sheets, copies)
+        if spec.align.method:
+            sheets |= generate_sheet(spec, device, rank, sheets) | critic_sheets(spec, device, rank, sheets, copies)
     sums = {moment: sum_bytes(rows) for moment, rows in sheets.items()}
     moment = max(sums, key=lambda name: sums[name])
     return MemorySheet(moment, sheets[moment], sums, tuple(notes(spec)), away)
@@ -221,7 +222,8 @@ def step_sheets(
         host.append(row("activations on the host", away.activations, "which is the device"))
         host.append(row("copy for a save", away.staging, "that is written while training goes on"))
         host.append(row("models at rest", away.resting, "on the host, which is the device"))
-    host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank, UPDATE, POLICY)
+    if spec.align.method:
+        host += beside_rows(spec, spec.cluster.accelerator if device == "cuda" else None, rank, UPDATE, POLICY)
     sheets = {moment: tuple(one for one in (*rows, *host) if one.bytes) for moment, rows in found.moments.items()}
     return sheets, away
 

@@ -78,9 +78,7 @@ def looped_order(schedule: str, rank: int, ranks: int, virtual: int, micro_batch
         size = micro_batches // max(1, micro_batches // ranks)
         hops = (1 if schedule == "interleaved-zero-bubble" else 2) * (ranks - 1 - rank)
         ahead = min((virtual - 1) * size + hops, passes)
-    turns = rounds(virtual, micro_batches, size)
-    forward = [(stages[turn], i) for turn, i in turns]
-    backward = [(stages[-1 - turn], i) for turn, i in turns]
+    forward, backward = rounds(stages, micro_batches, size), rounds(stages[::-1], micro_batches, size)
     if schedule == "looped-bfs":
         backward = [(stage, micro_batches - 1 - i) for stage, i in backward]
 
@@ -97,13 +95,10 @@ def looped_order(schedule: str, rank: int, ranks: int, virtual: int, micro_batch
     return order
 
 
-def rounds(virtual: int, micro_batches: int, size: int) -> list[tuple[int, int]]:
-    """(turn, micro-batch): `size` micro-batches pass all stages of a rank, one stage after another; then the next."""
+def rounds(stages: list[int], micro_batches: int, size: int) -> list[tuple[int, int]]:
+    """(stage, micro-batch): `size` micro-batches pass all stages of a rank, one stage after another; then the next."""
     return [
-        (turn, i)
-        for first in range(0, micro_batches, size)
-        for turn in range(virtual)
-        for i in range(first, first + size)
+        (stage, i) for first in range(0, micro_batches, size) for stage in stages for i in range(first, first + size)
     ]
 
 

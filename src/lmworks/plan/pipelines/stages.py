@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ...spec import ModelSpec, RunSpec, SpecError
-from ..flops import block_flops_per_token
+from ..flops import block_flops_per_token, head_flops_per_token
 from .schedule import Action, Span, actions, durations, simulate, stage_times, stages_of
 
 
@@ -38,7 +38,7 @@ class Stage:
     def cost(self, model: ModelSpec, seq: int) -> float:
         """Forward FLOPs a token."""
         blocks = len(self.layers) * block_flops_per_token(model, seq)
-        return blocks + self.first * model.hidden + self.last * head_cost(model)
+        return blocks + self.first * model.hidden + self.last * head_flops_per_token(model)
 
 
 def stages_of_rank(spec: RunSpec, pp_rank: int) -> list[Stage]:
@@ -62,10 +62,6 @@ def simulated(spec: RunSpec) -> list[Span]:
     return simulate(orders_of(spec), stage_times(durations(layout.recompute), [cost / mean for cost in costs]))
 
 
-def head_cost(model: ModelSpec) -> float:
-    return 2 * model.head_outputs * model.hidden
-
-
 @functools.cache
 def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
     """Contiguous runs of at least one layer. The largest cost is least; of such splits, the most even one."""
@@ -73,7 +69,7 @@ def split_layers(model: ModelSpec, seq: int, stages: int) -> tuple[Stage, ...]:
         raise SpecError(f"{stages} pipeline stages cannot be cut from model.layers = {model.layers}: use at most that")
     costs = [block_flops_per_token(model, seq)] * model.layers
     costs[0] += model.hidden  # a look-up: far below any GEMM, but it decides between equal cuts
-    costs[-1] += head_cost(model)
+    costs[-1] += head_flops_per_token(model)
     ends = most_even_split(costs, stages, limit=min_max_split(costs, stages))
     return tuple(
         Stage(index, range(begin, end), first=index == 0, last=index == stages - 1)

@@ -68,6 +68,9 @@ class MicroBatch:
     block: ForwardBackward
     stem: ForwardBackward
     loss: ForwardBackward
+    # Seconds of a block's weight gradients, which split-backward schedules delay: half of its backward GEMMs, or 0
+    # where recompute leaves the backward pass whole.
+    weight_gradients: Number
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,10 @@ class Calibrated:
         there = self.traffic(FORWARD, forward, sum(forward.values()))
         back = self.traffic(BACKWARD, backward, sum(backward.values()) + recompute)
         repeats = (case.recompute == "full") / case.recompute_every  # collectives of a block that is recomputed
-        for axis, share in (("tp", repeats * (0.75 if stops_early(case.software) else 1.0)), ("cp", repeats)):
-            once, more = back[axis], there[axis]
-            back[axis] = Traffic(once.exposed + share * more.exposed, once.hidden + share * more.hidden)
+        if case.recompute == "full":
+            for axis, share in (("tp", repeats * (0.75 if stops_early(case.software) else 1.0)), ("cp", repeats)):
+                once, more = back[axis], there[axis]
+                back[axis] = Traffic(once.exposed + share * more.exposed, once.hidden + share * more.hidden)
         ep = self.comm_seconds(comm.ep)
         copies, copies_back = self.uncalibrated.copies
         forward |= {**copies.parts(self.factors), "ep": ep}

@@ -14,10 +14,10 @@ import numpy as np
 
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
-from ..flops import block_flops_per_token
+from ..flops import block_flops_per_token, head_flops_per_token
 from ..pipelines.bubble import Costs, bubble
 from ..pipelines.schedule import Action, Times, actions
-from ..pipelines.stages import Stage, head_cost, split_layers
+from ..pipelines.stages import Stage, split_layers
 from .micro_batch import MicroBatch
 
 
@@ -56,7 +56,7 @@ def last_stage(case: Case) -> Number:
     layers, stages = case.model.layers, case.pp * case.virtual
     if case.software.even_stages:
         return np.floor(layers / stages)
-    head = head_cost(case.model) / block_flops_per_token(case.model, case.seq)  # in blocks
+    head = head_flops_per_token(case.model) / block_flops_per_token(case.model, case.seq)  # in blocks
     others = np.maximum(stages - 1, 1)
     best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
 
@@ -95,7 +95,7 @@ def pipeline_seconds(case: Case, split: StageSplit, rank: SlowestRank, micro_bat
     """Seconds of all passes of a step, in closed form."""
     block = micro_batch.block
     forward, backward = split.mean * block.forward.seconds, split.mean * block.backward.seconds
-    weight = split.mean * weight_seconds(case, micro_batch)
+    weight = split.mean * micro_batch.weight_gradients
     both = forward + backward
     first = (split.first * block.seconds + micro_batch.stem.seconds) / both
     last = (split.last * block.seconds + micro_batch.loss.seconds) / both
@@ -119,15 +119,10 @@ def phase_imbalance(split: StageSplit, micro_batch: MicroBatch) -> Number:
     return each - np.maximum(middle[0] + middle[1], last[0] + last[1])
 
 
-def weight_seconds(case: Case, micro_batch: MicroBatch) -> Number:
-    """Seconds of a block's weight gradients, which split-backward schedules delay: half of its backward GEMMs."""
-    return micro_batch.block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
-
-
 def pipeline_actions(case: Case, micro_batch: MicroBatch) -> tuple[list[list[Action]], list[Times]]:
     """Of one candidate, for `simulate`: what every rank does in a step, and how long each stage takes for it."""
     orders = actions(case.schedule, int(case.pp), int(case.virtual), int(case.accumulation))
-    return orders, [action_seconds(case, micro_batch, stage) for stage in stages(case)]
+    return orders, [action_seconds(micro_batch, stage) for stage in stages(case)]
 
 
 def stages(case: Case) -> list[Stage]:
@@ -138,11 +133,11 @@ def stages(case: Case) -> list[Stage]:
     return [Stage(i, range(ends[i], ends[i + 1]), first=i == 0, last=i == count - 1) for i in range(count)]
 
 
-def action_seconds(case: Case, micro_batch: MicroBatch, stage: Stage) -> Times:
+def action_seconds(micro_batch: MicroBatch, stage: Stage) -> Times:
     """Seconds of a stage's forward (F), backward (B), input-gradient (I) and weight-gradient (W) pass."""
     layers, first, last = len(stage.layers), stage.first, stage.last
     block, stem, loss = micro_batch.block, micro_batch.stem, micro_batch.loss
     forward = layers * block.forward.seconds + first * stem.forward.seconds + last * loss.forward.seconds
     backward = layers * block.backward.seconds + first * stem.backward.seconds + last * loss.backward.seconds
-    weight = layers * weight_seconds(case, micro_batch)
+    weight = layers * micro_batch.weight_gradients
     return {"F": float(forward), "B": float(backward), "I": float(backward - weight), "W": float(weight)}

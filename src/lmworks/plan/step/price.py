@@ -76,9 +76,10 @@ class Step:
         case = uncalibrated.case
         factors = fitted.factors(case.gpu, case.software, case.world)
         calibrated = Calibrated(case, uncalibrated, fitted, factors, fitted.launch_seconds(case.software))
-        stem, loss = uncalibrated.work.stem, uncalibrated.work.loss
-        ends = calibrated.vocab_parallel(*stem), calibrated.vocab_parallel(*loss)
-        micro_batch, split = MicroBatch(calibrated.block(), *ends), StageSplit.of(case)
+        work, block, split = uncalibrated.work, calibrated.block(), StageSplit.of(case)
+        ends = calibrated.vocab_parallel(*work.stem), calibrated.vocab_parallel(*work.loss)
+        weight_gradients = block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
+        micro_batch = MicroBatch(block, *ends, weight_gradients)
         send = calibrated.comm_seconds(uncalibrated.comm.send)
         return cls(calibrated, micro_batch, split, SlowestRank.of(case, split, micro_batch), send)
 
