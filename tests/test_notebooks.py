@@ -9,8 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jupyter_client.launcher
 import pytest
 
+import lmworks.cli.main  # which forked processes find loaded
+import lmworks.cli.trial_imports  # noqa: F401
+from forked_python import ForkedPopen, fork_programs
+from lmworks.scaling.fitting import fit_law
+from lmworks.scaling.points import read_points
+from lmworks.scaling.recommend import Budget, recommend
+from lmworks.spec import LMWorksError
 from lmworks.spec.load import load_run
 from lmworks.sweep.folder import Sweep
 
@@ -18,12 +26,12 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks/scaling-laws.ipynb"
 LADDER = """
 spec = "base.toml"
-params = [5e4, 1.5e5, 2.8e5]
-flops = [2e9, 4e9]
+params = [2.9e4, 5.3e4, 8.6e4]
+flops = [6e8, 1.2e9]
 schedule = "wsd"
 batch_tokens = 64
 max_epochs = 1000
-holdout = { flops = 8e9 }
+holdout = { flops = 1.5e9 }
 """
 BASE = """
 name = "ladder"
@@ -61,29 +69,65 @@ def test_the_committed_notebook_is_one_whole_run() -> None:
     assert not any(word in NOTEBOOK.read_text() for word in ("/home/", "/tmp/", "/work/", "/root/", "Warning:"))
 
 
-@pytest.mark.slow
-def test_it_runs_on_a_ladder_of_seconds(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base.toml").write_text(BASE % dataset)
     (tmp_path / "tiny.toml").write_text(LADDER)
     monkeypatch.setenv("LADDER", "tiny.toml")
+    return tmp_path
+
+
+def test_it_runs_on_a_ladder_of_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel, the commands and the workers are forks of this process."""
+    fork_programs(monkeypatch)
+    monkeypatch.setattr(jupyter_client.launcher, "Popen", ForkedPopen)
+    check(folder, run_headless(folder))
+
+
+@pytest.mark.slow
+def test_it_runs_in_processes_that_import_all_they_need(folder: Path) -> None:
+    check(folder, run_headless(folder))
+
+
+def run_headless(folder: Path) -> dict[str, Any]:
     execute = importlib.util.spec_from_file_location("execute", ROOT / "notebooks/execute.py")
     assert execute and execute.loader
     module = importlib.util.module_from_spec(execute)
     execute.loader.exec_module(module)
-    done = module.execute(NOTEBOOK, tmp_path / "done.ipynb", tmp_path)
+    done: dict[str, Any] = module.execute(NOTEBOOK, folder / "done.ipynb", folder)
+    return done
 
-    sweep = Sweep.open(tmp_path / "sweeps/tiny")
+
+def check(folder: Path, done: dict[str, Any]) -> None:
+    """What it printed, against the sweep that it left and against what the library makes of that sweep."""
+    sweep, said = Sweep.open(folder / "sweeps/tiny"), printed(done)
     trials = sweep.trials()
     assert [trial.state for trial in trials] == ["finished"] * 7
     predicted = json.loads((sweep.path / "holdout.json").read_text())
     assert set(predicted["params"]) == {"E", "A", "alpha", "B", "beta"} and predicted["points"] == 6
     measured = (trials[predicted["number"]].result or {})["val_loss"]
-    assert math.isfinite(measured) and f"measured  {measured:.4f}" in printed(done)
-    assert f"predicted {predicted['loss']:.4f}" in printed(done)
+    assert math.isfinite(measured) and f"measured  {measured:.4f}" in said
+    assert f"predicted {predicted['loss']:.4f}" in said
     started = datetime.fromisoformat(sweep.folder(predicted["number"]).events()[0]["time"]).timestamp()
     assert (sweep.path / "holdout.json").stat().st_mtime < started
-    assert "predicted before it started: True" in printed(done)
+    assert "predicted before it started: True" in said
+
+    points = read_points(sweep.path, conditions=[f"trial!={predicted['number']}"])
+    for name, value in fit_law(points, "chinchilla", replicates=0, hold_out=False).fitted.params.items():
+        assert f"{name:>6} {value:10.4g} " in said
+    assert own_recommendation(sweep, 10 * predicted["flops"]) in said
     spec = load_run(sweep.path / "recommended.toml")
     assert spec.ranks == 8 and 1e9 < spec.model.params < 2e10
-    assert str(spec.model.params) in printed(done)
-    assert "Memory at the highest moment of a step" in printed(done)
+    assert f"{spec.model.params} parameters, {spec.optim.steps} steps of {spec.tokens_per_step} tokens" in said
+    assert "Memory at the highest moment of a step" in said
+
+
+def own_recommendation(sweep: Sweep, flops: float) -> str:
+    """By the law of all runs, the holdout among them."""
+    spec = sweep.spec({})
+    budget = Budget(flops, "1xh100", vocab=spec.model.vocab, seq=spec.data.seq, data=spec.data.path)
+    try:
+        found = recommend(fit_law(read_points(sweep.path), "chinchilla").fitted, budget)
+    except LMWorksError as refusal:
+        return f"refused: lmworks: error: {refusal}"
+    return f"N {found.choice.shape.n:.3g}, D {found.choice.tokens:.3g}, {found.choice.shape.text}"
