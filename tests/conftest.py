@@ -51,6 +51,8 @@ def pytest_collection_finish() -> None:
         vars(importlib.import_module("lmworks.report.run_report")).update(draw_plots=lambda folder, steps: [])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
     gc.enable()
+    if "torch" in sys.modules and sys.platform == "linux":
+        importlib.import_module("huge_pages").collapse_heap()
 
 
 @pytest.hookimpl(optionalhook=True)
