@@ -32,10 +32,17 @@ class Mesh:
         return DeviceMesh(self.device_type, ranks, mesh_dim_names=axes)
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
-        """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP."""
+        """A mesh of these axes in grid order, e.g. ("dp_replicate", "shard") for HSDP.
+
+        It takes a millisecond, and is not kept: it holds tensors, which a simulated rank would count.
+        """
+        return self.cut(*axes)[axes if len(axes) > 1 else axes[0]]
+
+    def cut(self, *axes: str) -> DeviceMesh:
+        """A mesh of all ranks that has these axes."""
         for names, mesh in self.device_meshes.items():
             if set(axes) <= set(names):
-                return mesh[axes if len(axes) > 1 else axes[0]]
+                return mesh
         raise KeyError(f"{axes} are not axes of one cut of the grid")
 
     def group(self, axis: str) -> ProcessGroup:
@@ -43,7 +50,7 @@ class Mesh:
             group = dist.group.WORLD
             assert group is not None
             return group
-        return self.device_mesh(axis).get_group()
+        return self.cut(axis).get_group(axis)
 
     def size(self, axis: str) -> int:
         return self.grid.size(axis)

@@ -8,6 +8,8 @@ rate …) follows from the spec and the step, and is not saved.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +24,12 @@ from .sharding_plan import ShardingPlan
 ORDER = ("shard", "edp", "ep", "tp")  # of axes in the grid: data-parallel sharding outermost
 
 
-def as_dtensor(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None) -> Tensor:
+SliceMesh = Callable[..., Any]  # `Mesh.device_mesh`, or the same once for each mesh and axes
+
+
+def as_dtensor(
+    shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh | None, slice_mesh: SliceMesh = Mesh.device_mesh
+) -> Tensor:
     """`local`, shaped like the shard's leaf, as a part of the whole tensor."""
     if mesh is None:
         return local
@@ -48,7 +55,7 @@ def as_dtensor(shard: Shard, local: Tensor, sharding: ShardingPlan, mesh: Mesh |
         placements.append(_StridedShard(cuts[axis], split_factor=inner) if strip else Rows(cuts[axis]))
     stride = torch.empty(shape, device="meta").stride()
     where = mesh if local.device.type == mesh.device_type else mesh.on_host()  # a DTensor would move what is offloaded
-    return DTensor.from_local(local, where.device_mesh(*names), placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, slice_mesh(where, *names), placements, run_check=False, shape=shape, stride=stride)
 
 
 def all_gather_flat(local: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
@@ -97,7 +104,7 @@ def copy_loaded(here: Tensor, loaded: Tensor, run: slice) -> None:
 
 
 def optimizer_state(
-    optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
+    optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None, slice_mesh: SliceMesh
 ) -> dict[str, Tensor]:
     """{"weight.name.exp_avg": …}; before the first step, the zeros that it starts from."""
     init_optimizer_state(optimizer)
@@ -109,7 +116,7 @@ def optimizer_state(
             own = {key: shard.leaf.detach().new_empty(0) for key in moments}
         for key, value in own.items():
             cut = value.shape == shard.leaf.shape and value.dim() > 0
-            state[f"{shard.name}.{key}"] = as_dtensor(shard, value, sharding, mesh) if cut else value
+            state[f"{shard.name}.{key}"] = as_dtensor(shard, value, sharding, mesh, slice_mesh) if cut else value
     return state
 
 
@@ -140,7 +147,6 @@ def training_state(
     optimizer: Optimizer, shards: list[Shard], sharding: ShardingPlan, mesh: Mesh | None
 ) -> dict[str, Any]:
     """The live tensors, to be saved or loaded into."""
-    return {
-        "model": {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh) for shard in shards},
-        "optim": optimizer_state(optimizer, shards, sharding, mesh),
-    }
+    slice_mesh = functools.cache(Mesh.device_mesh)
+    weights = {shard.name: as_dtensor(shard, shard.leaf.detach(), sharding, mesh, slice_mesh) for shard in shards}
+    return {"model": weights, "optim": optimizer_state(optimizer, shards, sharding, mesh, slice_mesh)}
