@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import json
 import math
+import operator
+import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 from .errors import SpecError, did_you_mean, near_keys, near_names, suggestion
 
@@ -42,6 +44,42 @@ def field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+class Bound(NamedTuple):
+    holds: Callable[[Any, Any], bool]
+    limit: float
+    words: str
+
+
+class Rule(NamedTuple):
+    """What a field of a section may be."""
+
+    name: str
+    key: str  # as the user writes it
+    hint: Any
+    choices: tuple[str, ...] | None
+    bounds: tuple[Bound, ...]
+
+
+COMPARISONS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "more than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
+
+
+@functools.cache
+def field_rules(cls: Any) -> list[Rule]:
+    """Worked out once: a run has some 300 fields, and is made anew with every change of one."""
+    found = []
+    for field in dataclasses.fields(cls):
+        limits = [(field.metadata.get(name), *comparison) for name, comparison in COMPARISONS.items()]
+        bounds = tuple(Bound(holds, limit, words) for limit, holds, words in limits if limit is not None)
+        hint, choices = field_types(cls)[field.name], field.metadata.get("choices")
+        found.append(Rule(field.name, cls.key(field.name), hint, choices, bounds))
+    return found
+
+
 class Section:
     """Base of every section: validates itself when constructed. `section` is its dotted path in a spec."""
 
@@ -49,12 +87,13 @@ class Section:
     given: dict[str, Any]  # the fields as they were given, before anything was derived from them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "given", dict(vars(self)))
-        hints = field_types(type(self))  # type: ignore[arg-type]
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = coerce(self.key(field.name), hints[field.name], getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-            check_range(self.key(field.name), value, field.metadata)
+        given = dict(vars(self))
+        object.__setattr__(self, "given", given)
+        for rule in field_rules(type(self)):  # type: ignore[arg-type]
+            value = coerce(rule.key, rule.hint, given[rule.name])
+            if value is not given[rule.name]:
+                object.__setattr__(self, rule.name, value)
+            check_range(rule, value)
         self.check()
 
     def check(self) -> None:
@@ -82,13 +121,14 @@ class Section:
         return cls(**data)
 
     @classmethod
-    def dotted_keys(cls) -> dict[str, dataclasses.Field[Any]]:
+    @functools.cache
+    def dotted_keys(cls) -> Mapping[str, dataclasses.Field[Any]]:
         """Every key as the user writes it, e.g. `optim.lr`; those of the sections within are among them."""
         found: dict[str, dataclasses.Field[Any]] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             inner = field_types(cls)[field.name]  # type: ignore[arg-type]
             found |= inner.dotted_keys() if is_section(inner) else {cls.key(field.name): field}
-        return found
+        return types.MappingProxyType(found)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -117,7 +157,7 @@ def is_section(hint: Any) -> bool:
 
 def check_known_keys(cls: type[Section], data: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Name the first key that is none of this section's, or of one within it; `keys` are all that there are."""
-    hints = {field.name: field_types(cls)[field.name] for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = {rule.name: rule.hint for rule in field_rules(cls)}  # type: ignore[arg-type]
     for name, value in data.items():
         if name not in hints:
             near = meant(name, value, sorted(hints), keys)
@@ -156,6 +196,8 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
     """Check `value` against the annotated type. A table may become a section, an int a float, and a float that is
     a whole number (1e3) an int; nothing else bends.
     """
+    if type(value) is hint and (hint is str or hint is bool):
+        return value
     origin = typing.get_origin(hint) or hint
     if is_section(origin):
         return value if isinstance(value, origin) else origin.from_dict(value)
@@ -184,15 +226,11 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def check_range(key: str, value: Any, limits: Mapping[str, Any]) -> None:
-    choices = limits.get("choices")
-    if choices and value not in choices:
-        raise SpecError(f"{key} = {value!r} is not one of: {', '.join(choices)}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def check_range(rule: Rule, value: Any) -> None:
+    if rule.choices and value not in rule.choices:
+        raise SpecError(f"{rule.key} = {value!r} is not one of: {', '.join(rule.choices)}")
+    if not rule.bounds or not fits(value, int | float):
         return
-    words = {"ge": ("at least", lambda v, x: v >= x), "gt": ("more than", lambda v, x: v > x)}
-    words |= {"le": ("at most", lambda v, x: v <= x), "lt": ("less than", lambda v, x: v < x)}
-    bounds = [(word, limits[name], ok) for name, (word, ok) in words.items() if limits.get(name) is not None]
-    if not all(ok(value, bound) for _, bound, ok in bounds):
-        allowed = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds)
-        raise SpecError(f"{key} = {value} is out of range: it must be {allowed}")
+    if not all(bound.holds(value, bound.limit) for bound in rule.bounds):
+        allowed = " and ".join(f"{bound.words} {bound.limit:g}" for bound in rule.bounds)
+        raise SpecError(f"{rule.key} = {value} is out of range: it must be {allowed}")
