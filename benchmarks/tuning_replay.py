@@ -1,13 +1,16 @@
 """Which tuning algorithm wins where: every sampler and stopper replayed on the table of small trainings, beside
 Optuna's own pruners and Ray Tune's own schedulers.
 
-    python benchmarks/tuning_replay.py                          # 50 seeds of everything; --jobs processes
+    python benchmarks/tuning_replay.py --gp-seeds 20            # 50 seeds of everything else; --jobs processes
     python benchmarks/tuning_replay.py --seeds 5 --algorithms random,tpe --table FILE --out FOLDER
 
 Ray Tune's schedulers are driven without a cluster: each gets the results of one trial after the other, as its own
-controller would hand them on. Without Ray installed its rows are left out.
+controller would hand them on. Without Ray installed its rows are left out; so are its Hyperband, which pauses trials
+of a real cluster only, and its ASHA with gp: its search hands stopped trials on as complete ones, and a Gaussian
+process of two hundred points takes two minutes a seed.
 
-Result: results/tuning_replay.json (median and quartiles of the regret by compute and by trials), and plots.
+Result: results/tuning_replay.json and plots: medians of the regret by compute and by trials with quartiles, its mean
+with a 95 % interval (bootstrap over seeds), and how far our ASHA is from the best of each sampler, seed by seed.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import RESULTS, write_result
 
 from lmworks.report.plots import new_axes, save
@@ -37,6 +42,8 @@ ALGORITHMS = ("random", "sobol", "tpe", "gp", "cmaes")
 STOPPERS = ("none", "median", "asha", "hyperband")
 FIRST, ETA = 1, 4  # the first rung is 1/64 of a training; then 1/16, 1/4, 1
 COMPUTE = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # whole trainings
+COMPARED = (4, 8, 16, 24)  # of them: where our ASHA is held against the others
+DRAWS = 2000
 
 
 def stopper_on(table: Table, name: str, trials: int, eta: int = ETA) -> Stopper:
@@ -138,6 +145,7 @@ def ray_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed: in
     from ray.tune.search.optuna import OptunaSearch
 
     import_optuna()
+    warnings.filterwarnings("ignore", message="Define-by-run function")  # a sampler that took a second
     metric = {"metric": "loss", "mode": "min"}
     clock = {"time_attr": "training_iteration"}
     scheduler: Any = {
@@ -175,9 +183,19 @@ def ray_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed: in
 # --- all of it ------------------------------------------------------------------------------------------------
 
 
+Case = tuple[str, str, str]  # who, sampler, stopper
+
+
 def run_one(job: tuple[str, str, str, Limits, int, str]) -> list[Moment]:
+    """A search whose incumbent diverges later has the regret of the worst training that does not."""
     who, algorithm, stopper, limits, seed, path = job
     table = Table.read(Path(path))
+    worst = max(curve[-1] for curve in table.losses.values() if math.isfinite(curve[-1])) - table.best
+    moments = search(who, table, algorithm, stopper, limits, seed)
+    return [replace(moment, regret=min(moment.regret, worst)) for moment in moments]
+
+
+def search(who: str, table: Table, algorithm: str, stopper: str, limits: Limits, seed: int) -> list[Moment]:
     if who == "optuna":
         return optuna_own(table, algorithm, stopper, limits, seed)
     if who == "ray":
@@ -197,12 +215,13 @@ def has_ray() -> bool:
 def summary(each: Sequence[list[Moment]]) -> dict[str, Any]:
     """Median and quartiles over seeds."""
 
-    def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-        known = sorted(value for value in values if value is not None and math.isfinite(value))
+    def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+        known = sorted(value for value in values if value is not None)
         if len(known) < len(values) / 2:
             return None
         low, middle, high = statistics.quantiles(known, n=4) if len(known) > 1 else known * 3
-        return {"median": round(middle, 5), "low": round(low, 5), "high": round(high, 5)}
+        quartiles = {"median": round(middle, 5), "low": round(low, 5), "high": round(high, 5)}
+        return {**quartiles, **mean_of(known)}
 
     most = statistics.median(moments[-1].trials for moments in each)
     counts = [count for count in (2, 4, 8, 16, 32, 64, 128, 256) if count <= most]
@@ -212,6 +231,34 @@ def summary(each: Sequence[list[Moment]]) -> dict[str, Any]:
         "spent": round(statistics.fmean(moments[-1].compute for moments in each), 2),
         "final": spread([moments[-1].regret for moments in each]),
     }
+
+
+def mean_of(values: Sequence[float]) -> dict[str, Any]:
+    """With its 95 % interval."""
+    each = np.array(values)
+    means = np.random.default_rng(0).choice(each, (DRAWS, len(each))).mean(1)
+    return {
+        "mean": round(float(each.mean()), 5),
+        "ci95": [round(float(q), 5) for q in np.quantile(means, [0.025, 0.975])],
+    }
+
+
+def comparisons(regrets: dict[Case, list[list[Moment]]]) -> list[dict[str, Any]]:
+    """For each sampler and compute: the search with the lowest mean regret, and the difference of our ASHA to it."""
+    found = []
+    for algorithm in dict.fromkeys(algorithm for _, algorithm, _ in regrets):
+        ours = ("lmworks", algorithm, "asha")
+        for compute in COMPARED if ours in regrets else ():
+            at = {
+                case: [one if (one := regret_at(moments, compute)) is not None else math.inf for moments in each]
+                for case, each in regrets.items()
+                if case[1] == algorithm
+            }
+            best = min(at, key=lambda case: (statistics.fmean(at[case]), case != ours))
+            differences = [mine - theirs for mine, theirs in zip(at[ours], at[best], strict=True)]
+            row = {"algorithm": algorithm, "compute": compute, "best": f"{best[0]} {best[2]}"}
+            found.append({**row, "ours_minus_best": mean_of(differences)})
+    return found
 
 
 def draw(found: list[dict[str, Any]], kind: str, label: str, path: Path) -> None:
@@ -242,6 +289,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=RESULTS / "tuning_table.csv.gz")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the plots")
     parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--gp-seeds", type=int, default=0, help="of gp, which takes most of the time (as --seeds)")
     parser.add_argument("--trials", type=int, default=256, help="at most")
     parser.add_argument("--budget", type=float, default=24.0, help="compute of a search, in whole trainings")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
@@ -255,26 +303,40 @@ def main() -> None:
         for who in makers
         for algorithm in chosen.algorithms.split(",")
         for stopper in chosen.stoppers.split(",")
-        if not (who == "ray" and stopper == "hyperband")  # pauses trials of a real cluster only
+        if not (who == "ray" and (stopper == "hyperband" or (algorithm, stopper) == ("gp", "asha")))
     ]
     limits = Limits(chosen.trials, chosen.budget)
-    jobs = [(*case, limits, seed, str(chosen.table)) for case in cases for seed in range(chosen.seeds)]
+    seeds = {
+        algorithm: chosen.gp_seeds or chosen.seeds if algorithm == "gp" else chosen.seeds for _, algorithm, _ in cases
+    }
+    jobs = [(*case, limits, seed, str(chosen.table)) for case in cases for seed in range(seeds[case[1]])]
+    jobs.sort(key=lambda job: job[1] != "gp")  # the longest first
     start = time.perf_counter()
+    done: dict[Case, list[list[Moment]]] = {case: [] for case in cases}
     with ProcessPoolExecutor(chosen.jobs) as pool:
-        done = list(pool.map(run_one, jobs, chunksize=1))
+        for count, (job, moments) in enumerate(zip(jobs, pool.map(run_one, jobs, chunksize=1), strict=True), 1):
+            done[job[:3]].append(moments)
+            if count % 200 == 0:
+                print(f"{count} of {len(jobs)} searches after {time.perf_counter() - start:.0f} s", flush=True)
     found = []
-    for index, (who, algorithm, stopper) in enumerate(cases):
-        each = done[index * chosen.seeds : (index + 1) * chosen.seeds]
-        row = {"who": who, "algorithm": algorithm, "stopper": stopper, **summary(each)}
+    for (who, algorithm, stopper), each in done.items():
+        case = {"who": who, "algorithm": algorithm, "stopper": stopper, "seeds": len(each)}
+        row: dict[str, Any] = {**case, **summary(each)}
         found.append(row)
         shown = {c: one["median"] if one else None for c, one in row["compute"].items()}
         print(f"{who:8} {algorithm:7} {stopper:10} spent {row['spent']:6.1f}  regret by compute {json.dumps(shown)}")
+    compared = comparisons(done)
+    for one in compared:
+        print(json.dumps(one))
     for kind, label in (("compute", "compute, in whole trainings"), ("trials", "trials started")):
         draw(found, kind, label, chosen.out / f"tuning-regret-{kind}.png")
     if chosen.save:
         table = Table.read(chosen.table)
         facts = {"points": len(table.losses), "best": table.best, "seeds": chosen.seeds, **asdict(limits)}
-        write_result(chosen.save, {**facts, "eta": ETA, "seconds": round(time.perf_counter() - start), "rows": found})
+        write_result(
+            chosen.save,
+            {**facts, "eta": ETA, "seconds": round(time.perf_counter() - start), "asha": compared, "rows": found},
+        )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def check(name: str, expected: list[Any]) -> None:
     assert [figures(sweep, number) for number in range(TRIALS)] == expected
 
 
-def until(true: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + SECONDS
+def until(true: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.005)

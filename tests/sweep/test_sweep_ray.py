@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweeps import SECONDS, check, is_gone, running, until
+from sweeps import check, is_gone, running, until
 
 from lmworks.spec import SpecError
 from lmworks.sweep.ray import connect
+
+SECONDS = 240.0  # a cluster of its own takes half a minute to start, more where tests run beside it
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,13 +34,13 @@ def start() -> subprocess.Popen[str]:
 def test_ray_actors_run_a_sweep(place: Path, expected: list[Any]) -> None:
     pytest.importorskip("ray")
     driver = start()
-    _, worker, trial = until(lambda: running("ray", 5, 24))
+    _, worker, trial = until(lambda: running("ray", 5, 24), SECONDS)
     driver.send_signal(signal.SIGINT)
     _, err = driver.communicate(timeout=SECONDS)
     assert driver.returncode == 130 and "the same command goes on" in err, err
     assert is_gone(worker) and is_gone(trial)
     again = start()
-    _, worker, trial = until(lambda: running("ray", 5, 24))
+    _, worker, trial = until(lambda: running("ray", 5, 24), SECONDS)
     os.kill(worker, signal.SIGKILL)
     out, err = again.communicate(timeout=SECONDS)
     assert again.returncode == 0, err
