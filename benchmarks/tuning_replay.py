@@ -244,7 +244,8 @@ def mean_of(values: Sequence[float]) -> dict[str, Any]:
 
 
 def comparisons(regrets: dict[Case, list[list[Moment]]]) -> list[dict[str, Any]]:
-    """For each sampler and compute: the search with the lowest mean regret, and the difference of our ASHA to it."""
+    """For each sampler and compute: the search with the lowest mean regret, and how far our ASHA is from it and from
+    the others' ASHA, seed by seed."""
     found = []
     for algorithm in dict.fromkeys(algorithm for _, algorithm, _ in regrets):
         ours = ("lmworks", algorithm, "asha")
@@ -255,9 +256,12 @@ def comparisons(regrets: dict[Case, list[list[Moment]]]) -> list[dict[str, Any]]
                 if case[1] == algorithm
             }
             best = min(at, key=lambda case: (statistics.fmean(at[case]), case != ours))
-            differences = [mine - theirs for mine, theirs in zip(at[ours], at[best], strict=True)]
-            row = {"algorithm": algorithm, "compute": compute, "best": f"{best[0]} {best[2]}"}
-            found.append({**row, "ours_minus_best": mean_of(differences)})
+            row: dict[str, Any] = {"algorithm": algorithm, "compute": compute, "best": f"{best[0]} {best[2]}"}
+            for name, case in {"best": best, **{case[0]: case for case in at if case[2] == "asha"}}.items():
+                differences = [mine - theirs for mine, theirs in zip(at[ours], at[case], strict=True)]
+                if case != ours or name == "best":
+                    row[f"ours_minus_{name}"] = mean_of(differences)
+            found.append(row)
     return found
 
 

@@ -142,6 +142,7 @@ def test_divergence() -> None:
     assert diverged({10: 8.0, 20: 5.0, 30: 6.6})
     assert not diverged({10: 8.0, 20: 5.0, 30: 5.2})
     assert not diverged({10: 8.0})
+    assert not diverged({5: 4.06, 8: 4.36})  # at the end of the warm-up
 
 
 def test_the_slope_is_that_of_the_loss_over_the_logarithm_of_the_steps() -> None:

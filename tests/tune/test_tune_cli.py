@@ -81,6 +81,11 @@ def test_the_key_that_matters_is_the_important_one(tmp_path: Path) -> None:
         (SPACE, ["--min-steps", "1000"], "--min-steps must be from 1"),
         (SPACE, ["--algorithm", "grid"], "add points"),
         (SPACE, ["--storage", "redis://nowhere"], "--storage redis://nowhere"),
+        (SPACE, ["--storage", "sqlite:///x.db", "--algorithm", "pbt"], "pbt keeps all in the sweep's folder"),
+        (SPACE, ["--interval", "5"], "--interval 5 is of pbt and pb2"),
+        (SPACE, ["--max-dollars", "5"], "--max-dollars needs an accelerator with a price"),
+        ("[model.layers]\nvalues = [1, 2]", ["--algorithm", "pbt"], "a run cannot change model.layers"),
+        ("[optim.schedule]\nvalues = ['cosine', 'wsd']", ["--algorithm", "pb2"], "pb2 needs ranges"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -92,6 +97,7 @@ def test_wrong_input_is_one_line(
     result = CliRunner().invoke(app, ["tune", str(spec), "--space", "space.toml", *QUICK, *words])
     assert said in str(result.exception)
     assert "\n" not in str(result.exception)
+    assert not Path("sweeps").exists()
 
 
 def test_without_optuna_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

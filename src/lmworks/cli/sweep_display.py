@@ -151,6 +151,8 @@ def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]], tuple[str,
 
 
 def cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 

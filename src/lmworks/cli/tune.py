@@ -130,6 +130,14 @@ def run(
     population = algorithm in POPULATION
     if population and stopper:
         raise SpecError(f"--stopper {stopper}: {algorithm} ends members by itself; leave it out")
+    if population and storage:
+        raise SpecError(
+            f"--storage {shown_storage(storage)}: {algorithm} keeps all in the sweep's folder; leave it out"
+        )
+    if interval and not population:
+        raise SpecError(
+            f"--interval {interval} is of pbt and pb2; --stopper and --min-steps say where {algorithm} looks"
+        )
     stopper = stopper or ("none" if population else "asha")
     if stopper not in STOPPERS:
         raise SpecError(f"unknown --stopper '{stopper}'{did_you_mean(stopper, STOPPERS)}")
@@ -148,7 +156,10 @@ def run(
     most = min(trials, len(found.points())) if algorithm == "grid" else trials
     judge = stopper_of(stopper, most, min_steps or first_rung(steps, draft.spec({}).optim.warmup, eta), steps, eta)
     storage_url = storage or str(draft.path / "optuna.journal")
-    storage_of(storage_url)
+    if storage:
+        storage_of(storage)
+    limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
+    limits.violation(draft.spec({}))  # whether they can be answered
     where.check(draft.spec({}).ranks, threads, draft.spec({}).cluster.device != "cpu")
     if population:
         PopulationDriver(draft, algorithm, trials, interval or max(1, steps // 8), steps).check()
@@ -160,7 +171,6 @@ def run(
             return PopulationDriver(sweep, algorithm, trials, interval or max(1, steps // 8), steps)
         state, owner = sweep.path / "sampler.pickle", sweep.identity if storage else ""
         suggestions = Suggestions(kept, found, algorithm, seed, storage_url, state, owner)
-        limits = Constraints(max_memory_gb * 1e9 if max_memory_gb else None, max_dollars)
         return Driver(sweep, suggestions, judge, trials, rules, limits, grid=algorithm == "grid")
 
     if not json:

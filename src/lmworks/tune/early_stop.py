@@ -15,10 +15,9 @@ WINDOW = 3  # readings that a slope is taken over
 
 
 def diverged(curve: Mapping[int, float]) -> bool:
-    """Not finite, above where it began, or far above its own lowest."""
-    losses = [curve[step] for step in sorted(curve)]
-    latest = losses[-1]
-    return not math.isfinite(latest) or (len(losses) > 1 and (latest > losses[0] or latest > RISE * min(losses)))
+    """Not finite, or far above its own lowest. A smaller rise early in a run is common, and good runs recover."""
+    latest = curve[max(curve)]
+    return not math.isfinite(latest) or latest > RISE * min(curve.values())
 
 
 def fall_per_doubling(curve: Mapping[int, float], window: int = WINDOW) -> float | None:

@@ -59,10 +59,8 @@ def database_of(url: str) -> Any:
             return storages.get_storage(storages.RDBStorage(url, engine_kwargs=options))
         except ImportError as error:
             missing = getattr(error.__cause__ or error, "name", None) or "its driver"
-            extra = "postgres" if missing.startswith("psycopg") else "tune"
-            raise SpecError(
-                f'--storage {shown(url)}: {missing} is not installed: pip install "lmworks[{extra}]"'
-            ) from None
+            advice = ': pip install "lmworks[postgres]"' if missing.startswith("psycopg") else ""
+            raise SpecError(f"--storage {shown(url)}: {missing} is not installed{advice}") from None
         except Exception as error:  # sqlalchemy's, the driver's, or Optuna's own
             if attempt == ATTEMPTS or not is_race(error):
                 example = "e.g. sqlite:///tune.db or postgresql://user@host/name"
