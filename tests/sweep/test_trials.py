@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lmworks.cli.main  # which forked workers find loaded
 import lmworks.cli.trial_imports  # noqa: F401
 from lmworks.spec import LMWorksError, SpecError, load_run
 from lmworks.sweep.folder import Sweep, base_of
+from lmworks.sweep.listing import summarize_sweep
 from lmworks.sweep.pool import Workers
 from lmworks.sweep.space import Space
 from lmworks.train import Trainer
@@ -42,6 +44,7 @@ def test_rungs_forks_and_stops(tmp_path: Path, dataset: Path) -> None:
         workers.wait_for(lambda trials: all(trial.settled for trial in trials))
     states = [(trial.state, trial.step) for trial in sweep.trials()]
     assert states == [("finished", 12), ("stopped", 4), ("finished", 12)]
+    check_done(sweep)
     whole = Trainer(sweep.spec({"optim.lr": 1e-2}), tmp_path / "whole", quiet=True)
     whole.run()
     without_evaluations = tuple(key for key in FIGURES if key != "val_loss")
@@ -50,6 +53,17 @@ def test_rungs_forks_and_stops(tmp_path: Path, dataset: Path) -> None:
     assert figures(sweep, 0, without_evaluations) == expected
     assert figures(sweep, 0)[-1][-1] == lines[-1]["val_loss"]
     check_fork(sweep, fork.number, expected)
+
+
+def check_done(sweep: Sweep) -> None:
+    """Once its driver has ended, what it left paused is not to be waited for; a driver that breaks off is."""
+    assert summarize_sweep(sweep.path)["status"] == "finished"
+    with sweep.claimed(1):
+        sweep.write(replace(sweep.trial(1), state="paused"))
+    assert summarize_sweep(sweep.path)["status"] == "finished"
+    with pytest.raises(KeyboardInterrupt), sweep.driving():
+        raise KeyboardInterrupt
+    assert summarize_sweep(sweep.path)["status"] == "unfinished"
 
 
 def check_fork(sweep: Sweep, number: int, parents: list[tuple[Any, ...]]) -> None:

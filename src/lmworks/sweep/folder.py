@@ -7,6 +7,7 @@
         trial.json         number, overrides, state, result, parent (below)
         trial.log          what its processes printed
         claim              who works on it (`claims`)
+      driver/              of a driver that proposes trials as it goes: its claim; `done` once nothing is left to start
 
 States of a trial: `queued` is to be run up to step `until` (its last, where that is null); `paused` has come there with
 a checkpoint; `finished`, `failed` and `stopped` are ends. A queued trial whose claim is held is running. Who changes
@@ -269,15 +270,23 @@ class Sweep:
         while claim is None:
             time.sleep(WAIT_S)
             claim = Claim.take_soon(place)
+        done = place / DONE
         try:
+            done.unlink(missing_ok=True)
             with claim.renewing():
                 yield
+            done.touch()
         finally:
             claim.release()
 
     @property
     def is_driven(self) -> bool:
         return is_held(self.path / "driver")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nobody has anything more to run, as far as the last driver knew."""
+        return (self.path / "driver" / DONE).exists()
 
     def update(self, trial: Trial) -> Trial:
         """`trial` with what its run folder says: the steps taken, and whether it has paused or finished."""
@@ -303,6 +312,7 @@ class Sweep:
 
 
 STOP = "stop"  # a file: the trial is to end
+DONE = "done"  # a file of a driver that came to its end: what has paused is to stay so
 
 
 def base_of(source: str, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def summarize_sweep(path: Path) -> dict[str, Any]:
     sweep = Sweep.open(path)
     rows = Progress(sweep, 1).look(sweep.trials())
     states, found = counts(rows), best(rows)
-    open_ones = states.keys() & {"queued", "paused"}
+    open_ones = states.keys() & ({"queued"} if sweep.is_done else {"queued", "paused"})
     return {
         "sweep": path.name,
         "path": str(path),
