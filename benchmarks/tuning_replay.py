@@ -44,6 +44,7 @@ FIRST, ETA = 1, 4  # the first rung is 1/64 of a training; then 1/16, 1/4, 1
 COMPUTE = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # whole trainings
 COMPARED = (4, 8, 16, 24)  # of them: where our ASHA is held against the others
 DRAWS = 2000
+LEAST = 1e-4  # regret that is drawn: less than the digits of the table
 
 
 def stopper_on(table: Table, name: str, trials: int, eta: int = ETA) -> Stopper:
@@ -266,7 +267,7 @@ def comparisons(regrets: dict[Case, list[list[Moment]]]) -> list[dict[str, Any]]
 
 
 def draw(found: list[dict[str, Any]], kind: str, label: str, path: Path) -> None:
-    """The median regret of each sampler with the stopper that served it best, ours filled, others' dashed."""
+    """The mean regret of each sampler with the stopper that served it best; ours with its 95 % interval."""
     figure, axes = new_axes("regret: loss above the best of the table")
     colours = dict(zip(ALGORITHMS, ("#808080", "#c08020", "#3060b0", "#30a060", "#a03080"), strict=True))
     styles = {"lmworks": "-", "optuna": "--", "ray": ":"}
@@ -276,8 +277,11 @@ def draw(found: list[dict[str, Any]], kind: str, label: str, path: Path) -> None
             if not rows:
                 continue
             best = min(rows, key=lambda row: area(row[kind]))
-            points = {float(x): one["median"] for x, one in best[kind].items() if one}
-            axes.plot(list(points), [max(value, 1e-4) for value in points.values()], styles[who],
+            points = {float(x): one for x, one in best[kind].items() if one}
+            if who == "lmworks":
+                low, high = ([max(one["ci95"][end], LEAST) for one in points.values()] for end in (0, 1))
+                axes.fill_between(list(points), low, high, color=colours[algorithm], alpha=0.15, linewidth=0)
+            axes.plot(list(points), [max(one["mean"], LEAST) for one in points.values()], styles[who],
                       color=colours[algorithm], label=f"{who}: {algorithm} + {best['stopper']}")  # fmt: skip
     axes.set(xlabel=label, xscale="log", yscale="log")
     axes.legend(frameon=False, fontsize=7)
@@ -285,7 +289,7 @@ def draw(found: list[dict[str, Any]], kind: str, label: str, path: Path) -> None
 
 
 def area(curve: dict[str, Any]) -> float:
-    return statistics.fmean(math.log(max(one["median"], 1e-4)) if one else 0.0 for one in curve.values())
+    return statistics.fmean(math.log(max(one["mean"], LEAST)) if one else 0.0 for one in curve.values())
 
 
 def main() -> None:
@@ -327,7 +331,7 @@ def main() -> None:
         case = {"who": who, "algorithm": algorithm, "stopper": stopper, "seeds": len(each)}
         row: dict[str, Any] = {**case, **summary(each)}
         found.append(row)
-        shown = {c: one["median"] if one else None for c, one in row["compute"].items()}
+        shown = {c: one["mean"] if one else None for c, one in row["compute"].items()}
         print(f"{who:8} {algorithm:7} {stopper:10} spent {row['spent']:6.1f}  regret by compute {json.dumps(shown)}")
     compared = comparisons(done)
     for one in compared:
