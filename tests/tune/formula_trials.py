@@ -43,13 +43,16 @@ class FormulaWorkers:
             for step in range(trial.step + 1, until + 1):
                 line: dict[str, Any] = {"step": step, "attempt": 0, "loss": 1.0, "step_s": 0.1, "tokens": 8}
                 if step in (10, 30, 90) or (self.every and step % self.every == 0):
-                    line["val_loss"] = formula(trial.overrides, step)
+                    line["val_loss"] = self.loss(trial.overrides, step)
                 file.write(json.dumps(line) + "\n")
         self.ran.append((number, until))
         state = "finished" if until == STEPS else "paused"
         with self.sweep.claimed(number):
             self.sweep.write(replace(trial, step=until, state=state))
         return self.sweep.trial(number)
+
+    def loss(self, point: Point, step: int) -> float:
+        return formula(point, step)
 
 
 def formula(point: Point, step: int) -> float:

@@ -11,10 +11,17 @@ import optuna
 import pytest
 from formula_trials import STEPS, FormulaWorkers, Killed, driver
 
+from lmworks.plan.predict import predict
+from lmworks.spec import RunSpec
 from lmworks.spec.errors import LMWorksError
-from lmworks.sweep.folder import Sweep
-from lmworks.sweep.space import Point
+from lmworks.spec.schema import merge
+from lmworks.sweep.folder import Sweep, base_of
+from lmworks.sweep.space import Point, Space
 from lmworks.tune.constraints import Constraints
+from lmworks.tune.driver import Driver
+from lmworks.tune.stoppers import stopper_of
+from lmworks.tune.storage import IN_MEMORY
+from lmworks.tune.suggest import Suggestions
 
 
 def summary(sweep: Sweep) -> list[tuple[Point, str, int]]:
@@ -125,3 +132,32 @@ def test_a_search_with_the_median_stopper_is_optunas_own_with_its_median_pruner(
     assert [(one.overrides, one.step) for one in tuner.sweep.trials()] == theirs
     stopped = sum(step < STEPS for _, step in theirs)
     assert stopped >= 4 and trials - stopped > 10  # GP begins after ten
+
+
+def test_a_grid_ends_where_its_last_points_are_refused(tmp_path: Path) -> None:
+    """Nothing is asked of the sampler in their place, which would repeat points."""
+    space = Space.of({"model.layers": {"values": [1, 2, 3, 4]}})
+    base = base_of("configs/tiny.toml", [f"optim.steps={STEPS}"])
+    for limit, expected in ((memory_of(base, 2), [1, 2]), (1.0, None)):
+        sweep = Sweep.create(tmp_path / str(limit), base, space, kind="tune")
+        suggestions = Suggestions("s", space, "grid", 0, IN_MEMORY, None)
+        stopper = stopper_of("none", 9, 10, STEPS, 3)
+        tuner = Driver(sweep, suggestions, stopper, 9, constraints=Constraints(memory_bytes=limit), grid=True)
+        if expected is None:
+            with pytest.raises(
+                LMWorksError, match="every point of the grid was refused, the last one because it needs"
+            ):
+                tuner.run(LayerWorkers(sweep))
+        else:
+            tuner.run(LayerWorkers(sweep))
+            assert [trial.overrides["model.layers"] for trial in sweep.trials()] == expected
+            assert [point["model.layers"] for point, _ in suggestions.refused()] == [3, 4]
+
+
+class LayerWorkers(FormulaWorkers):
+    def loss(self, point: Point, step: int) -> float:
+        return 1.0 / point["model.layers"]
+
+
+def memory_of(base: dict[str, Any], layers: int) -> float:
+    return float(predict(RunSpec.from_dict(merge(base, {"model": {"layers": layers}})), None).memory.total)

@@ -34,4 +34,8 @@ class Constraints:
             raise SpecError("--max-dollars needs an accelerator with a price: set cluster.gpu, e.g. cluster.gpu=h100")
         tokens = spec.optim.steps * spec.tokens_per_step
         cost = float(bill(tokens, prediction.time.tokens_per_s, spec.parallel.world, price).dollars)
-        return f"would cost ${cost:,.2f}, the limit is ${self.dollars:,.2f}" if cost > self.dollars else None
+        return f"would cost {shown(cost)}, the limit is {shown(self.dollars)}" if cost > self.dollars else None
+
+
+def shown(dollars: float) -> str:
+    return f"${dollars:,.2f}" if dollars >= 1 else f"${dollars:.2g}"

@@ -134,23 +134,28 @@ class Driver:
         if promoted is not None:
             self.resume(self.sweep.trial(promoted))
             return True
-        if left <= 0:
-            return False
-        self.start_new()
-        return True
+        return left > 0 and self.start_new()
 
-    def start_new(self) -> None:
+    def start_new(self) -> bool:
+        """False where a grid has no point left that may be started."""
         number = len(self.asked)
         suggestion = self.feasible(number)
+        if suggestion is None:
+            return False
         until = self.until(self.stopper.next_rung(number, 0))
         self.sweep.propose(suggestion.point, until, notes={"optuna": suggestion.number}, number=number)
         self.asked[number] = suggestion.number
         self.results.running.add(number)
+        return True
 
-    def feasible(self, number: int) -> Suggestion:
-        """The next suggestion that is a valid spec and meets the constraints."""
+    def feasible(self, number: int) -> Suggestion | None:
+        """The next suggestion that is a valid spec and meets the constraints; None at the end of a grid."""
         why = ""
         for _ in range(MOST_REFUSED):
+            if self.grid and not self.unused and self.suggestions.exhausted():
+                if not self.asked:
+                    raise LMWorksError(f"every point of the grid was refused, the last one because it {why}")
+                return None
             suggestion = self.unused.pop(0) if self.unused else self.suggestions.ask()
             why = self.refusal(suggestion.point, number)
             if not why:
