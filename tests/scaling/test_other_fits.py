@@ -76,6 +76,16 @@ def test_the_learning_rate_of_a_power_law_comes_back() -> None:
     assert found.holdout_error == pytest.approx(0, abs=1e-9)
     edge = points.take(np.array([value < 1.5 * np.median(lr) for value in lr]))
     assert any("at the edge of what was tried" in warning for warning in fit_setting(edge, "lr").warnings)
+    tuned = points.take(np.arange(len(lr)) % 5 == 2)  # one run a pair, at 1.1 times the best rate
+    found = fit_setting(tuned, "lr")
+    assert found.params["c"] == pytest.approx(1.1 * 1.79, rel=1e-6)
+    assert found.warnings == ("12 of 12 pairs of n and d have one lr: it is taken as tuned already",)
+
+
+def test_runs_of_one_learning_rate_give_no_law_of_it() -> None:
+    points = replace(ladder(0.0, 0), columns={"lr": ["0.004"] * len(ladder(0.0, 0))})
+    with pytest.raises(SpecError, match=r"all runs have lr = 0\.004; runs with others give a law of it"):
+        fit_setting(points, "lr")
 
 
 def test_whole_trunks_are_weighted_together_and_few_of_them_say_so() -> None:

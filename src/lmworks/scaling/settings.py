@@ -101,6 +101,10 @@ def best_settings(points: Points, setting: str, weights: Array) -> tuple[list[ND
         names = ", ".join(NAMES[setting][1:])
         raise SpecError(f"{points.source}: --law {setting} needs a column `{setting}` (or {names})")
     values = np.log(points.number(found[0]))
+    if len(np.unique(values)) == 1:
+        raise SpecError(
+            f"{points.source}: all runs have {setting} = {np.exp(values[0]):.4g}; runs with others give a law of it"
+        )
     n, d = points.need("n", ""), points.need("d", "")
     kept, best, warnings = [], [], []
     for rows in places(n, d):
@@ -111,6 +115,8 @@ def best_settings(points: Points, setting: str, weights: Array) -> tuple[list[ND
         else:
             kept.append(rows)
             best.append(at)
+    if alone := sum(len(np.unique(values[rows])) == 1 for rows in kept):
+        warnings.append(f"{alone} of {len(kept)} pairs of n and d have one {setting}: it is taken as tuned already")
     return kept, np.stack(best, 1) if best else np.zeros((len(weights), 0)), warnings
 
 
