@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.law_file import constants, law_from_dict, law_to_dict, read_law
 from lmworks.scaling.points import read_points
 from lmworks.scaling.recommend import Budget, Planner, recommend, result
-from lmworks.scaling.rules import batch_tokens, learning_rate, sequences_of_batch
+from lmworks.scaling.rules import batch_tokens, learning_rate, sequences_of_batch, unlike_runs
 from lmworks.scaling.shapes import Shape, family
 from lmworks.spec import SpecError
 
@@ -109,6 +110,21 @@ def test_published_rules() -> None:
     assert batch_tokens(1e11).value == pytest.approx(1.1e6, rel=0.02)
     assert sequences_of_batch(1e6, 2048, 64) == 512 and sequences_of_batch(1.3e5, 2048, 64) == 64
     assert sequences_of_batch(1e5, 2048, 256) == 64
+
+
+def test_a_rule_that_the_runs_contradict_is_doubted() -> None:
+    """At 1e9 parameters and 1e11 tokens it is 1.63e-3."""
+    runs = {"n": (1e8, 1e10), "d": (1e10, 1e12)}
+    assert unlike_runs(runs) == [] and unlike_runs({**runs, "lr": (8e-4, 4e-3)}) == []
+    doubt = "the rule of the learning rate is 0.0016 for runs like those of the law, which had 0.0002: tune it first"
+    assert unlike_runs({**runs, "lr": (1e-4, 4e-4)}) == [doubt]
+    assert len(unlike_runs({**runs, "lr": (1e-2, 1e-2)})) == 1
+    points = read_points(DATA / "chinchilla_points.csv", drop=5)
+    tried = replace(points, columns={"lr": [str(1e-5)] * len(points)})
+    fitted = fit_law(tried, "chinchilla", replicates=0, hold_out=False).fitted
+    assert fitted.ranges["lr"] == (1e-5, 1e-5)
+    warnings = result(fitted, recommend(fitted, Budget(1e20, "8xh100")))["warnings"]
+    assert any("runs like those of the law, which had 1e-05" in one for one in warnings)
 
 
 def test_published_constants_are_read_and_the_refit_is_ours() -> None:

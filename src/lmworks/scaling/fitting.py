@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from .bootstrap import FEW_TRUNKS, LEVEL, REPLICATES, interval, replicate
 from .huber import DELTA, Array, fit
 from .laws import Law, law_of, variables_of
 from .optimum import FlopRule, exponents, optimum
-from .points import Points, budgets
+from .points import Points, budgets, spelt
 
 LARGEST = 0.8  # of the most FLOPs: runs that the hold-out leaves out
 FEW_SPARE = 3  # points beyond the parameters
@@ -28,7 +29,7 @@ class FittedLaw:
     theta: Array  # (parameters,)
     draws: Array  # (replicates, parameters); none where only the parameters were published
     residuals: Array  # of log-loss: what one run differs from the law
-    ranges: Mapping[str, tuple[float, float]]  # n, d, flops, seq of the runs
+    ranges: Mapping[str, tuple[float, float]]  # n, d, flops, seq, lr of the runs
     rule: FlopRule = FlopRule()
     convention: str = "total"
     level: float = LEVEL
@@ -151,6 +152,9 @@ def fit_law(
         for name in names
         if (values := getattr(points, name)) is not None
     }
+    for column in spelt(points.columns, "lr")[:1]:
+        with suppress(SpecError):  # some runs do not say theirs
+            ranges["lr"] = (float(points.number(column).min()), float(points.number(column).max()))
     fitted = FittedLaw(
         law, theta, draws, residuals, ranges, FlopRule.of(points, law), points.convention, level, points.source
     )

@@ -262,6 +262,7 @@ def result(fitted: FittedLaw, found: Recommendation, metric: Downstream | None =
     outside = [warning.replace("the optimum", "the run") for warning in outside]
     if found.lr.source == rules.LR_SOURCE:
         outside += rules.beyond_tested(shape.n_no_embed, choice.tokens)
+        outside += rules.unlike_runs(fitted.ranges)
     return {
         "law": {"method": fitted.law.name, "params": fitted.params, "source": fitted.source},
         "n": shape.n,
