@@ -12,12 +12,13 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ..spec.errors import DataError
 from ..sweep.space import Dimension, Point, Space
 from .early_stop import reason_to_stop
-from .stoppers import Results, Stopper, best_first
+from .stoppers import Results, Stopper, order
 from .storage import IN_MEMORY
 from .suggest import Suggestions
 
@@ -70,7 +71,7 @@ class Table:
     def loss(self, point: Point, step: int) -> float:
         return self.curve(point)[self.rungs.index(step)]
 
-    @property
+    @cached_property
     def best(self) -> float:
         return min(curve[-1] for curve in self.losses.values())
 
@@ -149,7 +150,7 @@ def replay(
 
 
 def incumbent_regret(table: Table, results: Results, points: dict[int, Point]) -> float:
-    best = best_first(results, [trial for trial in points if trial in results.losses])[0]
+    best = min(results.losses, key=lambda trial: order(results, trial))
     return table.curve(points[best])[-1] - table.best
 
 

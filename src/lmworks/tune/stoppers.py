@@ -179,7 +179,11 @@ def stopper_of(name: str, trials: int, first: int, last: int, eta: int) -> Stopp
 
 def best_first(results: Results, trials: Sequence[int]) -> list[int]:
     """Finished trials by loss, then the others by how far they came, and by loss."""
-    return sorted(trials, key=lambda trial: (-results.latest(trial), last_loss(results, trial), trial))
+    return sorted(trials, key=lambda trial: order(results, trial))
+
+
+def order(results: Results, trial: int) -> tuple[int, float, int]:
+    return -results.latest(trial), last_loss(results, trial), trial
 
 
 def last_loss(results: Results, trial: int) -> float:
