@@ -103,9 +103,9 @@ def test_a_gpu_hides_launches_behind_work_and_a_cpu_does_not() -> None:
 def test_a_rate_lies_between_its_neighbours() -> None:
     rates = {"gemm.fp32": (Rate((64, 64, 64), 1e9), Rate((1024, 1024, 1024), 4e9))}
     machine = Machine("a machine", "cpu", "measured", rates)
-    between = machine.rate(Kernel("gemm", flops=1, shape=(256, 256, 256)), "fp32")
+    between = 1 / machine.seconds(Kernel("gemm", flops=1, shape=(256, 256, 256)), "fp32")
     assert 1e9 < between < 4e9
-    assert machine.rate(Kernel("gemm", flops=1, shape=(64, 64, 64)), "fp32") == pytest.approx(1e9, rel=1e-3)
+    assert machine.seconds(Kernel("gemm", flops=1, shape=(64, 64, 64)), "fp32") == pytest.approx(1e-9, rel=1e-3)
 
 
 def test_a_gpu_of_the_catalogue_says_what_its_time_rests_on() -> None:

@@ -74,17 +74,6 @@ class Machine:
         name = f"gemm.{dtype}"
         return name in self.rates or (self.laws is not None and name in self.laws.tags)
 
-    def table(self, kernel: Kernel, dtype: str) -> str:
-        """The name of the table of `rates` that prices a kernel."""
-        if kernel.kind == "widen" and self.laws is None:  # a cast like others, where nothing is known of it
-            return "stream"
-        return name if (name := f"{kernel.kind}.{dtype}") in self.rates else kernel.kind
-
-    def rate(self, kernel: Kernel, dtype: str) -> Number:
-        """FLOP/s or bytes/s, between the measured points."""
-        points = self.rates[self.table(kernel, dtype)]
-        return between(points, [point.rate for point in points], kernel.shape or (kernel.bytes,))
-
     def fitted_launch(self, laws: GpuRates) -> Machine:
         """This measured machine, and for what was not measured of it the laws of its kind."""
         gains = {
@@ -100,14 +89,20 @@ class Machine:
         Where there are a law and points, the law says how a rate changes with size, and the points how good this very
         machine is.
         """
-        name = self.table(kernel, dtype)
+        name = f"{kernel.kind}.{dtype}"
+        if name not in self.rates:
+            # A cast to 4 bytes is like others, where nothing is known of it.
+            name = "stream" if kernel.kind == "widen" and self.laws is None else kernel.kind
         if self.laws and name not in self.rates:
             return self.laws.seconds(kernel, dtype)
+        size = kernel.shape or (kernel.bytes,)
         if self.laws and name in self.gains:
-            gain = between(self.rates[name], self.gains[name], kernel.shape or (kernel.bytes,))
-            return self.laws.seconds(kernel, dtype) / gain
+            return self.laws.seconds(kernel, dtype) / between(self.rates[name], self.gains[name], size)
         amount = kernel.flops if np.any(kernel.flops) else kernel.bytes
-        return kernel.count * amount / self.rate(kernel, dtype) if np.any(amount) else 0.0
+        if not np.any(amount):
+            return 0.0
+        points = self.rates[name]
+        return kernel.count * amount / between(points, [point.rate for point in points], size)
 
     @classmethod
     def of(cls, gpu: Gpu, attention: str = "") -> Machine:

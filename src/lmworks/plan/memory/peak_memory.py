@@ -182,6 +182,8 @@ class Activations:
 
         Attention saves its result itself. Of experts and their norm nothing is left out.
         """
+        if not self.case.adapters:
+            return 0
         targets = {weight.name.partition(f".{ADAPTERS}.")[0] for weight in self.case.adapters}
         linears = components.linears(self.case.model)
         needed = {"attention", *(linear.reads for linear in linears if linear.name in targets)}
@@ -190,7 +192,7 @@ class Activations:
             for linear in linears
             if linear.reads not in needed and not (self.case.model.experts and linear.name.startswith("mlp."))
         }
-        return sum(inputs.values()) if targets else 0
+        return sum(inputs.values())
 
     @property
     def policy_names(self) -> list[str]:
