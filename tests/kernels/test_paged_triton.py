@@ -81,12 +81,12 @@ def test_launch_configuration(stored: torch.dtype, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(paged_attention_triton, "multiprocessors", lambda _device: 132)
     eight = stored.itemsize == 1
 
-    def cut(heads: int, queries: int, seqs: int = 1, keys: int = 32_768) -> tuple[int, ...]:
-        pool = torch.empty(1, 8, 16, 128).to(stored)
+    def cut(heads: int, queries: int, seqs: int = 1, keys: int = 32_768, head_dim: int = 128) -> tuple[int, ...]:
+        pool = torch.empty(1, 8, 16, head_dim).to(stored)
         scales = torch.empty(1, 8, 16) if eight else None
         numbers = torch.zeros(seqs + 1, dtype=torch.int32)
         metadata = AttentionMetadata(torch.zeros(seqs, keys // 16, dtype=torch.int32), numbers[1:], numbers, queries)
-        q = torch.empty(seqs * queries, heads, 128, dtype=torch.bfloat16)
+        q = torch.empty(seqs * queries, heads, head_dim, dtype=torch.bfloat16)
         config = paged_attention_triton.choose_config(
             q, LayerCache(pool, pool, scales, scales), metadata, invariant=False
         )
@@ -94,6 +94,8 @@ def test_launch_configuration(stored: torch.dtype, monkeypatch: pytest.MonkeyPat
 
     assert cut(16, 1) == (16, 128 if eight else 64, 4, 3, 49)
     assert cut(16, 1, seqs=256) == (16, 128 if eight else 64, 4, 3, 1)
+    assert cut(32, 1, seqs=131, head_dim=64)[1] == 128
+    assert cut(32, 1, seqs=132, head_dim=64)[1] == (128 if eight else 64)  # sequences fill the GPU by themselves
     assert cut(64, 5) == (64, 64, 4, 2 if eight else 3, 49)  # guesses: few rows, and long contexts
     assert cut(32, 600) == ((64, 64, 4, 2, 1) if eight else (128, 64, 8, 3, 1))
 

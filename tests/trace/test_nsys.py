@@ -1,7 +1,8 @@
-"""Exports of Nsight Systems, made here with the tables of its documented schema."""
+"""Exports of Nsight Systems: one that it recorded, and some made here with the tables of its documented schema."""
 
 from __future__ import annotations
 
+import gzip
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 
 from lmworks.spec.errors import DataError
 from lmworks.trace import Kind, read_traces
+from lmworks.trace.op_times import op_times
 from lmworks.trace.summary import summarise
 
+DATA = Path(__file__).parent / "data"
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, utcTime TEXT, localTime TEXT);
@@ -95,6 +98,39 @@ def test_breakdown_of_an_export(tmp_path: Path) -> None:
         key: round(1e6 * facts[key]) for key in ("compute_s", "exposed_comm_s", "hidden_comm_s", "copy_s", "idle_s")
     }
     assert parts == {"compute_s": 40, "exposed_comm_s": 20, "hidden_comm_s": 10, "copy_s": 10, "idle_s": 30}
+
+
+def test_a_step_recorded_on_an_h200(tmp_path: Path) -> None:
+    """By Nsight Systems itself; sums by SQL. Steps, phases, micro-batches and layers are ranges of `log.nvtx`."""
+    file = tmp_path / "nsys.sqlite"
+    file.write_bytes(gzip.decompress((DATA / "nsys_h200.sqlite.gz").read_bytes()))
+    (trace,) = read_traces([file])
+    named = [trace.names[name] for name in trace.events.name[trace.events.of(Kind.ANNOTATION)]]
+    layers = [f"layer/{number}" for number in range(16)]
+    backward = [f"{layer} backward" for layer in reversed(layers)]
+    phases = ["phase/input", "micro_batch/0", "phase/forward", *layers, "phase/backward", *backward]
+    last = ["phase/communication", "phase/optimizer", "phase/input"]
+    assert [name for name in named if not name.startswith("cub::")] == ["ProfilerStep#4", *phases, *last]
+    with closing(sqlite3.connect(file)) as export:
+        # Kernels run one after the other in one stream; their launches lie in a layer's range, of the same thread. The
+        # time of a layer also has its copies within the device, 0.2 %.
+        ranges = {
+            way: f"""SELECT sum(k.end - k.start) / 1e9 FROM CUPTI_ACTIVITY_KIND_KERNEL k
+                JOIN CUPTI_ACTIVITY_KIND_RUNTIME r USING (correlationId)
+                WHERE EXISTS (SELECT 1 FROM NVTX_EVENTS n LEFT JOIN StringIds s ON s.id = n.textId
+                    WHERE coalesce(n.text, s.value) LIKE 'layer/%' AND coalesce(n.text, s.value) {like} '% backward'
+                    AND n.globalTid = r.globalTid AND n.start <= r.start AND n.end >= r.end)"""
+            for way, like in (("forward", "NOT LIKE"), ("backward", "LIKE"))
+        }
+        sums = {way: export.execute(query).fetchone()[0] for way, query in ranges.items()}
+        (kernels,) = export.execute("SELECT sum(end - start) / 1e9 FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()
+    times = op_times([trace])
+    assert times is not None
+    for way, expected in sums.items():
+        assert expected > 0.01 and times["block", way] == pytest.approx(expected, rel=5e-3)
+    assert times["around blocks", "backward"] > 0.001 and times.get(("unassigned", ""), 0.0) < 1e-4
+    (step,) = trace.steps
+    assert sum(times.values()) == pytest.approx(step.seconds) and step.seconds > kernels
 
 
 def test_any_file_name(tmp_path: Path) -> None:

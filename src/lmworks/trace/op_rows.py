@@ -1,7 +1,8 @@
 """Which op of the network an event of our own traces belongs to, and in which pass.
 
 A forward pass is named by the spans of modules (`train/spans.py`). A node of autograd belongs to the op that made it:
-both have the same sequence number. What runs forward within a node is recomputed.
+both have the same sequence number. What runs forward within a node is recomputed. Nsight Systems records no nodes: there
+a backward pass is what autograd's thread launches, and spans name its layers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .model import Ints, Kind, Mask, Trace
-from .nesting import Nesting
+from .model import STEP, Ints, Kind, Mask, Trace
+from .nesting import HOOKED, Nesting
 
 FORWARD, BACKWARD, RECOMPUTE = "forward", "backward", "recompute"
 SPAN = re.compile(r"^(?:phase|stage|layer|module)/(?!.* backward$)|^FSDP::")  # FSDP2 names its own work
@@ -67,7 +68,7 @@ def rows_of(trace: Trace, nesting: Nesting) -> Rows:
     span, node = nesting.innermost(spans), nesting.innermost(nodes)
     ops, ahead = forward_rows(trace, span, top_ops(trace, nesting, spans, nodes), spans)
 
-    in_node = node >= 0
+    in_node = node >= 0 if np.any(nodes) else on_autograd_thread(trace)
     again = in_node & (span > node)  # within a span that began within the node
     maker = np.where(in_node, links(trace, nesting, nodes)[np.maximum(node, 0)], -1)
     back = np.where(maker >= 0, ahead[np.maximum(maker, 0)], -1)
@@ -82,7 +83,26 @@ def rows_of(trace: Trace, nesting: Nesting) -> Rows:
         own = in_node & ~again & trace.named(pattern)[np.maximum(node, 0)]
         if np.any(own):
             found[own] = labels.setdefault(label, len(labels))
+    if not np.any(nodes):
+        inside = within(trace, trace.named(HOOKED) & events.of(Kind.ANNOTATION))
+        for op, own in (("block", inside), ("around blocks", ~inside)):
+            found[in_node & ~again & own] = labels.setdefault((op, BACKWARD), len(labels))
     return Rows(tuple(labels), found)
+
+
+def on_autograd_thread(trace: Trace) -> Mask:
+    """Of events of the host: whether their thread runs backward passes of layers, and not the steps."""
+    events = trace.events
+    backward, steps = (events.lane[trace.named(name) & events.of(Kind.ANNOTATION)] for name in (HOOKED, STEP))
+    return np.isin(events.lane, np.setdiff1d(backward, steps))
+
+
+def within(trace: Trace, spans: Mask) -> Mask:
+    """Whether each event lies in one of these spans, which do not overlap, of any thread."""
+    events = trace.events
+    starts, ends = events.start[spans], events.end[spans]
+    last = np.searchsorted(starts, events.start, side="right") - 1
+    return (last >= 0) & (events.end <= ends[np.maximum(last, 0)]) if len(starts) else np.zeros(len(events), np.bool_)
 
 
 def top_ops(trace: Trace, nesting: Nesting, spans: Mask, nodes: Mask) -> Ints:

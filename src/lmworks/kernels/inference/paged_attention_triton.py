@@ -55,9 +55,7 @@ def choose_config(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, inv
     exact = q.dtype == torch.float32  # no tensor cores: small tiles, or registers spill
     few, warps, stages = (32, 8, 2) if exact else (64, 4, 3)
     quantized = cache.key_scales is not None
-    # At most 64 keys of 16 bits: with 128 of head_dim 64 too few programs are resident to hide each other's latency.
-    most = 32 if exact else 128 if quantized else 64
-    tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), most)
+    tile = min(max(TILE_BYTES // (width * cache.keys.element_size()), 16), 32 if exact else 128)
     if invariant:
         return LaunchConfig(max(few, group), min(tile, 64), warps, stages)
     rows = max(16, power_of_two(metadata.max_query_len * group))
@@ -65,6 +63,8 @@ def choose_config(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, inv
         tile, stages = min(tile, 64), 2  # with more, registers spill
     if rows <= few:
         walks, keys = metadata.seq_lens.shape[0] * kv_heads, metadata.block_tables.shape[1] * cache.size
+        if not quantized and walks >= multiprocessors(q.device) * PROGRAMS_PER_MULTIPROCESSOR:
+            tile = min(tile, 64)  # more programs are resident, and hide each other's latency
         splits, min_tiles = num_splits(walks, triton.cdiv(keys, tile), MIN_KEYS // tile, q.device)
         return LaunchConfig(rows, tile, warps, stages, splits, min_tiles)
     if quantized and not exact:
