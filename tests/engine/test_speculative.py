@@ -182,10 +182,15 @@ def wished(source: str, tokens: int = 40, **spec: Any) -> tuple[Engine, list[Res
     return engine, answers(engine, prompts, params)
 
 
+@cache
+def plain_answers() -> list[Result]:
+    return wished("")[1]
+
+
 @either_way
 def test_ngram_output_equals_seeded_output(behind: bool) -> None:
     """Token for token, log-probabilities too, for all that a request may ask; some in the batch never speculate."""
-    _, plain = wished("")
+    plain = plain_answers()
     engine, guessed = wished("ngram", behind=behind)
     assert engine.metrics.accepted_guesses > 50
     for one, other in zip(plain, guessed, strict=True):
@@ -212,7 +217,7 @@ def test_batch_invariant_draft_equals_seeded_output(behind: bool) -> None:
 
 def test_draft_logprobs() -> None:
     """Of accepted guesses and of what stands in for refused ones, as the model itself gives them."""
-    engine, results = wished("draft")
+    engine, results = wished("draft", 16)
     assert 0 < engine.metrics.acceptance_rate < 1
     model, answer = fresh_model("qwen3"), results[1].answers[0]
     tokens = torch.tensor([results[1].prompt_token_ids + answer.token_ids])
