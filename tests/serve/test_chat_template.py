@@ -52,12 +52,12 @@ def test_chat_template_option(dataset: Path, tmp_path: Path) -> None:
         assert call.function.name == "weather" and json.loads(call.function.arguments)["unit"] in ("C", "F")
         assert found.choices[0].finish_reason == "tool_calls"
         body = {"messages": talk["messages"], "chat_template_kwargs": {"mood": "glad"}}
-        tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False).json()["tokens"]
+        tokens = httpx.post(f"{url}/tokenize", json=body, trust_env=False, verify=False).json()["tokens"]
         assert (
             bytes(tokens[:-1]).decode() == "<|im_start|>user\nWarm?<|im_end|>\n<|im_start|>assistant\nglad"
             and tokens[-1] == 256
         )
-        info = httpx.get(f"{url}/tokenizer_info", trust_env=False).json()
+        info = httpx.get(f"{url}/tokenizer_info", trust_env=False, verify=False).json()
         assert info["chat_template"] == template.read_text(encoding="utf-8")
     finally:
         process.kill()
@@ -66,6 +66,6 @@ def test_chat_template_option(dataset: Path, tmp_path: Path) -> None:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+        return httpx.get(f"{url}/ready", trust_env=False, verify=False).status_code == 200
     except httpx.TransportError:
         return False
