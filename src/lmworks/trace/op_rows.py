@@ -1,8 +1,8 @@
 """Which op of the network an event of our own traces belongs to, and in which pass.
 
 A forward pass is named by the spans of modules (`train/spans.py`). A node of autograd belongs to the op that made it:
-both have the same sequence number. What runs forward within a node is recomputed. Nsight Systems records no nodes: there
-a backward pass is what autograd's thread launches, and spans name its layers.
+both have the same sequence number. What runs forward within a node is recomputed. Nsight Systems records no nodes:
+there a backward pass is what autograd's thread launches, and spans name its layers.
 """
 
 from __future__ import annotations
