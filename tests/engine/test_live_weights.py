@@ -30,8 +30,8 @@ def engine_of(model: GPT) -> Engine:
     return Engine(ModelRunner(model, ENGINE, "cpu", model.spec.vocab))
 
 
-def answer(engine: Engine) -> tuple[list[int], list[float]]:
-    engine.add(Request(list(PROMPT), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)))
+def answer(engine: Engine, tokens: int = 12) -> tuple[list[int], list[float]]:
+    engine.add(Request(list(PROMPT), SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)))
     (delta,) = engine.run()
     assert delta.result is not None and delta.result.error is None and delta.result.logprobs is not None
     return delta.result.token_ids, [one.logprob for one in delta.result.logprobs]

@@ -22,6 +22,7 @@ ENGINE = EngineSpec(device="cpu", dtype="fp32", blocks=64, max_seqs=4, context=6
 MODELS = {name: ModelSpec(**{**SMALL, **shape}) for name, shape in SHAPES.items()}
 MODELS["one key head"] = ModelSpec(**SMALL, kv_heads=1, qkv_bias=True)
 CPU = torch.device("cpu")
+TOKENS = 5
 
 
 def engine_over_group(group: GroupRank, spec: ModelSpec) -> tuple[ModelRunner, Engine]:
@@ -47,7 +48,7 @@ def answers_of_two_ranks(rank: int) -> dict[str, Any]:
         weights, seen = runner.live_weights(), []
 
         def lead(ranks: list[int], engine: Engine = engine) -> list[Any]:
-            return [(each, answer(engine)) for each in ranks]
+            return [(each, answer(engine, TOKENS)) for each in ranks]
 
         for seed in (2, 3):  # one after the other, with a sleep between
             model = trained(spec, seed)
@@ -69,7 +70,7 @@ def test_two_ranks_answer_as_one_after_every_hand_over() -> None:
     for name, spec in MODELS.items():
         for place, seed in enumerate((2, 3)):
             engine = engine_of(copy_of(trained(spec, seed)))
-            tokens, logps = answer(engine)
+            tokens, logps = answer(engine, TOKENS)
             for rank, found in enumerate(ranks):
                 owner, (own_tokens, own_logps) = found[name][0][place]
                 assert (owner, own_tokens) == (rank, tokens), name
