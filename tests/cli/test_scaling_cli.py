@@ -103,6 +103,7 @@ def test_same_seed_same_intervals() -> None:
     [
         (["nowhere.csv"], "nowhere.csv: there is no such file"),
         ([CHINCHILLA, "--law", "chinchila"], "--law chinchila is not known; did you mean 'chinchilla'"),
+        ([CHINCHILLA, "--law", "isoflops"], "--law isoflops is not known; did you mean 'isoflop'"),
         ([CHINCHILLA, "--law", "context"], "--law context needs a column `seq`"),
         ([CHINCHILLA, "--law", "lr"], "--law lr needs a column `lr`"),
         ([CHINCHILLA, "--target", "los"], "no column 'los'; did you mean 'loss'"),

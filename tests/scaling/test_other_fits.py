@@ -14,6 +14,7 @@ from lmworks.scaling.downstream import fit_downstream, metric
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.isoflop import fit_isoflop
 from lmworks.scaling.points import Points, read_points
+from lmworks.scaling.results import isoflop_result
 from lmworks.scaling.settings import fit_setting
 from lmworks.spec import SpecError
 
@@ -133,3 +134,27 @@ def test_both_conventions_of_parameters() -> None:
     )
     assert any("embeddings are up to 46% of the parameters" in warning for warning in total.warnings)
     assert total.fitted.params["alpha"] > bare.fitted.params["alpha"]
+
+
+def test_an_iso_flop_optimum_outside_the_data_is_said() -> None:
+    found = fit_isoflop(ladder(0.001, 0), replicates=10)
+    far = isoflop_result(found, found.optimum(1e24))["warnings"]
+    assert [warning for warning in far if "1e+24 FLOPs, the runs have 1e+18 to 1e+20" in warning]
+    assert not [warning for warning in isoflop_result(found, found.optimum(1e20))["warnings"] if "outside" in warning]
+
+
+@pytest.mark.parametrize("law", ["chinchilla", "tied", "kaplan", "compute"])
+def test_a_loss_that_does_not_fall_is_said(law: str) -> None:
+    points = ladder(0.0, 0)
+    rising = replace(points, loss=3 + 0.01 * np.arange(len(points)))
+    assert any("does not fall" in warning for warning in fit_law(rising, law, replicates=0).warnings)
+    assert not any("does not fall" in warning for warning in fit_law(points, law, replicates=0).warnings)
+
+
+def test_copies_of_rows_are_said() -> None:
+    points = ladder(0.001, 0)
+    twice = points.take(np.r_[np.arange(len(points)), 0, 1, 2])
+    assert any(
+        warning.startswith("3 rows have the n, d") for warning in fit_law(twice, "chinchilla", replicates=0).warnings
+    )
+    assert not any("rows have" in warning for warning in fit_law(points, "chinchilla", replicates=0).warnings)

@@ -57,7 +57,7 @@ def test_runs_within_five_percent_are_of_one_budget() -> None:
         ("n,d,loss", [], r"has no rows"),
         ("n,d", [(1, 2)], r"has no column `loss`; it has n, d"),
         ("n,loss", [(1, 2)], r"needs columns n and d, or flops"),
-        ("n,d,loss", ["1e7,2e8"], r"row 1 has 2 cells, the header has 3"),
+        ("n,d,loss", ["1e7,2e8"], r"line 2: has 2 cells, the header has 3"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path: Path, header: str, rows: list[object], message: str) -> None:
@@ -69,6 +69,12 @@ def test_the_line_is_that_of_the_file_where_rows_are_left_out(tmp_path: Path) ->
     path = csv_of(tmp_path, "n,d,loss,set", (1e7, 2e8, 3.5, "b"), (2e7, 4e8, "nan", "a"))
     with pytest.raises(DataError, match="line 3"):
         read_points(path, conditions=["set=a"])
+
+
+def test_the_line_is_that_of_the_file_where_lines_are_empty(tmp_path: Path) -> None:
+    path = csv_of(tmp_path, "n,d,loss", "", (1e7, 2e8, 3.5), "", (2e7, 4e8, "nan"))
+    with pytest.raises(DataError, match="line 5"):
+        read_points(path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..record.formatting import short
-from ..spec.errors import SpecError
+from ..spec.errors import SpecError, did_you_mean
 from ..spec.files import check_writable
 from .output import Json, print_json, print_table, write_file
 from .scaling_recommend import recommend
@@ -73,6 +73,7 @@ def fit(
       lmworks scaling fit runs.csv --score accuracy --predict n=7e9,d=1e12 --json
     """
     from ..report.plots import check_plot_path
+    from ..scaling.laws import LAWS
     from ..scaling.points import read_points
 
     if params not in ("total", "no-embed"):
@@ -80,6 +81,9 @@ def fit(
     for option, value in (("--delta", delta), ("--flops", 1.0 if flops is None else flops)):
         if not 0 < value < float("inf"):
             raise SpecError(f"{option} {value:g} must be more than 0")
+    methods = (*LAWS, "isoflop", *SETTINGS)
+    if law and law not in methods:
+        raise SpecError(f"--law {law} is not known{did_you_mean(law, methods)}")
     if plot:
         check_plot_path(plot, "--plot")
     if out:

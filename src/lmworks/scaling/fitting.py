@@ -18,6 +18,7 @@ from .points import Points, budgets, spelt
 
 LARGEST = 0.8  # of the most FLOPs: runs that the hold-out leaves out
 FEW_SPARE = 3  # points beyond the parameters
+FLAT = 1e-3  # an exponent below it: a hundred times the size changes that term by less than 0.5 %
 FAR = 10.0  # times beyond the largest run: further than that is called far
 
 
@@ -94,20 +95,7 @@ class FittedLaw:
 
     def outside(self, best: Mapping[str, Any]) -> list[str]:
         """Warnings where an optimum lies beyond the runs."""
-        found = []
-        for name, word in (("n", "parameters"), ("d", "tokens"), ("flops", "FLOPs")):
-            if best.get(name) is None or name not in self.ranges:
-                continue
-            low, high = self.ranges[name]
-            value = best[name]
-            if value > 1.01 * high or value < 0.99 * low:
-                beyond = value / high if value > high else low / value
-                far = "far " if beyond > FAR else ""
-                found.append(
-                    f"the optimum lies {far}outside the data: {value:.3g} {word}, "
-                    f"the runs have {low:.3g} to {high:.3g} ({beyond:.3g} times beyond)"
-                )
-        return found
+        return outside(best, self.ranges)
 
 
 @dataclass(frozen=True)
@@ -146,12 +134,7 @@ def fit_law(
     trunks = int(points.trunk.max()) + 1 if points.trunk is not None else len(points)
     if replicates and trunks > 2:
         draws = replicate(terms, targets, theta, delta, replicates=replicates, seed=seed, trunk=points.trunk)
-    names = ("n", "d", "flops", "seq")
-    ranges = {
-        name: (float(values.min()), float(values.max()))
-        for name in names
-        if (values := getattr(points, name)) is not None
-    }
+    ranges = ranges_of(points)
     for column in spelt(points.columns, "lr")[:1]:
         with suppress(SpecError):  # some runs do not say theirs
             ranges["lr"] = (float(points.number(column).min()), float(points.number(column).max()))
@@ -168,6 +151,32 @@ def fit_law(
         len(found.objective),
         tuple(doubts(points, fitted)),
     )
+
+
+def ranges_of(points: Points) -> dict[str, tuple[float, float]]:
+    return {
+        name: (float(values.min()), float(values.max()))
+        for name in ("n", "d", "flops", "seq")
+        if (values := getattr(points, name)) is not None
+    }
+
+
+def outside(best: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Warnings where an optimum lies beyond the runs."""
+    found = []
+    for name, word in (("n", "parameters"), ("d", "tokens"), ("flops", "FLOPs")):
+        if best.get(name) is None or name not in ranges:
+            continue
+        low, high = ranges[name]
+        value = best[name]
+        if value > 1.01 * high or value < 0.99 * low:
+            beyond = value / high if value > high else low / value
+            far = "far " if beyond > FAR else ""
+            found.append(
+                f"the optimum lies {far}outside the data: {value:.3g} {word}, "
+                f"the runs have {low:.3g} to {high:.3g} ({beyond:.3g} times beyond)"
+            )
+    return found
 
 
 def check(points: Points, law: Law) -> None:
@@ -223,9 +232,27 @@ def holdout(points: Points, law: Law, delta: float) -> dict[str, Any] | None:
     }
 
 
+def repeated(points: Points) -> int:
+    """Rows that say nothing new: all numbers are those of an earlier row."""
+    names = ("loss", "n", "d", "flops", "seq")
+    rows = np.stack([values for name in names if (values := getattr(points, name)) is not None], 1)
+    return len(rows) - len(np.unique(rows, axis=0))
+
+
 def doubts(points: Points, fitted: FittedLaw) -> list[str]:
     """What makes this fit less certain than its figures look."""
     found, law, draws = list(points.notes), fitted.law, fitted.draws
+    for name, value in fitted.params.items():
+        if name not in law.coefficients and name not in ("Nc", "Dc") and value < FLAT:
+            found.append(
+                f"{name} is {value:.3g}: the loss does not fall with more of what it is the exponent of, and the "
+                "optimum means nothing; check the columns, and that runs ended at their best"
+            )
+    if copies := repeated(points):
+        found.append(
+            f"{copies} rows have the n, d and loss of another: copies count as runs of their own and make intervals "
+            "too narrow; leave them out"
+        )
     spare = len(points) - len(law.parameters)
     if len(draws) and spare < FEW_SPARE:
         found.append(

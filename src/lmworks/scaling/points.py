@@ -106,8 +106,7 @@ def read_points(
         row_name = "trial"
         lines = np.array(columns["trial"], dtype=np.intp)
     else:
-        columns, notes, row_name = read_columns(Path(path)), (), "line"
-        lines = np.arange(2, len(next(iter(columns.values()))) + 2)
+        (columns, lines), notes, row_name = read_columns(Path(path)), (), "line"
     points = Points(str(path), np.zeros(len(lines)), columns=columns, lines=lines, row_name=row_name, notes=notes)
     for condition in conditions:
         points = points.take(matching(points, condition))
@@ -119,12 +118,13 @@ def read_points(
     return points
 
 
-def read_columns(path: Path) -> dict[str, list[str]]:
+def read_columns(path: Path) -> tuple[dict[str, list[str]], NDArray[np.intp]]:
+    """Cells by column, and the line of each row."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
             header = [name.strip() for name in next(reader, [])]
-            rows = [row for row in reader if any(cell.strip() for cell in row)]
+            rows = [(reader.line_num, row) for row in reader if any(cell.strip() for cell in row)]
     except FileNotFoundError:
         raise NoSuchData(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -133,10 +133,11 @@ def read_columns(path: Path) -> dict[str, list[str]]:
         raise DataError(f"{path}: has no rows; a header such as n,d,loss and a row a run are needed")
     if repeated := {name for name in header if header.count(name) > 1}:
         raise DataError(f"{path}: the header has {sorted(repeated)[0]!r} twice")
-    for number, row in enumerate(rows):
+    for line, row in rows:
         if len(row) != len(header):
-            raise DataError(f"{path}: row {number + 1} has {len(row)} cells, the header has {len(header)}")
-    return {name: [row[index].strip() for row in rows] for index, name in enumerate(header)}
+            raise DataError(f"{path}, line {line}: has {len(row)} cells, the header has {len(header)}")
+    columns = {name: [row[index].strip() for _, row in rows] for index, name in enumerate(header)}
+    return columns, np.array([line for line, _ in rows], dtype=np.intp)
 
 
 def spelt(columns: Mapping[str, Any], name: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .fitting import Fit
+from .fitting import Fit, outside, ranges_of
 from .isoflop import IsoFlop
 from .settings import SettingLaw
 
@@ -67,7 +67,7 @@ def residuals(fit: Fit) -> dict[str, Any]:
     }
 
 
-def isoflop_result(found: IsoFlop, optimum: dict[str, Any], extra: Sequence[str] = ()) -> dict[str, Any]:
+def isoflop_result(found: IsoFlop, optimum: dict[str, Any]) -> dict[str, Any]:
     from .bootstrap import interval
 
     spread = {}
@@ -87,7 +87,7 @@ def isoflop_result(found: IsoFlop, optimum: dict[str, Any], extra: Sequence[str]
             ],
             "bias_without_noise": dict(found.bias) if found.bias else None,
             "points": len(found.points),
-            "warnings": [*found.warnings, *extra],
+            "warnings": [*found.warnings, *outside(optimum, ranges_of(found.points))],
         }
     )
 
