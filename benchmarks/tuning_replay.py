@@ -9,8 +9,8 @@ controller would hand them on. Without Ray installed its rows are left out; so a
 of a real cluster only, and its ASHA with gp: its search hands stopped trials on as complete ones, and a Gaussian
 process of two hundred points takes two minutes a seed.
 
-Result: results/tuning_replay.json and plots: medians of the regret by compute and by trials with quartiles, its mean
-with a 95 % interval (bootstrap over seeds), and how far our ASHA is from the best of each sampler, seed by seed.
+Result: results/tuning_replay_FIRST.json and plots: medians of the regret by compute and by trials with quartiles, its
+mean with a 95 % interval (bootstrap over seeds), and how far our ASHA is from the best of each sampler, seed by seed.
 """
 
 from __future__ import annotations
@@ -40,29 +40,31 @@ from lmworks.tune.suggest import sampler_of, suggest
 
 ALGORITHMS = ("random", "sobol", "tpe", "gp", "cmaes")
 STOPPERS = ("none", "median", "asha", "hyperband")
-FIRST, ETA = 1, 4  # the first rung is 1/64 of a training; then 1/16, 1/4, 1
+ETA = 4
 COMPUTE = (0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24)  # whole trainings
 COMPARED = (4, 8, 16, 24)  # of them: where our ASHA is held against the others
 DRAWS = 2000
 LEAST = 1e-4  # regret that is drawn: less than the digits of the table
 
 
-def stopper_on(table: Table, name: str, trials: int, eta: int = ETA) -> Stopper:
-    rungs = table.subset(FIRST, eta)
-    if name == "asha":
-        return Asha(rungs, eta, trials)
-    if name == "hyperband":
-        return Hyperband(rungs, eta, tuple(hyperband_plan(trials, hyperband_brackets(FIRST, rungs[-1], eta), eta)))
-    return MedianStopper(rungs) if name == "median" else NoStopper(rungs)
-
-
-# --- the others' own ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Limits:
     trials: int
     budget: float  # of compute, in whole trainings
+    first: int  # rung: 1 is 1/64 of a training, 16 a quarter
+
+
+def stopper_on(table: Table, name: str, limits: Limits) -> Stopper:
+    rungs = table.subset(limits.first, ETA)
+    if name == "asha":
+        return Asha(rungs, ETA, limits.trials)
+    if name == "hyperband":
+        brackets = hyperband_brackets(limits.first, rungs[-1], ETA)
+        return Hyperband(rungs, ETA, tuple(hyperband_plan(limits.trials, brackets, ETA)))
+    return MedianStopper(rungs) if name == "median" else NoStopper(rungs)
+
+
+# --- the others' own ------------------------------------------------------------------------------------------
 
 
 def sequential(
@@ -74,7 +76,7 @@ def sequential(
 ) -> list[Moment]:
     """One trial after the other; `goes_on(number, step, loss)` after each rung."""
     results, points, moments, spent = Results(), {}, [], 0.0
-    rungs = table.subset(FIRST, ETA)
+    rungs = table.subset(limits.first, ETA)
     for number in range(limits.trials):
         if spent >= limits.budget:
             break
@@ -98,8 +100,10 @@ def optuna_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed:
     pruner = {
         "none": pruners.NopPruner(),
         "median": pruners.MedianPruner(n_startup_trials=5),
-        "asha": pruners.SuccessiveHalvingPruner(min_resource=FIRST, reduction_factor=ETA),
-        "hyperband": pruners.HyperbandPruner(min_resource=FIRST, max_resource=table.rungs[-1], reduction_factor=ETA),
+        "asha": pruners.SuccessiveHalvingPruner(min_resource=limits.first, reduction_factor=ETA),
+        "hyperband": pruners.HyperbandPruner(
+            min_resource=limits.first, max_resource=table.rungs[-1], reduction_factor=ETA
+        ),
     }[stopper]
     study = optuna.create_study(sampler=sampler_of(algorithm, seed), pruner=pruner, study_name="replay")
     asked: dict[int, Any] = {}
@@ -151,9 +155,9 @@ def ray_own(table: Table, algorithm: str, stopper: str, limits: Limits, seed: in
     clock = {"time_attr": "training_iteration"}
     scheduler: Any = {
         "none": lambda: FIFOScheduler(),
-        "median": lambda: MedianStoppingRule(**clock, **metric, grace_period=FIRST, min_samples_required=5),
+        "median": lambda: MedianStoppingRule(**clock, **metric, grace_period=limits.first, min_samples_required=5),
         "asha": lambda: ASHAScheduler(
-            **clock, **metric, max_t=table.rungs[-1], grace_period=FIRST, reduction_factor=ETA
+            **clock, **metric, max_t=table.rungs[-1], grace_period=limits.first, reduction_factor=ETA
         ),
     }[stopper]()
     search = OptunaSearch(
@@ -201,7 +205,7 @@ def search(who: str, table: Table, algorithm: str, stopper: str, limits: Limits,
         return optuna_own(table, algorithm, stopper, limits, seed)
     if who == "ray":
         return ray_own(table, algorithm, stopper, limits, seed)
-    judge = stopper_on(table, stopper, limits.trials)
+    judge = stopper_on(table, stopper, limits)
     return replay(table, algorithm, judge, limits.trials, seed, budget=limits.budget)
 
 
@@ -300,10 +304,13 @@ def main() -> None:
     parser.add_argument("--gp-seeds", type=int, default=0, help="of gp, which takes most of the time (as --seeds)")
     parser.add_argument("--trials", type=int, default=256, help="at most")
     parser.add_argument("--budget", type=float, default=24.0, help="compute of a search, in whole trainings")
+    parser.add_argument("--first", type=int, default=1, help="first rung in parts of 64: 1, 2, 4 … 32")
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS))
     parser.add_argument("--stoppers", default=",".join(STOPPERS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--save", default="tuning_replay", help="name of the result; empty: print it only")
+    parser.add_argument(
+        "--save", default="tuning_replay", help="name of the result, before the first rung; empty: print it only"
+    )
     chosen = parser.parse_args()
     makers = ["lmworks", "optuna", *(["ray"] if has_ray() else [])]
     cases = [
@@ -313,7 +320,7 @@ def main() -> None:
         for stopper in chosen.stoppers.split(",")
         if not (who == "ray" and (stopper == "hyperband" or (algorithm, stopper) == ("gp", "asha")))
     ]
-    limits = Limits(chosen.trials, chosen.budget)
+    limits = Limits(chosen.trials, chosen.budget, chosen.first)
     seeds = {
         algorithm: chosen.gp_seeds or chosen.seeds if algorithm == "gp" else chosen.seeds for _, algorithm, _ in cases
     }
@@ -337,7 +344,7 @@ def main() -> None:
     for one in compared:
         print(json.dumps(one))
     for kind, label in (("compute", "compute, in whole trainings"), ("trials", "trials started")):
-        draw(found, kind, label, chosen.out / f"tuning-regret-{kind}.png")
+        draw(found, kind, label, chosen.out / f"tuning-regret-{kind}-{chosen.first}.png")
     if chosen.save:
         table = Table.read(chosen.table)
         facts = {"points": len(table.losses), "best": table.best, "seeds": chosen.seeds, **asdict(limits)}
