@@ -349,7 +349,7 @@ def main() -> None:
         table = Table.read(chosen.table)
         facts = {"points": len(table.losses), "best": table.best, "seeds": chosen.seeds, **asdict(limits)}
         write_result(
-            chosen.save,
+            f"{chosen.save}_{chosen.first}",
             {**facts, "eta": ETA, "seconds": round(time.perf_counter() - start), "asha": compared, "rows": found},
         )
 
