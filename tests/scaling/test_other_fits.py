@@ -158,3 +158,23 @@ def test_copies_of_rows_are_said() -> None:
         warning.startswith("3 rows have the n, d") for warning in fit_law(twice, "chinchilla", replicates=0).warnings
     )
     assert not any("rows have" in warning for warning in fit_law(points, "chinchilla", replicates=0).warnings)
+
+
+def test_iso_flop_optima_go_by_the_flops_of_the_runs() -> None:
+    """A token of 20·N^0.9 FLOPs, as small models with attention and a head have: D* and both exponents follow it."""
+    flops = np.repeat([1e18, 3e18, 1e19, 3e19, 1e20], 7)
+    a = TRUTH["beta"] / (TRUTH["alpha"] + 0.9 * TRUTH["beta"])
+    n = np.exp(np.log(4.5e8) + a * np.log(flops / 1e19)) * np.tile(np.geomspace(0.5, 2, 7), 5)
+    points = replace(planted(n, flops / (20 * n**0.9), 0.0, 0), flops=flops)
+    found = fit_isoflop(points, replicates=20)
+    best = found.optimum(1e19)
+    assert best["d"] == pytest.approx(1e19 / (20 * best["n"] ** 0.9), rel=1e-6)
+    assert best["d_exponent"] == pytest.approx(1 - 0.9 * found.a, rel=1e-6)
+    assert best["interval"]["d"][0] <= best["d"] * 1.001 and best["interval"]["d"][1] >= best["d"] * 0.999
+    assert found.bias is not None and found.bias["a"] == pytest.approx(found.a - a, abs=1e-3)
+
+
+def test_three_sizes_a_budget_have_no_interval() -> None:
+    found = fit_isoflop(ladder(0.001, 0, sizes=3, wide=2.0), replicates=20)
+    assert isoflop_result(found, found.optimum(1e20))["interval"] == {}
+    assert any("there are no intervals" in warning for warning in found.warnings)

@@ -17,7 +17,8 @@ from ..spec.errors import SpecError
 from .bootstrap import LEVEL, REPLICATES, correction, interval
 from .fitting import fit_law
 from .huber import Array
-from .optimum import optimum
+from .laws import law_of
+from .optimum import FlopRule, exponents, optimum
 from .points import Points, budgets
 
 LEAST = 3  # sizes of a budget
@@ -42,20 +43,28 @@ class IsoFlop:
     a: float
     draws: Array  # (replicates, 2): log k, a
     level: float
+    rule: FlopRule  # what a token costs
     bias: Mapping[str, float] | None  # of N* at the largest budget (relative) and of a, without noise
     holdout_error: float | None
     warnings: tuple[str, ...]
 
     def optimum(self, flops: float) -> dict[str, Any]:
-        n = self.k * flops**self.a
-        found: dict[str, Any] = {"flops": flops, "n": n, "d": flops / 6 / n, "tokens_per_param": flops / 6 / n**2}
-        found |= {"loss": None, "n_exponent": self.a, "d_exponent": 1 - self.a}
+        n = np.asarray(self.k * flops**self.a)
+        d = flops / self.rule.per_token(n)
+        found: dict[str, Any] = {"flops": flops, "n": float(n), "d": float(d), "tokens_per_param": float(d / n)}
+        found |= {"loss": None, "n_exponent": self.a, "d_exponent": self.b}
         if len(self.draws):
             each = np.exp(self.draws[:, 0] + self.draws[:, 1] * np.log(flops))
-            spread = {"n": each, "d": flops / 6 / each, "tokens_per_param": flops / 6 / each**2}
-            spread |= {"n_exponent": self.draws[:, 1], "d_exponent": 1 - self.draws[:, 1]}
+            tokens = flops / self.rule.per_token(each)
+            spread = {"n": each, "d": tokens, "tokens_per_param": tokens / each}
+            spread |= {"n_exponent": self.draws[:, 1], "d_exponent": 1 - self.rule.exponent * self.draws[:, 1]}
             found["interval"] = {name: interval(draws, self.level) for name, draws in spread.items()}
         return found
+
+    @property
+    def b(self) -> float:
+        """D* grows as C^b."""
+        return 1 - self.rule.exponent * self.a
 
 
 def fit_isoflop(points: Points, *, replicates: int = REPLICATES, seed: int = 0, level: float = LEVEL) -> IsoFlop:
@@ -68,7 +77,8 @@ def fit_isoflop(points: Points, *, replicates: int = REPLICATES, seed: int = 0, 
             f"{points.source}: {len(groups)} iso-FLOP budgets have {LEAST} sizes and a minimum between them, "
             f"N* = k·C^a needs two; {why}"
         )
-    losses = np.concatenate([points.loss[None], resampled(points, groups, replicates, seed)])
+    spare = sum(map(len, groups)) > LEAST * len(groups)  # a parabola through 3 points leaves nothing to resample
+    losses = np.concatenate([points.loss[None], resampled(points, groups, replicates if spare else 0, seed)])
     log_k, a, minima = allocate(np.log(n), losses, flops, groups)
     held = None
     if len(groups) > 2:
@@ -90,8 +100,11 @@ def fit_isoflop(points: Points, *, replicates: int = REPLICATES, seed: int = 0, 
     if not bias:
         warnings.append("the bias of parabolas cannot be estimated: too few runs for --law chinchilla")
     if any(len(np.unique(n[rows])) == LEAST for rows in groups):
-        warnings.append("a budget has 3 sizes: a parabola through 3 points shows no error of its own")
-    return IsoFlop(points, found, float(np.exp(log_k[0])), float(a[0]), draws, level, bias, held, tuple(warnings))
+        without = "" if spare else "; there are no intervals"
+        warnings.append(f"a budget has 3 sizes: a parabola through 3 points shows no error of its own{without}")
+    rule = FlopRule.of(points, law_of("chinchilla"))
+    k = float(np.exp(log_k[0]))
+    return IsoFlop(points, found, k, float(a[0]), draws, level, rule, bias, held, tuple(warnings))
 
 
 def usable_budgets(points: Points, warnings: list[str]) -> list[NDArray[np.intp]]:
@@ -172,5 +185,5 @@ def noiseless_bias(points: Points, groups: list[NDArray[np.intp]]) -> dict[str, 
     largest = mean_flops(flops, groups[-1])
     truth = optimum(fitted.law, fitted.theta[None], largest, fitted.rule)
     guess = float(log_k[0] + a[0] * np.log(largest))
-    alpha, beta = fitted.params["alpha"], fitted.params["beta"]
-    return {"n": float(np.expm1(guess - np.log(truth.n[0]))), "a": float(a[0] - beta / (alpha + beta))}
+    slope, _ = exponents(fitted.law, fitted.theta[None], largest, fitted.rule)
+    return {"n": float(np.expm1(guess - np.log(truth.n[0]))), "a": float(a[0] - slope[0])}

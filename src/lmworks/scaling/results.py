@@ -72,13 +72,14 @@ def isoflop_result(found: IsoFlop, optimum: dict[str, Any]) -> dict[str, Any]:
 
     spread = {}
     if len(found.draws):
-        spread = {"k": interval(np.exp(found.draws[:, 0]), found.level), "a": interval(found.draws[:, 1], found.level)}
+        log_k, a = found.draws.T
+        spread = {"k": np.exp(log_k), "a": a, "b": 1 - found.rule.exponent * a}
     return finite(
         {
             "method": "isoflop",
-            "formula": "N* = k·C^a, D* = C/6N*",
-            "params": {"k": found.k, "a": found.a, "b": 1 - found.a},
-            "interval": spread | ({"b": [1 - spread["a"][1], 1 - spread["a"][0]]} if spread else {}),
+            "formula": "N* = k·C^a, D* ∝ C^b",
+            "params": {"k": found.k, "a": found.a, "b": found.b},
+            "interval": {name: interval(draws, found.level) for name, draws in spread.items()},
             "level": found.level,
             "optimum": optimum,
             "holdout_error": found.holdout_error,
