@@ -104,6 +104,14 @@ def test_serving_makes_the_model_smaller() -> None:
     assert totals[served.choice.shape.n] == min(totals.values()) < totals[alone.choice.shape.n]
 
 
+def test_a_run_made_longer_by_serving_still_takes_thirty_days() -> None:
+    """On the GPU that the compute-optimal run needs, the smaller model would train for 50 days."""
+    found = recommend(LAW, Budget(flops=1e21, serve=1e12))
+    assert found.choice.flops > 1.5 * found.optimal.flops
+    assert found.found.bill(found.choice.tokens).hours / 24 <= 30
+    assert found.found.problem.world == 2
+
+
 def test_published_rules() -> None:
     """Step Law at 1B parameters and 100B tokens, by hand: 10^(0.253 − 6.417 + 3.377) and 10^(6.281 − 0.237)."""
     assert learning_rate(1e9, 1e11).value == pytest.approx(1.63e-3, rel=0.02)

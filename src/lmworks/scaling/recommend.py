@@ -87,6 +87,8 @@ def recommend(
     compared: list[tuple[Choice, float, float]] = []
     if budget.serve:
         choice, compared = planner.with_serving(optimal, cluster, budget.serve)
+        if not budget.cluster:
+            cluster = planner.enough_gpus(choice, cluster)
         more = choice.flops / optimal.flops - 1
         times = choice.tokens / optimal.tokens
         smaller = f"trained on {times:.2g} times the tokens ({more:+.0%} training FLOPs) is as good and cheaper in all"
@@ -189,6 +191,15 @@ class Planner:
                     return cluster
             gpus *= 2
         raise SpecError(f"that is more than {MOST_GPUS:,} {DEFAULT_GPU}s do in {days:g} days; name a --cluster")
+
+    def enough_gpus(self, choice: Choice, cluster: str) -> str:
+        """As many more, by doubling, as keep the days: a small model that is served trains for longer."""
+        days, gpus = self.budget.days or DAYS, parse_cluster(cluster).gpus
+        while self.days(choice, f"{gpus}x{DEFAULT_GPU}") > days:
+            gpus *= 2
+            if gpus > MOST_GPUS:
+                raise SpecError(f"more than {MOST_GPUS:,} {DEFAULT_GPU}s train it in {days:g} days; name a --cluster")
+        return f"{gpus}x{DEFAULT_GPU}"
 
     def with_serving(
         self, optimal: Choice, cluster: str, tokens: float
