@@ -253,3 +253,29 @@ def test_reserved_is_more_than_allocated() -> None:
     found = budget(llama())
     assert float(found.reserved) == pytest.approx((1 + reserve().slack) * float(found.allocated))
     assert found.to_dict()["reserved"] == float(found.reserved)
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel"),
+    [
+        (68, {"pp": 8, "schedule": "interleaved", "virtual_stages": 3}),  # a third rank with a block more
+        (13, {"pp": 8}),
+        (35, {"pp": 8, "schedule": "zbv"}),
+        (32, {"pp": 4}),
+    ],
+)
+def test_the_fullest_rank_of_a_pipeline_is_found(layers: int, parallel: dict[str, Any]) -> None:
+    spec = RunSpec.from_dict(
+        {
+            "model": LLAMA.replace(layers=layers).to_dict(),
+            "parallel": parallel,
+            "data": {"micro_batch": 1, "global_batch": 32, "seq": 4096},
+            "cluster": {"gpu": "h100"},
+        }
+    )
+    case = Case.of(spec)
+    each = [float(budget(case, rank).allocated) for rank in range(spec.parallel.pp)]
+    assert float(budget(case).allocated) == max(each)
+    assert float(run_budget(spec).allocated) == max(
+        float(run_budget(spec, rank).allocated) for rank in range(spec.parallel.pp)
+    )

@@ -21,6 +21,7 @@ import numpy as np
 from ...spec import Gpu, Grid, RunSpec, SpecError
 from ...spec.layout import SPLIT_BACKWARD
 from ..case import Case, Number
+from ..exact.shards import rank_stages
 from ..passes import (
     CRITIC,
     GENERATE,
@@ -54,7 +55,7 @@ from .phases import (
     resting_gradients,
     rollout_rank,
 )
-from .rank_weights import Place, Resident, deepspeed_resident, on_device
+from .rank_weights import Place, Resident, deepspeed_resident, distinct, on_device
 from .reserve import WORKSPACES, reserved
 
 MASTER = {4: "fp32 copies of what this rank updates", 2: "2 B for each weight updated, with which it is an fp32 number"}
@@ -335,9 +336,10 @@ def notes(spec: RunSpec) -> Iterable[str]:
 
 
 def budget(case: Case, stage: Number | None = None) -> Budget:
-    """Of pipeline rank `stage`, or of the one that needs most: the first two and the last are asked.
+    """Of pipeline rank `stage`, or of the one that needs most: the first two, the last and the fullest are asked.
 
-    The first has most micro-batches in flight, the second may have a layer more, the last has the logits.
+    The first has most micro-batches in flight, the second receives messages of both sides, the last has the logits, and
+    ranks in between may have a block more.
     """
     if stage is not None:
         return budget_at(case, Place(stage))
@@ -345,15 +347,28 @@ def budget(case: Case, stage: Number | None = None) -> Budget:
     if np.any(np.greater(case.pp, 1)):
         found = larger(found, budget_at(case, Place(case.pp - 1)))
     if np.any(np.greater(case.pp, 2)):
-        found = larger(found, budget_at(case, Place(np.minimum(1, case.pp - 1))))
+        second, fullest = np.minimum(1, case.pp - 1), rank_of_most_blocks(case)
+        found = larger(found, budget_at(case, Place(second)))
+        if np.any(second != fullest):
+            found = larger(found, budget_at(case, Place(fullest)))
     return found
+
+
+def rank_of_most_blocks(case: Case) -> Number:
+    """The first of them, and so with most micro-batches in flight, of the pipeline ranks between the ends."""
+
+    def one(pp: int, virtual: int) -> Place:
+        cut = case.replace(pp=pp, virtual=virtual)
+        between = range(1, pp - 1) if pp > 2 else range(pp - 1, pp)
+        return Place(max(between, key=lambda rank: sum(len(stage.layers) for stage in rank_stages(cut, rank))))
+
+    return distinct(one, case.pp, case.virtual).pp
 
 
 def run_budget(spec: RunSpec, stage: int | None = None) -> Budget:
     """Of a run of our own trainer, with what its checkpoints take in host memory."""
     if stage is None:
-        stages = sorted({0, min(1, spec.parallel.pp - 1), spec.parallel.pp - 1})
-        return max((run_budget(spec, rank) for rank in stages), key=lambda one: float(one.allocated))
+        return max((run_budget(spec, rank) for rank in range(spec.parallel.pp)), key=lambda one: float(one.allocated))
     found, rank = budget(run_case(spec, "cuda"), stage), Grid.of(spec.parallel).rank(pp=stage)
     _, engine = held_beside(spec, spec.cluster.accelerator, rank)
     sampler = float(engine.weights) if engine else 0.0  # its cache sleeps
