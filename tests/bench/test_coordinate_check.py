@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.bench.coordinate_check import slope
+from lmworks.cli.bench_coordinates import verdict_of
 from typed import lmworks
 
 SMALL = ["tiny", "optim.lr=4e-3", "data.seq=32", "data.micro_batch=4"]
@@ -40,6 +41,13 @@ def test_flat_under_mup_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert widths["roles"]["standard"]["query"]["slopes"][0] == pytest.approx(0.5, abs=0.05)
     assert {"attention out", "mlp out"} == set(widths["roles"]["mup"]) - set(depths["roles"]["mup"])
     assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("slope", "verdict"), [(-0.1, "flat"), (0.18, "not clear"), (-0.18, "not clear"), (0.21, "width matters")]
+)
+def test_a_slope_within_the_noise_of_one_seed_is_no_verdict(slope: float, verdict: str) -> None:
+    assert verdict_of(slope, "width").startswith(verdict)
 
 
 def test_slope_of_a_power_law() -> None:

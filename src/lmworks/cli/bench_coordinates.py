@@ -12,6 +12,7 @@ from .options import OnDevice, on_device
 from .output import Json, Overrides, Spec, print_json, print_table
 
 FLAT = 0.1  # a slope that is taken for none
+NOISE = 0.2  # what one seed can make of none (docs/mup.md)
 
 
 def coordinate_check(
@@ -74,6 +75,12 @@ def sizes_of(text: str, option: str) -> list[int]:
     return [int(name) for name in names]
 
 
+def verdict_of(slope: float, axis: str) -> str:
+    if abs(slope) <= FLAT:
+        return "flat"
+    return f"{axis} matters" if abs(slope) > NOISE else "not clear, more --seeds would tell"
+
+
 def print_check(check: dict[str, Any], steps: int, lr: float) -> None:
     for name, roles in check["roles"].items():
         columns = ["role", *(f"{check['axis']} {size}" for size in check["sizes"]), "slope", "of the change"]
@@ -84,5 +91,5 @@ def print_check(check: dict[str, Any], steps: int, lr: float) -> None:
         ]  # fmt: skip
         print_table(f"{name}: mean |x| after {steps} steps at lr {lr:g}", columns, rows, drop=("of the change",))
         steepest = check["steepest"][name]
-        verdict = "flat" if abs(steepest["slope"]) <= FLAT else f"{check['axis']} matters"
+        verdict = verdict_of(steepest["slope"], check["axis"])
         typer.echo(f"{name}: {verdict}; steepest is {steepest['role']}, {steepest['slope']:+.2f}\n")
