@@ -87,6 +87,9 @@ class Ladder:
         for key in ("spec", "params"):
             if not values.get(key):
                 raise SpecError(f"{where}: {key} is missing" + (" or empty" if key in values else ""))
+        for one in values.get("seq", ()):
+            if one != int(one):
+                raise SpecError(f"{where}: seq has {one:g}; it must be a whole number of tokens")
         values["seq"] = tuple(int(one) for one in values.get("seq", ()))
         return cls(**values).checked(where)
 
@@ -263,7 +266,7 @@ def as_list(value: Any, key: str, where: str) -> Sequence[Any]:
 
 
 def number(value: Any, key: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise SpecError(f"{where}: {key} has {value!r}; it must be a number above 0")
     return float(value)
 
