@@ -62,6 +62,7 @@ SHORTER = {
     r"^lmworks bench serve": "--requests 4 --input 8:16 --output 4:8",
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks sweep configs": "optim.steps=6 log.eval_batches=1",
+    r"--space warmup.toml": "optim.steps=30",  # not less than its longest warm-up
     r"^lmworks plan calibrate": "--quick --minutes 0.1",
     r"^lmworks bench coordinate-check": f"{SMALL_BATCH} --steps 1 --seeds 1",
     r"^lmworks tune configs/tiny.toml": "optim.steps=27 data.seq=32 data.micro_batch=2 log.eval_batches=2",
