@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 FLOORS = [
     {"spec"},
     {"plan", "record", "launch", "kernels", "data", "sandbox", "trace"},
-    {"model", "diagnose"},
+    {"model", "diagnose", "curate"},
     {"parallel", "report"},
     {"engine", "checkpoint"},
     {"train", "serve", "sweep"},
@@ -29,6 +29,7 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
     *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune", "scaling"),
+    "curate",
     "checkpoint/format",
 }
 

@@ -1,0 +1,1 @@
+"""Data curation: raw documents → clean shards that `lmworks data prepare` reads."""
