@@ -9,7 +9,9 @@ from typing import Any
 from ..spec.errors import SpecError, did_you_mean
 from .documents import Stage
 
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
+}
 """Name → module of this room whose `STAGES` has it; imported only where a pipeline uses it."""
 
 
