@@ -1,6 +1,7 @@
 """PBT and PB2 in real trainings, beside Ray Tune's own and a population that exchanges nothing, at equal compute.
 
     python benchmarks/tuning_population.py TEXT_FOLDER              # 5 arms × 5 seeds × 8 members of 1.4M parameters
+    python benchmarks/tuning_population.py TEXT_FOLDER --arms ray   # these only; the others stay as the result has them
     python benchmarks/tuning_population.py TEXT_FOLDER --tiny       # a few thousand parameters, 2 seeds, on a CPU
 
 The members of all seeds of an arm train at once (stacked_models.py), every arm with the same steps. For one seed all
@@ -14,6 +15,7 @@ Result: results/tuning_population.json and a plot.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import write_result
+from common import RESULTS, write_result
 from stacked_models import StackedAdamW, Update, initial_weights, losses, windows
 from tuning_table import TINY, Settings, autocast, gather, held_out_losses, read_text
 
@@ -219,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="folder of text or source files")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--arms", default="", help="only arms whose name has this in it")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--plot", type=Path, default=Path("docs/images/tuning-population.png"))
@@ -228,7 +231,11 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text = [part.to(device) for part in read_text(chosen.text, 64_000_000)]
     start, results = time.perf_counter(), {}
+    if chosen.arms and not chosen.tiny:
+        results = json.loads((RESULTS / "tuning_population.json").read_text())["arms"]
     for name, make in arms().items():
+        if chosen.arms not in name:
+            continue
         populations = [make(first_points(chosen.members, seed), seed) for seed in seeds]
         history = train(populations, seeds, settings, text)
         best = [[min(population) for population in moment] for moment in history]  # by interval and seed
