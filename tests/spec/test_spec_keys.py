@@ -70,6 +70,15 @@ data.micro_batch                    8               [1, inf)
 data.global_batch                   0               [0, inf)
 data.shuffle                        true
 data.document_mask                  false
+data.fim.rate                       0.0             [0, 1]
+data.fim.spm_rate                   0.5             [0, 1]
+data.fim.split                      "character"     character token line syntax
+data.fim.language                   "python"
+data.fim.max_middle                 0               [0, inf)
+data.fim.sentinels                  "starcoder"     starcoder codellama qwen mellum own
+data.fim.prefix                     ""
+data.fim.suffix                     ""
+data.fim.middle                     ""
 data.workers                        0               [0, inf)
 data.verify                         true
 data.kind                           "auto"          auto tokens conversations preferences unpaired prompts

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..spec.errors import DataError, SpecError
 from ..spec.run import DataSpec
+from .fim import FillInMiddle, Row
 from .order import Mixture, key_of, permute
 from .pipeline import resolve
 from .progress import Progress, silent
@@ -192,17 +193,17 @@ class Batches(BatchSource):
         check_same_tokenizer(self.sources)
         for source in self.sources:
             source.verify_tokenizer()
+        # Held-out loss is left to right, with and without infilling in training.
+        train = data.fim.rate > 0 and split == "train"
+        self.fim = FillInMiddle(data.fim, self.tokenizer, seed) if train else None
         self.source_windows = np.array([num_windows(source, self.seq) for source in self.sources])
         if data.verify:
             for source in self.sources:
                 source.verify(rank, world)  # every shard is hashed by one rank, not by all
 
     def at(self, cursor: int) -> list[Batch]:
-        sources, windows = self.locate(self.samples_at(cursor))
-        return [
-            self.batch_of(sources[i : i + self.micro_batch], windows[i : i + self.micro_batch])
-            for i in range(0, len(sources), self.micro_batch)
-        ]
+        samples = self.samples_at(cursor)
+        return [self.batch_of(samples[i : i + self.micro_batch]) for i in range(0, len(samples), self.micro_batch)]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, window of that source) of each sample."""
@@ -216,31 +217,43 @@ class Batches(BatchSource):
                 windows[here] = permute(windows[here], int(self.source_windows[number]), keys)
         return sources, windows
 
-    def batch_of(self, sources: NDArray[np.int64], windows: NDArray[np.int64]) -> Batch:
-        rows = np.empty((len(windows), self.seq + 1), np.int64)
+    def batch_of(self, samples: NDArray[np.int64]) -> Batch:
+        rows = np.empty((len(samples), self.seq + 1), np.int64)
         begins = np.zeros(rows.shape, np.int64)  # 1 where a token is the first of a document, but for column 0
-        for row, (number, window) in enumerate(zip(sources.tolist(), windows.tolist(), strict=True)):
-            source, start = self.sources[number], window * self.seq
-            rows[row] = source.read(start, start + self.seq + 1)
-            if rows[row].max() >= source.index.vocab_size:
-                check_token_ids(source, start, rows[row])
-            if self.document_mask:
-                begins[row, source.document_starts(start + 1, start + self.seq + 1) - start] = 1
+        padding = np.zeros(rows.shape, np.bool_)
+        for at, (number, window, sample) in enumerate(zip(*self.locate(samples), samples, strict=True)):
+            row = self.row_of(int(number), int(window), int(sample))
+            rows[at] = row.tokens
+            begins[at, row.starts] = 1
+            padding[at, row.used :] = True
         tokens, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
-        if not self.document_mask:
+        if not self.document_mask and self.fim is None:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
-        targets[begins[:, 1:] == 1] = IGNORED
-        documents = np.cumsum(begins[:, :-1], axis=1)
+        targets[padding[:, 1:]] = IGNORED
+        documents = None
+        if self.document_mask:
+            targets[begins[:, 1:] == 1] = IGNORED
+            documents = torch.from_numpy(np.cumsum(begins[:, :-1], axis=1))
         counted = int((targets != IGNORED).sum())  # here, on the CPU: no synchronization
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(documents), counted)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), documents, counted)
+
+    def row_of(self, number: int, window: int, sample: int) -> Row:
+        """The row that is trained for a window of a source."""
+        source, start = self.sources[number], window * self.seq
+        tokens = np.asarray(source.read(start, start + self.seq + 1), np.int64)
+        if tokens.max() >= source.index.vocab_size:
+            check_token_ids(source, start, tokens)
+        starts = np.empty(0, np.int64)
+        if self.document_mask or self.fim is not None:
+            starts = source.document_starts(start + 1, start + self.seq + 1) - start
+        return self.fim.row(tokens, starts, sample) if self.fim else Row(tokens, starts, len(tokens))
 
     def origins(self, samples: NDArray[np.int64]) -> list[Origin]:
         found = []
-        for number, window in zip(*(place.tolist() for place in self.locate(samples)), strict=True):
+        for number, window, sample in zip(*(one.tolist() for one in (*self.locate(samples), samples)), strict=True):
             source, start = self.sources[number], window * self.seq
             documents = (source.document_at(start), source.document_at(start + self.seq))
-            tokens = np.asarray(source.read(start, start + self.seq + 1), np.int64)
-            found.append(Origin(str(source.folder), window, documents, tokens))
+            found.append(Origin(str(source.folder), window, documents, self.row_of(number, window, sample).tokens))
         return found
 
     @property
@@ -250,7 +263,8 @@ class Batches(BatchSource):
 
     @property
     def vocab_size(self) -> int:
-        return self.sources[0].index.vocab_size
+        sentinels = self.fim.sentinels.ids if self.fim else []
+        return max(self.sources[0].index.vocab_size, *(token + 1 for token in sentinels), 0)
 
     @property
     def bytes_per_token(self) -> float:

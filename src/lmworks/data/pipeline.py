@@ -39,7 +39,7 @@ from .folder import begin_result, begin_work, end_work, exclusive, swap_in, up_t
 from .index import INDEX_FILE, TOKENIZER_FILE, VERSION, Index, dtype_for, read_index
 from .progress import Progress, silent
 from .sources import Part, Reading, documents_of, fingerprint_of, parts_of
-from .tokenizer import ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
+from .tokenizer import CODE, CODE_TOKENS, ByteTokenizer, bpe_size, read_tokenizer, tokenizer_digest, train_bpe
 
 SHARD_TOKENS = 2**27
 BPE_SAMPLE_BYTES = 64 * 2**20
@@ -133,12 +133,12 @@ def resolve_tokenizer(
     if not path.exists():
         progress("train tokenizer", 0, 0)
         # In the pool: training starts threads, and a process should not be forked after that.
-        text = pool.submit(trained_bpe, parts, request.reading, request.val_fraction, bpe_size(name)).result()
+        text = pool.submit(trained_bpe, parts, request.reading, request.val_fraction, name).result()
         write_whole(path, text.encode("utf-8"))
     return str(path), read_tokenizer(path).eot
 
 
-def trained_bpe(parts: list[Part], reading: Reading, val_fraction: float, size: int) -> str:
+def trained_bpe(parts: list[Part], reading: Reading, val_fraction: float, name: str) -> str:
     """Trained on the train split, or on an even sample of it where that is large."""
     texts: dict[bytes, str] = {}
     for part in parts:
@@ -150,7 +150,8 @@ def trained_bpe(parts: list[Part], reading: Reading, val_fraction: float, size: 
             if budget <= 0:
                 break
     val = held_out(as_digests(list(texts)), val_fraction)
-    return train_bpe([text for text, out in zip(texts.values(), val, strict=True) if not out], size)
+    kept = [text for text, out in zip(texts.values(), val, strict=True) if not out]
+    return train_bpe(kept, bpe_size(name), CODE_TOKENS if name.endswith(CODE) else ())
 
 
 def encode(pool: Executor, jobs: list[Job], progress: Progress) -> None:

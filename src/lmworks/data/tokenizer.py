@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+FILE_TOKENS = (
+    "<repo_name>",
+    "<file_sep>",
+    "<filename>",
+)  # before the names and files of a repository (StarCoder2, Mellum)
+CODE = "+code"  # after bpe:N: with the tokens of code models
+CODE_TOKENS = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", *FILE_TOKENS)
 COMMON_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<｜end▁of▁sentence｜>")
 
 
@@ -31,9 +38,13 @@ class Tokenizer(Protocol):
         """Bytes that are not UTF-8 (a character cut in two) become U+FFFD; special tokens are left out."""
         ...
 
+    def token_id(self, name: str) -> int | None:
+        """Of a special token, where there is one of that name."""
+        ...
+
 
 class ByteTokenizer:
-    """The 256 byte values, and end-of-text."""
+    """The 256 byte values, and end-of-text. Tokens of code models follow it, and are used by those alone."""
 
     vocab_size = 257
     eot = 256
@@ -43,6 +54,10 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def token_id(self, name: str) -> int | None:
+        names = (END_OF_TEXT, *CODE_TOKENS)
+        return self.eot + names.index(name) if name in names else None
 
 
 class FileTokenizer:
@@ -65,6 +80,10 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def token_id(self, name: str) -> int | None:
+        number: int | None = self.inner.token_to_id(name)
+        return number
 
 
 @contextmanager
@@ -113,8 +132,8 @@ def read_tokenizer(path: Path, eot: int | str = "") -> FileTokenizer:
 
 
 def bpe_size(name: str) -> int:
-    """4096 for `bpe:4096`."""
-    size = name.removeprefix("bpe:")
+    """4096 for `bpe:4096`, and for `bpe:4096+code`, which has the tokens of code models among them."""
+    size = name.removeprefix("bpe:").removesuffix(CODE)
     if not (size.isascii() and size.isdecimal()) or int(size) < 257:
         raise SpecError(
             f"tokenizer {name!r}: write bpe:N with N at least 257 (256 bytes and end-of-text), e.g. bpe:4096"
@@ -122,8 +141,9 @@ def bpe_size(name: str) -> int:
     return int(size)
 
 
-def train_bpe(texts: Iterable[str], size: int) -> str:
-    """Byte-level BPE in the manner of GPT-2, as the text of a tokenizer.json. End-of-text is id 0."""
+def train_bpe(texts: Iterable[str], size: int, reserved: Sequence[str] = ()) -> str:
+    """Byte-level BPE in the manner of GPT-2, as the text of a tokenizer.json. End-of-text is id 0, and special tokens
+    that text never encodes to follow it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())
@@ -131,7 +151,7 @@ def train_bpe(texts: Iterable[str], size: int) -> str:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *reserved],
         # All 256 bytes, seen or not, so that every text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -146,7 +166,7 @@ def tokenizer_digest(name: str) -> str:
     if name == "bytes":
         return name
     if name.startswith("bpe:"):
-        return f"bpe:{bpe_size(name)}"
+        return f"bpe:{bpe_size(name)}{CODE if name.endswith(CODE) else ''}"
     path = Path(name)
     if not path.is_file():
         raise SpecError(f"tokenizer {name!r} is not bytes, bpe:N, or a tokenizer.json file that exists")

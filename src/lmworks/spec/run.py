@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from .align import CONVERSATIONS, DATA_KINDS, PREFERENCES, AlignSpec, check_align
 from .errors import SpecError
 from .fault_tolerance import CheckpointSpec, FaultSpec, HealthSpec, WatchSpec, check_health
+from .fim import FimSpec
 from .hardware import Cluster
 from .layout import LOOPED, V_SHAPED, check_layout, least_micro_batches
 from .lora import DEFAULT_ADAPTER, LoraSpec, check_lora
@@ -40,6 +41,7 @@ class DataSpec(Section):
     global_batch: int = opt(0, "sequences in one optimizer step (0: micro_batch × dp, times pp for a pipeline)", ge=0)
     shuffle: bool = opt(True, "visit sequences in a random order, another one each epoch")
     document_mask: bool = opt(False, "attention stays inside a document; a target in the next document is not counted")
+    fim: FimSpec = opt(FimSpec, "infilling examples")
     workers: int = opt(0, "processes that read ahead (0: read in the training process)", ge=0)
     verify: bool = opt(True, "compare the shards with their checksums before training")
     kind: str = opt(
@@ -81,7 +83,7 @@ class DataSpec(Section):
     @property
     def masks_targets(self) -> bool:
         """Whether some targets are not counted, so that ranks have to add up how many are."""
-        return self.document_mask or self.kind != "tokens"
+        return self.document_mask or self.fim.rate > 0 or self.kind != "tokens"
 
     def check_path_given(self) -> None:
         """Before a run is started, or a job is written that starts it."""
@@ -290,6 +292,10 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_align(self)
+        if self.data.fim.rate and self.data.kind != "tokens":
+            raise SpecError(
+                f"data.fim.rate = {self.data.fim.rate:g} needs data.kind = 'tokens', not {self.data.kind!r}"
+            )
         check_layout(self)
         check_precision(self)
         check_lora(self)
