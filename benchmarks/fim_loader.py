@@ -1,4 +1,4 @@
-"""Tokens per second of the loader, with and without fill-in-the-middle: one process, the standard library, bpe:4096+code.
+"""Tokens per second of the loader with and without fill-in-the-middle: one process, the standard library.
 
     python benchmarks/fim_loader.py [--seq 2048] [--rows 64] [--rounds 5]
 
