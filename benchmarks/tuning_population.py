@@ -217,6 +217,20 @@ def copy_members(exchanges: Sequence[Exchange], population: Population, first: i
             getattr(optimizer.update, key)[first + member] = float(point[key])
 
 
+def plot(results: dict[str, Any], path: Path) -> None:
+    """How far each arm's best member is below random search's, after every interval and at the end by seed."""
+    figure, axes = new_axes("best held-out loss below random search's, mean of seeds; dots: seeds")
+    random_search = results["random"]
+    for name, row in results.items():
+        gains = [base - own for own, base in zip(row["by_interval"], random_search["by_interval"], strict=True)]
+        (line,) = axes.plot(range(1, INTERVALS + 1), gains, "--" if name.startswith("ray") else "-", label=name)
+        ends = [base - own for own, base in zip(row["final"], random_search["final"], strict=True)]
+        axes.plot([INTERVALS] * len(ends), ends, "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="interval")
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="folder of text or source files")
@@ -247,13 +261,7 @@ def main() -> None:
         }
         seconds = time.perf_counter() - start
         print(f"{name:12} {results[name]['mean']:.4f} ± {results[name]['std']:.4f} after {seconds:.0f} s", flush=True)
-    figure, axes = new_axes("best held-out loss of the population, mean of seeds")
-    for name, row in results.items():
-        style = "--" if name.startswith("ray") else "-"
-        axes.plot(range(1, INTERVALS + 1), row["by_interval"], style, label=name)
-    axes.set(xlabel="interval")
-    axes.legend(frameon=False)
-    save(figure, chosen.plot)
+    plot(results, chosen.plot)
     if not chosen.tiny:
         facts = {
             "members": chosen.members,
