@@ -26,6 +26,7 @@ from . import (
     data,
     demo,
     diagnose,
+    evals,
     finetune,
     generate,
     launch,
@@ -44,7 +45,7 @@ from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already:
-# `evals`, `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+# `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app, "scaling": scaling.app},
     "Data and training": {
@@ -70,6 +71,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "chat": chat.chat,
         "serve": serve.serve,
         "eval": train.evaluate,
+        "evals": evals.app,
         "quantize": quantize.quantize,
     },
     "Learn": {"demo": demo.demo},

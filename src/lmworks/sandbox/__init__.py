@@ -4,6 +4,7 @@ from .isolation import IsolationReport, describe_isolation
 from .limits import Limits
 from .pool import Sandbox, run_program, run_programs
 from .program import Program, SandboxError, SandboxResult
+from .tested_code import passed_tests, program_of_tests
 
 __all__ = [
     "IsolationReport",
@@ -13,6 +14,8 @@ __all__ = [
     "SandboxError",
     "SandboxResult",
     "describe_isolation",
+    "passed_tests",
+    "program_of_tests",
     "run_program",
     "run_programs",
 ]

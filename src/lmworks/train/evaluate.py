@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,19 @@ def evaluate(
         objective.before_passes(parallel_model.forward, share, group)
     loss, units = parallel_model.evaluate(count, batches.held_out_batch, objective.loss, objective.units)
     return Evaluation(loss / max(1, units), units, objective.metrics(group), objective.unit)
+
+
+@torch.no_grad()
+def loss_by_window(model: GPT, batches: BatchSource, spec: RunSpec, limit: int = 0) -> Iterator[tuple[float, int]]:
+    """Mean loss of each window that `evaluate` takes, and its tokens; their mean over tokens is `evaluate`'s loss."""
+    forward = ParallelModel.from_model(model, spec).forward
+    passes = -(-batches.windows // spec.data.micro_batch)
+    for index in range(min(limit, passes) if limit else passes):
+        batch = batches.held_out_batch(index)
+        sums = -forward(batch, logprobs=True).logps.reshape(batch.targets.shape).double().sum(1)
+        for loss, count in zip(sums.tolist(), (batch.targets != IGNORED).sum(1).tolist(), strict=True):
+            if count:
+                yield loss / count, count
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...data.examples import Text
-from ...sandbox import Limits, SandboxResult
+from ...sandbox import Limits, SandboxResult, passed_tests, program_of_tests
 from ...sandbox.python_program import MAIN
 from ...spec.errors import DataError
-from ..unit_tests import passed_tests, program_of_tests
 from .environment import Environment, Step, ToolCall, Turn
 from .sandboxed import FOLDER, LIMITS, shared_sandbox, shortened
 from .tool_calls import function_tool
