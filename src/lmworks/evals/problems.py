@@ -24,8 +24,7 @@ def load_problems(suite: Suite, limit: int = 0) -> list[Problem]:
         assert format.build is not None
         if format.task == SCORE and not suite.data:
             raise SpecError(f"suite {suite.name}: no data; give --data FILE")
-        found = format.build(suite)
-        found = found[:limit] if limit else found
+        found = format.build(suite, limit)
     else:
         found = with_shots(suite, format, list(islice(read_problems(suite, format), limit or None)))
     if not found:

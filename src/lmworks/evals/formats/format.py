@@ -20,7 +20,7 @@ class Format:
     metrics: Sequence[str]
     fields: Sequence[str] = ()  # that every row has
     read: Callable[[dict[str, Any], str, Suite], Problem] | None = None  # row, its place, suite
-    build: Callable[[Suite], list[Problem]] | None = None  # where problems are not read row by row
+    build: Callable[[Suite, int], list[Problem]] | None = None  # not row by row; at most so many (0: all)
     stop: Sequence[str] = ()  # texts that end an answer
     task: str = GENERATE  # what the model is asked for
     gold: Callable[[dict[str, Any]], str] | None = None  # what a solved example adds to its prompt

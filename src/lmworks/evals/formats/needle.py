@@ -20,13 +20,13 @@ KEYS = (
 )  # fmt: skip
 
 
-def needles(suite: Suite) -> list[Problem]:
-    found = []
+def needles(suite: Suite, limit: int) -> list[Problem]:
+    found: list[Problem] = []
     for length in suite.needles.lengths:
         for depth in suite.needles.depths:
             for repeat in range(suite.needles.repeats):
                 found.append(haystack(length, depth, suite.needles.keys, repeat))
-    return found
+    return found[: limit or None]
 
 
 def haystack(length: int, depth: float, keys: int, repeat: int) -> Problem:

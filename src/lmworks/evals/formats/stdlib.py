@@ -10,7 +10,7 @@ import ast
 import hashlib
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BEFORE, AFTER = 4000, 2000  # characters of a file around a gap
 MOST = 200  # problems of infilling and of imports
+OF_A_MODULE = 24  # functions with doctests: _pydecimal has a hundred alike
+BATCH = 16  # candidates that are tried at once
 SHARE = 10  # one module in so many is held out
 # `examples` are those of the original docstring, whatever an answer made of it.
 RUN_DOCTESTS = """
@@ -111,17 +113,31 @@ def check_data(suite: Suite) -> None:
 # --- functions with doctests -----------------------------------------------------------------------------
 
 
-def doctests(suite: Suite) -> list[Problem]:
+def doctests(suite: Suite, limit: int) -> list[Problem]:
     """Functions whose doctests pass, and fail once the body is gone: the others would test nothing."""
+    check_data(suite)
+    candidates: list[Problem] = []
+    for module in modules():
+        if ">>>" in module.text:
+            candidates += sorted(doctest_problems(module), key=order)[:OF_A_MODULE]
+    candidates.sort(key=order)
+    found: list[Problem] = []
+    for start in range(0, len(candidates), BATCH):
+        found += tested(candidates[start : start + BATCH], suite)
+        if limit and len(found) >= limit:
+            break
+    return found[: limit or None]
+
+
+def tested(problems: Sequence[Problem], suite: Suite) -> list[Problem]:
     from ..execution import run_answers
 
-    check_data(suite)
-    candidates = [one for module in modules() if ">>>" in module.text for one in doctest_problems(module)]
-    body = [run.passed for run in run_answers([(one, str(one.answer)) for one in candidates], suite.execution)]
-    gone = [(one, f"{indent_of(str(one.answer))}raise NotImplementedError\n") for one in candidates]
-    nothing = [run.passed for run in run_answers(gone, suite.execution)]
-    kept = [one for one, own, without in zip(candidates, body, nothing, strict=True) if own and not without]
-    return sorted(kept, key=order)
+    own = [(one, str(one.answer)) for one in problems]
+    gone = [(one, f"{indent_of(str(one.answer))}raise NotImplementedError\n") for one in problems]
+    runs = run_answers([*own, *gone], suite.execution)
+    return [
+        one for one, whole, none in zip(problems, runs, runs[len(own) :], strict=False) if whole.passed > none.passed
+    ]
 
 
 def doctest_problems(module: Module) -> Iterator[Problem]:
@@ -158,11 +174,11 @@ def indent_of(text: str) -> str:
 # --- gaps in held-out modules ----------------------------------------------------------------------------
 
 
-def infilling(suite: Suite) -> list[Problem]:
+def infilling(suite: Suite, limit: int) -> list[Problem]:
     """One statement of one to four lines, gone from a function."""
     check_data(suite)
     found = [one for module in modules() if held_out(module.name) for one in gaps(module)]
-    return sorted(found, key=order)[:MOST]
+    return sorted(found, key=order)[: limit or MOST]
 
 
 def gaps(module: Module) -> Iterator[Problem]:
@@ -179,9 +195,9 @@ def gaps(module: Module) -> Iterator[Problem]:
             continue
         yield Problem(
             id=f"{module.name}.{name}:{one.lineno}",
-            prompt=tail(module.until(one.lineno)) + indent,
+            prompt=tail(module.until(one.lineno)),
             suffix=module.after(last)[:AFTER],
-            answer="".join(lines)[len(indent) :],
+            answer="".join(lines),
             group=type(one).__name__,
             lines=len(lines),
             max_tokens=256,
@@ -195,12 +211,12 @@ def is_text(node: ast.stmt) -> bool:
 # --- names of imported modules ---------------------------------------------------------------------------
 
 
-def imports(suite: Suite) -> list[Problem]:
+def imports(suite: Suite, limit: int) -> list[Problem]:
     """The name after `module.`, with that module's definitions in the prompt."""
     check_data(suite)
     known = {module.name: module for module in modules()}
     found = [one for module in known.values() if held_out(module.name) for one in uses(module, known)]
-    return sorted(found, key=order)[:MOST]
+    return sorted(found, key=order)[: limit or MOST]
 
 
 def uses(module: Module, known: dict[str, Module]) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ def gsm8k(row: dict[str, Any], place: str, suite: Suite) -> Problem:
     )
 
 
-def documents(suite: Suite) -> list[Problem]:
+def documents(suite: Suite, limit: int) -> list[Problem]:
     """Any source that `lmworks data prepare` reads."""
     reading = Reading(text_field=suite.fields.get("text", "text"))
     parts = parts_of(suite.data, reading, Path("."))
     texts = (document.text for part in parts for document in documents_of(part, reading) if document.text)
-    return [Problem(id=str(number), prompt=text) for number, text in enumerate(texts)]
+    return [Problem(id=str(number), prompt=text) for number, text in enumerate(islice(texts, limit or None))]
 
 
 GSM8K = Format(
