@@ -284,6 +284,17 @@ def quantized(sample: Sample) -> None:
     print_quantized(report, Path("q"))  # type: ignore[arg-type]
 
 
+def evaluated(sample: Sample) -> None:
+    from lmworks.cli.evals import print_comparisons, print_results
+    from lmworks.evals.compare import Comparison
+
+    found = {"value": 0.123456, "low": 0.081234, "high": 0.181234}
+    metrics = {"pass@1": found, "pass@10": found}
+    print_results({"humaneval-infilling": {"problems": 1033, "samples": 20660, "metrics": metrics, "errors": 3}})
+    figures = (0.4123, 0.3512, -0.0611, -0.1012, -0.0213, 12, 75, 0.00012, "paired permutation")
+    print_comparisons([Comparison("humaneval-infilling", "accuracy_norm", 1033, *figures)])
+
+
 def simulated(sample: Sample) -> None:
     from lmworks.cli.prove import print_simulation
 
@@ -486,6 +497,8 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (profile, "profile_engine.print_profile"),
     (memory_snapshot, "profile_memory.print_snapshot"),
     (compared_recordings, "profile_compare.print_comparison"),
+    (typed("evals", "list"), "evals.list_suites"),
+    (evaluated, "evals.print_results evals.print_comparisons"),
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
