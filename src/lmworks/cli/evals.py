@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Run evaluation suites over a model or a server; compare two models.",
+    help="Run evaluation suites over a model or server; compare.",
 )
 
 LEVEL = 0.05  # of --gate
