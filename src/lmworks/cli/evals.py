@@ -334,7 +334,7 @@ def export(
     data: Data = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Only the first problems.")] = 0,
 ) -> None:
-    """Write a suite's problems as JSON lines, e.g. to keep them out of training data.
+    """Write a suite's problems as JSON lines, e.g. to keep out of data.
 
     \b
     Examples:
