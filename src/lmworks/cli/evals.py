@@ -12,6 +12,7 @@ import typer
 from ..spec.errors import LMWorksError, SpecError
 from . import options
 from .generate import Engine, EngineOverrides, Step, open_llm
+from .groups import CommandGroup
 from .output import Json, print_json, print_table, write_file
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ..evals.suite import Suite
 
 app = typer.Typer(
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Run evaluation suites over a model or server; compare.",
@@ -96,7 +98,7 @@ def run(
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests at once to a server.")] = 32,
     json: Json = False,
 ) -> None:
-    """Run suites over a model; a run that was stopped goes on where it was.
+    """Run suites over a model; go on with one that was stopped.
 
     \b
     Examples:
@@ -334,7 +336,7 @@ def export(
     data: Data = None,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Only the first problems.")] = 0,
 ) -> None:
-    """Write a suite's problems as JSON lines, e.g. to keep out of data.
+    """Write a suite's problems as JSON lines.
 
     \b
     Examples:
