@@ -10,7 +10,8 @@ from ..data.chat_template import Chat
 from ..engine.core.request import Result, ResultCallback, ignore_result
 from ..engine.core.sampling_params import SamplingParams
 from ..spec.errors import SpecError
-from .infilling import infilling_prompt
+from ..spec.fim import FimSpec
+from .infilling import find_sentinels
 from .models import Completion, Likelihood, OnCompletion, OnLikelihood, Pair, Prompt
 
 
@@ -30,12 +31,13 @@ class TextEngine(Protocol):
 
 
 class EngineModel:
-    def __init__(self, llm: TextEngine, facts: dict[str, Any], chat: bool = False) -> None:
+    def __init__(self, llm: TextEngine, facts: dict[str, Any], chat: bool = False, fim: FimSpec | None = None) -> None:
         self.llm, self.facts = llm, {**facts, "chat": chat}
         if llm.tokenizer is None:
             raise SpecError("an evaluation needs a tokenizer, and this model has none beside it")
         self.tokenizer: Tokenizer = llm.tokenizer
         self.template = llm.chat() if chat else None
+        self.sentinels = find_sentinels(self.tokenizer, fim)
 
     def generate(self, prompts: Sequence[Prompt], on_result: OnCompletion) -> None:
         params = [
@@ -45,6 +47,7 @@ class EngineModel:
                 seed=one.seed,
                 max_tokens=one.max_tokens,
                 stop=(*one.stop, *(self.template.stop if self.template else ())),
+                stop_token_ids=self.ends,
             )
             for one in prompts
         ]
@@ -55,26 +58,29 @@ class EngineModel:
             on_result=lambda place, result: on_result(place, completion(result)),
         )
 
+    @property
+    def ends(self) -> list[int]:
+        """After a middle, where a family has a token for it."""
+        return [] if self.sentinels is None or self.sentinels.end is None else [self.sentinels.end]
+
     def encode(self, prompt: Prompt) -> Any:
         if self.template is not None:
             room = max(1, self.llm.context - prompt.max_tokens)
             return self.template.prompt([{"role": "user", "content": prompt.text}], room)[0]
-        if prompt.suffix is not None:
-            ids = infilling_prompt(self.tokenizer, prompt.text, prompt.suffix)
-            if ids is not None:
-                return ids
+        if prompt.suffix is not None and self.sentinels is not None:
+            return self.sentinels.prompt(self.tokenizer.encode(prompt.text), self.tokenizer.encode(prompt.suffix))
         return prompt.text if prompt.text else self.llm.empty_prompt()
 
     def likelihoods(self, pairs: Sequence[Pair], on_result: OnLikelihood) -> None:
-        """Context and continuation are encoded together, as in lm-evaluation-harness: tokens that the context alone
-        has not are the continuation's."""
+        """Context and continuation are encoded together, as in lm-evaluation-harness; the continuation begins where
+        tokens differ from those of the context alone: a token that reaches over the border is scored."""
         requests = []
         for context, continuation in pairs:
             kept = context.rstrip()
             context, continuation = kept, context[len(kept) :] + continuation
             before = list(self.llm.encode(context)) if context else self.llm.empty_prompt()
             whole = list(self.llm.encode(context + continuation)) if context else before + self.continued(continuation)
-            requests.append((whole, len(before)))
+            requests.append((whole, common(before, whole)))
         self.score(requests, on_result)
 
     def continued(self, text: str) -> list[int]:
@@ -117,6 +123,14 @@ class EngineModel:
             progress=False,
             on_result=lambda place, result: on_result(place, likelihood(result, kept[place][1])),
         )
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with; at least one, which stands before what is scored."""
+    length = 0
+    while length < min(len(one), len(other)) and one[length] == other[length]:
+        length += 1
+    return max(1, length)
 
 
 def completion(result: Result) -> Completion:
