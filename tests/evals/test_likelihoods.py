@@ -133,8 +133,9 @@ def test_sentinels_are_those_of_training_or_of_the_tokenizer(tmp_path: Path) -> 
     ]  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")
+    a, b, c, prefix, suffix, middle = map(tokenizer.token_id, names)
     found = find_sentinels(tokenizer)
-    assert found is not None and found.prompt([1], [2]) == [303, 1, 304, 2, 305]
+    assert found is not None and found.prompt([1], [2]) == [prefix, 1, suffix, 2, middle]
     own = find_sentinels(tokenizer, FimSpec(rate=0.5, sentinels="own", prefix="<a>", suffix="<b>", middle="<c>"))
-    assert own is not None and own.prompt([1], [2]) == [300, 1, 301, 2, 302]
+    assert own is not None and own.prompt([1], [2]) == [a, 1, b, 2, c]
     assert find_sentinels(load_tokenizer("bytes")) is None
