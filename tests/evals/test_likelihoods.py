@@ -138,4 +138,5 @@ def test_sentinels_are_those_of_training_or_of_the_tokenizer(tmp_path: Path) -> 
     assert found is not None and found.prompt([1], [2]) == [prefix, 1, suffix, 2, middle]
     own = find_sentinels(tokenizer, FimSpec(rate=0.5, sentinels="own", prefix="<a>", suffix="<b>", middle="<c>"))
     assert own is not None and own.prompt([1], [2]) == [a, 1, b, 2, c]
+    assert find_sentinels(tokenizer, FimSpec()) is None  # trained without infilling
     assert find_sentinels(load_tokenizer("bytes")) is None
