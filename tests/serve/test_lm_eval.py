@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_engine
 import torch
 from api_server import MODEL, Api, twin
+
+from lmworks import LLM
+from lmworks.data import load_tokenizer
+from lmworks.engine.offline import OfflineEngine
+from lmworks.evals import load_suite, run_suite
+from lmworks.evals.engine_model import EngineModel
+from lmworks.evals.server_model import ServerModel
 
 ROWS = [
     {"question": "Two and two?", "choices": [" four", " five", " a hat"], "answer": 0},
@@ -28,48 +36,110 @@ def score(context: str, continuation: str) -> tuple[float, bool]:
     return sum(float(found[place, token]) for place, token in zip(places, after, strict=True)), greedy
 
 
-@pytest.mark.slow
-def test_custom_task(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiple choice: its accuracy, and each log-probability that it is made of, are those by hand."""
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
+def tiny_llm() -> LLM:
+    """The model that is served, in process."""
+    llm = LLM.__new__(LLM)
+    llm.closed, llm.folder, llm.tokenizer = False, None, load_tokenizer("bytes")
+    llm.backend = OfflineEngine(tiny_engine.fragile().engine)
+    return llm
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    task = {
-        "task": "spot",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(rows)}},
-        "test_split": "test",
+
+def own_suite(folder: Path) -> Path:
+    rows = [{**row, "choices": [choice.strip() for choice in row["choices"]]} for row in ROWS]  # type: ignore[attr-defined]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.toml").write_text('format = "multiple-choice"\ndata = "own.jsonl"\n')
+    return folder / "own.toml"
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "spot": {
         "output_type": "multiple_choice",
         "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "answer",
         "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "write": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "temperature": 0, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "read": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}{{choices[0]}}",
+        "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
+    },
+}
+
+
+@pytest.fixture
+def lm_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The harness, offline, with tasks over ROWS in a folder."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    found = pytest.importorskip("lm_eval")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
     }
-    (tmp_path / "spot.yaml").write_text(json.dumps(task))  # JSON is YAML
-    found = lm_eval.simple_evaluate(
-        model="local-completions",
-        model_args={"model": MODEL, "base_url": f"{api.url}/v1/completions", "max_length": 512, "num_concurrent": 2},
-        tasks=["spot"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-        batch_size=4,
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))  # JSON is YAML
+    return found
+
+
+def evaluated(lm_eval: Any, folder: Path, model: Any, **options: Any) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    return lm_eval.simple_evaluate(  # type: ignore[no-any-return]
+        model=model,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
+        **options,
     )
+
+
+@pytest.mark.slow
+def test_custom_tasks_by_the_server_and_in_process(lm_eval: Any, api: Api, tmp_path: Path) -> None:
+    """Multiple choice: its accuracy, and each log-probability that it is made of, are those by hand. Scores of all
+    tasks are equal over HTTP and in process; our own suite has the same accuracies."""
+    from lmworks.evals.lm_eval_model import HarnessModel
+
+    settings = {"model": MODEL, "base_url": f"{api.url}/v1/completions", "max_length": 512, "num_concurrent": 2}
+    served = evaluated(lm_eval, tmp_path, "local-completions", model_args=settings, batch_size=4)
     right = 0
-    for row, sample in zip(ROWS, sorted(found["samples"]["spot"], key=lambda one: one["doc_id"]), strict=True):
+    for row, sample in zip(ROWS, sorted(served["samples"]["spot"], key=lambda one: one["doc_id"]), strict=True):
         expected = [score(str(row["question"]), choice) for choice in row["choices"]]  # type: ignore[attr-defined]
         for (logprob, greedy), (asked,) in zip(expected, sample["resps"], strict=True):
             assert float(asked[0]) == pytest.approx(logprob, abs=1e-3) and str(asked[1]) == str(greedy)
         right += max(range(len(expected)), key=lambda place: expected[place][0]) == row["answer"]
-    assert found["results"]["spot"]["acc,none"] == pytest.approx(right / len(ROWS))
+    assert served["results"]["spot"]["acc,none"] == pytest.approx(right / len(ROWS))
+
+    llm = tiny_llm()
+    inside = evaluated(lm_eval, tmp_path, HarnessModel(llm))
+    for task in TASKS:
+        figures = {name: value for name, value in served["results"][task].items() if isinstance(value, float)}
+        assert figures and {name: inside["results"][task][name] for name in figures} == pytest.approx(figures, rel=1e-4)
+    texts = [[one["resps"] for one in found["samples"]["write"]] for found in (served, inside)]
+    assert texts[0] == texts[1]
+
+    suite = load_suite(str(own_suite(tmp_path)))
+    ours = run_suite(EngineModel(llm, {"model": "tiny"}), suite, tmp_path / "ours")
+    over_http = run_suite(ServerModel(api.url, MODEL), suite, tmp_path / "http")
+    for found in (ours, over_http):
+        assert found["metrics"]["accuracy"]["value"] == pytest.approx(inside["results"]["spot"]["acc,none"])
+        assert found["metrics"]["accuracy_norm"]["value"] == pytest.approx(inside["results"]["spot"]["acc_norm,none"])
 
 
 def test_lm_eval_requests(api: Api) -> None:
