@@ -20,9 +20,9 @@ from lmworks.evals.engine_model import EngineModel
 from lmworks.evals.server_model import ServerModel
 
 ROWS = [
-    {"question": "Two and two?", "choices": [" four", " five", " a hat"], "answer": 0},
-    {"question": "The sky is", "choices": [" green", " blue"], "answer": 1},
-    {"question": "A cat says", "choices": [" moo", " meow", " woof"], "answer": 1},
+    {"question": "Two and two?", "choices": ["four", "five", "a hat"], "answer": 0},
+    {"question": "The sky is", "choices": ["green", "blue"], "answer": 1},
+    {"question": "A cat says", "choices": ["moo", "meow", "woof"], "answer": 1},
 ]
 
 
@@ -45,9 +45,7 @@ def tiny_llm() -> LLM:
 
 
 def own_suite(folder: Path) -> Path:
-    rows = [{**row, "choices": [choice.strip() for choice in row["choices"]]} for row in ROWS]  # type: ignore[attr-defined]
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "own.toml").write_text('format = "multiple-choice"\ndata = "own.jsonl"\n')
+    (folder / "own.toml").write_text('format = "multiple-choice"\ndata = "rows.jsonl"\n')
     return folder / "own.toml"
 
 
@@ -57,7 +55,6 @@ TASKS: dict[str, dict[str, Any]] = {
         "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "answer",
-        "target_delimiter": "",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     },
     "write": {
@@ -120,7 +117,7 @@ def test_custom_tasks_by_the_server_and_in_process(lm_eval: Any, api: Api, tmp_p
     served = evaluated(lm_eval, tmp_path, "local-completions", model_args=settings, batch_size=4)
     right = 0
     for row, sample in zip(ROWS, sorted(served["samples"]["spot"], key=lambda one: one["doc_id"]), strict=True):
-        expected = [score(str(row["question"]), choice) for choice in row["choices"]]  # type: ignore[attr-defined]
+        expected = [score(str(row["question"]), f" {choice}") for choice in row["choices"]]  # type: ignore[attr-defined]
         for (logprob, greedy), (asked,) in zip(expected, sample["resps"], strict=True):
             assert float(asked[0]) == pytest.approx(logprob, abs=1e-3) and str(asked[1]) == str(greedy)
         right += max(range(len(expected)), key=lambda place: expected[place][0]) == row["answer"]
