@@ -91,6 +91,10 @@ def start_run(
     report: bool = True,
 ) -> None:
     """Train in this process, or start the ranks of the layout and supervise them."""
+    if loaded.log.suites:
+        from ..evals.during_training import check_suites
+
+        check_suites(loaded)
     target = run_dir or default_run_folder(loaded)
     options = [*device_options(device, force), *run_options(until, report, json)]
     if needs_supervisor(loaded, max_restarts):
@@ -176,6 +180,10 @@ def run_trainer(trainer: Trainer, json: bool, until: int | None, report: bool) -
     from ..report.run_report import write_report
 
     folder, trainer.until = trainer.folder, until
+    if trainer.spec.log.suites:
+        from ..evals.during_training import attach_suites
+
+        attach_suites(trainer)
     try:
         result = trainer.run()
     except SpecError:  # nothing was started

@@ -145,6 +145,7 @@ def charts(spec: RunSpec, steps: Steps, recorded: Steps, pngs: Sequence[Path]) -
             y="nats a token" if spec.align.method in ("", "sft") else "loss",
             marks=event_marks(recorded),
         ),
+        **suite_chart(steps),
         "Learning rate": single_line_chart(steps, "lr", "learning rate", "{:.3g}".format),
         "Throughput": single_line_chart(steps, "tokens_per_s", "tokens/s"),
         "Gradient norm, before clipping": single_line_chart(steps, "grad_norm", "norm"),
@@ -156,6 +157,16 @@ def charts(spec: RunSpec, steps: Steps, recorded: Steps, pngs: Sequence[Path]) -
     else:
         files = 'PNG files of these plots need matplotlib: <code>pip install "lmworks[plots]"</code>'
     return f'<h2>Curves</h2>{chart_cards(cards)}<p class="note">{files}</p>'
+
+
+def suite_chart(steps: Steps) -> dict[str, str]:
+    """Scores of evaluation suites while training (log.suites)."""
+    keys = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
+    lines = [
+        Line(key.removeprefix("eval/"), points(steps, key), f"s{place % 6}", dots=True)
+        for place, key in enumerate(sorted(keys))
+    ]
+    return {"Evaluation suites": line_chart(lines, show="{:.4g}".format, y="score")} if lines else {}
 
 
 def single_line_chart(steps: Steps, key: str, name: str, show: Callable[[float], str] = short) -> str:

@@ -121,7 +121,7 @@ def is_sync_point(spec: RunSpec, step: int) -> bool:
     """Whether the passes after `step` wait until it is over: the state between the two steps is read (checkpoint,
     evaluation, hashes), or statistics are made of one of the two.
     """
-    between = spec.checkpoint.every, spec.log.eval_every, spec.health.hash_every
+    between = spec.checkpoint.every, spec.log.eval_every, spec.health.hash_every, spec.log.suites_every
     statistics = spec.health.stats_every
     return any(every and step % every == 0 for every in between) or bool(
         statistics and (step % statistics == 0 or (step + 1) % statistics == 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
@@ -345,6 +345,9 @@ class Trainer(Stepper):
                 values |= {f"val_{name}": value for name, value in evaluation.metrics.items()}
                 if not last and self.may_stop_early and self.stops_early(evaluation):
                     last = save_due = True
+            every = spec.log.suites_every
+            if self.suite_scores is not None and (last or paused or (every and self.step % every == 0)):
+                values |= self.evaluate_suites(self.suite_scores)
             self.report(values)
             save_s = 0.0
             if save_due:
@@ -428,6 +431,13 @@ class Trainer(Stepper):
         reward: dict[str, Any] = {"reward": result.metrics["reward/mean"]} if "reward/mean" in result.metrics else {}
         self.event("eval", val_loss=result.loss, tokens=result.tokens, unit=result.unit, seconds=seconds, **reward)
         return result
+
+    suite_scores: Callable[[], dict[str, float]] | None = None  # of log.suites: `evals.attach_suites` sets it
+
+    def evaluate_suites(self, scores: Callable[[], dict[str, float]]) -> dict[str, float]:
+        phase.enter("evaluate")
+        began = time.perf_counter()
+        return scores() | {"suites_s": time.perf_counter() - began}
 
     def measure_held_out(self) -> Evaluation:
         return evaluate(self.parallel_model, self.held_out, self.spec, self.spec.log.eval_batches, self.objective)
