@@ -11,6 +11,7 @@ from .documents import Stage
 
 MODULES: dict[str, str] = {
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
+    "decontaminate": "decontaminate",
     **dict.fromkeys(("pii", "secrets"), "private"),
 }
 """Name → module of this room whose `STAGES` has it; imported only where a pipeline uses it."""
