@@ -12,8 +12,6 @@ over, the row is padded with end-of-text that is not trained.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..spec.errors import DataError, SpecError
+from ..spec.errors import DataError
 from ..spec.fim import FimSpec
+from .grammars import syntax_parser
 from .order import GOLDEN, key_of, mix
 from .tokenizer import FILE_TOKENS, Tokenizer
 
@@ -90,7 +89,7 @@ class FillInMiddle:
         numbers = [tokenizer.token_id(name) for name in FILE_TOKENS]
         self.marks = {number for number in numbers if number is not None}  # no text, but a structure that stays
         if spec.split == "syntax":
-            syntax_parser(spec.language)  # a grammar that is missing is reported now
+            syntax_parser(spec.language, asked(spec.language))  # a grammar that is missing is reported now
         if spec.split != "token":
             check_cuts(tokenizer)
 
@@ -156,7 +155,9 @@ class FillInMiddle:
     def span(self, text: str, a: float, b: float) -> tuple[int, int]:
         """Where the middle begins and ends."""
         if self.spec.split == "syntax":
-            node = syntax_span(syntax_parser(self.spec.language), text, a, b, self.spec.max_middle)
+            node = syntax_span(
+                syntax_parser(self.spec.language, asked(self.spec.language)), text, a, b, self.spec.max_middle
+            )
             if node:
                 return node
         if self.spec.split == "line":
@@ -198,19 +199,8 @@ def check_cuts(tokenizer: Tokenizer) -> None:
 # --- syntax ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def syntax_parser(language: str) -> Any:
-    try:
-        import tree_sitter
-    except ImportError:
-        raise SpecError("data.fim.split = 'syntax' needs tree-sitter: pip install 'lmworks[syntax]'") from None
-    package = f"tree-sitter-{language.replace('_', '-')}"
-    try:
-        grammar = importlib.import_module(package.replace("-", "_"))
-    except ImportError:
-        raise SpecError(f"data.fim.language = '{language}' needs its grammar: pip install {package}") from None
-    make = getattr(grammar, "language", None) or getattr(grammar, f"language_{language}")
-    return tree_sitter.Parser(tree_sitter.Language(make()))
+def asked(language: str) -> str:
+    return f"data.fim.split = 'syntax' with language = '{language}'"
 
 
 def syntax_span(parser: Any, text: str, a: float, b: float, most: int) -> tuple[int, int] | None:
