@@ -12,6 +12,7 @@ import typer
 from ..record import RunFolder
 from ..spec.align import PROMPTS
 from ..spec.errors import SpecError
+from .data_quality import quality
 from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Prepare and inspect training data."
 )
+app.command()(quality)
 
 
 @app.command()

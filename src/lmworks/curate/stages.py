@@ -13,6 +13,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
     "decontaminate": "decontaminate",
     **dict.fromkeys(("pii", "secrets"), "private"),
+    "quality": "quality",
     "syntax": "syntax",
 }
 """Name → module of this room whose `STAGES` has it; imported only where a pipeline uses it."""
