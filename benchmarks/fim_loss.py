@@ -1,4 +1,4 @@
-"""What fill-in-the-middle costs left to right, and what it teaches: models of 0.9M parameters on the standard library.
+"""What fill-in-the-middle costs left to right, and what it teaches: models of 0.43M parameters on the standard library.
 
     python benchmarks/fim_loss.py [--steps 1000] [--seeds 3]      # an hour on one slow core
 
@@ -40,7 +40,7 @@ def spec_of(rate: float, seed: int, steps: int) -> RunSpec:
     return RunSpec.from_dict({
         "name": f"fim-{rate:g}-{seed}",
         "seed": seed,
-        "model": {"layers": 4, "hidden": 128, "heads": 4, "vocab": 1024, "context": 128, "tie_embeddings": True},
+        "model": {"layers": 3, "hidden": 96, "heads": 4, "vocab": 1024, "context": 128, "tie_embeddings": True},
         "data": {"path": DATA, "seq": 128, "micro_batch": 16, "fim": {"rate": rate}},
         "optim": {"steps": steps, "lr": 3e-3, "warmup": steps // 10},
         "log": {"eval_every": 0, "eval_batches": 32},

@@ -37,6 +37,49 @@ def test_plan_for_a_named_accelerator(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["step_s"] > 0
 
 
+STAGES = """
+[model]
+preset = "llama3-1b"
+context = 32768
+[data]
+seq = 32768
+micro_batch = 1
+global_batch = 8
+[parallel]
+dp = 8
+strategy = "fsdp2"
+recompute = "full"
+[precision]
+dtype = "bf16"
+[cluster]
+gpu = "h200"
+gpus_per_node = 8
+[[stages]]
+steps = 300
+data.seq = 8192
+data.global_batch = 64
+model.rope_theta = 1e5
+[[stages]]
+steps = 20
+"""
+
+
+def test_each_stage_is_priced_as_a_run_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "staged.toml").write_text(STAGES)
+    (tmp_path / "alone.toml").write_text(STAGES.partition("[[stages]]")[0])
+    _, out, _ = lmworks(capsys, "plan", str(tmp_path / "staged.toml"), "--json")
+    first, last = json.loads(out)["stages"]
+    for stage, changes in ((first, ["data.seq=8192", "data.global_batch=64"]), (last, [])):
+        _, out, _ = lmworks(capsys, "plan", str(tmp_path / "alone.toml"), *changes, "--json")
+        alone = json.loads(out)
+        assert (stage["step_s"], stage["memory_bytes"]) == (alone["step_s"], alone["memory_bytes"])
+        assert stage["hours"] == pytest.approx(alone["step_s"] * stage["steps"] / 3600)
+        assert stage["tokens"] == alone["tokens_per_step"] * stage["steps"]
+    assert (first["seq"], first["rope_theta"], last["seq"], last["rope_theta"]) == (8192, 1e5, 32768, 5e5)
+    code, out, _ = lmworks(capsys, "plan", str(tmp_path / "staged.toml"))
+    assert code == 0 and f"{first['hours'] + last['hours']:.3g} hours" in out
+
+
 def test_a_table_by_a_busy_machine_says_so_and_shows_the_range(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,7 +236,7 @@ def window(
     from ..data import open_batches
     from ..data.window import describe, rows_at, text_of, usual_bits
 
-    spec = RunFolder.open(run).spec()
+    spec = RunFolder.open(run).spec().after(cursor)
     data = spec.data.replace(verify=False)
     batches: BatchSource
     if data.kind == PROMPTS:

@@ -97,9 +97,12 @@ def run(
             facts["post_training"] = phases.to_dict()
         if rounds:
             facts["rounds"] = rounds.to_dict()
+        if job.stages:
+            facts["stages"] = stages_of(job, machine)
         print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
         return
-    typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step")
+    last = ", of the last stage" if job.stages else ""
+    typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step{last}")
     print_memory(prediction)
     print_host_memory(prediction.memory.host, shared.total, ranks, shared, there)
     if refused:
@@ -110,6 +113,54 @@ def run(
         print_phases(phases)
     if rounds:
         print_rounds(job, rounds)
+    if job.stages:
+        print_run_stages(stages_of(job, machine), job)
+
+
+def stages_of(job: RunSpec, machine: Machine | None) -> list[dict[str, Any]]:
+    """Memory and time of each stage of a run."""
+    from ..plan.predict import predict
+
+    found = []
+    for number, stage in enumerate(job.stages):
+        spec = job.stage(number)
+        prediction = predict(spec, machine)
+        step_s = prediction.time.total if prediction.time else None
+        found.append({
+            "steps": stage["steps"],
+            "seq": spec.data.seq,
+            "rope_theta": spec.model.rope_theta,
+            "rope_scaling": spec.model.rope_scaling.type,
+            "tokens": stage["steps"] * spec.tokens_per_step,
+            "memory_bytes": prediction.memory.total,
+            "fits": fits(prediction),
+            "step_s": step_s,
+            "hours": step_s * stage["steps"] / 3600 if step_s else None,
+        })  # fmt: skip
+    return found
+
+
+def print_run_stages(stages: list[dict[str, Any]], job: RunSpec) -> None:
+    rows = [
+        [
+            number,
+            f"{stage['steps']:,}",
+            stage["seq"],
+            short(stage["tokens"]),
+            f"{stage['rope_theta']:g}",
+            binary_bytes(stage["memory_bytes"]) + (" (too much)" if stage["fits"] is False else ""),
+            duration(stage["step_s"]) if stage["step_s"] else "unknown",
+            f"{stage['hours']:.3g}" if stage["hours"] else "unknown",
+        ]
+        for number, stage in enumerate(stages, 1)
+    ]
+    names = ["stage", "steps", "seq", "tokens", "rope base", "memory of a rank", "a step", "hours"]
+    print_table("Stages", names, rows)
+    if all(stage["hours"] for stage in stages):
+        hours, gpu = sum(stage["hours"] for stage in stages), job.cluster.accelerator
+        rate = job.cluster.price_hour or (gpu.price_hour if gpu else 0)
+        price = f", ${hours * rate * job.parallel.world:,.0f}" if rate else ""
+        typer.echo(f"all stages: {hours:,.3g} hours{price}, without failures")
 
 
 def rounds_of(job: RunSpec, answer_tokens: float) -> RunTime | None:

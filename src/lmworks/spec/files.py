@@ -103,6 +103,14 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
     def of_file(name: str) -> str:
         return absolute(name) if ".py:" in name else name
 
+    def of_stage(stage: dict[str, Any]) -> dict[str, Any]:
+        data = dict(stage.get("data", {}))
+        if "mix" in data:
+            data["mix"] = {absolute(path): weight for path, weight in data["mix"].items()}
+        if "path" in data:
+            data["path"] = absolute(data["path"])
+        return {**stage, "data": data} if data else stage
+
     data = spec.data
     mix = {absolute(path): weight for path, weight in data.mix.items()}
     files = {name: absolute(getattr(data, name)) for name in ("path", "tokenizer", "chat_template", "val_path")}
@@ -118,4 +126,5 @@ def with_absolute_paths(spec: RunSpec) -> RunSpec:
         lora=spec.lora.replace(init=absolute(spec.lora.init)),
         checkpoint=spec.checkpoint.replace(init=absolute(spec.checkpoint.init)),
         cluster=spec.cluster.replace(profile=absolute(spec.cluster.profile)),
+        stages=[of_stage(stage) for stage in spec.stages],
     )

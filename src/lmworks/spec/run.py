@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import accumulate
+from typing import Any, ClassVar, cast
 
 from .align import CONVERSATIONS, DATA_KINDS, PREFERENCES, AlignSpec, check_align
 from .errors import SpecError
@@ -15,6 +17,7 @@ from .lora import DEFAULT_ADAPTER, LoraSpec, check_lora
 from .model import ModelSpec
 from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
+from .stages import changed, check_stages
 
 RECOMPUTE = ("none", "selective", "mlp", "full", "budget")
 NO_DATA = (
@@ -270,10 +273,15 @@ class RunSpec(Section):
     lora: LoraSpec = opt(LoraSpec, "low-rank adapters")
     log: LogSpec = opt(LogSpec, "what is recorded")
     cluster: Cluster = opt(Cluster, "the machines")
+    stages: list[dict[str, Any]] = opt(
+        [], "parts of the run, one after another: each its steps and the keys in which it differs from the spec"
+    )
 
     def check(self) -> None:
         if not self.name or self.name in (".", "..") or set(self.name) & set("/\\"):
             raise SpecError(f"name = {self.name!r} cannot name a folder: use a word without slashes, e.g. 'run'")
+        if self.stages:
+            self.set_steps_of_stages()
         data, dp = self.data, self.parallel.dp
         if data.seq > self.model.context:
             raise SpecError(
@@ -304,6 +312,23 @@ class RunSpec(Section):
         check_lora(self)
         check_health(self)
         self.check_profile()
+        if self.stages:
+            check_stages(self)
+
+    def set_steps_of_stages(self) -> None:
+        """optim.steps is the sum of the stages' steps."""
+        counts = [stage.get("steps") for stage in self.stages]
+        total = sum(count for count in counts if isinstance(count, int))
+        if self.optim.steps not in (total, OptimSpec.steps):
+            raise SpecError(
+                f"optim.steps = {self.optim.steps}, but the stages have {total} steps; leave optim.steps out"
+            )
+        self.derive("optim", self.optim.replace(steps=max(1, total)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Stages only where there are any: a spec without reads as it did before there were."""
+        table = super().to_dict()
+        return table if self.stages else {key: value for key, value in table.items() if key != "stages"}
 
     def check_profile(self) -> None:
         """Steps and ranks that there are none of would leave no trace, and no word about it."""
@@ -313,6 +338,27 @@ class RunSpec(Section):
         if log.profile and not all(0 <= rank < world for rank in log.profile_ranks):
             there = f"has ranks 0 to {world - 1}" if world > 1 else "has rank 0 alone"
             raise SpecError(f"log.profile_ranks = {log.profile_ranks}: the layout {there}")
+
+    # --- stages -----------------------------------------------------------------------------------------
+
+    def stage(self, number: int) -> RunSpec:
+        """One stage as a spec of its own, which has the steps of the whole run."""
+        table = {key: value for key, value in self.stages[number].items() if key != "steps"}
+        whole = self.replace(stages=[], optim=self.optim)
+        return cast(RunSpec, changed(whole, table))
+
+    def stage_ends(self) -> list[int]:
+        """The last step of each stage; without stages, that of the run."""
+        return list(accumulate(stage["steps"] for stage in self.stages)) or [self.optim.steps]
+
+    def stage_after(self, step: int) -> int:
+        """The stage that goes on after `step` steps; after the last step, the last one."""
+        ends = self.stage_ends()
+        return min(bisect_right(ends, step), len(ends) - 1)
+
+    def after(self, step: int) -> RunSpec:
+        """The spec by which a run with stages goes on after `step` steps."""
+        return self.stage(self.stage_after(step)) if self.stages else self
 
     @property
     def ranks(self) -> int:

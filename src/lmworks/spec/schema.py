@@ -196,7 +196,7 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
     """Check `value` against the annotated type. A table may become a section, an int a float, and a float that is
     a whole number (1e3) an int; nothing else bends.
     """
-    if type(value) is hint and (hint is str or hint is bool):
+    if hint is Any or (type(value) is hint and (hint is str or hint is bool)):
         return value
     origin = typing.get_origin(hint) or hint
     if is_section(origin):

@@ -222,7 +222,8 @@ class CheckpointManager:
             check_base(self.run_spec, self.base, meta.get("base"), str(self.folder.path))
         if "models" in meta:  # those of older versions have none
             self.check_frozen_models(meta["models"], manifest.step)
-        if meta["data"] != self.data_digest:
+        begins = self.run_spec.stage_after(manifest.step) != self.run_spec.stage_after(manifest.step - 1)
+        if meta["data"] != self.data_digest and not begins:  # a stage has data of its own
             raise DataError(
                 f"{', '.join(self.run_spec.data.sources)} holds other tokens than those this run was trained on; "
                 "restore the old data, or start a new run"

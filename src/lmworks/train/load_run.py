@@ -54,6 +54,9 @@ def load_trained(run_dir: str | Path, step: int | None = None) -> TrainedModel:
     if spec.adapters:
         fill_base(model, spec, manifest, str(folder.path))
         merge_adapter(model, spec.adapters[0])
+    if spec.stages:  # which differ in rotary embedding: that of the stage that this checkpoint is of
+        spec = spec.after(manifest.step - 1)
+        model.spec = spec.model
     tokenizer = load_model_tokenizer(folder.path)
     return TrainedModel(model.eval(), tokenizer, spec, manifest.step)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from ..checkpoint.format.digest import new_hash
+from ..checkpoint.format.folders import newest_step
 from ..checkpoint.format.remote import check_empty
 from ..data import Batch, console_progress, open_batches
 from ..data.loader import BatchSource
@@ -85,6 +86,7 @@ class Trainer(Stepper):
     resume_from: int | None = None  # the step to resume from, if the user chose one
     until: int | None = None  # pause after this step, with a checkpoint and an evaluation
     start_step: int | None = None  # at which this attempt began
+    whole: RunSpec  # all stages of the run; `spec` is the one that is trained
     scalar_adapters: tuple[ScalarAdapter, ...] = ()  # over the base of the model, beside the one that is trained
 
     def __init__(
@@ -96,6 +98,7 @@ class Trainer(Stepper):
         quiet: bool = False,
         force: bool = False,  # even if it does not fit into memory
     ) -> None:
+        self.force = force
         self.init_ranks(spec, quiet)
         run_on_rank_zero(RunFolder(Path(run_dir)).check_unused)  # before data are prepared
         run_on_rank_zero(lambda: check_writable(Path(run_dir), "--run-dir"))
@@ -119,21 +122,29 @@ class Trainer(Stepper):
         """
         folder = RunFolder.open(run_dir)
         trainer = cls.__new__(cls)
+        trainer.force = force
         trainer.init_ranks(on_device(folder.spec(), device), quiet)
         trainer.resume_from = run_on_rank_zero(lambda: resume_step(folder, step))
+        if trainer.whole.stages:
+            trainer.set_stage(run_on_rank_zero(lambda: trainer.resume_from or newest_step(folder.checkpoints)))
         trainer.preflight(force)
         trainer.folder = folder
         return trainer
 
     def init_ranks(self, spec: RunSpec, quiet: bool) -> None:
         """Pick the device, fit the layout to the world size, create the process groups."""
-        self.spec = fit_to_world_size(with_absolute_paths(spec))
+        self.whole = with_absolute_paths(spec)
         check_gpu_available(spec.cluster)
         self.device = pick_device(spec.cluster)
-        self.spec = with_gpu_name(self.spec, self.device)
-        self.mesh = init_distributed(self.spec.parallel, self.device, self.spec.watch.timeout_s)
+        self.set_stage(0)
         self.is_rank_zero = is_rank_zero()
         self.quiet = quiet or not self.is_rank_zero
+
+    def set_stage(self, step: int) -> None:
+        """The stage that goes on after `step` steps, and the process groups of its layout."""
+        self.stage = self.whole.stage_after(step)
+        self.spec = with_gpu_name(fit_to_world_size(self.whole.after(step)), self.device)
+        self.mesh = init_distributed(self.spec.parallel, self.device, self.spec.watch.timeout_s)
 
     def preflight(self, force: bool = False) -> None:
         """All checks that can fail, before a folder or file is written."""
@@ -204,7 +215,7 @@ class Trainer(Stepper):
         self.recovery = BadStepRecovery(self.parallel_model, self.health, self.loss_scale, self.batches, self.recorder)
         self.train_state = TrainState(self.parallel_model, self.optimizer, self.engine)
         self.checkpoints = CheckpointManager(
-            self.spec,
+            self.whole.replace(parallel=self.spec.parallel) if self.whole.stages else self.spec,
             self.train_state,
             self.loss_scale,
             self.health,
@@ -216,7 +227,23 @@ class Trainer(Stepper):
         self.profiler = Profiler(self.spec, self.folder, self.device, self.parallel_model)
 
     def run(self) -> Evaluation:
-        """Train to the last step and return the final loss on held-out data."""
+        """Train to the last step, stage by stage, and return the final loss on held-out data."""
+        while True:
+            evaluation = self.run_stage()
+            if self.whole.stage_after(self.step) == self.stage or self.is_at(self.until):
+                return evaluation
+            self.begin_stage()
+
+    def begin_stage(self) -> None:
+        """Go on as a resumed run would: from the checkpoint, with all else built anew."""
+        for name in ("parallel_model", "optimizer", "engine", "train_state", "checkpoints", "launcher", "recovery"):
+            delattr(self, name)  # their memory is needed before the next ones are built
+        self.set_stage(self.step)
+        self.resume_from = None
+        self.preflight(self.force)
+
+    def run_stage(self) -> Evaluation:
+        """Train to the end of the stage, or of the run."""
         with ExitStack() as stack:
             self.stop = stack.enter_context(StopSignals(self.spec.fault.deadline_s))
             attempt, self.skipped_batches = run_on_rank_zero(lambda: self.lock_folder(stack))
@@ -236,6 +263,8 @@ class Trainer(Stepper):
                     raise cause from error
                 raise
             self.start_step = self.step
+            if self.whole.stage_after(self.step) != self.stage:  # of a damaged checkpoint: an earlier one is in another
+                return self.measure_held_out()
             if self.is_paused and not self.is_finished:  # by an earlier attempt
                 if not any(event["kind"] == "pause" and event["step"] == self.step for event in self.folder.events()):
                     self.event("pause")  # it was stopped or killed between the checkpoint and this
@@ -367,8 +396,17 @@ class Trainer(Stepper):
 
     @property
     def is_paused(self) -> bool:
-        """Whether the run has come as far as it was asked to."""
-        return self.until is not None and self.step >= self.until
+        """Whether the run has come as far as it was asked to, or its stage ends."""
+        return self.is_at(self.until) or self.is_at(self.stage_end)
+
+    def is_at(self, step: int | None) -> bool:
+        return step is not None and self.step >= step
+
+    @property
+    def stage_end(self) -> int | None:
+        """The step after which another stage follows."""
+        end = self.whole.stage_ends()[self.stage]
+        return end if end < self.spec.optim.steps else None
 
     may_stop_early = False  # an evaluation can end the run
 
@@ -401,7 +439,7 @@ class Trainer(Stepper):
         if self.prefetcher is None or not self.is_async:
             return None
         step, cursor = self.step + 1, self.cursor + 1  # after this step
-        wait = is_sync_point(self.spec, step) or self.profiler.is_edge(step) or step == self.until
+        wait = is_sync_point(self.spec, step) or self.profiler.is_edge(step) or step in (self.until, self.stage_end)
         if wait or self.skipped_batches.contains(step + 1, cursor):
             return None
         phase.enter("data", step + 1)
@@ -477,9 +515,9 @@ class Trainer(Stepper):
 
 def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | None) -> None:
     """`machine`: that prices the run; one of the catalogue prices a run whose spec names no GPU as if it did."""
-    priced = spec
+    priced = spec.after(0)
     if machine is not None and spec.cluster.gpu == "auto" and machine.name in catalogue(spec.cluster.catalogue):
-        priced = spec.replace(cluster=spec.cluster.replace(gpu=machine.name, device="cuda"))
+        priced = priced.replace(cluster=spec.cluster.replace(gpu=machine.name, device="cuda"))
     try:
         prediction = predict(priced, machine).to_dict()
         ops = op_prices(priced, machine)

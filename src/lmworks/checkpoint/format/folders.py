@@ -56,6 +56,11 @@ def committed(root: Path) -> list[Path]:
     return list(by_step.values())
 
 
+def newest_step(root: Path) -> int:
+    """Of the committed checkpoints; 0 without any."""
+    return max(map(step_of, committed(root)), default=0)
+
+
 @dataclass(frozen=True)
 class RetentionPolicy:
     """Which checkpoints are kept."""
