@@ -40,6 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "sinks": {"attention_sinks": True, "sliding_window": 9},
     "no-positions": {"positions": "none"},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "llama3-scaling": {"rope_scaling": {"type": "llama3", "factor": 4.0}},
+    "ntk": {"rope_scaling": {"type": "ntk", "factor": 4.0}, "rope_theta": 1e6},
     "moe": {"experts": 4, "top_k": 2, "shared_experts": 1, "balance_bias": 0.01},
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6, "kv_heads": 4},
     "latent attention, window, moe": {
@@ -54,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 # Their kernels are those of others.
 OTHER_SHAPES = (
-    "qk-norm-tied", "qkv-bias", "swiglu-bias", "no-positions", "yarn", "window", "latent attention", "soft-cap"
+    "qk-norm-tied", "qkv-bias", "swiglu-bias", "no-positions", "yarn", "llama3-scaling", "ntk", "window", "latent attention", "soft-cap"
 )  # fmt: skip
 
 
@@ -340,6 +342,14 @@ def test_defaults_are_resolved() -> None:
     assert runner_of(model, blocks=9).blocks == 9
     with pytest.raises(SpecError, match=r"engine.context = 129 is more than the model's context of 128"):
         runner_of(model, context=129)
+
+
+def test_dynamic_scaling_is_served_within_the_original_context() -> None:
+    """Where it does nothing: keys in a cache would keep the angles of a shorter sequence."""
+    model = lively(rope_scaling={"type": "dynamic", "factor": 4.0})
+    with pytest.raises(SpecError, match=r"use engine.context of at most 32, or 'ntk' with a factor"):
+        runner_of(model)
+    assert runner_of(model, context=32).spec.context == 32
 
 
 def test_too_little_memory_for_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:

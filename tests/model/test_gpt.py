@@ -342,14 +342,14 @@ def test_stretched_frequencies_equal_those_of_transformers(scaling: dict[str, An
     spec = tiny(head_dim=64, context=context, rope_theta=500_000.0, rope_scaling=scaling)
     config = transformers.LlamaConfig(**config_of_spec(spec))
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["type"]](config, torch.device("cpu"))
-    freqs, temperature = frequencies(spec, torch.device("cpu"))
+    freqs, temperature = frequencies(spec, torch.arange(4))
     torch.testing.assert_close(freqs, expected, rtol=2e-6, atol=0)
     assert temperature == pytest.approx(factor)
 
 
 def test_static_ntk_stretches_the_slowest_pair_by_the_factor_and_the_fastest_not() -> None:
-    plain, _ = frequencies(tiny(head_dim=64), torch.device("cpu"))
-    stretched, _ = frequencies(tiny(head_dim=64, rope_scaling={"type": "ntk", "factor": 8.0}), torch.device("cpu"))
+    plain, _ = frequencies(tiny(head_dim=64), torch.arange(4))
+    stretched, _ = frequencies(tiny(head_dim=64, rope_scaling={"type": "ntk", "factor": 8.0}), torch.arange(4))
     base = 10_000 * 8 ** (64 / 62)
     torch.testing.assert_close(stretched, torch.tensor([base ** (-2 * i / 64) for i in range(32)]), rtol=1e-5, atol=0)
     assert stretched[0] == plain[0] and float(plain[-1] / stretched[-1]) == pytest.approx(8.0, rel=1e-4)

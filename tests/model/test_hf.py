@@ -53,6 +53,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-biased": ("llama", {**SHAPE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("llama", {**SHAPE, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "llama-llama3": ("llama", {**SHAPE, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    "llama-dynamic": (
+        "llama",
+        {**SHAPE, "max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "llama-dynamic-within": ("llama", {**SHAPE, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama-base": ("llama", {**SHAPE, "rope_theta": 1e6}),
     "llama-yarn": ("llama", {**SHAPE, "rope_theta": 500.0, "rope_scaling": YARN}),
     "qwen2": ("qwen2", {**SHAPE, "rope_theta": 1e6, "sliding_window": 7, "use_sliding_window": False}),
     "qwen2-window-tied": ("qwen2", {**SHAPE, **QWEN_WINDOW, "tie_word_embeddings": True}),
@@ -79,6 +85,8 @@ SPECS = {
     "llama-biased": ModelSpec(layers=2, hidden=48, heads=4, vocab=96, context=64, bias=True, tie_embeddings=True),
     "llama-ntk": ModelSpec.from_dict({"layers": 2, "hidden": 48, "heads": 4, "vocab": 96, "context": 64,
                                       "rope_scaling": {"type": "ntk", "factor": 4.0}}),
+    "llama-dynamic": ModelSpec.from_dict({"layers": 2, "hidden": 48, "heads": 4, "vocab": 96, "context": 64,
+                                          "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
     "qwen2": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=1, head_dim=16, vocab=96, context=64, qkv_bias=True,
                        sliding_window=7),
     "qwen3": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, head_dim=16, vocab=96, context=64, qk_norm=True),
@@ -127,7 +135,7 @@ def test_transformers_checkpoints_give_the_same_logits(case: str, tmp_path: Path
     ours = GPT.from_hf(tmp_path)
     assert logits_agree(ours, model)
     assert sum(p.numel() for p in model.parameters()) == ours.spec.params
-    stretched = {"linear", "llama3", "yarn"} & set(case.split("-")[1:])
+    stretched = {"linear", "dynamic", "llama3", "yarn"} & set(case.split("-")[1:])
     assert ours.spec.rope_scaling.type == (stretched.pop() if stretched else "none")
     assert ours.spec.sliding_window == (7 if "-window" in case.replace("no-window", "") or case == "mistral" else 0)
 
@@ -270,7 +278,7 @@ REFUSED_CONFIGS = {
     "none": ({"model_type": None}, "model_type 'None' is not supported"),
     "act": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),
     "bias": ({"attention_bias": True}, "attention_bias and mlp_bias must be equal"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; known: default"),
+    "longrope": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; known: default"),
     "scaling": ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': an object is expected"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "yarn": ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor 2 is not supported.*= 1.138"),

@@ -2,7 +2,7 @@
 
 A pair (x_i, x_{i+d/2}) of a head is turned by the angle position × frequency_i (`kernels.rope`); query · key then
 depends on the distance alone. Stretching changes the frequencies: all (linear, ntk) or the slow ones more (yarn,
-llama3).
+llama3). `dynamic` is ntk by as much as the longest position of a call asks for, nothing within the original context.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from torch import Tensor
 from ..spec import ModelSpec
 
 
-def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
+def frequencies(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, float]:
     """Angle per position of each pair, (rotary_dim / 2), and the factor on cos and sin (yarn's temperature)."""
-    dim, theta, scaling = spec.rotary_dim, spec.rope_theta, spec.rope_scaling
+    dim, theta, scaling, device = spec.rotary_dim, spec.rope_theta, spec.rope_scaling, positions.device
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     if scaling.type == "ntk":  # raise the base so that the slowest pair is stretched by `factor`, the fastest not
         theta *= scaling.factor ** (dim / (dim - 2))
     freqs = 1.0 / theta**exponent
+    if scaling.type == "dynamic":  # a tensor: the host does not wait for the longest position
+        length = (positions.max() + 1).clamp(min=scaling.original_context)
+        stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+        return freqs / stretch ** (exponent * dim / (dim - 2)), 1.0
     if scaling.type == "linear":
         return freqs / scaling.factor, 1.0
     if scaling.type == "llama3":
@@ -46,7 +50,7 @@ def frequencies(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float]:
 
 def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_dim), broadcasting over heads."""
-    freqs, temperature = frequencies(spec, positions.device)
+    freqs, temperature = frequencies(spec, positions)
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
     cos, sin = angles.cos() * temperature, angles.sin() * temperature
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

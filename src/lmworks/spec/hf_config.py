@@ -214,7 +214,7 @@ def common_keys(config: Config) -> dict[str, Any]:
         "heads": need(config, "num_attention_heads"),
         "ffn": need(config, "intermediate_size"),
         "vocab": need(config, "vocab_size"),
-        "context": need(config, "max_position_embeddings"),
+        "context": longest_context(config, rope),
         "norm_eps": config["rms_norm_eps"],
         "rope_theta": rope["rope_theta"],
         "rope_scaling": scaling_of_config(rope),
@@ -346,7 +346,9 @@ def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
         "num_key_value_heads": spec.kv_heads,
         "head_dim": spec.head_dim,
         "intermediate_size": spec.expert_ffn if name == "mixtral" else spec.ffn,
-        "max_position_embeddings": spec.context,
+        "max_position_embeddings": spec.rope_scaling.original_context
+        if spec.rope_scaling.type == "dynamic"
+        else spec.context,
         "hidden_act": "silu",
         "rms_norm_eps": spec.norm_eps,
         "rope_theta": theta,
@@ -400,9 +402,14 @@ def scaling_of_config(rope: Config) -> RopeScaling:
         raise SpecError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; it must be 1")
     if kind == "default":
         return RopeScaling()
-    if kind not in ("linear", "yarn", "llama3"):
-        raise SpecError(f"rope_type {kind!r} is not supported; known: default, linear, yarn, llama3")
-    keys = {"linear": (), "yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}[kind]
+    if kind not in ("linear", "dynamic", "yarn", "llama3"):
+        raise SpecError(f"rope_type {kind!r} is not supported; known: default, linear, dynamic, yarn, llama3")
+    keys = {
+        "linear": (),
+        "dynamic": (),
+        "yarn": ("beta_fast", "beta_slow"),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+    }[kind]
     given = {key: rope[key] for key in keys if rope.get(key)}
     original = rope.get("original_max_position_embeddings") or need(rope, "max_position_embeddings")
     # YaRN without a factor means the ratio of the two contexts.
@@ -412,6 +419,14 @@ def scaling_of_config(rope: Config) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(type="linear", factor=factor)
     return RopeScaling(type=kind, factor=factor, original_context=original, **given)
+
+
+def longest_context(config: Config, rope: Config) -> int:
+    """`max_position_embeddings`, which for dynamic scaling is the context before stretching."""
+    context = need(config, "max_position_embeddings")
+    if (rope.get("rope_type") or rope.get("type")) != "dynamic":
+        return int(context)
+    return int(context * (rope.get("factor") or 1))
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
@@ -440,7 +455,7 @@ def rope_of_spec(spec: ModelSpec) -> tuple[float, dict[str, Any] | None]:
     if scaling.type == "ntk":
         return spec.rope_theta * scaling.factor ** (spec.rotary_dim / (spec.rotary_dim - 2)), None
     config: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
-    if scaling.type != "linear":
+    if scaling.type in ("yarn", "llama3"):
         config["original_max_position_embeddings"] = scaling.original_context
     if scaling.type == "yarn":
         config |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}

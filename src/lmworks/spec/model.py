@@ -17,7 +17,7 @@ class RopeScaling(Section):
 
     section: ClassVar[str] = "model.rope_scaling"
 
-    type: str = opt("none", "stretching rule", choices=("none", "linear", "ntk", "yarn", "llama3"))
+    type: str = opt("none", "stretching rule", choices=("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
     factor: float = opt(1.0, "context is stretched by this factor", ge=1.0)
     original_context: int = opt(0, "context before stretching (0: model.context / factor)", ge=0)
     low_freq_factor: float = opt(1.0, "llama3: below this many turns a frequency is divided by factor", gt=0)

@@ -303,6 +303,11 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_align(self)
+        if self.model.rope_scaling.type == "dynamic" and self.parallel.cp > 1:
+            raise SpecError(
+                "model.rope_scaling.type = 'dynamic' goes by the longest position, of which a context-parallel rank "
+                "has only its part; use 'ntk' with the factor for data.seq"
+            )
         if self.data.fim.rate and self.data.kind != "tokens":
             raise SpecError(
                 f"data.fim.rate = {self.data.fim.rate:g} needs data.kind = 'tokens', not {self.data.kind!r}"

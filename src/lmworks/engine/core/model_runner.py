@@ -370,6 +370,12 @@ def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> En
     gpu = device.type == "cuda"
     if spec.context > model.context:
         raise SpecError(f"engine.context = {spec.context} is more than the model's context of {model.context}")
+    scaling = model.rope_scaling
+    if scaling.type == "dynamic" and (spec.context or model.context) > scaling.original_context:
+        raise SpecError(
+            "model.rope_scaling.type = 'dynamic' turns keys by the length of the sequence, and those in a KV cache "
+            f"stay as they were: use engine.context of at most {scaling.original_context}, or 'ntk' with a factor"
+        )
     return spec.replace(
         dtype=("bf16" if gpu else "fp32") if spec.dtype == "auto" else spec.dtype,
         context=spec.context or model.context,
