@@ -56,7 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 # Their kernels are those of others.
 OTHER_SHAPES = (
-    "qk-norm-tied", "qkv-bias", "swiglu-bias", "no-positions", "yarn", "llama3-scaling", "ntk", "window", "latent attention", "soft-cap"
+    "qk-norm-tied", "qkv-bias", "swiglu-bias", "no-positions", "yarn", "llama3-scaling", "ntk", "window",
+    "latent attention", "soft-cap",
 )  # fmt: skip
 
 
