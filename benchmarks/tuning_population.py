@@ -219,7 +219,7 @@ def copy_members(exchanges: Sequence[Exchange], population: Population, first: i
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """How far each arm's best member is below random search's, after every interval and at the end by seed."""
-    figure, axes = new_axes("best held-out loss below random search's, mean of seeds; dots: seeds")
+    figure, axes = new_axes("loss below random search: mean; dots: seeds")
     random_search = results["random"]
     for name, row in results.items():
         gains = [base - own for own, base in zip(row["by_interval"], random_search["by_interval"], strict=True)]

@@ -53,6 +53,14 @@ def test_runs_spend_their_budget_by_exact_counts(schedule: str, model: dict[str,
         assert min(abs(math.log(run.n / want)) for want in ISOFLOP["params"]) < math.log(1.15)
 
 
+def test_models_have_as_many_layers_and_runs_as_many_tokens_as_are_asked_for() -> None:
+    shallow = plan(Ladder.of(ISOFLOP), base())
+    deep = plan(Ladder.of({**ISOFLOP, "min_layers": 6, "min_tokens": 5e7}), base())
+    assert [run.overrides["model.layers"] for run in shallow] == [4, 4, 2]
+    assert [run.overrides["model.layers"] for run in deep] == [6, 6, 6]
+    assert min(run.d for run in shallow) < 5e7 <= min(run.d for run in deep)
+
+
 def test_counts_are_those_of_the_network() -> None:
     run = plan(Ladder.of({**ISOFLOP, "params": [2e6], "flops": [1e15]}), base())[0]
     spec = Sweep(Path(), "scaling", base().to_dict(), Space(())).spec(run.overrides)
@@ -209,6 +217,7 @@ def fit_law_optimum(sweep: Sweep, flops: float) -> float:
         ({"params": [2e6, float("inf")]}, "params has inf; it must be a number above 0"),
         ({"params": 2e6}, "params is a list"),
         ({"seq": [64.5]}, "seq has 64.5; it must be a whole number of tokens"),
+        ({"min_layers": 4.5}, "min_layers = 4.5 must be a whole number"),
         ({"tokens": [1e7]}, "give flops .* or tokens; both are given"),
         ({"flops": []}, "neither is given"),
         ({"schedule": "linear"}, "schedule = 'linear': give cosine or wsd"),

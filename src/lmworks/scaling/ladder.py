@@ -49,6 +49,8 @@ class Ladder:
     seq: tuple[int, ...] = ()  # () : data.seq of the spec
     count: str = "total"  # what `params` counts: total, or no-embed
     tokens_per_param: tuple[float, float] = (0.0, math.inf)  # other pairs are left out
+    min_tokens: float = 0.0  # shorter runs are left out
+    min_layers: int = 2
     schedule: str = "cosine"  # or wsd
     decay_ratio: float = 0.2  # wsd: part of a run in which the rate falls
     lr: float = 0.0  # 0: by rule
@@ -80,7 +82,7 @@ class Ladder:
                 values[key] = None if value is None else read_holdout(value, where)
             elif isinstance(known[key].default, str) or key == "spec":
                 values[key] = text(value, key, where)
-            elif isinstance(known[key].default, float):
+            elif isinstance(known[key].default, (int, float)):
                 values[key] = number(value, key, where)
             else:
                 values[key] = tuple(number(one, key, where) for one in as_list(value, key, where))
@@ -91,6 +93,9 @@ class Ladder:
             if one != int(one):
                 raise SpecError(f"{where}: seq has {one:g}; it must be a whole number of tokens")
         values["seq"] = tuple(int(one) for one in values.get("seq", ()))
+        if (layers := values.setdefault("min_layers", cls.min_layers)) != int(layers):
+            raise SpecError(f"{where}: min_layers = {layers:g} must be a whole number")
+        values["min_layers"] = int(layers)
         return cls(**values).checked(where)
 
     def checked(self, where: str) -> Ladder:
@@ -161,7 +166,8 @@ def plan(ladder: Ladder, spec: RunSpec) -> list[LadderRun]:
 def models(ladder: Ladder, base: ModelSpec, seq: int) -> list[ModelSpec]:
     """The shape nearest to every wanted size, once each."""
     most = 3 * max(ladder.params)
-    shapes = [shape for shape in family(base.vocab, seq) if shape.n_no_embed < most] or family(base.vocab, seq)[:1]
+    every = family(base.vocab, seq, ladder.min_layers)
+    shapes = [shape for shape in every if shape.n_no_embed < most] or every[:1]
     known = [shape_like(base, shape.model, seq) for shape in shapes]
     chosen = {}
     for want in ladder.params:
@@ -199,7 +205,8 @@ def runs_of_shape(ladder: Ladder, spec: RunSpec, model: ModelSpec, seq: int) -> 
     per_token = model_flops_per_token(model, seq)
     wanted = [(flops, flops / per_token) for flops in ladder.flops] or [(0.0, tokens) for tokens in ladder.tokens]
     low, high = ladder.tokens_per_param
-    wanted = [(budget, d) for budget, d in wanted if low <= d / size_of(model, ladder.count) <= high]
+    size = size_of(model, ladder.count)
+    wanted = [(budget, d) for budget, d in wanted if low <= d / size <= high and d >= ladder.min_tokens]
     if not wanted:
         return []
     if ladder.schedule == "cosine":

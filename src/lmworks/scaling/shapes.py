@@ -64,18 +64,18 @@ class Shape:
 
 
 @lru_cache(maxsize=8)
-def family(vocab: int, seq: int) -> tuple[Shape, ...]:
-    """Every shape, smallest first."""
-    shapes = (Shape(model, seq) for width in WIDTHS for model in of_width(width, vocab, seq))
+def family(vocab: int, seq: int, min_layers: int = 2) -> tuple[Shape, ...]:
+    """Every shape, smallest first. More layers than the usual proportions have make the narrowest models deeper."""
+    shapes = (Shape(model, seq) for width in WIDTHS for model in of_width(width, vocab, seq, min_layers))
     return tuple(sorted(shapes, key=lambda shape: shape.n))
 
 
-def of_width(width: int, vocab: int, seq: int) -> Iterator[ModelSpec]:
+def of_width(width: int, vocab: int, seq: int, min_layers: int) -> Iterator[ModelSpec]:
     large = width >= 1024
     head = 128 if large else 64 if width >= 256 else min(width, 24 if width % 32 else 32)
     heads = KV_HEADS * max(1, round(width / (KV_HEADS * head))) if large else width // head
     ffn = -(-8 * width // (3 * 256)) * 256 if large else -(-8 * width // (3 * 64)) * 64
-    fewest, most = max(2, round(width / ASPECTS[1])), max(2, round(width / ASPECTS[0]))
+    fewest, most = max(min_layers, round(width / ASPECTS[1])), max(min_layers, round(width / ASPECTS[0]))
     step = 1 if most < 12 else 2 if most < 48 else 4
     for layers in range(-(-fewest // step) * step, most + 1, step):
         keys = {"layers": layers, "hidden": width, "heads": heads, "ffn": ffn, "vocab": vocab, "context": seq}
