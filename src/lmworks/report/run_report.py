@@ -163,7 +163,7 @@ def suite_chart(steps: Steps) -> dict[str, str]:
     """Scores of evaluation suites while training (log.suites)."""
     keys = dict.fromkeys(key for step in steps for key in step if key.startswith("eval/"))
     lines = [
-        Line(key.removeprefix("eval/"), points(steps, key), f"s{place % 6}", dots=True)
+        Line(key.removeprefix("eval/"), points(steps, key), f"s{place % 5}", dots=True)
         for place, key in enumerate(sorted(keys))
     ]
     return {"Evaluation suites": line_chart(lines, show="{:.4g}".format, y="score")} if lines else {}
