@@ -13,8 +13,8 @@ from sweeps import make_sweep
 from lmworks.cli import sweep_display
 from lmworks.cli.sweep_display import Display, live_lines, print_trials
 from lmworks.plan.predict import step_flops
+from lmworks.record.claims import Claim
 from lmworks.sweep import progress as module
-from lmworks.sweep.claims import Claim
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.progress import Progress, counts, last_line
 from lmworks.sweep.slots import Resources, take_slots

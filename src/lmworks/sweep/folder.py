@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..record import RunFolder, read_metrics
+from ..record.claims import Claim, is_held
 from ..record.folder import now
 from ..spec import LMWorksError, RunSpec, SpecError, dump_toml
 from ..spec.files import read_json_object, with_absolute_paths, write_whole
 from ..spec.load import apply_overrides, read_source, with_initial_shape
 from ..spec.resumed import flat
 from ..spec.schema import merge
-from .claims import Claim, is_held
 from .fork import fork_run
 from .space import Point, Space
 

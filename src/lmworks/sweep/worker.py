@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..record.claims import Claim
 from ..spec import LMWorksError
 from ..spec.errors import PREEMPTED, STOPPED
-from .claims import Claim
 from .folder import STOP, Sweep, Trial
 from .slots import Resources, Slots, take_slots
 

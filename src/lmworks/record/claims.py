@@ -1,4 +1,4 @@
-"""Claims: one process at a time works on a trial, whoever is killed, on whichever machine.
+"""Claims: one process at a time works on a trial or a task, whoever is killed, on whichever machine.
 
 A claim is a kernel lock on the file `claim` of a folder. The kernel releases it when the last process that has the file
 open is gone: a worker hands it to the trial that it starts, so a trial whose worker was killed keeps its claim until it
@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from ..record.folder import try_lock
-from ..record.heartbeat import own_heartbeat, process_state, read_owner
 from ..spec import LMWorksError
+from .folder import try_lock
+from .heartbeat import own_heartbeat, process_state, read_owner
 
 NAME = "claim"
 LEASE_S = 120.0  # longer than a network file system caches the time of a file

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.record import claims
+from lmworks.record.claims import Claim, is_held
 from lmworks.record.heartbeat import own_heartbeat
-from lmworks.sweep import claims
-from lmworks.sweep.claims import Claim, is_held
 
 FORK = multiprocessing.get_context("fork")
 
