@@ -1,4 +1,4 @@
-"""`lmworks data`: prepare token shards from text, and inspect them."""
+"""`lmworks data`: curate documents, prepare token shards from text, and inspect them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from ..record import RunFolder
 from ..spec.align import PROMPTS
 from ..spec.errors import SpecError
+from .data_curate import curate
 from .data_quality import quality
 from .groups import CommandGroup
 from .output import Json, print_json, print_table
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None, help="Prepare and inspect training data."
 )
+app.command()(curate)
 app.command()(quality)
 
 

@@ -23,7 +23,7 @@ class Document:
     """`id` names the place that it came from: a path, a path and line, a dataset and row. It is unique in a corpus."""
 
     id: str
-    text: str  # bytes of a file that are not UTF-8 are lone surrogates (`surrogateescape`) until a stage repairs them
+    text: str
     meta: dict[str, Any] = field(default_factory=dict)  # what JSON can hold: source, path, language, license, url, …
     notes: dict[str, int] = field(default_factory=dict)  # what the stage at work changed in it
 
@@ -47,6 +47,7 @@ class Stage(Section, ABC):
     name: ClassVar[str]  # in a pipeline file and in reports
     about: ClassVar[str]  # one line: what it does
     source: ClassVar[str] = ""  # where its rules and defaults are published
+    deduplicates: ClassVar[bool] = False  # what it drops counts as duplicates in the data card
     files: ClassVar[tuple[str, ...]] = ()  # fields that name files: a run is made again where one of them changes
 
     def require(self) -> None:

@@ -10,6 +10,7 @@ from ..spec.errors import SpecError, did_you_mean
 from .documents import Stage
 
 MODULES: dict[str, str] = {
+    "normalise": "normalise",
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
     "decontaminate": "decontaminate",
     **dict.fromkeys(("pii", "secrets"), "private"),

@@ -7,6 +7,8 @@ order, are the documents of the source; how it was cut changes nothing in the re
 from __future__ import annotations
 
 import functools
+import gzip
+import io
 import json
 import mmap
 import os
@@ -14,10 +16,12 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..spec.errors import DataError, NoSuchData, SpecError
 
+CURATED_FILE = "curated.json"  # a folder that `lmworks data curate` made: its documents are in the shards that it lists
+SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -56,17 +60,35 @@ def parts_of(source: str, reading: Reading, out: Path) -> list[Part]:
         return [Part("hf", source, start=i, stop=n) for n in [hf_shards(source)] for i in range(n)]
     path = Path(source)
     if path.is_dir():
-        return file_parts(source, folder_files(path, reading.glob, out), reading)
+        if (path / CURATED_FILE).is_file():
+            return [part for shard in curated_shards(path) for part in shard_parts(str(path / shard), reading)]
+        files = folder_files(path, reading.glob, out)
+        if all(file.endswith(SHARD_SUFFIXES) for file in files):
+            return [part for file in files for part in shard_parts(file, reading)]
+        return file_parts(source, files, reading)
     if not path.is_file():
         raise NoSuchData(
             f"no source at {source!r}: give a file, a folder, stdlib, or hf:NAME for a Hugging Face dataset"
         )
-    if path.suffix == ".jsonl":
-        cuts = range(0, max(1, path.stat().st_size), reading.part_bytes)
-        return [Part("jsonl", source, (source,), start, start + reading.part_bytes) for start in cuts]
-    if path.suffix == ".parquet":
-        return [Part("parquet", source, (source,), i, i + 1) for i in range(parquet_groups(source))]
-    return [Part("text", source, (source,))]
+    return shard_parts(source, reading) if source.endswith(SHARD_SUFFIXES) else [Part("text", source, (source,))]
+
+
+def shard_parts(file: str, reading: Reading) -> list[Part]:
+    """Of a file of many documents. A compressed one cannot be cut: it is one part."""
+    if file.endswith(".parquet"):
+        return [Part("parquet", file, (file,), i, i + 1) for i in range(parquet_groups(file))]
+    size = os.stat(file).st_size
+    if not file.endswith(".jsonl"):
+        return [Part("jsonl", file, (file,), 0, size)]
+    cuts = range(0, max(1, size), reading.part_bytes)
+    return [Part("jsonl", file, (file,), start, start + reading.part_bytes) for start in cuts]
+
+
+def curated_shards(folder: Path) -> list[str]:
+    try:
+        return [shard["file"] for shard in json.loads((folder / CURATED_FILE).read_bytes())["shards"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder / CURATED_FILE} cannot be read: {error!r}; curate the folder again") from None
 
 
 def documents_of(part: Part, reading: Reading) -> Iterator[Document]:
@@ -89,7 +111,8 @@ def documents_of(part: Part, reading: Reading) -> Iterator[Document]:
 def fingerprint_of(parts: Sequence[Part]) -> list[str]:
     """Changes when the files do: their names, sizes and times. A dataset on a hub counts by its name alone."""
     files = dict.fromkeys(file for part in parts for file in part.files)
-    return [f"{file} {status.st_size} {status.st_mtime_ns}" for file in files for status in [os.stat(file)]]
+    statuses = [(file, os.stat(file) if os.path.exists(file) else os.lstat(file)) for file in files]
+    return [f"{file} {status.st_size} {status.st_mtime_ns}" for file, status in statuses]
 
 
 def file_parts(source: str, files: list[str], reading: Reading) -> list[Part]:
@@ -117,6 +140,13 @@ def folder_files(folder: Path, glob: str, out: Path) -> list[str]:
     if not visible:
         raise NoSuchData(f"no file in {folder} matches {glob!r}; choose others with --glob, e.g. '**/*.py'")
     return [str(path) for path in sorted(visible, key=lambda path: path.relative_to(folder).parts)]
+
+
+def broken_links(source: str, glob: str) -> list[str]:
+    """Links of a folder that lead nowhere or in a circle. Links to folders are not followed."""
+    if not os.path.isdir(source) or os.path.exists(os.path.join(source, CURATED_FILE)):
+        return []
+    return sorted(str(path) for path in Path(source).glob(glob) if path.is_symlink() and not path.exists())
 
 
 def stdlib_files() -> list[str]:
@@ -161,20 +191,46 @@ def separated_text(file: str, separator: str) -> Iterator[str]:
 
 
 def jsonl_texts(file: str, start: int, stop: int, field: str) -> Iterator[str]:
-    """The lines that begin in bytes [start, stop): every line is in exactly one such range."""
+    """The lines that begin in bytes [start, stop); all lines of a compressed file."""
+    if not file.endswith(".jsonl"):
+        with open_compressed(file) as stream:
+            try:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield line_text(line, field, lambda number=number: f"{file} line {number}")  # type: ignore[misc]
+            except (OSError, EOFError) as error:
+                raise DataError(f"{file} is damaged: {error}") from None
+        return
     with open(file, "rb") as stream:
         if not stream.seek(0, 2):
             return
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-            at = 0 if start == 0 else raw.find(b"\n", start - 1) + 1
-            # find gave -1: no line begins here, the last one reaches over this range
-            while start <= at < min(stop, len(raw)):
-                end = raw.find(b"\n", at)
-                end = len(raw) if end < 0 else end
+            for at, end in line_spans(raw, start, stop):
                 line = raw[at:end]
                 if line.strip():
                     yield line_text(line, field, functools.partial(line_name, file, raw, at))
-                at = end + 1
+
+
+def line_spans(raw: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Where lines begin and end that begin in bytes [start, stop): every line is in exactly one such range."""
+    at = 0 if start == 0 else raw.find(b"\n", start - 1) + 1
+    # find gave -1: no line begins here, the last one reaches over this range
+    while start <= at < min(stop, len(raw)):
+        end = raw.find(b"\n", at)
+        end = len(raw) if end < 0 else end
+        yield at, end
+        at = end + 1
+
+
+def open_compressed(file: str) -> IO[bytes]:
+    """A .gz or .zst file as a stream of bytes."""
+    if file.endswith(".gz"):
+        return gzip.open(file, "rb")  # type: ignore[return-value]
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"{file}: reading .zst needs zstandard: {EXTRA}") from None
+    return io.BufferedReader(zstandard.open(file, "rb"))
 
 
 def line_name(file: str, raw: mmap.mmap, at: int) -> str:
@@ -226,14 +282,31 @@ def parquet_groups(file: str) -> int:
 
 
 def parquet_texts(file: str, group: int, field: str) -> Iterator[str]:
+    for _, row in parquet_rows(file, group, field, [field]):
+        # a null is a row without text, which is dropped like an empty one
+        yield field_text({field: "" if row[field] is None else row[field]}, field, lambda: file)
+
+
+def parquet_rows(
+    file: str, group: int, field: str, columns: list[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number in the row group, row); `columns`: only these."""
     table = parquet_file(file)
-    columns = table.schema_arrow.names
-    if field not in columns:
-        raise DataError(f"{file}: no column {field!r}; it has {', '.join(columns)}; choose one with --text-field")
-    for batch in table.iter_batches(row_groups=[group], columns=[field]):
-        for text in batch.column(0).to_pylist():
-            # a null is a row without text, which is dropped like an empty one
-            yield field_text({field: "" if text is None else text}, field, lambda: file)
+    names = table.schema_arrow.names
+    if field not in names:
+        raise DataError(f"{file}: no column {field!r}; it has {', '.join(names)}; choose one with --text-field")
+    number = 0
+    batches = table.iter_batches(row_groups=[group], columns=columns, batch_size=256)
+    while True:
+        try:
+            batch = next(batches, None)
+        except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
+            raise DataError(f"{file} is damaged in row group {group}: {str(error).splitlines()[0]}") from None
+        if batch is None:
+            return
+        for row in batch.to_pylist():
+            yield number, row
+            number += 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -260,6 +333,11 @@ def hf_shards(source: str) -> int:
 
 
 def hf_texts(source: str, shard: int, shards: int, field: str) -> Iterator[str]:
+    for record in hf_records(source, shard, shards):
+        yield field_text(record, field, lambda: source)
+
+
+def hf_records(source: str, shard: int, shards: int) -> Iterator[Mapping[str, Any]]:
     stream = hf_stream(source)
     records = iter(stream.shard(num_shards=shards, index=shard) if shards > 1 else stream)
     while True:
@@ -271,4 +349,4 @@ def hf_texts(source: str, shard: int, shards: int, field: str) -> Iterator[str]:
             raise DataError(
                 f"{source} broke off: {' '.join(str(error).split())[:300]}; run again to continue"
             ) from None
-        yield field_text(record, field, lambda: source)
+        yield record
