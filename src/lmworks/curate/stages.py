@@ -11,6 +11,8 @@ from .documents import Stage
 
 MODULES: dict[str, str] = {
     "normalise": "normalise",
+    **dict.fromkeys(("gopher_quality", "gopher_repetition"), "gopher"),
+    **dict.fromkeys(("c4", "c4_paragraphs", "fineweb"), "web_rules"),
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
     "decontaminate": "decontaminate",
     **dict.fromkeys(("pii", "secrets"), "private"),
