@@ -49,7 +49,7 @@ class GopherQuality(DocumentStage):
 def quality(keys: GopherQuality, stop_words: frozenset[str], document: Document) -> str:
     text = document.text
     chunks = text.split()
-    counts = WordCounts.of(chunks)
+    counts = WordCounts.of(text, chunks)
     if keys.min_words and counts.not_punctuation < keys.min_words:
         return "gopher_short_doc"
     if keys.max_words and counts.not_punctuation > keys.max_words:

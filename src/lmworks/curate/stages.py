@@ -13,6 +13,8 @@ MODULES: dict[str, str] = {
     "normalise": "normalise",
     **dict.fromkeys(("gopher_quality", "gopher_repetition"), "gopher"),
     **dict.fromkeys(("c4", "c4_paragraphs", "fineweb"), "web_rules"),
+    **dict.fromkeys(("language", "code_language"), "languages"),
+    **dict.fromkeys(("code", "license"), "code_rules"),
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
     "decontaminate": "decontaminate",
     **dict.fromkeys(("pii", "secrets"), "private"),

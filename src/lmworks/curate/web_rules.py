@@ -127,7 +127,7 @@ def fineweb(keys: FineWeb, document: Document) -> str:
     newlines = text.count("\n")
     if duplicates(lines)[1] / (len(text) - newlines) > keys.max_duplicate_characters:
         return "char_dup_ratio"
-    if newlines / WordCounts.of(text.split()).words > keys.max_newlines:
+    if newlines / WordCounts.of(text, text.split()).words > keys.max_newlines:
         return "list_ratio"
     return KEPT
 

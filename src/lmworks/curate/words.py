@@ -2,7 +2,8 @@
 
 A word is found in what lies between white space, by that alone: prefixes and suffixes are taken off, special cases
 ("don't", "e.g.") and addresses stay as they are, and the rest is cut at hyphens, slashes and the like. So a corpus,
-where the same strings return, is cut by looking them up.
+where the same strings return, is cut by looking them up. One rule looks further: special cases, most of them emoticons
+such as "):", are also found among the pieces, and one that reaches over a space keeps others from being found.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -50,10 +51,6 @@ class Rules:
 
     def is_cut(self, text: str) -> bool:
         return bool(self.prefix(text) or self.suffix(text) or any(True for _ in self.infixes(text)))
-
-    def __call__(self, chunk: str) -> list[str]:
-        """The words of a string without white space."""
-        return self.with_phrases(self.cut(chunk, self.special))
 
     def cut(self, text: str, special: dict[str, list[str]]) -> list[str]:
         prefixes, text, suffixes = self.affixes(text, special)
@@ -105,8 +102,9 @@ class Rules:
             start = found.end()
         return [*words, text[start:]] if start < len(text) else words
 
-    def with_phrases(self, tokens: list[str]) -> list[str]:
-        """Sequences of tokens that are a special case: the longest first, then the leftmost."""
+    def with_phrases(self, tokens: list[str], spaces: Set[int] = frozenset()) -> list[str]:
+        """Sequences of tokens that are a special case: the longest first, then the leftmost. `spaces`: the tokens that
+        come after a space; a sequence with a space inside stays as it is, but none that overlaps it is found."""
         found = []
         for start, token in enumerate(tokens):
             for phrase, text in self.phrases.get(token, ()):
@@ -118,10 +116,11 @@ class Rules:
         chosen: dict[int, tuple[int, str]] = {}
         for length, start, text in sorted(found):
             end = start - length
-            if start not in seen and end - 1 not in seen:
+            if start not in seen and end - 1 not in seen and spaces.isdisjoint(range(start + 1, end)):
                 chosen[start] = (end, text)
             seen.update(range(start, end))
-        result, at = [], 0
+        result: list[str] = []
+        at = 0
         while at < len(tokens):
             if at in chosen:
                 at, text = chosen[at]
@@ -132,28 +131,62 @@ class Rules:
         return result
 
 
-class Cache(dict[str, tuple[str, ...]]):
+class Cache(dict[str, Sequence[str]]):
     """String without white space → its words."""
 
     def __init__(self) -> None:
         self.rules = Rules()
+        self.pieces: dict[str, Sequence[str]] = {}  # of strings in which special cases were found: before they were
 
-    def __missing__(self, chunk: str) -> tuple[str, ...]:
-        words = tuple(self.rules(chunk))
+    def __missing__(self, chunk: str) -> Sequence[str]:
+        pieces = self.rules.cut(chunk, self.rules.special)
+        words = self.rules.with_phrases(pieces)
+        if words is not pieces:
+            self.pieces[chunk] = pieces
         if len(chunk) <= LONGEST_CACHED:
-            if len(self) >= MOST_CACHED:
-                self.clear()
             self[chunk] = words
         return words
 
+    def changes(self, text: str, chunks: Sequence[str]) -> Iterator[tuple[int, int, Sequence[str]]]:
+        """(first chunk, last + 1, words) where words are others than those of the chunks, because of a space between
+        them. `chunks` are those of the text, all looked up before."""
+        if self.pieces.keys().isdisjoint(chunks):
+            return
+        at = 0
+        for segment in SEGMENTS.split(text):
+            inside = segment.split()
+            if len(inside) > 1 and not self.pieces.keys().isdisjoint(inside):
+                pieces = [self.pieces.get(chunk) or self[chunk] for chunk in inside]
+                starts = frozenset(itertools.accumulate(map(len, pieces)))
+                words = self.rules.with_phrases(list(itertools.chain.from_iterable(pieces)), starts)
+                if list(words) != list(itertools.chain.from_iterable(self[chunk] for chunk in inside)):
+                    yield at, at + len(inside), words
+            at += len(inside)
+
+
+SEGMENTS = re.compile(r"\s{2,}|[^\S ]")  # white space that is more than one space
+
 
 @functools.cache
-def cache() -> Cache:
+def full_cache() -> Cache:
     return Cache()
 
 
+def cache() -> Cache:
+    """Emptied between documents, where it has become too large."""
+    found = full_cache()
+    if len(found) > MOST_CACHED or len(found.pieces) > MOST_CACHED:
+        found.clear()
+        found.pieces.clear()
+    return found
+
+
 def split_words(text: str) -> list[str]:
-    return list(itertools.chain.from_iterable(map(cache().__getitem__, text.split())))
+    memory, chunks = cache(), text.split()
+    words = list(map(memory.__getitem__, chunks))
+    for start, stop, others in memory.changes(text, chunks):
+        words[start:stop] = [others, *[()] * (stop - start - 1)]
+    return list(itertools.chain.from_iterable(words))
 
 
 # --- counts -----------------------------------------------------------------------------------------------
@@ -169,35 +202,51 @@ class WordCounts:
     alphabetic: int = 0  # words with a letter
 
     @classmethod
-    def of(cls, chunks: Sequence[str]) -> Self:
+    def of(cls, text: str, chunks: Sequence[str]) -> Self:
+        """`chunks`: the text, cut at white space."""
         total = cls()
-        memory = counted()
+        memory, counts = cache(), count_cache()
         for chunk, times in Counter(chunks).items():
-            words, not_punctuation, letters, alphabetic = memory[chunk]
-            total.words += times * words
-            total.not_punctuation += times * not_punctuation
-            total.letters += times * letters
-            total.alphabetic += times * alphabetic
+            total.add(times, counts[chunk])
+        for start, stop, words in memory.changes(text, chunks):
+            for chunk in chunks[start:stop]:
+                total.add(-1, counts[chunk])
+            total.add(1, word_counts(words))
         return total
+
+    def add(self, times: int, counts: tuple[int, int, int, int]) -> None:
+        words, not_punctuation, letters, alphabetic = counts
+        self.words += times * words
+        self.not_punctuation += times * not_punctuation
+        self.letters += times * letters
+        self.alphabetic += times * alphabetic
+
+
+def word_counts(words: Sequence[str]) -> tuple[int, int, int, int]:
+    punctuation = characters("punctuation")
+    content = [word for word in words if not punctuation.issuperset(word)]
+    return len(words), len(content), sum(map(len, content)), sum(any(map(str.isalpha, word)) for word in words)
 
 
 class CountCache(dict[str, tuple[int, int, int, int]]):
     def __missing__(self, chunk: str) -> tuple[int, int, int, int]:
-        punctuation = characters("punctuation")
-        words = cache()[chunk]
-        content = [word for word in words if not punctuation.issuperset(word)]
-        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
-        found = (len(words), len(content), sum(map(len, content)), alphabetic)
+        found = word_counts(full_cache()[chunk])
         if len(chunk) <= LONGEST_CACHED:
-            if len(self) >= MOST_CACHED:
-                self.clear()
             self[chunk] = found
         return found
 
 
 @functools.cache
-def counted() -> CountCache:
+def full_count_cache() -> CountCache:
     return CountCache()
+
+
+def count_cache() -> CountCache:
+    """Emptied with the words: what was counted was looked up there."""
+    found = full_count_cache()
+    if not full_cache():
+        found.clear()
+    return found
 
 
 # --- sentences --------------------------------------------------------------------------------------------
