@@ -13,9 +13,11 @@ from planted import TRUTH
 from lmworks.plan.flops import model_flops_per_token
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.points import read_points
-from lmworks.spec import DataError
+from lmworks.spec import DataError, SpecError
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.space import Space
+from lmworks.train import Trainer
+from tiny import make_spec
 
 BASE: dict[str, Any] = {
     "name": "ladder",
@@ -95,3 +97,33 @@ def test_sweeps_without_results_are_refused(tmp_path: Path) -> None:
     sweep.write(replace(sweep.trial(0), result=result))
     with pytest.raises(DataError, match="trial 0 was evaluated at step 90, not after its last step, 100"):
         read_points(sweep.path)
+
+
+def test_scores_of_the_last_step_are_columns(tmp_path: Path, dataset: Path) -> None:
+    """Losses by position have one mean, the held-out loss; context lengths share the bands that both have."""
+    base = make_spec(dataset, "cluster.device=cpu", "optim.steps=4", "log.eval_by_position=true", "log.eval_every=2")
+    sweep = Sweep.create(tmp_path / "positions", base.to_dict(), Space.of({"data.seq": {"values": [16, 32]}}))
+    for number, seq in enumerate((16, 32)):
+        sweep.propose({"data.seq": seq})
+        Trainer(sweep.spec({"data.seq": seq}, number), sweep.folder(number).path, quiet=True).run()
+        sweep.write(sweep.update(sweep.trial(number)))
+    points = read_points(sweep.path)
+    bands = [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
+    losses = {band: read_points(sweep.path, target=f"val_loss/{band[0]}-{band[1]}").loss for band in bands}
+    mean = sum(loss[0] * (last + 1 - first) for (first, last), loss in losses.items()) / 16
+    assert mean == pytest.approx(points.loss[0], rel=1e-5)
+    assert losses[8, 15][0] != losses[8, 15][1]
+    lines = sweep.metrics(0)
+    assert [any(key.startswith("val_loss/") for key in line) for line in lines] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("parallel.tp=2",), r"parallel\.tp = 2"),
+        (("align.method=sft", "data.kind=conversations"), "is for pretraining"),
+    ],
+)
+def test_losses_by_position_need_whole_rows(dataset: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        make_spec(dataset, "log.eval_by_position=true", *overrides)

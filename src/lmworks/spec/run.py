@@ -234,6 +234,7 @@ class LogSpec(Section):
     every: int = opt(10, "steps between printed lines where there is no terminal", ge=1)
     eval_every: int = opt(100, "steps between evaluations on held-out data (0: only at the end)", ge=0)
     eval_batches: int = opt(16, "micro-batches in one evaluation (0: all held-out data)", ge=0)
+    eval_by_position: bool = opt(False, "after the last step, also the loss by the position of a token in its window")
     suites: list[str] = opt([], "evaluation suites to run while training (`lmworks evals list`, or .toml files)")
     suites_every: int = opt(0, "steps between them (0: only at the end)", ge=0)
     suites_limit: int = opt(32, "problems of each suite (0: all)", ge=0)
@@ -317,6 +318,7 @@ class RunSpec(Section):
         check_lora(self)
         check_health(self)
         self.check_profile()
+        self.check_by_position()
         if self.stages:
             check_stages(self)
 
@@ -343,6 +345,18 @@ class RunSpec(Section):
         if log.profile and not all(0 <= rank < world for rank in log.profile_ranks):
             there = f"has ranks 0 to {world - 1}" if world > 1 else "has rank 0 alone"
             raise SpecError(f"log.profile_ranks = {log.profile_ranks}: the layout {there}")
+
+    def check_by_position(self) -> None:
+        if not self.log.eval_by_position:
+            return
+        if self.align.method:
+            raise SpecError("log.eval_by_position is for pretraining: examples have no positions in common")
+        for key in ("tp", "pp", "cp"):
+            if getattr(self.parallel, key) > 1:
+                raise SpecError(
+                    f"log.eval_by_position needs whole rows of whole models, and parallel.{key} = "
+                    f"{getattr(self.parallel, key)}; leave it out and use `lmworks eval RUN --by-position` afterwards"
+                )
 
     # --- stages -----------------------------------------------------------------------------------------
 

@@ -303,6 +303,7 @@ class Sweep:
             "val_step": evaluated[-1]["step"] if evaluated else None,
             "tokens": sum(line.get("tokens") or 0 for line in steps),
             "train_s": sum(line["step_s"] for line in steps),
+            **{key: value for key, value in last.items() if key.startswith(SCORES)},
         }
         marks = [(event["kind"], event["step"]) for event in folder.events() if event["kind"] in ATTEMPT]
         kind, step = marks[-1] if marks else ("", 0)
@@ -311,6 +312,7 @@ class Sweep:
         return replace(trial, step=last["step"], result=result, state=state)
 
 
+SCORES = "eval/", "val_loss/"  # of evaluation suites, and losses by position: keys of the last step
 STOP = "stop"  # a file: the trial is to end
 DONE = "done"  # a file of a driver that came to its end: what has paused is to stay so
 

@@ -75,9 +75,11 @@ class PositionLoss:
 
 
 @torch.no_grad()
-def loss_by_position(model: GPT, batches: BatchSource, spec: RunSpec, limit: int = 0) -> list[PositionLoss]:
+def loss_by_position(
+    model: GPT | ParallelModel, batches: BatchSource, spec: RunSpec, limit: int = 0
+) -> list[PositionLoss]:
     """Over the windows that `evaluate` takes, in bands of positions that double: 0, 1, 2–3, 4–7, …"""
-    forward = ParallelModel.from_model(model, spec).forward
+    forward = (model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)).forward
     passes = -(-batches.windows // spec.data.micro_batch)
     sums = torch.zeros(spec.data.seq, 2, dtype=torch.float64)  # of losses and of targets
     for index in range(min(limit, passes) if limit else passes):

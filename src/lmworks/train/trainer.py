@@ -48,7 +48,7 @@ from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .base_model import base_weights, find_base
 from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
-from .evaluate import Evaluation, evaluate, held_out
+from .evaluate import Evaluation, evaluate, held_out, loss_by_position
 from .health.bad_step import Health, StepRejected
 from .health.bad_step_recovery import BadStepRecovery, rewind
 from .health.nonfinite import check_state
@@ -372,6 +372,9 @@ class Trainer(Stepper):
                 evaluation = self.evaluate()
                 values["val_loss"] = evaluation.loss
                 values |= {f"val_{name}": value for name, value in evaluation.metrics.items()}
+                if last and spec.log.eval_by_position:
+                    bands = loss_by_position(self.parallel_model, self.held_out, spec, spec.log.eval_batches)
+                    values |= {f"val_loss/{band.first}-{band.last}": band.loss for band in bands}
                 if not last and self.may_stop_early and self.stops_early(evaluation):
                     last = save_due = True
             every = spec.log.suites_every
