@@ -239,6 +239,16 @@ def test_every_epoch_is_cut_anew(code: Path) -> None:
     assert one.window == two.window and not np.array_equal(one.tokens, two.tokens)
 
 
+def test_every_middle_is_followed_by_end_of_text(code: Path, bpe: Tokenizer) -> None:
+    """Of the last piece of a row too, which goes on in the next window: its middle is complete."""
+    batches = Batches(data(code, {"rate": 1.0, "spm_rate": 0.0}), seed=0)
+    assert batches.fim is not None
+    for sample in range(100):
+        row = batches.origins(np.array([sample]))[0].tokens.tolist()
+        last = len(row) - 1 - row[::-1].index(batches.fim.sentinels.middle)
+        assert bpe.eot in row[last:]
+
+
 def test_held_out_rows_are_left_to_right(code: Path) -> None:
     with_fim, without = (Batches(data(code, {"rate": rate}), seed=0, split="val") for rate in (1.0, 0.0))
     assert all(map(same, with_fim.stream(0, 4), without.stream(0, 4)))

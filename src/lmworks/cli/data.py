@@ -41,7 +41,7 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to make.")],
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, bpe:N (trained on the sources), or a tokenizer.json.")
+        str, typer.Option(help="bytes, bpe:N or bpe:N+code (trained on the sources), or a tokenizer.json.")
     ] = "bytes",
     val_fraction: Annotated[float, typer.Option(help="Share of the documents to hold out.")] = 0.05,
     workers: Annotated[int, typer.Option(help="Processes; 0: one a core. The result does not depend on it.")] = 0,
@@ -50,6 +50,12 @@ def prepare(
     separator: Annotated[
         str, typer.Option(help=r"Cuts text files into documents, e.g. '\n\n' or '<|endoftext|>'.")
     ] = "",
+    repositories: Annotated[
+        bool, typer.Option(help="Each folder in a source folder is one document, a repository; needs bpe:N+code.")
+    ] = False,
+    metadata_dropout: Annotated[
+        float, typer.Option(help="With --repositories: share of them without names and paths.")
+    ] = 0.5,
     eot: Annotated[str, typer.Option(help="End-of-text token of a tokenizer.json, if it has an unusual name.")] = "",
     json: Json = False,
 ) -> None:
@@ -61,6 +67,7 @@ def prepare(
     Examples:
       lmworks data prepare stdlib --tokenizer bpe:4096 --out data/stdlib
       lmworks data prepare src/ docs/ --glob '**/*.py' --out data/code
+      lmworks data prepare repositories/ --repositories --tokenizer bpe:32768+code --out data/repositories
       lmworks data prepare shakespeare.txt --separator '\\n\\n' --out data/plays
       lmworks data prepare a.jsonl b.parquet --tokenizer gpt2/tokenizer.json --out data/web
       lmworks data prepare hf:HuggingFaceFW/fineweb:sample-10BT --tokenizer bpe:32768 --out data/fineweb
@@ -68,7 +75,13 @@ def prepare(
     from ..data import Reading, console_progress
     from ..data import prepare as run
 
-    reading = Reading(text_field, glob, unescaped(separator))
+    reading = Reading(
+        text_field,
+        glob,
+        unescaped(separator),
+        repositories=repositories,
+        metadata_dropout=metadata_dropout,
+    )
     try:
         with console_progress() as progress:
             done = run(

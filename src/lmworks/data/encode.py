@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ..spec.errors import DataError
 from ..spec.files import write_whole
 from .index import dtype_for
-from .sources import Part, Reading, documents_of
+from .sources import Document, Part, Reading, documents_of
 from .tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 
 
@@ -88,7 +88,7 @@ def encode_part(job: Job) -> int:
             elif not document.text.strip():
                 empty += 1
             else:
-                ids = np.array([*tokenizer.encode(document.text), tokenizer.eot], dtype)
+                ids = np.array([*encode_document(tokenizer, document), tokenizer.eot], dtype)
                 file.write(ids.tobytes())
                 digests.append(content_digest(document.text))
                 tokens.append(len(ids))
@@ -106,6 +106,18 @@ def encode_part(job: Job) -> int:
     )
     write_whole(job.done, table.getvalue())
     return job.number
+
+
+def encode_document(tokenizer: Tokenizer, document: Document) -> list[int]:
+    if not document.pieces:
+        return tokenizer.encode(document.text)
+    ids = []
+    for name, text in document.pieces:
+        mark = tokenizer.token_id(name)
+        if mark is None or mark >= tokenizer.vocab_size:
+            raise DataError(f"--repositories: the tokenizer has no token {name}; bpe:N+code has one")
+        ids += [mark, *tokenizer.encode(text)]
+    return ids
 
 
 def read_encoded(job: Job) -> Encoded:

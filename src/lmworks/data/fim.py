@@ -104,7 +104,7 @@ class FillInMiddle:
         for (first, last), draw in zip(pairwise(edges), draws.tolist(), strict=True):
             if first in begins:
                 new_starts.append(len(made))
-            piece, whole = self.fitted(tokens[first:last].tolist(), draw, len(tokens) - len(made))
+            piece, whole = self.fitted(tokens[first:last].tolist(), draw, len(tokens) - len(made), last == len(tokens))
             made += piece
             if not whole or len(made) == len(tokens):
                 break
@@ -112,23 +112,28 @@ class FillInMiddle:
         filled[: len(made)] = made
         return Row(filled, np.array(new_starts, np.int64), len(made))
 
-    def fitted(self, piece: list[int], draw: list[float], room: int) -> tuple[list[int], bool]:
+    def fitted(self, piece: list[int], draw: list[float], room: int, last: bool) -> tuple[list[int], bool]:
         """The piece, or the example that is made of it, in at most `room` tokens, and whether all of it is there."""
         kept = piece[:room]
         while draw[0] < self.spec.rate and len(kept) >= LEAST:
-            made = self.example(kept, draw)
+            made = self.example(kept, draw, ends=last or len(kept) < len(piece))
             if len(made) <= room:
                 return made, len(kept) == len(piece)
             kept = kept[: len(kept) - (len(made) - room)]
         return piece[:room], len(piece) <= room
 
-    def example(self, piece: list[int], draw: list[float]) -> list[int]:
-        """A piece of a document as an infilling example: the same text in another order."""
+    def example(self, piece: list[int], draw: list[float], ends: bool = False) -> list[int]:
+        """A piece of a document as an infilling example: the same text in another order.
+
+        `ends`: nothing follows in the row. End-of-text then follows the middle, whether or not the document ends there:
+        the middle does, and in rows shorter than documents a model would seldom see that.
+        """
         head = next((n for n, token in enumerate(piece) if token not in self.marks), len(piece))
         stop = len(piece) - (piece[-1] == self.tokenizer.eot)
         prefix, middle, suffix = self.cut(piece[head:stop], draw[2], draw[3])
         made = self.sentinels.example(prefix, middle, suffix, draw[1] < self.spec.spm_rate)
-        return [*piece[:head], *made, *piece[stop:]]
+        end = piece[stop:] or ([self.tokenizer.eot] if ends else [])
+        return [*piece[:head], *made, *end]
 
     def cut(self, body: list[int], a: float, b: float) -> tuple[list[int], list[int], list[int]]:
         """Prefix, middle and suffix of the tokens of a text, by two numbers in [0, 1)."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..spec import RunSpec
 from ..spec.errors import DataError, SpecError
@@ -61,11 +62,15 @@ class Request:
             raise SpecError("no source: give files, folders, stdlib, or hf:NAME")
         if not 0 <= self.val_fraction < 1:
             raise SpecError(f"--val-fraction {self.val_fraction:g} is out of range: it must be at least 0, less than 1")
+        if not 0 <= self.reading.metadata_dropout <= 1:
+            raise SpecError(f"--metadata-dropout {self.reading.metadata_dropout:g} is out of range: it is a share")
         if min(self.shard_tokens, self.reading.part_bytes) < 1:
             raise SpecError(f"shard_tokens = {self.shard_tokens}, part_bytes = {self.reading.part_bytes}: at least 1")
 
     def fingerprint(self, parts: Sequence[Part]) -> str:
-        reading = [self.reading.text_field, self.reading.glob, self.reading.separator]
+        reading: list[Any] = [self.reading.text_field, self.reading.glob, self.reading.separator]
+        if self.reading.repositories:
+            reading.append(self.reading.metadata_dropout)
         rules = [tokenizer_digest(self.tokenizer), self.eot, self.val_fraction, self.shard_tokens]
         text = json.dumps([VERSION, self.sources, fingerprint_of(parts), reading, rules])
         return hashlib.sha256(text.encode()).hexdigest()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..spec.errors import DataError, NoSuchData, SpecError
+from .repository import Pieces, repository_pieces
 
 CURATED_FILE = "curated.json"  # a folder that `lmworks data curate` made: its documents are in the shards that it lists
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -33,6 +34,8 @@ class Reading:
     glob: str = "**/*"  # which files of a folder are documents
     separator: str = ""  # cuts a text file into documents; empty: the file is one
     part_bytes: int = 2 * 2**20
+    repositories: bool = False  # every folder in a source folder is one document: a repository (repository.py)
+    metadata_dropout: float = 0.5  # share of the repositories without their names and paths
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Part:
 @dataclass(frozen=True)
 class Document:
     text: str
+    pieces: Pieces = ()  # of a repository: special tokens and the texts after them, which `text` joins
     skipped: str = ""  # why this file of a folder is not a document; then there is no text
 
 
@@ -59,6 +63,10 @@ def parts_of(source: str, reading: Reading, out: Path) -> list[Part]:
     if source.startswith("hf:"):
         return [Part("hf", source, start=i, stop=n) for n in [hf_shards(source)] for i in range(n)]
     path = Path(source)
+    if reading.repositories and not path.is_dir():
+        raise SpecError(f"--repositories: {source!r} is no folder; give one that holds a folder for each repository")
+    if reading.repositories:
+        return repository_parts(source, folder_files(path, reading.glob, out))
     if path.is_dir():
         if (path / CURATED_FILE).is_file():
             return [part for shard in curated_shards(path) for part in shard_parts(str(path / shard), reading)]
@@ -98,6 +106,9 @@ def documents_of(part: Part, reading: Reading) -> Iterator[Document]:
             text = read_text(file)
             yield Document(text) if text is not None else Document("", skipped=file)
         return
+    if part.kind == "repository":
+        yield from repository_documents(part, reading)
+        return
     streams: dict[str, Callable[[], Iterator[str]]] = {
         "text": lambda: separated_text(part.source, reading.separator),
         "jsonl": lambda: jsonl_texts(part.source, part.start, part.stop, reading.text_field),
@@ -127,6 +138,28 @@ def file_parts(source: str, files: list[str], reading: Reading) -> list[Part]:
             parts.append(Part("files", source, tuple(group)))
             group, size = [], 0
     return [*parts, Part("files", source, tuple(group))] if group else parts
+
+
+def repository_parts(source: str, files: list[str]) -> list[Part]:
+    """One for each folder in the source; files beside them are a repository with the name of the source."""
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        inner = Path(file).relative_to(source).parts
+        groups.setdefault(str(Path(source, inner[0])) if len(inner) > 1 else source, []).append(file)
+    return [Part("repository", root, tuple(group)) for root, group in groups.items()]
+
+
+def repository_documents(part: Part, reading: Reading) -> Iterator[Document]:
+    root = Path(part.source)
+    files: dict[str, str] = {}
+    for file in part.files:
+        text = read_text(file)
+        if text is None:
+            yield Document("", skipped=file)
+        elif text.strip():
+            files[Path(file).relative_to(root).as_posix()] = text
+    pieces = repository_pieces(root.resolve().name, files, reading.metadata_dropout)
+    yield Document("".join(text for _, text in pieces), pieces if files else ())
 
 
 def folder_files(folder: Path, glob: str, out: Path) -> list[str]:
