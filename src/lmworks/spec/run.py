@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from .align import CONVERSATIONS, DATA_KINDS, PREFERENCES, AlignSpec, check_align
 from .errors import SpecError
@@ -17,7 +18,7 @@ from .lora import DEFAULT_ADAPTER, LoraSpec, check_lora
 from .model import ModelSpec
 from .precision import PrecisionSpec, check_precision
 from .schema import Section, opt
-from .stages import changed, check_stages
+from .stages import changed, check_stages, total_steps
 
 RECOMPUTE = ("none", "selective", "mlp", "full", "budget")
 NO_DATA = (
@@ -322,10 +323,18 @@ class RunSpec(Section):
         if self.stages:
             check_stages(self)
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """With the steps of its stages, before keys that are compared with optim.steps are looked at."""
+        total = total_steps(data.get("stages")) if isinstance(data, Mapping) else 0
+        optim = data.get("optim", {}) if total else None
+        if isinstance(optim, Mapping):
+            data = {**data, "optim": {"steps": total, **optim}}
+        return super().from_dict(data)
+
     def set_steps_of_stages(self) -> None:
         """optim.steps is the sum of the stages' steps."""
-        counts = [stage.get("steps") for stage in self.stages]
-        total = sum(count for count in counts if isinstance(count, int))
+        total = total_steps(self.stages)
         if self.optim.steps not in (total, OptimSpec.steps):
             raise SpecError(
                 f"optim.steps = {self.optim.steps}, but the stages have {total} steps; leave optim.steps out"

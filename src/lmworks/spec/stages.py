@@ -22,6 +22,12 @@ OWN_KEYS = ("data", "model.context", "model.rope_theta", "model.rope_scaling")
 NOT_OWN = ("name", "deterministic", "cluster", "checkpoint", "fault", "optim.steps")
 
 
+def total_steps(stages: Any) -> int:
+    """Of a list of stages, as far as it is one."""
+    counts = [stage.get("steps") for stage in stages if isinstance(stage, Mapping)] if isinstance(stages, list) else []
+    return sum(count for count in counts if isinstance(count, int))
+
+
 def changed(section: Section, table: Mapping[str, Any]) -> Any:
     """The section as if it had been written with these keys."""
     changes = {}
