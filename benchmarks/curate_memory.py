@@ -33,7 +33,7 @@ def documents(folders: list[Path]) -> Iterator[bytes]:
         for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
             raw = path.read_bytes()
             digest = hashlib.blake2b(raw, digest_size=8).digest()
-            if not raw or digest in seen or b"\0" in raw or len(raw) > 2**20:
+            if not raw or digest in seen or b"\0" in raw or len(raw) > 2**22:
                 continue
             seen.add(digest)
             try:

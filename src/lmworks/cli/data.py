@@ -13,6 +13,7 @@ from ..record import RunFolder
 from ..spec.align import PROMPTS
 from ..spec.errors import SpecError
 from .data_curate import curate
+from .data_mix import fit_mix, mix
 from .data_quality import quality
 from .groups import CommandGroup
 from .output import Json, print_json, print_table
@@ -28,6 +29,8 @@ app = typer.Typer(
 )
 app.command()(curate)
 app.command()(quality)
+app.command()(mix)
+app.command("fit-mix")(fit_mix)
 
 
 @app.command()
