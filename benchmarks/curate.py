@@ -3,8 +3,8 @@
     make test-datatrove   # once: makes the environment
     PYTHONPATH=src:tests/curate .venv-datatrove/bin/python benchmarks/curate.py --out curate FOLDER…
 
-Both see the same documents in the same process, in batches, one first and then the other first. datatrove keeps the words
-of the last documents, so its filters share them in the chain; alone, each filter cuts its documents itself.
+Both see the same documents in the same process, in batches, one first and then the other first. datatrove keeps the
+words of the last documents, so its filters share them in the chain; alone, each filter cuts its documents itself.
 """
 
 from __future__ import annotations

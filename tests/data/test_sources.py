@@ -31,6 +31,15 @@ def test_jsonl_lines_are_in_exactly_one_part(tmp_path: Path) -> None:
         assert texts_of(path, Reading(part_bytes=part_bytes)) == texts
 
 
+def test_long_lines_are_looked_through_by_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "WINDOW_BYTES", 5)
+    texts = ["short", "x" * 100, "", "y" * 23]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    for part_bytes in [1, 4, 30, 10**6]:
+        assert texts_of(path, Reading(part_bytes=part_bytes)) == texts
+
+
 def test_jsonl_other_field_and_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one"}\n\n  \n{"body": "half \\ud83d"}\n')

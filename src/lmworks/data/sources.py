@@ -23,6 +23,7 @@ from .repository import Pieces, repository_pieces
 
 CURATED_FILE = "curated.json"  # a folder that `lmworks data curate` made: its documents are in the shards that it lists
 SHARD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+WINDOW_BYTES = 16 * 2**20  # of a line that is looked for its end
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -246,13 +247,23 @@ def jsonl_texts(file: str, start: int, stop: int, field: str) -> Iterator[str]:
 
 def line_spans(raw: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Where lines begin and end that begin in bytes [start, stop): every line is in exactly one such range."""
-    at = 0 if start == 0 else raw.find(b"\n", start - 1) + 1
+    at = 0 if start == 0 else raw.find(b"\n", start - 1, stop) + 1
     # find gave -1: no line begins here, the last one reaches over this range
     while start <= at < min(stop, len(raw)):
-        end = raw.find(b"\n", at)
-        end = len(raw) if end < 0 else end
+        end = end_of_line(raw, at)
         yield at, end
         at = end + 1
+
+
+def end_of_line(raw: mmap.mmap, at: int) -> int:
+    """Of the line at `at`. A very long one is looked through a window at a time, so that it does not fill the memory."""
+    while at < len(raw):
+        if (end := raw.find(b"\n", at, at + WINDOW_BYTES)) >= 0:
+            return end
+        at += WINDOW_BYTES
+        if hasattr(mmap, "MADV_DONTNEED"):
+            raw.madvise(mmap.MADV_DONTNEED)  # a file that is only read: its pages can be read again
+    return len(raw)
 
 
 def open_compressed(file: str) -> IO[bytes]:
