@@ -25,6 +25,7 @@ from lmworks.curate.documents import Stage
 from lmworks.curate.normalise import Normalise
 from lmworks.curate.pipeline import OutputSpec, Pipeline, ReadingSpec
 from lmworks.data import prepare
+from lmworks.data.sources import Part, parts_of
 from lmworks.spec.errors import DataError, SpecError
 
 SMALL = ReadingSpec(part_bytes=300)
@@ -190,6 +191,50 @@ def test_killed_worker_is_reported_and_the_run_continues(jsonl: Path, tmp_path: 
     curate(pipeline(jsonl, out), workers=1)
     curate(pipeline(jsonl, tmp_path / "whole"), workers=1)
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_the_same_command_twice_shares_the_work(jsonl: Path, tmp_path: Path) -> None:
+    """As on several machines with a shared folder. No task is done by both, and both end."""
+    out = tmp_path / "out"
+    code = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "import test_curate as t\n"
+        "from lmworks.curate import run\n"
+        "part = run.PartTask.run\n"
+        "def told(self, files):\n"
+        "    import time; time.sleep(0.05)\n"
+        "    print(self.phase, self.number, flush=True)\n"
+        "    return part(self, files)\n"
+        "run.PartTask.run = told\n"
+        f"t.curate(t.pipeline(Path({str(jsonl)!r}), Path({str(out)!r})), workers=1)\n"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [process.communicate(timeout=60)[0].split("\n") for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    first, second = (set(lines) - {""} for lines in told)
+    assert first and second and not first & second
+    curate(pipeline(jsonl, tmp_path / "whole"), workers=1)
+    assert len(first | second) == 3 * len(list_parts(jsonl))
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def list_parts(source: Path) -> list[Part]:
+    return parts_of(str(source), SMALL.reading(), Path("nowhere"))
+
+
+@pytest.mark.ray
+def test_workers_of_a_ray_cluster(jsonl: Path, tmp_path: Path) -> None:
+    from lmworks.curate.ray import in_ray
+
+    curate(pipeline(jsonl, tmp_path / "a", stages=[Normalise()]), workers=1)
+    curate(pipeline(jsonl, tmp_path / "b", stages=[Normalise()]), workers=2, start=in_ray)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    packed = gzip.compress(b'{"text": "a"}\n' * 1000)
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz is damaged"):
+        curate(pipeline(tmp_path / "cut.jsonl.gz", tmp_path / "c"), workers=2, start=in_ray)
 
 
 # --- formats ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def curate(
     rules: Annotated[str, typer.Option(help="Stages that look at single documents, e.g. gopher,c4,fineweb,code.")] = "",
     dedup: Annotated[str, typer.Option(help="Stages that compare documents, e.g. exact,minhash.")] = "",
     workers: Annotated[int, typer.Option(help="Processes; 0: one a core. The result does not depend on it.")] = 0,
+    ray: Annotated[bool, typer.Option("--ray", help="Workers as tasks of a Ray cluster (RAY_ADDRESS).")] = False,
     text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = "text",
     glob: Annotated[str, typer.Option(help="Which files of a folder to take.")] = "**/*",
     output_format: Annotated[
@@ -36,8 +37,9 @@ def curate(
 ) -> None:
     """Clean, filter and deduplicate documents, in parallel.
 
-    Killed in the middle, it continues where it was; run again, it does nothing. Beside the shards, which `data prepare`
-    reads, it writes a data card: what each stage kept and dropped, by reason and with samples.
+    Killed in the middle, it continues where it was; run again, it does nothing. The same command on several machines
+    with a shared folder (a Slurm array) shares the work. Beside the shards, which `data prepare` reads, it writes a
+    data card: what each stage kept and dropped, by reason and with samples.
 
     \b
     Examples:
@@ -46,6 +48,7 @@ def curate(
       lmworks data curate pipeline.toml --json
     """
     from ..curate.curate import curate as run
+    from ..curate.ray import in_ray
     from ..data import console_progress
 
     options = {"--rules": rules, "--dedup": dedup, "--text-field": text_field != "text", "--glob": glob != "**/*"}
@@ -53,7 +56,7 @@ def curate(
     asked = pipeline_of(sources, out, options | {"--format": output_format != "jsonl"}, reading, output_format)
     try:
         with console_progress() as progress:
-            done = run(asked, workers, progress)
+            done = run(asked, workers, progress, in_ray if ray else None)
     except KeyboardInterrupt:
         typer.echo("lmworks: interrupted; run the same command again to continue", err=True)
         raise typer.Exit(130) from None

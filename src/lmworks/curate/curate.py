@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +42,12 @@ class Curated:
         }
 
 
-def curate(pipeline: Pipeline, workers: int = 0, progress: Progress = silent) -> Curated:
-    """`workers` = 0 means one a core; it never changes the result."""
+Start = Callable[[Pipeline, Run, int, Progress], None]
+"""Starts so many workers, and returns when the run is finished."""
+
+
+def curate(pipeline: Pipeline, workers: int = 0, progress: Progress = silent, start: Start | None = None) -> Curated:
+    """`workers` = 0 means one a core; it never changes the result. `start`: on other machines (`ray.in_ray`)."""
     if workers < 0:
         raise SpecError(f"--workers {workers} is out of range: it must be at least 0 (0: one a core)")
     try:
@@ -51,7 +55,9 @@ def curate(pipeline: Pipeline, workers: int = 0, progress: Progress = silent) ->
         if isinstance(run, Curated):
             return run
         count = min(workers or available_cores(), max(1, len(run.parts)))
-        if count == 1:
+        if start:
+            start(pipeline, run, workers or available_cores(), progress)
+        elif count == 1:
             join(pipeline, progress)
         else:
             in_processes(pipeline, run, count, progress)

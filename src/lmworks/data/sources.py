@@ -256,7 +256,7 @@ def line_spans(raw: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int
 
 
 def end_of_line(raw: mmap.mmap, at: int) -> int:
-    """Of the line at `at`. A very long one is looked through a window at a time, so that it does not fill the memory."""
+    """Of the line at `at`. A long one is looked through a window at a time, so that it does not fill the memory."""
     while at < len(raw):
         if (end := raw.find(b"\n", at, at + WINDOW_BYTES)) >= 0:
             return end
