@@ -2,6 +2,7 @@
 
     python benchmarks/tuning_table.py TEXT_FOLDER              # 729 trainings of 1.4M parameters; minutes on a GPU
     python benchmarks/tuning_table.py TEXT_FOLDER --tiny       # 16 of a few thousand parameters, on a CPU in a minute
+    python benchmarks/tuning_table.py --best                   # the best training of every value of a key
 
 A full factorial grid, so that a replay looks each point up and needs no surrogate model: 9 learning rates × 3 batch
 sizes × 3 weight decays × 3 values of β2 × 3 warm-ups. Every training sees the same number of tokens of real text
@@ -33,6 +34,9 @@ SUFFIXES = (".c", ".h", ".cc", ".cpp", ".go", ".java", ".md", ".py", ".rs", ".rs
 HELD_OUT = 20  # every twentieth file, by the hash of its name
 
 
+KEYS = ("batch", "lr", "weight_decay", "beta2", "warmup")
+
+
 @dataclass(frozen=True)
 class Settings:
     shape: Shape = field(default_factory=Shape)
@@ -49,9 +53,8 @@ class Settings:
 
     def rows(self) -> list[dict[str, float]]:
         """Every point of the grid, with its number; the batch size varies slowest."""
-        keys = ("batch", "lr", "weight_decay", "beta2", "warmup")
-        points = itertools.product(*(getattr(self, key) for key in keys))
-        return [{"trial": number, **dict(zip(keys, point, strict=True))} for number, point in enumerate(points)]
+        points = itertools.product(*(getattr(self, key) for key in KEYS))
+        return [{"trial": number, **dict(zip(KEYS, point, strict=True))} for number, point in enumerate(points)]
 
 
 TINY = Settings(
@@ -146,9 +149,27 @@ def append_rows(path: Path, before: list[dict[str, str]], rows: list[dict[str, f
     return both
 
 
+def print_best(rows: list[dict[str, str]]) -> None:
+    """Of every value of a key the lowest final loss, with whatever values of the other keys it takes."""
+    for key in KEYS:
+        values = sorted({float(row[key]) for row in rows})
+        best = [
+            min((row for row in rows if float(row[key]) == value), key=lambda row: float(row["loss_1"]))
+            for value in values
+        ]
+        print(
+            f"{key:12}",
+            "  ".join(
+                f"{value:g}: {float(row['loss_1']):.4f} (lr {row['lr']})"
+                for value, row in zip(values, best, strict=True)
+            ),
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="folder of text or source files")
+    parser.add_argument("text", type=Path, nargs="?", help="folder of text or source files")
+    parser.add_argument("--best", action="store_true", help="train nothing; the table's best of every value of a key")
     parser.add_argument("--tiny", action="store_true", help="a few very small trainings")
     parser.add_argument("--out", type=Path, default=RESULTS / "tuning_table.csv.gz")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further stack after this time")
@@ -156,6 +177,11 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=64_000_000, help="of text that are read")
     parser.add_argument("--compile", action="store_true", help="compile the forward pass")
     chosen = parser.parse_args()
+    if chosen.best:
+        print_best(read_rows(chosen.out))
+        return
+    if chosen.text is None:
+        parser.error("give a folder of text or source files")
     settings = TINY if chosen.tiny else Settings()
     if chosen.stack:
         settings = replace(settings, stack=chosen.stack)
