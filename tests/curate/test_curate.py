@@ -24,7 +24,7 @@ from lmworks.curate.curate import curate
 from lmworks.curate.documents import Stage
 from lmworks.curate.normalise import Normalise
 from lmworks.curate.pipeline import OutputSpec, Pipeline, ReadingSpec
-from lmworks.data import prepare
+from lmworks.data import prepare, progress
 from lmworks.data.sources import Part, parts_of
 from lmworks.spec.errors import DataError, SpecError
 
@@ -391,3 +391,16 @@ def test_a_wrong_pipeline_is_one_line(tmp_path: Path, line: str, message: str) -
         Pipeline.load(file)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_time_left_is_said_in_logs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = iter([0.0, 0.0, 1200.0, 1200.0, 1210.0, 1210.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    show = progress.plain_lines()
+    for done in (0, 1, 4):
+        show("curate", done, 4)
+    assert capsys.readouterr().err.splitlines() == [
+        "curate: 0 of 4",
+        "curate: 1 of 4, about 60 min left",
+        "curate: 4 of 4",
+    ]

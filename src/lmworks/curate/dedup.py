@@ -85,6 +85,7 @@ def drop(reason: str, positions: NDArray[np.int64]) -> Decide:
 class Exact(FirstSeen):
     section: ClassVar[str] = "stages.exact"
     name: ClassVar[str] = "exact"
+    deduplicates: ClassVar[bool] = True
     about: ClassVar[str] = "drops documents whose text, but for white space around lines, was seen before"
 
     def summarise(self, part: int, into: Path) -> Summary:
@@ -108,6 +109,7 @@ class LineKeys(Keys):
 class Lines(FirstSeen):
     section: ClassVar[str] = "stages.lines"
     name: ClassVar[str] = "lines"
+    deduplicates: ClassVar[bool] = True
     about: ClassVar[str] = "removes long lines that were seen before, and documents that lose most of their text"
     source: ClassVar[str] = "CCNet (Wenzek et al. 2020) removes repeated paragraphs by a hash; C4 (Raffel et al. 2020)"
 
@@ -169,6 +171,7 @@ class BandKeys(Summary):
 class NearDuplicates(CorpusStage):
     section: ClassVar[str] = "stages.minhash"
     name: ClassVar[str] = "minhash"
+    deduplicates: ClassVar[bool] = True
     about: ClassVar[str] = "drops documents that share most of their word 5-grams with an earlier one (MinHash-LSH)"
     source: ClassVar[str] = "FineWeb (Penedo et al. 2024): 14 bands of 8; The Stack (Kocetkov et al. 2022): Jaccard 0.7"
 

@@ -24,15 +24,18 @@ def in_ray(pipeline: Pipeline, run: Run, count: int, progress: Progress) -> None
     ray = connect()
     start = ray.remote(num_cpus=1, max_retries=-1)(work_in)
     waiting = [start.remote(pipeline, os.getcwd(), [path for path in sys.path if path]) for _ in range(count)]
+    failed: list[DataError] = []
     while waiting:
         ended, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_S)
         show(run, progress)
         for result in ended:
             try:
                 ray.get(result)
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, DataError) else DataError(str(error).splitlines()[-1])
-                raise cause from None
+            except ray.exceptions.RayTaskError as error:  # the others see it in the folder of the run, and end too
+                known = isinstance(error.cause, DataError)
+                failed.append(error.cause if known else DataError(str(error).splitlines()[-1]))
+    if failed:
+        raise failed[0]
 
 
 def connect() -> Any:

@@ -41,14 +41,19 @@ def console_progress() -> Iterator[Progress]:
 
 
 def plain_lines() -> Progress:
-    """A line when a stage begins and at each further quarter of it: enough for a log, not a flood."""
+    """A line when a stage begins and at each further quarter of it, with the time that is left where it is long: enough
+    for a log, not a flood."""
     reached: dict[str, int] = {}
+    begun: dict[str, tuple[float, int]] = {}
 
     def show(stage: str, done: int, total: int) -> None:
         quarter = 4 * done // total if total else 0
         if reached.get(stage, -1) < quarter:
             reached[stage] = quarter
-            print(f"{stage}: {done} of {total}" if total else stage, file=sys.stderr, flush=True)
+            began, before = begun.setdefault(stage, (time.monotonic(), done))
+            seconds = (time.monotonic() - began) * (total - done) / max(1, done - before)
+            left = f", about {seconds / 60:.0f} min left" if done > before and seconds >= 90 else ""
+            print(f"{stage}: {done} of {total}{left}" if total else stage, file=sys.stderr, flush=True)
 
     return show
 
