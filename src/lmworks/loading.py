@@ -11,6 +11,7 @@ import torch
 from .data import Tokenizer, load_tokenizer
 from .data.chat_template import template_folder
 from .data.chat_tokenizer import end_token_ids
+from .data.fim import vocab_with_sentinels
 from .data.index import TOKENIZER_FILE
 from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
@@ -33,8 +34,10 @@ from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, load_hf, read_config
 from .plan.memory.host import available_bytes
+from .record import RunFolder
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from .spec.errors import did_you_mean
+from .spec.fim import FimSpec
 from .spec.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -47,6 +50,12 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos: tuple[int, ...] = ()
     vocab: int = 0  # ids that may be sampled (0: all of the model's)
+
+
+def trained_fim(source: str | Path) -> FimSpec | None:
+    """Infilling as a run was trained with it; None where there is no run."""
+    run = RunFolder(Path(source))
+    return run.spec().data.fim if run.spec_path.is_file() else None
 
 
 def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> LoadedModel:
@@ -68,7 +77,8 @@ def load(source: str | Path, spec: EngineSpec, step: int | None, seed: int) -> L
     trained = load_trained(folder, step)
     # Loaded on the training device.
     eos = end_token_ids(template_folder(folder))
-    return LoadedModel(trained.model.to(device), trained.tokenizer, eos, trained.tokenizer.vocab_size)
+    vocab = vocab_with_sentinels(trained.tokenizer, trained.spec.data.fim)
+    return LoadedModel(trained.model.to(device), trained.tokenizer, eos, vocab)
 
 
 def load_shard(

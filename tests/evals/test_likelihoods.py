@@ -12,10 +12,10 @@ from scripted_model import write_rows
 
 from lmworks import LLM
 from lmworks.data import load_tokenizer
+from lmworks.data.fim import find_sentinels
 from lmworks.data.tokenizer import read_tokenizer, train_bpe
 from lmworks.evals import load_suite, run_suite
 from lmworks.evals.engine_model import EngineModel
-from lmworks.evals.infilling import find_sentinels
 from lmworks.evals.models import Likelihood, Pair
 from lmworks.evals.problem import Problem
 from lmworks.evals.scoring import score_choices

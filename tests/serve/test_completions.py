@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,14 +14,22 @@ import pytest
 import torch
 from api_server import MODEL, Api, twin
 
+from lmworks import checkpoint
+from lmworks.cli.serve import load_engine_process
+from lmworks.data.fim import Sentinels
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
-from lmworks.engine.core.request import Logprob
+from lmworks.engine.core.request import Logprob, Request
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.model import GPT
+from lmworks.record import RunFolder
 from lmworks.serve.app import make_app
 from lmworks.serve.backend import EngineRequest, Event, ModelCard, PromptTokenizer, State, Usage
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
 from lmworks.serve.response_bodies import Offsets, TokenTexts
 from lmworks.serve.serving import LocalModel, Serving
+from lmworks.spec.fim import FimSpec
+from tiny import make_spec
 
 PROMPT = "The quick brown fox"
 
@@ -148,6 +157,43 @@ def test_adapter_as_model() -> None:
     assert [one.params.adapter for one in backend.asks] == [None, "kind"]
 
 
+def test_suffix_is_infilled() -> None:
+    """Between the sentinels of the model; the special tokens that prompts begin with stay first, and its end stops."""
+    backend = Recording()
+    backend.prompt_tokenizer = PromptTokenizer(ByteTokenizer(), sentinels=Sentinels(260, 262, 261, 263, joined=True))
+    transport = httpx.ASGITransport(make_app(Serving(Settings(), [LocalModel(backend)])))
+    wishes = [
+        {"prompt": "a(", "suffix": ")b"},
+        {"prompt": ["a(", "c"], "suffix": "", "stop_token_ids": [7]},
+        {"prompt": [97], "suffix": "é"},
+        {"prompt": "a", "suffix": "x" * 20_000},
+        {"prompt": "a", "suffix": "b", "echo": True},
+    ]
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            return [await client.post("/v1/completions", json={"model": "base", **one}) for one in wishes]
+
+    *found, long, echoed = asyncio.run(ask())
+    assert [answer.status_code for answer in found] == [200, 200, 200]
+    assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (echoed.status_code, echoed.json()["error"]["param"]) == (400, "echo")
+    prompts = [
+        [260, 97, 40, 262, 41, 98, 261],
+        [260, 97, 40, 262, 261],
+        [260, 99, 262, 261],
+        [260, 97, 262, 195, 169, 261],
+    ]
+    assert [list(one.prompt) for one in backend.asks] == prompts
+    assert [tuple(one.params.stop_token_ids) for one in backend.asks] == [(263,), (7, 263), (7, 263), (263,)]
+
+
+def test_suffix_of_a_model_that_does_not_infill(api: Api) -> None:
+    answer = api.post("/v1/completions", {"model": MODEL, "prompt": "a", "suffix": "b"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "suffix")
+    assert "was not trained to infill" in answer.json()["error"]["message"]
+
+
 def test_single_tokens_as_text() -> None:
     """Half characters are told apart; a special token has its name."""
     import tokenizers
@@ -171,3 +217,27 @@ def test_top_k_minus_one(api: Api) -> None:
     wishes = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
     texts = [api.complete(**wishes, **more)["choices"][0]["text"] for more in ({"top_k": -1}, {"top_k": 0}, {})]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(("rate", "infills"), [(0.5, True), (0.0, False)])
+def test_a_run_infills_with_the_sentinels_that_it_was_trained_with(
+    dataset: Path, tmp_path: Path, rate: float, infills: bool
+) -> None:
+    spec = make_spec(dataset, f"data.fim.rate={rate}", "model.vocab=272")
+    run = RunFolder.create(tmp_path / "mine", spec)
+    state = {"model": GPT(spec.model, seed=1).state_dict()}
+    checkpoint.save(run.checkpoints, 1, state, {"spec": spec.to_dict(), "cursor": 1})
+    served = load_engine_process(str(run.path), {"device": "cpu"}, None, 0, {})
+    expected = Sentinels.of(FimSpec(), ByteTokenizer())
+    assert served.sentinels == (expected if infills else None)
+    if infills:
+        prompt = expected.prompt(list(b"a("), list(b")b"))
+        request = Request(prompt, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        served.engine.add(request)
+        (result,) = [delta.result for delta in served.engine.run() if delta.result is not None]
+        ids = list(prompt)
+        model = GPT(spec.model, seed=1).eval()
+        with torch.no_grad():
+            for _ in range(3):
+                ids.append(int(model(torch.tensor([ids]))[0, -1, :260].argmax()))
+        assert result.answers[0].token_ids == ids[len(prompt) :]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..record import RunFolder
 from ..spec.errors import LMWorksError, SpecError
 from . import options
 from .generate import Engine, EngineOverrides, Step, open_llm
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ..evals.compare import Comparison
     from ..evals.models import EvalModel
     from ..evals.suite import Suite
-    from ..spec.fim import FimSpec
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -242,17 +240,13 @@ def open_model(
             yield ServerModel(server, name, chat, concurrency)
             return
         from ..evals.engine_model import EngineModel
+        from ..loading import trained_fim
 
         with open_llm(str(model), overrides, step, engine, seed, {}) as llm:
             evaluated: EvalModel = EngineModel(llm, dict(facts), chat, trained_fim(Path(str(model))))
             yield evaluated
 
     return opened()
-
-
-def trained_fim(folder: Path) -> FimSpec | None:
-    """Infilling as a run was trained with it."""
-    return RunFolder.open(folder).spec().data.fim if (folder / "spec.toml").is_file() else None
 
 
 def print_results(results: Mapping[str, Any]) -> None:

@@ -239,11 +239,13 @@ def load_engine_process(
 ) -> LoadedEngine:
     """The factory of EngineProcess: runs in the engine process."""
     prefetch_weights(source)
-    from ..loading import adds_special_tokens, is_preset, load_engine
+    from ..data.fim import find_sentinels
+    from ..loading import adds_special_tokens, is_preset, load_engine, trained_fim
     from ..serve.channel import LoadedEngine
 
     _, engine = load_engine(source, EngineSpec.from_dict(options), step, seed)
     for name, where in adapters.items():
         engine.add_adapter(name, Path(where))
     folder = None if is_preset(source) else Path(source).resolve()
-    return LoadedEngine(engine, folder, adds_special_tokens(folder), chat_template)
+    sentinels = find_sentinels(engine.tokenizer, trained_fim(source)) if engine.tokenizer is not None else None
+    return LoadedEngine(engine, folder, adds_special_tokens(folder), chat_template, sentinels)

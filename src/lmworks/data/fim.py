@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.errors import DataError
-from ..spec.fim import FimSpec
+from ..spec.fim import FAMILIES, FimSpec
 from .grammars import syntax_parser
 from .order import GOLDEN, key_of, mix
-from .tokenizer import FILE_TOKENS, Tokenizer
+from .tokenizer import FILE_TOKENS, FileTokenizer, Tokenizer
 
 STREAM = 0x46494D  # of the draws, beside those of the sources' orders
 DRAWS = 4  # of a piece: whether, which order, two cuts
@@ -71,6 +71,28 @@ class Sentinels:
     def example(self, prefix: list[int], middle: list[int], suffix: list[int], suffix_first: bool) -> list[int]:
         end = [] if self.end is None else [self.end]
         return [*self.prompt(prefix, suffix, suffix_first), *middle, *end]
+
+
+def find_sentinels(tokenizer: Tokenizer, trained: FimSpec | None = None) -> Sentinels | None:
+    """Those that a run was trained with; without a run, of the first family that the tokenizer knows.
+
+    None: the model knows none, and only the text before a gap can be continued.
+    """
+    if trained is not None:
+        return Sentinels.of(trained, tokenizer) if trained.rate else None
+    if isinstance(tokenizer, FileTokenizer):
+        for name in FAMILIES:
+            try:
+                return Sentinels.of(FimSpec(sentinels=name), tokenizer)
+            except DataError:
+                continue
+    return None
+
+
+def vocab_with_sentinels(tokenizer: Tokenizer, trained: FimSpec) -> int:
+    """Ids that a model of this data knows: those of bytes have their sentinels beyond the vocabulary."""
+    sentinels = find_sentinels(tokenizer, trained)
+    return max(tokenizer.vocab_size, *(number + 1 for number in sentinels.ids)) if sentinels else tokenizer.vocab_size
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from ..data import Tokenizer
 from ..data.chat_template import Chat
 from ..data.chat_tokenizer import load_model_tokenizer
+from ..data.fim import vocab_with_sentinels
 from ..engine.core.request import Result, ResultCallback, ignore_result
 from ..engine.offline import OfflineEngine
 from ..engine.quantization.quantized_model import MetaModel
@@ -92,7 +93,7 @@ class LiveModel:
             for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
                 tensor.copy_(kept[name])
         options = EngineSpec(device=device.type, max_seqs=MAX_SEQS, memory=MEMORY, graphs=False)
-        loaded = LoadedModel(copy.eval(), tokenizer, (), tokenizer.vocab_size)
+        loaded = LoadedModel(copy.eval(), tokenizer, (), vocab_with_sentinels(tokenizer, spec.data.fim))
         self.backend = OfflineEngine(make_engine(loaded, options, spec.seed))
 
     @property

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from ..data import Tokenizer
 from ..data.chat_template import Chat
+from ..data.fim import find_sentinels
 from ..engine.core.request import Result, ResultCallback, ignore_result
 from ..engine.core.sampling_params import SamplingParams
 from ..spec.errors import SpecError
 from ..spec.fim import FimSpec
-from .infilling import find_sentinels
 from .models import Completion, Likelihood, OnCompletion, OnLikelihood, Pair, Prompt
 
 

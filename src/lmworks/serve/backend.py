@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..data.chat_template import Chat, EncodeSpecial, with_special_tokens
+from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SamplingParams
@@ -137,6 +138,7 @@ class PromptTokenizer:
     begin_of_text: bool = False  # prompts begin with the special tokens that `transformers` adds (Hugging Face folders)
     folder: Path | None = None  # of the model: may hold a chat template
     chat_template: str | None = None  # to use instead of the folder's
+    sentinels: Sentinels | None = None  # of infilling, where the model knows any
 
     def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt. Names of special tokens are text, unless `parse_special`."""

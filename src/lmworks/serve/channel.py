@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
 from .backend import EngineRequest
 
@@ -36,6 +37,7 @@ class LoadedEngine:
     folder: Path | None = None  # of the model: may hold a chat template
     begin_of_text: bool = False  # text prompts begin as `transformers` would have them (Hugging Face folders)
     chat_template: str | None = None  # to use instead of the folder's
+    sentinels: Sentinels | None = None  # of infilling, where the model knows any
 
 
 Factory = Callable[[], LoadedEngine]  # picklable: a function of a module, or functools.partial of one
@@ -62,6 +64,7 @@ class EngineReady(NamedTuple):
     folder: Path | None
     begin_of_text: bool
     chat_template: str | None
+    sentinels: Sentinels | None
 
 
 class Submit(NamedTuple):

@@ -23,7 +23,7 @@ from .generation_request import (
     usage_object,
 )
 from .limits import APIError
-from .prompts import encode, tokenize_prompt
+from .prompts import encode, encode_infilling, tokenize_prompt
 from .request_bodies import CompletionRequest
 from .response_bodies import (
     Completion,
@@ -51,9 +51,22 @@ async def make_handler(
     long = sum(len(one) for one in given if body.echo or isinstance(one, str))
     known = local.backend.card.vocab
     special = (body.add_special_tokens, bool(body.parse_special))
-    texts, prompts, made = await tokenize_prompt(
-        serving, caller, local, long, encode, given, known, bool(body.echo), special
-    )
+    texts: list[str] = []
+    stop_token_ids = body.stop_token_ids or []
+    if body.suffix is None:
+        texts, prompts, made = await tokenize_prompt(
+            serving, caller, local, long, encode, given, known, bool(body.echo), special
+        )
+    else:
+        if body.echo:
+            raise APIError(400, "invalid_request", "echo cannot be combined with suffix", "echo")
+        long += len(body.suffix)
+        prompts, made = await tokenize_prompt(
+            serving, caller, local, long, encode_infilling, given, body.suffix, special
+        )
+        sentinels = local.backend.prompt_tokenizer.sentinels
+        if sentinels is not None and sentinels.end is not None:
+            stop_token_ids = [*stop_token_ids, sentinels.end]
     caller.meter.charge_prompt(made)
     prompt_only = bool(body.echo) and body.max_tokens == 0  # one token is generated and not shown
     if body.max_tokens == 0 and not prompt_only:
@@ -63,6 +76,7 @@ async def make_handler(
         body,
         caller,
         adapter=adapter,
+        stop_token_ids=stop_token_ids,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if prompt_scored else None,
         max_tokens=1

@@ -99,6 +99,7 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         served.folder,
         served.begin_of_text,
         served.chat_template,
+        served.sentinels,
     )
 
 

@@ -352,7 +352,11 @@ class EngineProcess:
         if self.ready_message is None:
             tokenizer = await asyncio.to_thread(unpack_tokenizer, ready_message.tokenizer)
             self.loaded_tokenizer = PromptTokenizer(
-                tokenizer, ready_message.begin_of_text, ready_message.folder, ready_message.chat_template
+                tokenizer,
+                ready_message.begin_of_text,
+                ready_message.folder,
+                ready_message.chat_template,
+                ready_message.sentinels,
             )
         self.ready_message, self.metrics = ready_message, {}
         handle.ready = time.monotonic()

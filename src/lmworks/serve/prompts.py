@@ -62,6 +62,23 @@ def encode(
     return [one if isinstance(one, str) else processor.prompt_tokenizer.decode(list(one)) for one in prompts], ids, made
 
 
+def encode_infilling(
+    processor: PromptProcessor, prompts: list[str | Ids], suffix: str, special: Special
+) -> tuple[list[Ids], int]:
+    """Prompts for the text between each of these and the suffix, and how many ids were tokenized here."""
+    tokenizer, sentinels = processor.prompt_tokenizer, processor.prompt_tokenizer.sentinels
+    if sentinels is None:
+        message = f"{processor.name} has no tokens that mark a prefix and a suffix: it was not trained to infill"
+        raise APIError(400, "invalid_request", message, "suffix")
+    add, parse = special
+    before = tokenizer.encode("", add)
+    after = tokenizer.encode(suffix, False, parse)
+    given: list[Ids] = [tokenizer.encode(one, False, parse) if isinstance(one, str) else one for one in prompts]
+    made = sum(len(ids) for one, ids in zip(prompts, given, strict=True) if isinstance(one, str))
+    ids: list[Ids] = [array("i", [*before, *sentinels.prompt(list(one), after)]) for one in given]
+    return ids, made + len(after)
+
+
 def check_tokens(prompts: list[Ids], known: int, param: str) -> None:
     if any(one and max(one) >= known for one in prompts):
         raise APIError(400, "invalid_request", f"{param} holds a token that is not below {known}", param)

@@ -79,7 +79,7 @@ class CompletionRequest(Sampling):
     best_of: int | None = Field(None, ge=1, le=BIGGEST)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=BIGGEST)
-    suffix: None = Field(None, description="not supported")
+    suffix: str | None = Field(None, description="the text after the gap, for models that were trained to infill")
     add_special_tokens: bool | None = Field(None, description=SPECIAL)
     parse_special: bool | None = Field(None, description=PARSE)
 
