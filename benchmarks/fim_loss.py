@@ -4,8 +4,9 @@
 
 For each seed one run without infilling and one with data.fim.rate = 0.5, otherwise the same: initial weights, windows,
 order, steps. Held-out loss is left to right for both. Infilling: the rest of a line, 1 to 12 characters, of held-out
-files, greedily. `exact_match`: the first tokens of the answer are the middle, as many as it has; without infilling the
-model continues the prefix. `stopped`: and end-of-text follows.
+files, greedily. `prefix_first` and `suffix_first`: the first tokens of the answer are the middle, as many as it has, by
+the order of the prompt; without infilling the model continues the prefix. `stopped`: suffix first, and end-of-text
+follows.
 """
 
 from __future__ import annotations
@@ -68,21 +69,25 @@ def tasks() -> list[tuple[list[int], list[int], list[int]]]:
     return found
 
 
-def right_answers(run: Path, fim: bool, asked: list[tuple[list[int], list[int], list[int]]]) -> tuple[float, float]:
-    """Shares of the tasks: the middle, and the middle with nothing after it."""
+def right_answers(run: Path, fim: bool, asked: list[tuple[list[int], list[int], list[int]]]) -> dict[str, float]:
+    """Shares of the tasks by the order of the prompt: the middle; and the middle with nothing after it."""
+    found = {}
     with LLM(run, device="cpu") as llm:
         assert llm.tokenizer is not None
         eot = llm.tokenizer.eot
         marks = Sentinels.of(RunSpec().data.fim, llm.tokenizer)
-        prompts = [marks.prompt(prefix, suffix) if fim else prefix for prefix, _, suffix in asked]
         params = [SamplingParams(temperature=0, max_tokens=len(middle) + 1) for _, middle, _ in asked]
-        results = llm.generate(prompts, params, progress=False)
-    right = stopped = 0
-    for (_, middle, _), result in zip(asked, results, strict=True):
-        tokens = [token for token in result.token_ids if token != eot]
-        right += tokens[: len(middle)] == middle
-        stopped += tokens == middle and result.answers[0].finish_reason == "stop"
-    return right / len(asked), stopped / len(asked)
+        for name in ("prefix_first", "suffix_first"):
+            first = name == "suffix_first"
+            prompts = [marks.prompt(prefix, suffix, first) if fim else prefix for prefix, _, suffix in asked]
+            right = stopped = 0
+            results = llm.generate(prompts, params, progress=False)
+            for (_, middle, _), result in zip(asked, results, strict=True):
+                tokens = [token for token in result.token_ids if token != eot]
+                right += tokens[: len(middle)] == middle
+                stopped += tokens == middle and result.answers[0].finish_reason == "stop"
+            found |= {name: right / len(asked), "stopped": stopped / len(asked)}
+    return found
 
 
 def one_run(job: tuple[float, int, int]) -> dict[str, Any]:
@@ -92,8 +97,7 @@ def one_run(job: tuple[float, int, int]) -> dict[str, Any]:
         began, run = time.time(), Path(folder) / "run"
         Trainer(spec_of(rate, seed, steps), run, quiet=True).run()
         loss = [step["val_loss"] for step in read_metrics(RunFolder.open(run).metrics_path) if step.get("val_loss")][-1]
-        right, stopped = right_answers(run, rate > 0, tasks())
-    found = {"rate": rate, "seed": seed, "val_loss": loss, "exact_match": right, "stopped": stopped}
+        found = {"rate": rate, "seed": seed, "val_loss": loss, **right_answers(run, rate > 0, tasks())}
     print(found, round(time.time() - began), "s", flush=True)
     return found
 
@@ -110,7 +114,7 @@ def main() -> None:
         rows = pool.map(one_run, jobs, chunksize=1)
     summary: dict[str, Any] = {}
     for rate in RATES:
-        for name in ("val_loss", "exact_match", "stopped"):
+        for name in ("val_loss", "prefix_first", "suffix_first", "stopped"):
             values = [row[name] for row in rows if row["rate"] == rate]
             summary[f"{name} at {rate:g}"] = [statistics.mean(values), statistics.stdev(values) if values[1:] else 0.0]
     pairs = [b["val_loss"] - a["val_loss"] for a, b in zip(rows[::2], rows[1::2], strict=True)]

@@ -224,3 +224,23 @@ def test_imports_resolve() -> None:
         assert one.prompt.endswith(".") and one.answer in one.known
         if one.group in ("re", "os", "codecs", "threading", "warnings", "functools"):
             assert hasattr(importlib.import_module(one.group), str(one.answer))
+
+
+@pytest.mark.parametrize(("name", "asked"), [("needle-copy", "reads:"), ("needle-repository", "_LIMIT ==")])
+def test_copies_and_constants_lie_where_they_should(name: str, asked: str) -> None:
+    suite = load_suite(name, {"needles": {"lengths": [100, 400], "depths": [0.0, 1.0], "repeats": 1}})
+    for one in load_problems(suite):
+        assert one.prompt.endswith(asked) and one.prompt.count(asked.removesuffix(" ==")) >= 2
+        place = one.prompt.index(str(one.answer)) / len(one.prompt)
+        assert (place > 0.5) == one.group.endswith("depth 1")
+        assert one.prompt.count(str(one.answer)) == 1  # said once, not in the question
+    if name == "needle-repository":  # the files before the question are Python, and define what it imports
+        names: dict[str, object] = {}
+        exec(one.prompt[: one.prompt.rindex("# file:")], names)
+        assert str(names[one.prompt.split()[-2]]) == one.answer
+
+
+def test_groups_are_read_back() -> None:
+    from lmworks.evals.formats.needle import group_name, length_and_depth
+
+    assert [length_and_depth(group_name(*place)) for place in ((256, 0.25), (4096, 1.0))] == [(256, 0.25), (4096, 1.0)]

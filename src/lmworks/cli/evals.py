@@ -330,6 +330,35 @@ def check_gate(baseline: Mapping[str, Any], gate: Path | None, results: Mapping[
     typer.echo(f"not worse than {gate} beyond noise (p < {level:g})", err=True)
 
 
+@app.command("heatmap")
+def heatmap(
+    evaluation: Annotated[Path, typer.Argument(metavar="EVALUATION", help="A folder, or a file of its results.")],
+    out: Annotated[Path, typer.Option("--out", help="An image, e.g. needle.png.")],
+    suite: Annotated[str, typer.Option("--suite", help="Which one, where there are several.")] = "",
+) -> None:
+    """Draw the score of a needle suite by length and depth.
+
+    \b
+    Examples:
+      lmworks evals heatmap evals/demo --suite needle --out needle.png
+    """
+    from ..evals.formats.needle import length_and_depth
+    from ..evals.results import read_result
+    from ..report.heat_map import draw_heat_map
+    from ..report.plots import check_plot_path
+
+    check_plot_path(out, "--out")
+    found = read_result(evaluation)
+    drawable = {name: one["groups"] for name, one in found.items() if any("depth" in group for group in one["groups"])}
+    chosen = suite or next(iter(drawable), "")
+    if chosen not in drawable:
+        there = ", ".join(drawable) or "none: it needs one with several lengths or depths"
+        raise SpecError(f"{evaluation}: no needle suite {chosen!r}; those with scores by length and depth: {there}")
+    scores = {length_and_depth(group): score for group, score in drawable[chosen].items()}
+    draw_heat_map(scores, f"{chosen}: {found[chosen]['metric']}", out)
+    typer.echo(f"drawn: {out}")
+
+
 @app.command("export")
 def export(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="A suite, or a .toml file.")],

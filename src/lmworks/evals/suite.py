@@ -41,6 +41,11 @@ class Needles(Section):
 
     section: ClassVar[str] = "needles"
 
+    task: str = opt(
+        "number",
+        "what is hidden: a number among sentences, a line to copy, a constant of a file that another one uses",
+        choices=("number", "copy", "repository"),
+    )
     lengths: list[int] = opt([256, 1024, 4096], "words of the text, approximately")
     depths: list[float] = opt([0.0, 0.25, 0.5, 0.75, 1.0], "where the needle lies: 0 at the start, 1 at the end")
     keys: int = opt(1, "needles with keys of their own, of which one is asked for", ge=1)
