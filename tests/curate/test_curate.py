@@ -404,3 +404,25 @@ def test_time_left_is_said_in_logs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "curate: 1 of 4, about 60 min left",
         "curate: 4 of 4",
     ]
+
+
+def test_rules_for_prose_and_for_code_are_for_their_own_documents(tmp_path: Path) -> None:
+    sources = tmp_path / "in"
+    sources.mkdir()
+    prose = " ".join(f"The {word} of the house is not what they said that it would be." for word in WORDS)
+    files = {
+        "good.py": "def double(x):\n    return 2 * x\n",  # few words: Gopher's rules would drop it
+        "data.py": f"x = '{'1' * 2000}'\n",
+        "good.md": prose,
+        "bad.txt": "too short",
+        "long": prose + "\n" + "house that " * 200,  # a line of 2,200 characters: the rules for code would drop it
+    }
+    for name, text in files.items():
+        (sources / name).write_text(text)
+    words = ["data", "curate", str(sources), "--rules", "gopher_quality,code", "--out", str(tmp_path / "out"), "--json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["dropped"] == {"long_line": 1, "gopher_short_doc": 1}
+    assert [one["text"] for one in documents(tmp_path / "out")] == [files["good.md"], files["good.py"], files["long"]]
+    alone = CliRunner().invoke(app, [*words[:4], "gopher_quality", *words[5:6], str(tmp_path / "prose"), "--json"])
+    assert json.loads(alone.stdout)["kept"]["documents"] == 2  # named alone, a rule is for all documents

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..spec.schema import Section
+from ..spec.schema import Section, opt
 
 KEPT = ""
 
@@ -54,8 +54,11 @@ class Stage(Section, ABC):
         """Raise an error of one line where a package is missing, before any work is done."""
 
 
+@dataclass(frozen=True)
 class DocumentStage(Stage):
     """Decides by the document alone."""
+
+    on: str = opt("all", "Documents that it looks at; others pass.", choices=("all", "code", "prose"))
 
     @abstractmethod
     def open(self) -> Decide:

@@ -209,6 +209,7 @@ CONTENT = (
     ("python", re.compile(r"(?:^|.*\n)(?:def \w+\(.*\).*:|from [\w.]+ import |import \w+$)", re.MULTILINE | re.DOTALL)),
 )
 LOOKED_AT = 8000  # characters
+PROSE = {"", "markdown", "restructuredtext", "roff", "tex", "text"}
 
 
 def language_of(path: str, text: str) -> str:
@@ -227,6 +228,19 @@ def language_of(path: str, text: str) -> str:
     if known := LANGUAGE.get(ending):
         return known
     return by_first_line(begin) or next((language for language, mark in CONTENT if mark.match(begin)), "")
+
+
+def open_stage(stage: DocumentStage) -> Decide:
+    """Its decision; documents that are not of the kind it is for are kept."""
+    decide = stage.open()
+    if stage.on == "all":
+        return decide
+    return lambda document: decide(document) if is_code(document) == (stage.on == "code") else KEPT
+
+
+def is_code(document: Document) -> bool:
+    """Source, markup and data files; not prose, and nothing that is no language known here."""
+    return language_of(str(document.meta.get("path") or document.id), document.text) not in PROSE
 
 
 def by_first_line(text: str) -> str:

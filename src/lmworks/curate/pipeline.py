@@ -24,6 +24,10 @@ VERSION = 1  # of what stages decide and how it is written: a change makes folde
 RULES = {"gopher": ("gopher_quality", "gopher_repetition")}
 """Names of `--rules` that stand for several stages; any other is the name of a stage."""
 
+FOR_PROSE = ("gopher_quality", "gopher_repetition", "c4", "c4_paragraphs", "fineweb", "language")
+FOR_CODE = ("code", "code_language", "license", "syntax")
+"""Where `--rules` has some of both, each is for its own kind of documents."""
+
 
 @dataclass(frozen=True)
 class ReadingSpec(Section):
@@ -150,8 +154,14 @@ def expand(entry: Any) -> list[Any]:
 
 def common_pipeline(sources: Sequence[str], rules: str, dedup: str, **others: Any) -> dict[str, Any]:
     """What `lmworks data curate SOURCE… --rules … --dedup …` stands for, as a pipeline file would say it."""
-    stages = ["normalise", *itertools.chain(*(expand(rule) for rule in words(rules))), *words(dedup)]
-    return {"sources": list(sources), "stages": list(dict.fromkeys(stages)), **others}
+    named = list(itertools.chain(*(expand(rule) for rule in words(rules))))
+    kinds = {"prose": FOR_PROSE, "code": FOR_CODE}
+    both = all(any(name in kind for name in named) for kind in kinds.values())
+    stages = []
+    for name in dict.fromkeys(["normalise", *named, *words(dedup)]):
+        on = next((on for on, kind in kinds.items() if both and name in kind), None)
+        stages.append({"stage": name, "on": on} if on else name)
+    return {"sources": list(sources), "stages": stages, **others}
 
 
 def words(text: str) -> list[str]:

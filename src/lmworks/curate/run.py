@@ -30,6 +30,7 @@ from ..spec.errors import DataError
 from ..spec.files import write_whole
 from .assemble import cut_shards, write_shard
 from .documents import CorpusStage, Document
+from .languages import open_stage
 from .pipeline import Phase, Pipeline
 from .reading import Rejected, read_part, stored_documents, stored_line
 from .statistics import Statistics
@@ -228,7 +229,7 @@ class PartTask:
         return record
 
     def decisions(self, phase: Phase) -> list[Callable[[Document], str]]:
-        found = [stage.open() for _, stage in phase.stages]
+        found = [open_stage(stage) for _, stage in phase.stages]
         if phase.decided:
             before, run = self.phase - 1, self.run_
             summary = run.summaries(before)[self.number]
