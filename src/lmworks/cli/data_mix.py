@@ -118,6 +118,7 @@ def weights_of(given: list[str], names: list[str]) -> dict[str, float]:
     found = dict.fromkeys(names, 0.0) if given else {}
     for one in given:
         name, _, weight = one.rpartition("=")
+        name = name if name in names else str(Path(name).absolute())  # as a spec of a run has it
         try:
             found[name] = float(weight)
         except ValueError:
