@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-
 from corpus_stages import decisions
+
 from lmworks.curate.decontaminate import LIST, Decontaminate
 from lmworks.spec.errors import DataError, SpecError
 

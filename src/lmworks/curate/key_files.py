@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Addresses = NDArray[np.uint64]
 
-RECORDS = 2**19  # compared at once: some 50 MB of arrays
+RECORDS = 2**17  # compared at once: some 10 MB of arrays
 SLOTS = 256  # equal ranges of keys whose begin in a file is known: memory is bounded up to SLOTS × RECORDS keys
 PART = np.uint64(32)  # bits of a position
 RECORD = np.dtype([("key", "<u8"), ("position", "<u4")])

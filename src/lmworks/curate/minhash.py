@@ -53,7 +53,15 @@ def parameters(config: MinHash) -> tuple[NDArray[np.uint32], NDArray[np.uint32],
 def signatures(texts: Sequence[str], config: MinHash) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
     """((documents, bands × rows), which documents have any shingle)."""
     cut = [pieces(text) for text in texts]
-    found = shingles([piece for one in cut for piece in one], config.n, config.fold)
+    parts = [least_hashes(batch, config) for batch in batches(piece for one in cut for piece in one)]
+    least, counts = np.hstack([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    first = np.cumsum([0, *map(len, cut)])[:-1]
+    return np.minimum.reduceat(least, first, axis=1).T, np.add.reduceat(counts, first) > 0
+
+
+def least_hashes(texts: Sequence[str], config: MinHash) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """((bands × rows, texts): the least value of each function; shingles of each text)."""
+    found = shingles(texts, config.n, config.fold)
     counts = np.diff(found.starts)
     filled = np.flatnonzero(counts)
     factors, shifts, _ = parameters(config)
@@ -65,8 +73,7 @@ def signatures(texts: Sequence[str], config: MinHash) -> tuple[NDArray[np.uint32
             np.multiply(found.values, factor, out=hashed)
             np.add(hashed, shift, out=hashed)
             row[filled] = np.minimum.reduceat(hashed, begins)
-    first = np.cumsum([0, *map(len, cut)])[:-1]
-    return np.minimum.reduceat(result, first, axis=1).T, np.add.reduceat(counts, first) > 0
+    return result, counts
 
 
 def band_keys(signature: NDArray[np.uint32], config: MinHash) -> NDArray[np.uint64]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-PIECE = 2**20  # bytes: a longer document is cut, so that memory does not grow with it
+PIECE = 2**17  # characters: a longer document is cut, so that memory does not grow with it
 WORD = 64  # bytes of a word that count, with its length
 LOADED = 8  # bytes read at once
 
