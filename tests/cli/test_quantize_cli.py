@@ -50,6 +50,24 @@ def test_a_run_becomes_a_folder(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "q" / "quantization.json").read_text())["scheme"] == "int8"
 
 
+def test_a_suite_is_a_gate_too(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The likelihood of texts, before and after; where it is worse beyond noise, nothing is left."""
+    texts = [" ".join(["def", "return", "for"] * (n % 7 + 1)) for n in range(20)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = [str(run), "--scheme", "int8", "--out", str(tmp_path / "q"), "--tokens", "3000", "--json"]
+    words += ["--suite", "perplexity", "--suite-data", str(tmp_path / "texts.jsonl"), "--suite-limit", "12"]
+    monkeypatch.setattr("lmworks.cli.quantize.LEVEL", 0.0)
+    code, printed, _ = call(*words)
+    (found,) = json.loads(printed)["suites"]
+    assert code == 0 and found["problems"] == 12 and found["metric"] == "bits_per_byte"
+    assert found["first"] == pytest.approx(found["second"], rel=0.05) and found["first"] != found["second"]
+    monkeypatch.setattr("lmworks.evals.compare.is_worse", lambda one: True)
+    monkeypatch.setattr("lmworks.cli.quantize.LEVEL", 1.1)
+    code, _, error = call(*words)
+    assert code == 1 and "worse beyond noise, and is not kept: perplexity bits_per_byte" in error
+    assert not (tmp_path / "q").exists()
+
+
 def test_a_quantized_folder_is_not_quantized_again(run: Path, tmp_path: Path) -> None:
     assert call(run, "--scheme", "int8", "--out", tmp_path / "q", "--tokens", 3000)[0] == 0
     code, _, error = call(tmp_path / "q", "--scheme", "int4", "--out", tmp_path / "again")

@@ -323,9 +323,7 @@ def check_gate(baseline: Mapping[str, Any], gate: Path | None, results: Mapping[
 
     worse = regressions(baseline, results, level)
     if worse:
-        said = "; ".join(
-            f"{one.suite} {one.metric} {one.first:.4f} → {one.second:.4f} (p = {one.p:.2g})" for one in worse
-        )
+        said = "; ".join(map(str, worse))
         raise Regression(f"worse than {gate}, beyond noise: {said}")
     typer.echo(f"not worse than {gate} beyond noise (p < {level:g})", err=True)
 

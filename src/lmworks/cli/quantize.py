@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +13,9 @@ import typer
 
 from ..data.progress import activity
 from ..record import RunFolder
-from ..spec import DataError, ModelSpec, SpecError
+from ..spec import DataError, LMWorksError, ModelSpec, SpecError
 from ..spec.errors import NoSuchData
+from .evals import LEVEL, chosen_suites, print_comparisons, trained_fim
 from .options import Force
 from .output import Json, loading, print_json, print_table
 
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from ..data import Tokenizer
     from ..engine.quantization.calibrated_rounding import LayerReport
     from ..engine.quantization.quantize import Calibration, Report
+    from ..evals.compare import Comparison
+    from ..evals.suite import Suite
     from ..model import GPT
 
 SHOWN = 8  # layers in the table
@@ -43,6 +49,13 @@ def quantize(
             "--max-loss-increase", min=0, help="Refuse if perplexity rises by more (default 0.02, int4 0.05)."
         ),
     ] = None,
+    suite: Annotated[
+        str, typer.Option("--suite", metavar="NAME[,…]", help="Also refuse if worse on these suites, beyond noise.")
+    ] = "",
+    suite_limit: Annotated[int, typer.Option("--suite-limit", min=0, help="Problems of each (0: all).")] = 0,
+    suite_data: Annotated[
+        list[str] | None, typer.Option("--suite-data", metavar="[SUITE=]SOURCE", help="Data in place of a suite's.")
+    ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Use the checkpoint of this step.")] = None,
     force: Force = False,
     json: Json = False,
@@ -55,6 +68,7 @@ def quantize(
     \b
     Examples:
       lmworks quantize runs/demo --scheme int4 --out quantized/demo-int4
+      lmworks quantize runs/demo --scheme int4 --out quantized/demo-int4 --suite stdlib-imports --suite-limit 50
       lmworks quantize exported/demo --scheme fp8 --calibration text.txt --out quantized/demo-fp8 --json
     """
     from ..engine.quantization.folder import check_output_folder, save_quantized
@@ -66,6 +80,7 @@ def quantize(
     get_scheme(scheme)
     if group not in GROUPS:
         raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
+    suites = chosen_suites(suite, suite_data, {}) if suite else []
     check_output_folder(out)
     if not force:
         check_quantize_memory(source, scheme, tokens)
@@ -79,10 +94,40 @@ def quantize(
             print_json(refused.report.to_dict())
         raise
     save_quantized(model, out, report, **about)
+    del model
+    compared = compare_quantized(source, out, step, suites, suite_limit) if suites else []
     if json:
-        print_json({"out": str(out), **report.to_dict()})
+        suite_scores = {"suites": [one.to_dict() for one in compared]} if suites else {}
+        print_json({"out": str(out), **report.to_dict(), **suite_scores})
     else:
         print_quantized(report, out)
+        if compared:
+            print_comparisons(compared)
+
+
+def compare_quantized(
+    source: Path, out: Path, step: int | None, suites: Sequence[Suite], limit: int
+) -> list[Comparison]:
+    """Both models on the same problems. The quantized one is removed where it is worse beyond noise."""
+    from ..evals.compare import compare_results, is_worse
+    from ..evals.engine_model import EngineModel
+    from ..evals.runner import run_suite
+    from ..llm import LLM
+
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, place, at in (("before", source, step), ("after", out, None)):
+            with LLM(place, step=at) as llm:
+                model = EngineModel(llm, {"model": str(place)}, fim=trained_fim(source))
+                results.append({one.name: run_suite(model, one, Path(folder, name, one.name), limit) for one in suites})
+    before, after = results
+    compared = [compare_results(before[one.name], after[one.name]) for one in suites]
+    worse = [one for one in compared if is_worse(one) and one.p < LEVEL]
+    if worse:
+        shutil.rmtree(out)
+        said = "; ".join(map(str, worse))
+        raise LMWorksError(f"the quantized model is worse beyond noise, and is not kept: {said}")
+    return compared
 
 
 def check_quantize_memory(source: Path, scheme: str, tokens: int) -> None:

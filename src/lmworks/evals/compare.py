@@ -34,6 +34,9 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return f"{self.suite} {self.metric} {self.first:.4f} → {self.second:.4f} (p = {self.p:.2g})"
+
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """Exact, two-sided: problems that one alone solves are a fair coin if both are equally good."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..data import Tokenizer
-from ..data.chat_template import Chat
 from ..data.chat_tokenizer import load_model_tokenizer
 from ..data.fim import vocab_with_sentinels
-from ..engine.core.request import Result, ResultCallback, ignore_result
-from ..engine.offline import OfflineEngine
 from ..engine.quantization.quantized_model import MetaModel
 from ..loading import LoadedModel, make_engine
 from ..model import GPT
@@ -22,6 +18,7 @@ from .engine_model import EngineModel
 from .formats import FORMATS
 from .formats.format import HELD_OUT
 from .runner import check_k, run_suite
+from .running_engine import RunningEngine
 from .suite import Suite, load_suite
 
 MEMORY = 0.1  # of a GPU, for the KV cache
@@ -58,7 +55,7 @@ class SuiteScores:
         """`eval/SUITE/METRIC` → value. Everything is kept in RUN/evals/step-N/SUITE."""
         trainer = self.trainer
         folder: Path = trainer.folder.path
-        llm = LiveModel(trainer.model, trainer.spec, load_model_tokenizer(folder), trainer.device)
+        llm = live_model(trainer.model, trainer.spec, load_model_tokenizer(folder), trainer.device)
         facts = {"model": trainer.spec.name, "step": trainer.step}
         found: dict[str, float] = {}
         try:
@@ -81,42 +78,14 @@ def unused(path: Path) -> Path:
     return found
 
 
-class LiveModel:
-    """A copy of weights in training, with an engine; as `LLM` has it."""
-
-    def __init__(self, model: GPT, spec: RunSpec, tokenizer: Tokenizer, device: torch.device) -> None:
-        self.tokenizer: Tokenizer | None = tokenizer
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        copy = MetaModel(spec.model).blank(device, dtype)
-        with torch.no_grad():
-            kept = dict(model.named_parameters()) | dict(model.named_buffers())
-            for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
-                tensor.copy_(kept[name])
-        options = EngineSpec(device=device.type, max_seqs=MAX_SEQS, memory=MEMORY, graphs=False)
-        loaded = LoadedModel(copy.eval(), tokenizer, (), vocab_with_sentinels(tokenizer, spec.data.fim))
-        self.backend = OfflineEngine(make_engine(loaded, options, spec.seed))
-
-    @property
-    def context(self) -> int:
-        return self.backend.context
-
-    def encode(self, prompt: Any) -> Any:
-        assert self.tokenizer is not None
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def empty_prompt(self) -> list[int]:
-        assert self.tokenizer is not None
-        return [self.tokenizer.eot]
-
-    def chat(self) -> Chat:
-        raise SpecError("suites during training are asked without a chat template")
-
-    def generate(
-        self, prompts: Any, params: Any = None, progress: bool = True, on_result: ResultCallback = ignore_result
-    ) -> list[Result]:
-        ids = [self.encode(one) for one in prompts]
-        listed = params if isinstance(params, list) else [params] * len(ids)
-        return self.backend.generate(ids, listed, progress, on_result)
-
-    def close(self) -> None:
-        self.backend.close()
+def live_model(model: GPT, spec: RunSpec, tokenizer: Tokenizer, device: torch.device) -> RunningEngine:
+    """An engine over a copy of weights in training."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    copy = MetaModel(spec.model).blank(device, dtype)
+    with torch.no_grad():
+        kept = dict(model.named_parameters()) | dict(model.named_buffers())
+        for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
+            tensor.copy_(kept[name])
+    options = EngineSpec(device=device.type, max_seqs=MAX_SEQS, memory=MEMORY, graphs=False)
+    loaded = LoadedModel(copy.eval(), tokenizer, (), vocab_with_sentinels(tokenizer, spec.data.fim))
+    return RunningEngine(make_engine(loaded, options, spec.seed), tokenizer)
