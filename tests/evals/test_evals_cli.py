@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 from scripted_model import ADD, DOUBLE, read_rows, write_rows
 
+from lmworks import LLM
 from lmworks.cli.main import main
+from lmworks.evals.engine_model import EngineModel
+from lmworks.evals.models import Completion, Prompt
+from lmworks.spec.fim import FimSpec
 from tiny import make_spec, train
 
 
@@ -66,6 +70,20 @@ def test_suites_of_all_kinds_run_over_the_engine(
     assert f"samples, logs and verdicts: {tmp_path / 'out'}" in said
     (sample,) = read_rows(tmp_path / "out" / "choices" / "samples.jsonl")
     assert sample["tokens"] == [2, 5]  # bytes of " y" and " zzzz"
+
+
+def test_a_prompt_that_is_too_long_keeps_its_end(run_dir: Path) -> None:
+    """256 tokens of context: 100 for the answer, and the rest for the end of the text; of a gap, for both sides."""
+    model = EngineModel(LLM(run_dir), {}, fim=FimSpec(rate=0.5))
+    ends = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    text = "".join(chr(97 + n % 26) for n in range(400))
+    assert bytes(model.encode(Prompt(text, **ends))).decode() == text[-155:]
+    assert bytes(model.encode(Prompt("short", **ends))).decode() == "short"
+    ids = model.encode(Prompt(text, suffix="x" * 300, **ends))
+    assert len(ids) <= 156 and ids.count(ord("x")) > 39 - 1 and ids[-1] == model.sentinels.middle  # type: ignore[union-attr]
+    found: dict[int, Completion] = {}
+    model.generate([Prompt(text, **ends)], found.__setitem__)
+    assert not found[0].error and found[0].tokens
 
 
 def test_a_killed_evaluation_goes_on(

@@ -14,6 +14,8 @@ from ..spec.errors import SpecError
 from ..spec.fim import FimSpec
 from .models import Completion, Likelihood, OnCompletion, OnLikelihood, Pair, Prompt
 
+SENTINELS = 4  # tokens beside prefix and suffix, at most
+
 
 class TextEngine(Protocol):
     """What `lmworks.LLM` has."""
@@ -67,9 +69,13 @@ class EngineModel:
         if self.template is not None:
             room = max(1, self.llm.context - prompt.max_tokens)
             return self.template.prompt([{"role": "user", "content": prompt.text}], room)[0]
+        room = max(self.llm.context // 2, self.llm.context - prompt.max_tokens)
         if prompt.suffix is not None and self.sentinels is not None:
-            return self.sentinels.prompt(self.tokenizer.encode(prompt.text), self.tokenizer.encode(prompt.suffix))
-        return prompt.text if prompt.text else self.llm.empty_prompt()
+            before, after = self.tokenizer.encode(prompt.text), self.tokenizer.encode(prompt.suffix)
+            after = after[: room // 4] if len(before) + len(after) + SENTINELS > room else after
+            return self.sentinels.prompt(before[-(room - len(after) - SENTINELS) :], after)
+        ids = list(self.llm.encode(prompt.text)) if prompt.text else self.llm.empty_prompt()
+        return ids[-(room - 1) :]  # the end of a text that is too long
 
     def likelihoods(self, pairs: Sequence[Pair], on_result: OnLikelihood) -> None:
         """Context and continuation are encoded together, as in lm-evaluation-harness; the continuation begins where

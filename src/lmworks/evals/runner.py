@@ -103,7 +103,8 @@ class Evaluation:
                 future.result()
 
     def show(self) -> None:
-        self.progress(self.suite.name, len(self.folder.verdicts), len(self.keys))
+        with self.folder.lock:
+            self.progress(self.suite.name, len(self.folder.verdicts), len(self.keys))
 
     # --- answers ------------------------------------------------------------------------------------------
 
