@@ -15,7 +15,7 @@ from ..data.progress import activity
 from ..record import RunFolder
 from ..spec import DataError, LMWorksError, ModelSpec, SpecError
 from ..spec.errors import NoSuchData
-from .evals import LEVEL, chosen_suites, print_comparisons, trained_fim
+from .evals import LEVEL, chosen_suites, print_comparisons
 from .options import Force
 from .output import Json, loading, print_json, print_table
 
@@ -113,6 +113,7 @@ def compare_quantized(
     from ..evals.engine_model import EngineModel
     from ..evals.runner import run_suite
     from ..llm import LLM
+    from ..loading import trained_fim
 
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
