@@ -16,7 +16,7 @@ from api_server import MODEL, Api, twin
 
 from lmworks import checkpoint
 from lmworks.cli.serve import load_engine_process
-from lmworks.data.fim import Sentinels
+from lmworks.data.fim import FillInMiddle, Sentinels
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from lmworks.engine.core.request import Logprob, Request
 from lmworks.engine.core.sampling_params import SamplingParams
@@ -26,8 +26,10 @@ from lmworks.serve.app import make_app
 from lmworks.serve.backend import EngineRequest, Event, ModelCard, PromptTokenizer, State, Usage
 from lmworks.serve.completions import logprobs_of
 from lmworks.serve.keys import Settings
+from lmworks.serve.prompts import encode_infilling
 from lmworks.serve.response_bodies import Offsets, TokenTexts
 from lmworks.serve.serving import LocalModel, Serving
+from lmworks.serve.workers import PromptProcessor
 from lmworks.spec.fim import FimSpec
 from tiny import make_spec
 
@@ -186,6 +188,23 @@ def test_suffix_is_infilled() -> None:
     ]
     assert [list(one.prompt) for one in backend.asks] == prompts
     assert [tuple(one.params.stop_token_ids) for one in backend.asks] == [(263,), (7, 263), (7, 263), (263,)]
+
+
+def test_other_files_stay_before_the_sentinels() -> None:
+    """As the loader has trained on a repository: the last file alone is an infilling example."""
+    tokenizer = ByteTokenizer()
+    spec = FimSpec(rate=1.0, spm_rate=0.0, split="line")
+    made = FillInMiddle(spec, tokenizer, seed=0)
+    mark = tokenizer.token_id("<file_sep>")
+    assert mark is not None
+    trained = made.example([mark, *b"b.py\nx\ny\nz\n", tokenizer.eot], [0.0, 1.0, 0.2, 0.6])
+    assert trained.index(made.sentinels.prefix) == 1
+    prompted, _ = encode_infilling(
+        PromptProcessor("m", PromptTokenizer(tokenizer, sentinels=made.sentinels)),
+        [[mark, *b"a.py\n1\n", mark, *b"b.py\n"]], "z\n", (None, True),
+    )  # fmt: skip
+    other = [mark, *b"a.py\n1\n"]
+    assert list(prompted[0]) == other + trained[: trained.index(made.sentinels.middle) + 1]
 
 
 def test_suffix_of_a_model_that_does_not_infill(api: Api) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ..data.chat_template import Message as TemplateMessage
 from ..data.chat_template import find_template, read_config, template_folder, token_text
-from ..data.tokenizer import ByteTokenizer
+from ..data.tokenizer import FILE_TOKENS, ByteTokenizer
 from . import sse
 from .body import read_body
 from .limits import APIError
@@ -65,7 +65,10 @@ def encode(
 def encode_infilling(
     processor: PromptProcessor, prompts: list[str | Ids], suffix: str, special: Special
 ) -> tuple[list[Ids], int]:
-    """Prompts for the text between each of these and the suffix, and how many ids were tokenized here."""
+    """Prompts for the text between each of these and the suffix, and how many ids were tokenized here.
+
+    Other files of a repository, up to the last token that begins a file, stay before the sentinels, as in training.
+    """
     tokenizer, sentinels = processor.prompt_tokenizer, processor.prompt_tokenizer.sentinels
     if sentinels is None:
         message = f"{processor.name} has no tokens that mark a prefix and a suffix: it was not trained to infill"
@@ -75,7 +78,11 @@ def encode_infilling(
     after = tokenizer.encode(suffix, False, parse)
     given: list[Ids] = [tokenizer.encode(one, False, parse) if isinstance(one, str) else one for one in prompts]
     made = sum(len(ids) for one, ids in zip(prompts, given, strict=True) if isinstance(one, str))
-    ids: list[Ids] = [array("i", [*before, *sentinels.prompt(list(one), after)]) for one in given]
+    marks = {tokenizer.require_tokenizer().token_id(name) for name in FILE_TOKENS}
+    ids: list[Ids] = []
+    for one in given:
+        begin = next((at for at in range(len(one), 0, -1) if one[at - 1] in marks), 0)
+        ids.append(array("i", [*before, *one[:begin], *sentinels.prompt(list(one[begin:]), after)]))
     return ids, made + len(after)
 
 
