@@ -97,7 +97,7 @@ def begin(pipeline: Pipeline) -> Run | Curated:
 
 def join(pipeline: Pipeline, progress: Progress = silent) -> None:
     """Work on a run that has begun, beside other processes of this or other machines, until it is finished."""
-    run, failed = open_run(pipeline), pipeline.out / WORK_FOLDER / FAILED
+    run, failed = open_run(pipeline, check=False), pipeline.out / WORK_FOLDER / FAILED
 
     def notify(step: str, done: int, total: int) -> None:
         if failed.exists():

@@ -314,13 +314,13 @@ def all_parts(source: str, reading: Reading, out: Path) -> list[Part]:
     return [*parts_of(source, reading, out), *([Part("links", source, tuple(links))] if links else [])]
 
 
-def open_run(pipeline: Pipeline) -> Run:
-    """The parts as the first process of the run found them."""
+def open_run(pipeline: Pipeline, check: bool = True) -> Run:
+    """The parts as the first process of the run found them; `check`: that their files are still the same."""
     file = pipeline.out / WORK_FOLDER / "plan.json"
     if file.exists():
         plan = msgspec.json.decode(file.read_bytes(), type=PlanFile)
         parts = tuple(Part(**{**part, "files": tuple(part["files"])}) for part in plan.parts)
-        if fingerprint_of(parts) != plan.files:
+        if check and fingerprint_of(parts) != plan.files:
             raise DataError(
                 f"{pipeline.out}: files of the sources have changed since this run began; remove the folder, or choose "
                 "another --out"

@@ -123,8 +123,12 @@ def documents_of(part: Part, reading: Reading) -> Iterator[Document]:
 def fingerprint_of(parts: Sequence[Part]) -> list[str]:
     """Changes when the files do: their names, sizes and times. A dataset on a hub counts by its name alone."""
     files = dict.fromkeys(file for part in parts for file in part.files)
-    statuses = [(file, os.stat(file) if os.path.exists(file) else os.lstat(file)) for file in files]
-    return [f"{file} {status.st_size} {status.st_mtime_ns}" for file, status in statuses]
+    return [f"{file} {size_and_time(file)}" for file in files]
+
+
+def size_and_time(file: str) -> str:
+    status = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a link that leads nowhere
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def file_parts(source: str, files: list[str], reading: Reading) -> list[Part]:
@@ -165,15 +169,21 @@ def repository_documents(part: Part, reading: Reading) -> Iterator[Document]:
 
 def folder_files(folder: Path, glob: str, out: Path) -> list[str]:
     """Regular files that match, by name in a fixed order; hidden files and folders (.git) are left out."""
+    result = out.resolve()
+    holds_result = result.is_relative_to(folder.resolve())
     try:
-        found = [path for path in folder.glob(glob) if path.is_file()]
+        found = [  # as strings: a tree may have a million files
+            str(path)
+            for path in folder.glob(glob)
+            if path.is_file()
+            and not any(name.startswith(".") for name in path.relative_to(folder).parts)
+            and not (holds_result and path.resolve().is_relative_to(result))
+        ]
     except (ValueError, NotImplementedError) as error:
         raise SpecError(f"--glob {glob!r} cannot be used: {error}") from None
-    own = [path for path in found if not path.resolve().is_relative_to(out.resolve())]
-    visible = [path for path in own if not any(name.startswith(".") for name in path.relative_to(folder).parts)]
-    if not visible:
+    if not found:
         raise NoSuchData(f"no file in {folder} matches {glob!r}; choose others with --glob, e.g. '**/*.py'")
-    return [str(path) for path in sorted(visible, key=lambda path: path.relative_to(folder).parts)]
+    return sorted(found, key=lambda file: file.replace("/", "\0"))  # folder by folder
 
 
 def broken_links(source: str, glob: str) -> list[str]:
