@@ -22,6 +22,7 @@ from lmworks.spec import RunSpec
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 POINTS = Path(__file__).parents[1] / "validation" / "scaling" / "chinchilla_points.csv"
+CONFIGS = Path(__file__).parents[1] / "configs"
 TRACES = Path(__file__).parent / "trace" / "data"
 GPU = "cluster.gpu=H100-SXM-80GB"
 LAYOUT = (
@@ -441,6 +442,48 @@ def sweeps(sample: Sample) -> None:
     sample.prints("runs")
 
 
+def curated(sample: Sample) -> None:
+    """Documents that several stages drop, and a classifier of two kinds of them."""
+    for kind in ("chosen", "raw"):
+        (sample.folder / kind).mkdir()
+        for number in range(40):
+            text = f"# {kind} {number}\n" + f"{kind}_{number % 9} = {number}\n" * (1 + number % 7)
+            (sample.folder / kind / f"{number}.py").write_text(text if number else "x" * 5000)
+    chosen, raw = str(sample.folder / "chosen"), str(sample.folder / "raw")
+    sample.prints(
+        "data", "curate", chosen, raw, "--rules", "code", "--dedup", "exact,minhash", "--out", f"{chosen}-clean"
+    )
+    sample.prints("data", "quality", chosen, "--raw", raw, "--out", f"{chosen}.npz")
+
+
+def tried_mixtures(sample: Sample) -> None:
+    from lmworks.sweep.folder import Sweep
+    from lmworks.sweep.space import Space
+
+    names = [str(sample.folder / name) for name in ("a-folder-of-code", "a-folder-of-prose")]
+    base = {"name": "mixtures", "model": {"preset": "tiny"}, "data": {"mix": dict.fromkeys(names, 0.5)}}
+    sweep = Sweep.create(sample.folder / "mixtures", base, Space(()), "sweep")
+    spec = RunSpec.from_dict(base)
+    for number in range(8):
+        mix = dict(zip(names, ((number + 1) / 10, 1 - (number + 1) / 10), strict=True))
+        trial = sweep.propose({"seed": number})
+        RunFolder.create(sweep.folder(number).path, spec.replace(data=spec.data.replace(mix=mix)))
+        sweep.write(replace(trial, state="finished", step=1, result={"step": 1}))
+    loaded = SimpleNamespace(spec=spec, model=None)
+    sample.patch.setattr("lmworks.train.load_run.load_trained", lambda path: replace_mix(loaded, path))
+    sample.patch.setattr("lmworks.train.evaluate.held_out", lambda spec: spec)
+    sample.patch.setattr(
+        "lmworks.train.evaluate.evaluate",
+        lambda share, spec, *_: SimpleNamespace(loss=2 + (1.1 - share if spec.data.path == names[0] else share) ** 2),
+    )
+    sample.prints("data", "fit-mix", str(sweep.path))
+
+
+def replace_mix(loaded: SimpleNamespace, path: Path) -> SimpleNamespace:
+    """A run whose model is the share of the first source."""
+    return SimpleNamespace(spec=loaded.spec, model=next(iter(RunFolder.open(path).spec().data.mix.values())))
+
+
 def ladder(sample: Sample) -> None:
     (sample.folder / "ladder.toml").write_text(
         'spec = "tiny"\nparams = [1e6, 8e6]\nflops = [1e15, 1e16]\nschedule = "wsd"\nmax_epochs = 1e6\n'
@@ -468,6 +511,8 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (contents, "checkpoint.print_contents"),
     (lambda sample: data(sample, "inspect"), "data.print_survey"),
     (lambda sample: data(sample, "window"), "data.window"),
+    (curated, "data_curate.print_curated data_quality.quality"),
+    (tried_mixtures, "data_mix.fit_mix"),
     (demo, "demo.compare"),
     (diagnosed, "diagnose.print_diagnosis"),
     (typed("hardware"), "plan_lookup.print_catalogue"),
@@ -484,6 +529,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
         typed("plan", "run", "llama3-1b", GPU, "align.method=grpo", 'align.rewards=["exact"]', "data.seq=1024"),
         "plan.print_phases plan.print_rounds",
     ),
+    (typed("plan", "run", str(CONFIGS / "code" / "4b-pretrain.toml")), "plan.print_run_stages"),
     (typed("plan", "reliability", "--gpus", "1024", "--every", "50"), "plan_reliability.print_forecasts"),
     (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),

@@ -65,7 +65,7 @@ def fit_mix(
     batches: Annotated[int, typer.Option(min=0, help="Micro-batches of each measurement (0: all held-out data).")] = 0,
     json: Json = False,
 ) -> None:
-    """Fit a law of the loss to mixtures that were tried, and recommend one.
+    """Fit a law of the loss to tried mixtures, and recommend one.
 
     Every finished trial is measured on the held-out data of each source.
 

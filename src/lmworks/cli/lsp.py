@@ -33,9 +33,9 @@ def lsp(
         str, typer.Option("--key-variable", help="Environment variable with the server's API key.")
     ] = "LMWORKS_API_KEY",
 ) -> None:
-    """Complete code in an editor: a language server on stdin and stdout.
+    """Complete code in an editor, over the Language Server Protocol.
 
-    The editor starts it. It asks a server that infills (`lmworks serve`), with the files of the project that are most
+    The editor starts it, and talks to it on stdin and stdout. It asks a server that infills (`lmworks serve`), with the files of the project that are most
     like the one under the cursor.
 
     \\b
