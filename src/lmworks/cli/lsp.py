@@ -35,8 +35,8 @@ def lsp(
 ) -> None:
     """Complete code in an editor, over the Language Server Protocol.
 
-    The editor starts it, and talks to it on stdin and stdout. It asks a server that infills (`lmworks serve`), with the files of the project that are most
-    like the one under the cursor.
+    The editor starts it, and talks to it on stdin and stdout. It asks a server that infills (`lmworks serve`), with the
+    files of the project that are most like the one under the cursor.
 
     \\b
     Examples:
