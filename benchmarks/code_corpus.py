@@ -29,6 +29,8 @@ from pathlib import Path
 
 from common import write_result
 
+from lmworks.spec import dump_toml
+
 PACKAGES = {
     "c": ("linux-source-6.1",),
     "go": ("golang-1.19-src",),
@@ -95,15 +97,9 @@ def clean(root: Path, language: str) -> Path:
         "reading": {"glob": GLOBS[language]},
     }
     file = root / f"{language}.toml"
-    file.write_text(toml_of(pipeline), encoding="utf-8")
+    file.write_text(dump_toml(pipeline), encoding="utf-8")
     lmworks("data", "curate", str(file))
     return out
-
-
-def toml_of(pipeline: dict[str, object]) -> str:
-    from lmworks.spec import dump_toml
-
-    return dump_toml(pipeline)
 
 
 def write_sample(root: Path, folders: list[Path]) -> Path:

@@ -9,8 +9,6 @@ from typing import Any
 Stop = Callable[[str], int | None]
 """Where a completion ends, in characters, given what has come of it; None: it may go on."""
 
-STOPS = ("line", "block", "syntax")
-
 
 def end_of_line(completion: str) -> int | None:
     at = completion.find("\n")
