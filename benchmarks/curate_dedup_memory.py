@@ -1,10 +1,10 @@
 """Peak memory of deduplication as the corpus grows: all processes together, over real and distinct documents.
 
-    OMP_NUM_THREADS=1 python benchmarks/curate_dedup_memory.py SCRATCH FOLDER_OF_SOURCE_FILES… --gigabytes 0.5 1 2
+    OMP_NUM_THREADS=1 python benchmarks/curate_dedup_memory.py SCRATCH FOLDER_OR_TAR_ARCHIVE… --gigabytes 0.5 1 2
 
-The files of the folders, each content once, are written as one JSON-lines file for each size; a smaller one is the
-beginning of a larger one. `lmworks data curate` then runs on each, and the proportional memory (PSS) of its whole
-process tree is read ten times a second.
+The files of the folders and archives, each content once, are written as one JSON-lines file for each size; a smaller
+one is the beginning of a larger one. `lmworks data curate` then runs on each, and the proportional memory (PSS) of its
+whole process tree is read ten times a second.
 """
 
 from __future__ import annotations
@@ -16,33 +16,48 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common import write_result
 
 GB = 10**9
 SAMPLE_S = 0.1
+LONGEST = 2**22  # bytes of a document
 
 
-def documents(folders: list[Path]) -> Iterator[bytes]:
+def files(source: Path) -> Iterator[tuple[str, bytes]]:
+    """Of a folder, or of a tar archive that is read in one pass, without unpacking it."""
+    if source.is_dir():
+        for path in sorted(path for path in source.rglob("*") if path.is_file() and not path.is_symlink()):
+            yield str(path.relative_to(source)), path.read_bytes()
+        return
+    with tarfile.open(source, "r|*") as archive:
+        for member in archive:
+            if member.isfile() and member.size <= LONGEST and (opened := archive.extractfile(member)):
+                yield member.name, opened.read()
+            archive.members.clear()  # type: ignore[attr-defined]  # a stream keeps them all otherwise
+
+
+def documents(sources: list[Path]) -> Iterator[bytes]:
     """Lines of JSON, each content once."""
     seen: set[bytes] = set()
-    for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
-            raw = path.read_bytes()
+    for source in sources:
+        for name, raw in files(source):
             digest = hashlib.blake2b(raw, digest_size=8).digest()
-            if not raw or digest in seen or b"\0" in raw or len(raw) > 2**22:
+            if not raw or digest in seen or b"\0" in raw or len(raw) > LONGEST:
                 continue
             seen.add(digest)
             try:
-                yield json.dumps({"text": raw.decode(), "path": str(path.relative_to(folder))}).encode() + b"\n"
+                yield json.dumps({"text": raw.decode(), "path": name}).encode() + b"\n"
             except UnicodeDecodeError:
                 continue
 
 
-def write_corpora(folders: list[Path], sizes: list[float], scratch: Path) -> dict[float, Path]:
+def write_corpora(sources: list[Path], sizes: list[float], scratch: Path) -> dict[float, Path]:
     """Sizes are of the text itself, before JSON's escapes."""
     paths = {size: scratch / f"corpus-{size:g}GB.jsonl" for size in sizes}
     if all(path.exists() for path in paths.values()):
@@ -50,7 +65,7 @@ def write_corpora(folders: list[Path], sizes: list[float], scratch: Path) -> dic
     total = 0
     with contextlib.ExitStack() as stack:
         files = {size: stack.enter_context(open(path, "wb")) for size, path in paths.items()}
-        for line in documents(folders):
+        for line in documents(sources):
             for size, file in files.items():
                 if total < size * GB:
                     file.write(line)
@@ -58,7 +73,7 @@ def write_corpora(folders: list[Path], sizes: list[float], scratch: Path) -> dic
             if total >= max(sizes) * GB:
                 break
     if total < max(sizes) * GB:
-        raise SystemExit(f"the folders hold {total / GB:.2f} GB of distinct text; give more")
+        raise SystemExit(f"the sources hold {total / GB:.2f} GB of distinct text; give more")
     return paths
 
 
@@ -75,19 +90,29 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def memory(pids: list[int]) -> int:
-    """Anonymous and file pages, shared ones in proportion, in bytes."""
-    total = 0
+def memory(pids: list[int]) -> tuple[int, int]:
+    """(anonymous and file pages, anonymous ones), shared ones in proportion, in bytes."""
+    found = {"Pss:": 0, "Pss_Anon:": 0}
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return total
+        for name, size, *_ in map(str.split, lines):
+            if name in found:
+                found[name] += int(size) * 1024
+    return found["Pss:"], found["Pss_Anon:"]
 
 
-def measure(corpus: Path, dedup: str, workers: int, scratch: Path) -> dict[str, float | int | dict]:
+def step_of(out: Path) -> str:
+    """The folder of the work that changed last: phase-N passes over documents, merge-N and end-N compare keys."""
+    try:
+        return max((path.stat().st_mtime, path.name) for path in (out / ".work").iterdir() if path.is_dir())[1]
+    except (OSError, ValueError):
+        return "start"
+
+
+def measure(corpus: Path, dedup: str, workers: int, scratch: Path) -> dict[str, Any]:
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     command = ["-m", "lmworks", "data", "curate", str(corpus), "--dedup", dedup, "--out", str(out)]
@@ -96,9 +121,13 @@ def measure(corpus: Path, dedup: str, workers: int, scratch: Path) -> dict[str, 
         [sys.executable, *command, "--workers", str(workers), "--json"], stdout=subprocess.PIPE, text=True
     )
     peak = processes = 0
+    by_step: dict[str, list[int]] = {}  # at its peak: all pages, anonymous pages
     while process.poll() is None:
         pids = tree(process.pid)
-        peak, processes = max(peak, memory(pids)), max(processes, len(pids))
+        now = memory(pids)
+        peak, processes = max(peak, now[0]), max(processes, len(pids))
+        step = step_of(out)
+        by_step[step] = max(by_step.get(step, [0, 0]), list(now))
         time.sleep(SAMPLE_S)
     assert process.stdout is not None
     result = json.loads(process.stdout.read())
@@ -106,6 +135,7 @@ def measure(corpus: Path, dedup: str, workers: int, scratch: Path) -> dict[str, 
     shutil.rmtree(out)
     return {
         "peak_mb": round(peak / 1e6, 1),
+        "peak_mb_by_step": {step: [round(size / 1e6, 1) for size in sizes] for step, sizes in sorted(by_step.items())},
         "processes": processes,
         "seconds": round(seconds, 1),
         "kept": result["kept"],
@@ -116,13 +146,13 @@ def measure(corpus: Path, dedup: str, workers: int, scratch: Path) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scratch", type=Path)
-    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.5, 1, 2])
     parser.add_argument("--dedup", default="exact,minhash")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     args.scratch.mkdir(parents=True, exist_ok=True)
-    corpora = write_corpora(args.folders, args.gigabytes, args.scratch)
+    corpora = write_corpora(args.sources, args.gigabytes, args.scratch)
     found = {f"{size:g} GB": measure(path, args.dedup, args.workers, args.scratch) for size, path in corpora.items()}
     peaks = [one["peak_mb"] for one in found.values()]
     growth = round(peaks[-1] / peaks[0] - 1, 4)

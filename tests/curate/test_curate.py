@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import app
 from lmworks.curate.curate import curate
+from lmworks.curate.dedup import Exact, Lines, NearDuplicates
 from lmworks.curate.documents import Stage
 from lmworks.curate.normalise import Normalise
 from lmworks.curate.pipeline import OutputSpec, Pipeline, ReadingSpec
 from lmworks.data import prepare, progress
-from lmworks.data.sources import Part, parts_of
+from lmworks.data.sources import Part, Reading, documents_of, parts_of
 from lmworks.spec.errors import DataError, SpecError
 
 SMALL = ReadingSpec(part_bytes=300)
@@ -339,6 +340,25 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(DataError, match=r"cut\.jsonl\.gz is damaged at byte \d+ of its text"):
         curate(pipeline(tmp_path / "cut.jsonl.gz", tmp_path / "cut"), workers=1)
+    packed = gzip.compress(random.Random(0).randbytes(2000).hex().encode())
+    (tmp_path / "torn.jsonl.gz").write_bytes(packed[:1000] + b"\xff" * 50 + packed[1050:])
+    (tmp_path / "no.jsonl.zst").write_bytes(b"no such thing")
+    for name in ("torn.jsonl.gz", "no.jsonl.zst"):
+        with pytest.raises(DataError, match=rf"{name} is damaged at byte 0 of its text"):
+            curate(pipeline(tmp_path / name, tmp_path / name.replace(".", "-")), workers=1)
+        with pytest.raises(DataError, match=f"{name} is damaged"):
+            list(documents_of(parts_of(str(tmp_path / name), Reading(), tmp_path / "out")[0], Reading()))
+
+
+def test_a_part_without_documents_passes_every_corpus_stage(tmp_path: Path) -> None:
+    """A link that leads nowhere is a part of its own, and holds no document."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "a.txt").write_text("some words that are here once and stay")
+    os.symlink("nowhere", tree / "gone")
+    stages = [Exact(), Lines(), NearDuplicates(verify=0.7)]
+    done = curate(pipeline(tree, tmp_path / "out", stages=stages), workers=1)
+    assert done.index["kept"]["documents"] == 1 and done.index["dropped"] == {"broken_link": 1}
 
 
 def test_empty_corpus_says_so(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from corpus_stages import decisions, kept
 
-from lmworks.curate import key_files
+from lmworks.curate import clusters, key_files
 from lmworks.curate.dedup import Exact, Lines, NearDuplicates
+from lmworks.curate.documents import KEPT
 from lmworks.curate.key_files import REPEAT, components, connected, read_part, write_pairs
 from lmworks.curate.minhash import CODE, PROSE, MinHash, band_keys, parameters, signatures
 from lmworks.curate.shingles import PIECE, shingles
@@ -157,15 +158,19 @@ def corpus(draw: random.Random) -> list[str]:
     return [*texts, "short", "short"]
 
 
-def first_of_components(texts: list[str], least: float) -> list[str]:
-    """By the exact Jaccard similarity of all pairs."""
+def roots_of(texts: list[str], least: float) -> list[int]:
+    """The first of each text's component, by the exact Jaccard similarity of all pairs."""
     root = list(range(len(texts)))
     for b in range(len(texts)):
         for a in range(b):
             if len(texts[a].split()) > 5 and len(texts[b].split()) > 5 and jaccard(texts[a], texts[b]) > least:
                 one, other = root[a], root[b]
                 root = [min(one, other) if at in (one, other) else at for at in root]
-    return [text for at, text in enumerate(texts) if root[at] == at]
+    return root
+
+
+def first_of_components(texts: list[str], least: float) -> list[str]:
+    return [text for at, (text, root) in enumerate(zip(texts, roots_of(texts, least), strict=True)) if root == at]
 
 
 @pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), (2**19, 100)])
@@ -180,6 +185,44 @@ def test_near_duplicates_keep_the_first_of_each_component(
     parts = [texts[at : at + cut] for at in range(0, len(texts), cut)]
     for preset in ("prose", "code"):
         assert kept(NearDuplicates(preset=preset), parts, tmp_path / preset) == expected
+
+
+def test_verified_pairs_are_those_of_the_exact_similarity(tmp_path: Path) -> None:
+    """20 bands of one row make candidates of nearly all pairs: their similarity decides alone."""
+    draw = random.Random(6)
+    pairs = [planted(similarity, draw, 120) for similarity in (0.3, 0.5, 0.68, 0.7, 0.72, 0.9) for _ in range(5)]
+    pairs.append(planted(0.9, draw, 50_000))  # longer than a piece
+    texts = [text for pair in pairs for text in pair]
+    stage = NearDuplicates(bands=20, rows=1, verify=0.7)
+    found = [why != KEPT for part in decisions(stage, [texts[:23], texts[23:]], tmp_path) for why, _ in part]
+    assert found == [again and jaccard(*pair) >= 0.7 for pair in pairs for again in (False, True)]
+    assert 5 < sum(found) < 20
+
+
+@pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), (2**19, 100)])
+def test_clusters_are_the_components(records: int, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_files, "RECORDS", records)
+    monkeypatch.setattr(clusters, "RECORDS", records)
+    texts = corpus(random.Random(5))
+    root = dict(enumerate(roots_of(texts, 0.8)))
+    members = [[at for at in root if root[at] == first] for first in sorted(set(root.values()))]
+    members = sorted((one for one in members if len(one) > 1), key=lambda one: (-len(one), one[0]))
+    kept(NearDuplicates(), [texts[at : at + cut] for at in range(0, len(texts), cut)], tmp_path)
+    report = NearDuplicates().report([], tmp_path / "concluded")["clusters"]
+    assert report["clusters"] == len(members)
+    assert report["documents"] == sum(map(len, members))
+    ranges = {"2": range(2, 3), "3-4": range(3, 5), "5-8": range(5, 9), "9-16": range(9, 17)}
+    sizes = {name: sum(len(one) in sizes for one in members) for name, sizes in ranges.items()}
+    assert report["sizes"] == {name: count for name, count in sizes.items() if count}
+    names = [f"{at // cut}-{at % cut}" for at in range(len(texts))]
+    assert report["largest"] == [
+        {
+            "size": len(one),
+            "kept": {"id": names[one[0]], "text": texts[one[0]][:300]},
+            "others": [{"id": names[at], "text": texts[at][:300]} for at in one[1:4]],
+        }
+        for one in members[:10]
+    ]
 
 
 @pytest.mark.parametrize("records", [2, 10, 1000])

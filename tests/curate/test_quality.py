@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmworks.curate.classifier import BITS, Classifier, auc, features, minimise, train
+from lmworks.curate.classifier import BITS, Classifier, auc, features, lbfgs, train
 from lmworks.curate.documents import Document
 from lmworks.curate.quality import Quality, train_on
 from lmworks.data.sources import Reading
@@ -50,7 +50,7 @@ def test_minimum_is_scipys() -> None:
         return float(value), rows.T @ (1 / (1 + np.exp(-margin)) - truth) / 80 + 0.02 * weights
 
     expected = optimize.minimize(loss, np.zeros(12), jac=True, method="BFGS", options={"gtol": 1e-9}).x
-    assert np.abs(minimise(loss, np.zeros(12)) - expected).max() < 1e-4
+    assert np.abs(lbfgs(loss, np.zeros(12)) - expected).max() < 1e-4
 
 
 def test_sparse_products_are_those_of_the_dense_matrix() -> None:

@@ -82,6 +82,7 @@ def page_of(card: Mapping[str, Any]) -> str:
         ),
         "<h2>Dropped, by stage and reason</h2>",
         *(reasons_of(name, stage) for name, stage in card["stages"].items()),
+        *(clusters_of(name, stage["report"]) for name, stage in card["stages"].items() if stage.get("report")),
         "<h2>What is left</h2>",
         f"<p>Mean document {found['mean_bytes']:,.0f} bytes. "
         f"Tokens ({escaped(card['pipeline']['output']['tokenizer'])}): "
@@ -114,6 +115,27 @@ def reasons_of(name: str, stage: Mapping[str, Any]) -> str:
         title = f"{escaped(name)}: {escaped(reason)}, {entry['documents']:,} documents, {megabytes(entry['bytes'])}"
         found.append(f"<details><summary>{title}</summary>{samples}</details>")
     return "".join(found)
+
+
+def clusters_of(name: str, report: Mapping[str, Any]) -> str:
+    """Of near-duplicates; reports of other stages are in the JSON alone."""
+    found = report.get("clusters")
+    if not found or not found["clusters"]:
+        return ""
+    shown = []
+    for one in found["largest"]:
+        documents = [("kept", one["kept"]), *(("dropped", other) for other in one["others"])]
+        samples = "".join(
+            f"<p><small>{what}: {escaped(document['id'])}</small></p><pre>{escaped(document['text'])}</pre>"
+            for what, document in documents
+        )
+        title = f"{one['size']:,} documents like {escaped(one['kept']['id'])}"
+        shown.append(f"<details><summary>{title}</summary>{samples}</details>")
+    sizes = table(["documents", "clusters"], [[size, f"{count:,}"] for size, count in found["sizes"].items()])
+    return (
+        f"<h2>Clusters: {escaped(name)}</h2><p>{found['clusters']:,} clusters of {found['documents']:,} documents; of "
+        f"each the first is kept.</p>{sizes}{''.join(shown)}"
+    )
 
 
 def mix_of(name: str, mix: Mapping[str, Sequence[int]], total: int) -> str:

@@ -144,7 +144,7 @@ def train(chosen: Iterable[str], raw: Iterable[str], penalty: float = 1e-5) -> T
         value = float(share @ (np.logaddexp(0, margin) - truth * margin)) + penalty * float(weights @ weights) / 2
         return value, np.append(inner.transposed_times(error), error.sum()) + penalty * weights
 
-    classifier = Classifier(minimise(loss, np.zeros(2**BITS + 1)))
+    classifier = Classifier(lbfgs(loss, np.zeros(2**BITS + 1)))
     scores = classifier.scores(everything.only(out))
     of_raw = scores[label[out] == 0]
     thresholds = {f"{keep:.0%}": float(np.quantile(of_raw, 1 - keep)) for keep in (0.1, 0.3, 0.5, 0.7, 0.9)}
@@ -178,14 +178,14 @@ def auc(scores: Vector, labels: Vector) -> float:
     return float((rank[positive].sum() - many * (many + 1) / 2) / (many * few))
 
 
-def minimise(loss: Loss, start: Vector, steps: int = 200, memory: int = 10, tolerance: float = 1e-6) -> Vector:
+def lbfgs(loss: Loss, start: Vector, steps: int = 200, memory: int = 10, tolerance: float = 1e-6) -> Vector:
     """L-BFGS with a line search by halving (Nocedal & Wright, algorithms 7.4 and 3.1)."""
     at, (value, slope) = start, loss(start)
     history: list[tuple[Vector, Vector]] = []
     for _ in range(steps):
         if np.abs(slope).max() < tolerance:
             break
-        direction = -two_loops(slope, history)
+        direction = -two_loop_recursion(slope, history)
         length, reach = 1.0 if history else 1.0 / float(np.linalg.norm(slope)), float(slope @ direction)
         while (tried := loss(at + length * direction))[0] > value + 1e-4 * length * reach:
             length /= 2
@@ -198,7 +198,7 @@ def minimise(loss: Loss, start: Vector, steps: int = 200, memory: int = 10, tole
     return at
 
 
-def two_loops(slope: Vector, history: Sequence[tuple[Vector, Vector]]) -> Vector:
+def two_loop_recursion(slope: Vector, history: Sequence[tuple[Vector, Vector]]) -> Vector:
     """The inverse Hessian of the last steps times the slope."""
     result, used = slope.copy(), []
     for step, change in reversed(history):

@@ -20,6 +20,7 @@ from ..spec.errors import DataError, LMWorksError, SpecError
 from ..spec.files import check_writable, read_json_object, sync_folder, write_whole
 from .assemble import check_format, move_shards, remove_tree
 from .card import CARD_HTML, CARD_JSON, card_of, page_of
+from .heap import return_large_buffers
 from .pipeline import Pipeline
 from .run import WORK_FOLDER, Run, all_parts, open_run, work
 
@@ -97,6 +98,7 @@ def begin(pipeline: Pipeline) -> Run | Curated:
 
 def join(pipeline: Pipeline, progress: Progress = silent) -> None:
     """Work on a run that has begun, beside other processes of this or other machines, until it is finished."""
+    return_large_buffers()
     run, failed = open_run(pipeline, check=False), pipeline.out / WORK_FOLDER / FAILED
 
     def notify(step: str, done: int, total: int) -> None:

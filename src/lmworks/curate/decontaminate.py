@@ -64,7 +64,7 @@ def read_sets(files: tuple[str, ...], fields: tuple[str, ...], n: int, least: in
             hashes = ngram_hashes(word_hashes([text.lower()], fold=False)[0], size)
             for at, value in enumerate(hashes.tolist()):
                 gram = words[at : at + size]
-                if telling(gram):
+                if is_distinctive(gram):
                     sizes.add(size)
                     found.setdefault(value, (" ".join(gram), item))
     if not found:
@@ -80,7 +80,7 @@ def split(text: str) -> list[str]:
     return [word.decode("utf-8", "replace") for word in word_bytes(text.lower(), fold=False).split(b"\0") if word]
 
 
-def telling(gram: Sequence[str]) -> bool:
+def is_distinctive(gram: Sequence[str]) -> bool:
     """Half of the words or more differ, and half or more have a letter."""
     return 2 * len(set(gram)) >= len(gram) and 2 * sum(any(map(str.isalpha, word)) for word in gram) >= len(gram)
 
@@ -193,7 +193,7 @@ class Decontaminate(CorpusStage):
             for folder in summaries:
                 names = json.loads((folder / NAMES).read_text())
                 listed = set()
-                for position, ngram in self.telling_hits(merged[0], folder).tolist():
+                for position, ngram in self.distinctive_hits(merged[0], folder).tolist():
                     if (position, known.items[ngram]) not in listed:
                         listed.add((position, known.items[ngram]))
                         hit = {
@@ -203,12 +203,12 @@ class Decontaminate(CorpusStage):
                         }
                         file.write(json.dumps(hit) + "\n")
 
-    def telling_hits(self, merged: Path, summary: Path) -> NDArray:
+    def distinctive_hits(self, merged: Path, summary: Path) -> NDArray:
         hits = np.load(summary / HITS)
         return hits[np.load(merged / COUNTS)[hits["ngram"]] <= self.max_documents]
 
     def open(self, part: int, merged: Sequence[Path], concluded: Path, summary: Path) -> Decide:
-        return drop("contaminated", np.unique(self.telling_hits(merged[0], summary)["position"]))
+        return drop("contaminated", np.unique(self.distinctive_hits(merged[0], summary)["position"]))
 
     def report(self, merged: Sequence[Path], concluded: Path) -> dict[str, Any]:
         known, counts = self.known(), np.load(merged[0] / COUNTS)

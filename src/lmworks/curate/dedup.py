@@ -7,15 +7,17 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..spec.schema import opt
+from .clusters import HeadWriter, read_report, write_report
 from .documents import KEPT, CorpusStage, Decide, Document, Summary
 from .key_files import SLOTS, by_part, connected, in_turn, read_part, repeats, write_keys, write_pairs
 from .minhash import BATCH, CODE, PROSE, MinHash, band_keys, signatures
+from .verify import SetWriter, write_similar
 
 KEYS, REPEATS = "keys.bin", "repeats.bin"
 TASKS = 8  # ranges of the keys that are merged at once
@@ -141,14 +143,17 @@ class Lines(FirstSeen):
 
 
 class BandKeys(Summary):
-    def __init__(self, into: Path, config: MinHash) -> None:
+    def __init__(self, into: Path, config: MinHash, verified: bool) -> None:
         self.into, self.config = into, config
+        self.heads = HeadWriter(into)
+        self.sets = SetWriter(into) if verified else None
         self.held: list[str] = []
         self.size = self.count = 0
         self.keys: list[NDArray[np.uint64]] = []
         self.positions: list[NDArray[np.int64]] = []
 
     def add(self, document: Document) -> None:
+        self.heads.add(document)
         self.held.append(document.text)
         self.size += len(document.text)
         if self.size >= BATCH:
@@ -158,12 +163,17 @@ class BandKeys(Summary):
         signature, filled = signatures(self.held, self.config)
         self.keys.append(band_keys(signature[filled], self.config))
         self.positions.append(np.flatnonzero(filled) + self.count)
+        if self.sets:
+            self.sets.add(self.held, self.config)
         self.count += len(self.held)
         self.held, self.size = [], 0
 
     def close(self) -> None:
         if self.held or not self.keys:
             self.flush()
+        self.heads.close()
+        if self.sets:
+            self.sets.close()
         write_keys(self.into / KEYS, np.concatenate(self.keys), np.concatenate(self.positions))
 
 
@@ -179,6 +189,12 @@ class NearDuplicates(CorpusStage):
     bands: int = opt(0, "bands of a signature (0: the preset's)", ge=0, le=256)
     rows: int = opt(0, "rows of a band (0: the preset's)", ge=0, le=64)
     ngram: int = opt(5, "words of a shingle", ge=1, le=64)
+    verify: float = opt(
+        0.0,
+        "least Jaccard similarity of two candidates' shingles, counted exactly (0: candidates are duplicates)",
+        ge=0,
+        le=1,
+    )
     seed: int = opt(1, "of the hash functions", ge=0)
 
     @property
@@ -191,14 +207,21 @@ class NearDuplicates(CorpusStage):
         return self.config.bands
 
     def summarise(self, part: int, into: Path) -> Summary:
-        return BandKeys(into, self.config)
+        return BandKeys(into, self.config, self.verify > 0)
 
     def merge(self, task: int, summaries: Sequence[Path], into: Path) -> None:
         files = [folder / KEYS for folder in summaries]
         write_pairs(into / REPEATS, repeats(files, task, self.config.bands))
 
     def conclude(self, merged: Sequence[Path], summaries: Sequence[Path], into: Path) -> None:
-        connected([folder / REPEATS for folder in merged], len(summaries), into)
+        pairs = [folder / REPEATS for folder in merged]
+        if self.verify:
+            pairs = [write_similar(pairs, summaries, self.verify, into)]
+        connected(pairs, len(summaries), into)
+        write_report(into, summaries)
+
+    def report(self, merged: Sequence[Path], concluded: Path) -> dict[str, Any]:
+        return read_report(concluded)
 
     def open(self, part: int, merged: Sequence[Path], concluded: Path, summary: Path) -> Decide:
         return drop("near_duplicate", read_part(concluded, part))

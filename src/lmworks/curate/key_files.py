@@ -187,13 +187,22 @@ def write_parts(pairs: NDArray, into: Path) -> None:
     """`pairs` has all there are of the parts in it."""
     part, _ = part_and_position(pairs["repeat"])
     for number in np.unique(part):
-        np.save(into / f"part-{number:06d}.npy", pairs[part == number])
+        save_part(into, int(number), pairs[part == number])
+
+
+def save_part(folder: Path, part: int, pairs: NDArray) -> None:
+    np.save(folder / f"part-{part:06d}.npy", pairs)
+
+
+def load_part(folder: Path, part: int) -> NDArray:
+    """Repeats of a part, in order; none where nothing was written."""
+    path = folder / f"part-{part:06d}.npy"
+    return np.load(path) if path.exists() else np.empty(0, REPEAT)
 
 
 def read_part(folder: Path, part: int) -> NDArray[np.int64]:
-    """Positions of repeats in a part, in order; none where nothing was written."""
-    path = folder / f"part-{part:06d}.npy"
-    return part_and_position(np.load(path)["repeat"])[1] if path.exists() else np.empty(0, np.int64)
+    """Their positions."""
+    return part_and_position(load_part(folder, part)["repeat"])[1]
 
 
 Skip = Callable[[], bool]

@@ -52,6 +52,8 @@ def parameters(config: MinHash) -> tuple[NDArray[np.uint32], NDArray[np.uint32],
 
 def signatures(texts: Sequence[str], config: MinHash) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
     """((documents, bands × rows), which documents have any shingle)."""
+    if not texts:
+        return np.empty((0, config.bands * config.rows), np.uint32), np.empty(0, bool)
     cut = [pieces(text) for text in texts]
     parts = [least_hashes(batch, config) for batch in batches(piece for one in cut for piece in one)]
     least, counts = np.hstack([part[0] for part in parts]), np.concatenate([part[1] for part in parts])

@@ -19,7 +19,7 @@ from ..spec.schema import Section, opt
 from .documents import CorpusStage, DocumentStage, Stage
 from .stages import make_stage
 
-VERSION = 1  # of what stages decide and how it is written: a change makes folders again
+VERSION = 2  # of what stages decide and how it is written: a change makes folders again
 
 RULES = {"gopher": ("gopher_quality", "gopher_repetition")}
 """Names of `--rules` that stand for several stages; any other is the name of a stage."""

@@ -15,6 +15,7 @@ import msgspec
 
 from ..data.sources import (
     Part,
+    damages,
     hf_records,
     line_spans,
     open_compressed,
@@ -133,7 +134,7 @@ def read_compressed(part: Part, reading: ReadingSpec) -> Iterator[Document | Rej
                 elif line.strip():
                     yield from_line(line.strip(), name, part.source, reading)
                 start += size
-        except (OSError, EOFError, ValueError) as error:
+        except damages(part.source) as error:
             raise DataError(f"{part.source} is damaged at byte {start} of its text: {error}") from None
 
 

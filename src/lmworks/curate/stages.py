@@ -17,7 +17,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("code", "license"), "code_rules"),
     **dict.fromkeys(("exact", "lines", "minhash"), "dedup"),
     "decontaminate": "decontaminate",
-    **dict.fromkeys(("pii", "secrets"), "private"),
+    **dict.fromkeys(("pii", "secrets"), "pii"),
     "quality": "quality",
     "syntax": "syntax",
 }

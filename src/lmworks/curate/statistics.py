@@ -16,6 +16,7 @@ from ..data.encode import open_tokenizer
 from .documents import Document
 
 MOST_DOMAINS = 1000  # that a part reports by name; the others are "other"
+COUNTED = 2**16  # bytes at once
 TOKENIZED = 16  # with a tokenizer: one of so many documents, by the hash of its name
 
 
@@ -42,7 +43,8 @@ class Statistics:
             entry[0] += 1
             entry[1] += size
         if self.tokenizer == "bytes":
-            self.tokens += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+            for at in range(0, size, COUNTED):  # bincount makes 8 bytes of each
+                self.tokens += np.bincount(np.frombuffer(raw, np.uint8, min(COUNTED, size - at), at), minlength=256)
             self.token_bytes += size
         elif zlib.crc32(document.id.encode()) % TOKENIZED == 0:
             ids = np.asarray(open_tokenizer(self.tokenizer, 0).encode(document.text), np.int64)

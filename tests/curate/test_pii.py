@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lmworks.curate.documents import Document
-from lmworks.curate.private import Personal, Secrets, Span, addresses, assigned, emails, replace, tokens
+from lmworks.curate.pii import Personal, Secrets, Span, addresses, assigned, emails, replace, tokens
 
 ALNUM = string.ascii_letters + string.digits
 Draw = random.Random
