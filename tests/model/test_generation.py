@@ -19,6 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 5, "kv_heads": 2},
+    "layers": {"sliding_window": 5, "layer_types": ("full", "sliding"), "rope_local_theta": 50.0},
     "alibi-window": {"positions": "alibi", "sliding_window": 5},
     "soft cap": {"attention_softcap": 1.0, "final_softcap": 2.0, "kv_heads": 2},
     "sinks": {"attention_sinks": True, "sliding_window": 5},

@@ -54,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {"kv_heads": 2},
     "mqa": {"kv_heads": 1, "head_dim": 12},
     "window": {"sliding_window": 5, "kv_heads": 2},
+    "layers": {"sliding_window": 5, "layer_types": ("sliding", "full"), "rope_local_theta": 50.0},
     "alibi": {"positions": "alibi", "kv_heads": 2},
     "alibi-window": {"positions": "alibi", "sliding_window": 5},
     "learned": {"positions": "learned", "norm": "layer", "mlp": "gelu", "bias": True, "tie_embeddings": True},

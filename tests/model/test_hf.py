@@ -39,6 +39,12 @@ GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+BY_LAYER = {"num_hidden_layers": 5, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]
+            + ["sliding_attention"] * 2}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(6)],
+            "long_factor": [1.5 + i for i in range(6)]}  # fmt: skip
+PHI3 = {**SHAPE, "head_dim": 12, "pad_token_id": 0}
+MELLUM = {**SHAPE, **BY_LAYER, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 
 LATENT = {
@@ -74,6 +80,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
+    "qwen2-window-layers": ("qwen2", {**SHAPE, **BY_LAYER, "use_sliding_window": True}),
+    "qwen3-window-last": (
+        "qwen3",
+        {**SHAPE, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "ministral-window-layers-yarn": ("ministral", {**SHAPE, **BY_LAYER, "rope_scaling": YARN}),
+    "mellum-window-yarn": (
+        "mellum",
+        {
+            **MELLUM,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "mellum-full": ("mellum", {**MELLUM, "layer_types": ["full_attention"] * 5}),
+    "phi3-window": ("phi3", {**PHI3, "sliding_window": 7}),
+    "phi3-longrope": ("phi3", {**PHI3, "original_max_position_embeddings": 16, "rope_scaling": LONGROPE}),
+    "phi3-longrope-within": ("phi3", {**PHI3, "original_max_position_embeddings": 48, "rope_scaling": LONGROPE}),
     "deepseek-v3": ("deepseek_v3", {**SHAPE, **LATENT}),
     "deepseek-v3-halves": ("deepseek_v3", {**SHAPE, **LATENT, "q_lora_rank": None, "rope_interleave": False}),
 }
@@ -94,6 +120,19 @@ SPECS = {
     "mixtral": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=2),
     "qwen3_moe": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=3,
                            expert_ffn=24, qk_norm=True, sliding_window=7),
+    "qwen2-layers": ModelSpec(layers=3, hidden=48, heads=4, kv_heads=1, head_dim=16, vocab=96, context=64,
+                              qkv_bias=True, sliding_window=7, layer_types=("sliding", "full")),
+    "qwen3-layers": ModelSpec(layers=4, hidden=48, heads=4, kv_heads=2, head_dim=16, vocab=96, context=64,
+                              qk_norm=True, sliding_window=7, layer_types=("full", "sliding", "sliding")),
+    "ministral": ModelSpec(layers=3, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, sliding_window=7,
+                           layer_types=("sliding", "full")),
+    "mellum": ModelSpec.from_dict({"layers": 4, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 96,
+                                   "context": 64, "qk_norm": True, "experts": 4, "top_k": 2, "expert_ffn": 24,
+                                   "sliding_window": 7, "layer_types": ["sliding", "sliding", "sliding", "full"],
+                                   "rope_theta": 500.0, "rope_local_theta": 50.0,
+                                   "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "phi3": ModelSpec.from_dict({"layers": 2, "hidden": 48, "heads": 4, "vocab": 96, "context": 64, "rope_scaling": {
+        "type": "longrope", "factor": 8.0, **{key: LONGROPE[key] for key in ("short_factor", "long_factor")}}}),
     "deepseek_v3": ModelSpec(layers=2, hidden=48, heads=4, vocab=96, context=64, kv_lora_rank=24, q_lora_rank=20,
                              rope_head_dim=8, v_head_dim=10, rope_interleaved=True),
 }  # fmt: skip
@@ -135,7 +174,7 @@ def test_transformers_checkpoints_give_the_same_logits(case: str, tmp_path: Path
     ours = GPT.from_hf(tmp_path)
     assert logits_agree(ours, model)
     assert sum(p.numel() for p in model.parameters()) == ours.spec.params
-    stretched = {"linear", "dynamic", "llama3", "yarn"} & set(case.split("-")[1:])
+    stretched = {"linear", "dynamic", "llama3", "yarn", "longrope"} & set(case.split("-")[1:])
     assert ours.spec.rope_scaling.type == (stretched.pop() if stretched else "none")
     assert ours.spec.sliding_window == (7 if "-window" in case.replace("no-window", "") or case == "mistral" else 0)
 
@@ -278,7 +317,15 @@ REFUSED_CONFIGS = {
     "none": ({"model_type": None}, "model_type 'None' is not supported"),
     "act": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),
     "bias": ({"attention_bias": True}, "attention_bias and mlp_bias must be equal"),
-    "longrope": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; known: default"),
+    "rope type": ({"rope_scaling": {"type": "axial"}}, "'axial' is not supported; known: default"),
+    "longrope": (
+        {"rope_scaling": {**LONGROPE, "short_mscale": 1.1}, "original_max_position_embeddings": 16},
+        "short_mscale and long_mscale are not supported",
+    ),
+    "longrope pairs": (
+        {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 16}},
+        "6 numbers for 8 rotary",
+    ),
     "scaling": ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn': an object is expected"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     "yarn": ({"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor 2 is not supported.*= 1.138"),
@@ -286,10 +333,29 @@ REFUSED_CONFIGS = {
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "missing": ({"hidden_size": None}, "'hidden_size' is missing"),
     "type": ({"hidden_size": "many"}, "model.hidden must be a whole number"),
-    "layers": ({"model_type": "qwen2", **QWEN_WINDOW, "max_window_layers": 1}, "layers that differ in attention"),
+    "layers": (
+        {"model_type": "mistral", "sliding_window": 7, "layer_types": ["full_attention", "sliding_attention"]},
+        "layers of mistral that differ in attention",
+    ),
     "kinds": (
-        {"model_type": "qwen3", **QWEN_WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
-        "layers that differ in attention",
+        {"model_type": "qwen3", **QWEN_WINDOW, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types: 'chunked_attention' is not supported; known: sliding_attention, full_attention",
+    ),
+    "count": ({"model_type": "qwen3", **QWEN_WINDOW, "layer_types": ["full_attention"]}, "names 1 layers, but num_hid"),
+    "stretched window": (
+        {
+            "model_type": "mellum",
+            **MELLUM,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5},
+                "sliding_attention": {**YARN, "rope_theta": 1e4},
+            },
+        },
+        "sliding_attention has rope_type 'yarn': layers with a window are not stretched",
+    ),
+    "next token's head": (
+        {"model_type": "mellum", **MELLUM, "num_nextn_predict_layers": 1},
+        "num_nextn_predict_layers",
     ),
     "topk": ({"model_type": "qwen3_moe", "num_experts": 4}, "norm_topk_prob = False .* must be True"),
     "gelu": ({"model_type": "gpt2", **GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -67,17 +68,24 @@ def draw_qkv(spec: ModelSpec) -> list[Tensor]:
     return [torch.randn(BATCH, SEQ, n, spec.head_dim, generator=draw) for n in heads]
 
 
-def one_rank(spec: ModelSpec, documents: Tensor | None) -> list[Tensor]:
+def one_rank(spec: ModelSpec, documents: Tensor | None, layer: int) -> list[Tensor]:
     """The result and the gradients of q, k and v as it is written on paper, in fp64."""
     *qkv, grad = (x.double() for x in draw_qkv(spec))
     leaves = [x.requires_grad_() for x in qkv]
     q, k, v = leaves
-    out = reference(q, k, v, make_pattern(spec, documents))
+    out = reference(q, k, v, replace(make_pattern(spec, documents), window=spec.window_of(layer)))
     return [out, *torch.autograd.grad(out, leaves, grad)]
 
 
 def differences(
-    spec: ModelSpec, cp: int, method: str, *, documents: bool = False, heads: slice = slice(None), bf16: bool = False
+    spec: ModelSpec,
+    cp: int,
+    method: str,
+    *,
+    documents: bool = False,
+    heads: slice = slice(None),
+    bf16: bool = False,
+    layer: int = 0,
 ) -> list[float]:
     """How far the result and the gradients of q, k and v on this rank are from those of one rank; worst of a tensor."""
     parallel, mesh = make_layout(cp, method)
@@ -87,9 +95,9 @@ def differences(
     leaves = [x.contiguous().requires_grad_() for x in qkv]
     q, k, v = leaves
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        out = context_parallel.make_attend(spec, parallel, mesh, local, heads)(q, k, v, 0)
+        out = context_parallel.make_attend(spec, parallel, mesh, local, heads)(q, k, v, layer)
     ours = [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-    theirs = one_rank(spec, make_batch(documents).documents)
+    theirs = one_rank(spec, make_batch(documents).documents, layer)
     return [far(mine, whole[:, place][:, :, heads]) for mine, whole in zip(ours, theirs, strict=True)]
 
 
@@ -102,6 +110,9 @@ def every_pattern(rank: int, cp: int, method: str) -> dict[str, list[float]]:
             for backend in ("auto", "reference"):
                 spec, documents = make_spec(**changes, attention=backend), name in ("documents", "all at once")
                 found[f"{name}, {backend}"] = differences(spec, cp, method, documents=documents)
+        for layer in (0, 1):  # with a window, and without
+            spec = make_spec(sliding_window=7, layer_types=("sliding", "full"), kv_heads=2)
+            found[f"window on some layers, {layer}"] = differences(spec, cp, method, documents=True, layer=layer)
         if cp == 2:  # as on the second of two tensor-parallel ranks
             found["half of the heads"] = differences(make_spec(positions="alibi"), cp, method, heads=slice(2, 4))
     return found
@@ -159,6 +170,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "grouped": {"kv_heads": 2, "tie_embeddings": True},
     "learned": {"positions": "learned"},
     "window": {"sliding_window": 7, "positions": "alibi"},
+    "layers": {"sliding_window": 7, "layer_types": ("sliding", "full"), "rope_local_theta": 50.0},
+    "layers, experts": {"sliding_window": 7, "layer_types": ("full", "sliding"), "experts": 4, "expert_ffn": 32},
     "sinks": {"attention_sinks": True, "kv_heads": 2},
     "sinks and caps": {"attention_sinks": True, "attention_softcap": 1.0, "final_softcap": 2.0},
 }
@@ -197,6 +210,9 @@ def whole_network(rank: int, cp: int, method: str, network: str, documents: bool
         (4, "ring", "grouped", True, "full"),
         (4, "ring", "learned", True, "mlp"),
         (2, "ring", "window", False, "none"),
+        (2, "ring", "layers", True, "selective"),
+        (4, "ring", "layers, experts", False, "full"),
+        (4, "ulysses", "layers", False, "none"),
         (2, "ring", "sinks", True, "selective"),
         (2, "ring", "sinks and caps", False, "full"),
         (4, "ulysses", "sinks and caps", True, "none"),

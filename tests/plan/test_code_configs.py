@@ -12,10 +12,10 @@ from lmworks.plan.predict import predict
 from lmworks.spec import RunSpec, load_run
 
 FOLDER = Path(__file__).parents[2] / "configs" / "code"
-SIZES = {"30m": 30e6, "350m": 340e6, "4b": 4e9, "12b-moe": 12e9}
+SIZES = {"30m": 30e6, "100m": 97e6, "350m": 340e6, "4b": 4e9, "12b-moe": 12e9}
 STEPS = ("pretrain", "sft", "dpo")
-GPUS = {"30m": 1, "350m": 1, "4b": 64, "12b-moe": 256}
-TOKENS = {"350m": 7e9, "4b": 4e12, "12b-moe": 10.6e12}  # before the context is extended
+GPUS = {"30m": 1, "100m": 1, "350m": 1, "4b": 64, "12b-moe": 256}
+TOKENS = {"100m": 0.94e9, "350m": 7e9, "4b": 4e12, "12b-moe": 10.6e12}  # before the context is extended
 
 
 def recipe(size: str, step: str) -> RunSpec:

@@ -39,6 +39,18 @@ SCORES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_windows_on_some_layers() -> None:
+    """By hand: keys of each layer, of each position."""
+    model = ModelSpec(layers=5, hidden=64, heads=4, sliding_window=8, layer_types=("sliding", "sliding", "full"))
+    seen = sum(min(t, model.window_of(layer) or t) for layer in range(5) for t in range(1, 33)) / 32
+    assert attention_flops_per_token(model, 32) == pytest.approx(4 * 64 * seen)
+    load = Workload.of(make_run(layers=5, sliding_window=8, layer_types=("sliding", "sliding", "full")), "cuda")
+    for software in (EAGER, COMPILED):
+        ops = network(replace(load, software=software)).block
+        kernels = next(op for op in ops if op.name == "attention").forward
+        assert 5 * sum(kernel.flops for kernel in kernels) == pytest.approx(4 * 64 * seen * load.tokens)
+
+
 def counted(spec: RunSpec) -> float:
     """What FlopCounterMode sees. The reference attention spells its products out: all keys, above the diagonal too."""
     run = Steps(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lmworks.plan.serving.served_model import Cache, heads_per_rank
+from lmworks.plan.serving.served_model import Cache, ServedModel, heads_per_rank
 from lmworks.spec import ModelSpec, SpecError
 
 LLAMA = ModelSpec.from_preset("llama3-8b")
@@ -54,6 +54,23 @@ def test_window() -> None:
     assert cache.read(32_768) == 4096 * cache.token_bytes
     assert cache.longest(300 * 16 * cache.token_bytes, limit=32_768) == 32_768
     assert cache.longest(100 * 16 * cache.token_bytes, limit=32_768) == 1600
+
+
+def test_windows_on_some_layers() -> None:
+    """Gemma 3 27B: 62 layers, every sixth full, a window of 1024; 16 heads of 128. By hand, in pages of 16 tokens."""
+    gemma = ModelSpec(layers=62, hidden=5376, heads=32, kv_heads=16, head_dim=128, sliding_window=1024, context=131_072,
+                      layer_types=("sliding",) * 5 + ("full",))  # fmt: skip
+    cache, layer = Cache.of(gemma), 2 * 16 * 128 * 2  # bytes of a token in one layer
+    assert (gemma.full_layers, cache.token_bytes) == (10, 62 * layer)
+    assert cache.held(512) == 32 * 16 * 62 * layer
+    assert cache.held(131_072) == (10 * 131_072 + 52 * 65 * 16) * layer
+    assert cache.read(131_072) == (10 * 131_072 + 52 * 1024) * layer
+    for tokens in (512, 16 * 66, 131_072):  # the longest is what fits, and a page more does not
+        assert cache.longest(cache.held(tokens) + 1, limit=200_000) == tokens
+        assert cache.longest(cache.held(tokens) - 1, limit=200_000) == tokens - 16
+    assert cache.longest(3 * cache.held(32_768), sequences=3, limit=131_072) == 32_768
+    served = ServedModel.of(gemma)
+    assert served.cache("bf16", tp=2).held(131_072) == cache.held(131_072) / 2
 
 
 def test_what_fits() -> None:

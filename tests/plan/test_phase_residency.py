@@ -85,12 +85,12 @@ def watch(trainer: OnlineTrainer, found: Measured) -> None:
 
         return wrapped
 
-    scoring, compute = {"old_logps": POLICY, "ref_logps": REFERENCE, "values": CRITIC}, rounds.set_by_token
+    scoring, compute = {"old_logps": POLICY, "ref_logps": REFERENCE, "values": CRITIC}, rounds.set_token_values
 
-    def set_by_token(name: str, forward: Any) -> None:
+    def set_token_values(name: str, forward: Any) -> None:
         compute(name, measured(SCORE, scoring[name], forward))
 
-    rounds.set_by_token = set_by_token  # type: ignore[method-assign]
+    rounds.set_token_values = set_token_values  # type: ignore[method-assign]
     engine, judge = trainer.rollout_engine, rounds.reward_model
     engine.generate = measured(GENERATE, POLICY, engine.generate)  # type: ignore[method-assign]
     judge.model.forward = measured(GENERATE, REWARD, judge.model.forward)  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ model.norm                          "rms"           rms layer
 model.norm_eps                      1e-05           (0, inf)
 model.positions                     "rope"          rope learned alibi none
 model.rope_theta                    10000.0         (0, inf)
-model.rope_scaling.type             "none"          none linear ntk dynamic yarn llama3
+model.rope_scaling.type             "none"          none linear ntk dynamic yarn llama3 longrope
 model.rope_scaling.factor           1.0             [1, inf)
 model.rope_scaling.original_context 0               [0, inf)
 model.rope_scaling.low_freq_factor  1.0             (0, inf)
@@ -44,6 +44,7 @@ model.bias                          false
 model.qkv_bias                      false
 model.qk_norm                       false
 model.sliding_window                0               [0, inf)
+model.rope_local_theta              0.0             [0, inf)
 model.kv_lora_rank                  0               [0, inf)
 model.q_lora_rank                   0               [0, inf)
 model.rope_head_dim                 0               [0, inf)

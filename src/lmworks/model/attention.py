@@ -157,7 +157,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, block_mask: Any, sin
 
 @dataclass
 class Dense:
-    """Attention over contiguous keys. All layers share one mask."""
+    """Attention over contiguous keys. All layers (of a kind, with `ByLayer`) share one mask."""
 
     backend: str
     pattern: Pattern
@@ -197,10 +197,34 @@ class Dense:
                 self.mask = pattern.mask(queries, keys, device)
 
 
+@dataclass
+class ByLayer:
+    """Layers with a sliding window beside layers without: a backend for each kind."""
+
+    spec: ModelSpec
+    sliding: Attend
+    full: Attend
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
+        return (self.sliding if self.spec.window_of(layer) else self.full)(q, k, v, layer, **per_head)
+
+
+@functools.lru_cache(maxsize=64)
+def uniform(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
+    """As if all layers were sliding ones, and as if none were."""
+    alike = spec.replace(layer_types=(), rope_local_theta=0.0)
+    return alike, alike.replace(sliding_window=0)
+
+
+def by_layer(spec: ModelSpec, make: Callable[[ModelSpec], Attend]) -> Attend:
+    """The backend that `make` gives for a model whose layers are alike, or one for each kind."""
+    return ByLayer(spec, *map(make, uniform(spec))) if spec.layer_types else make(spec)
+
+
 def make_pattern(
     spec: ModelSpec, documents: Tensor | None = None, offset: int = 0, heads: slice = slice(None)
 ) -> Pattern:
-    """The attention mask of this model; `heads` are those that this rank holds."""
+    """The attention mask of a model whose layers are alike (`uniform`); `heads` are those that this rank holds."""
     slopes = tuple(alibi_slopes(spec.heads)[heads]) if spec.positions == "alibi" else ()
     return Pattern(spec.sliding_window, slopes, documents, offset, spec.attention_softcap)
 
@@ -213,11 +237,12 @@ def cached_backend(spec: ModelSpec) -> ModelSpec:
     return spec.replace(attention=components.attention_backend(spec.replace(attention="auto"), "cpu"))
 
 
-def paged_options(spec: ModelSpec, device: torch.device, heads: slice = slice(None)) -> dict[str, Any]:
-    """The pattern as keywords of `kernels.inference.paged_attention`."""
+def paged_options(spec: ModelSpec, device: torch.device, heads: slice = slice(None)) -> list[dict[str, Any]]:
+    """The pattern of each layer as keywords of `kernels.inference.paged_attention`."""
     pattern = make_pattern(spec, heads=heads)
     slopes = torch.tensor(pattern.slopes, device=device) if pattern.slopes else None
-    return {"window": pattern.window, "slopes": slopes, "softcap": pattern.softcap}
+    common = {"slopes": slopes, "softcap": pattern.softcap}
+    return [{"window": spec.window_of(layer), **common} for layer in range(spec.layers)]
 
 
 def dense(
@@ -227,8 +252,15 @@ def dense(
     offset: int = 0,
     heads: slice = slice(None),
     seq: int = 0,  # positions that are to come, where that is known: the mask is then made at once
-) -> Dense:
+) -> Attend:
     """The backend that the spec names; `auto` takes the fastest that handles the pattern on this device."""
+    return by_layer(spec, lambda alike: dense_alike(alike, device, documents, offset, heads, seq))
+
+
+def dense_alike(
+    spec: ModelSpec, device: torch.device, documents: Tensor | None, offset: int, heads: slice, seq: int
+) -> Dense:
+    """Of a model whose layers are alike."""
     backend = components.attention_backend(spec, device.type)
     if backend == "auto":
         backend = fastest_backend(spec, device, sparse=documents is not None or spec.sliding_window > 0,

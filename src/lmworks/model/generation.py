@@ -94,6 +94,12 @@ def stream(model: GPT, prompt: Tensor, max_tokens: int, how: Sampling) -> Iterat
             f"prompt ({prompt.shape[1]} tokens) + max tokens ({max_tokens}) exceed the model's context of {limit}; "
             f"at most {limit - prompt.shape[1]} new tokens fit"
         )
+    original = model.spec.rope_scaling.original_context
+    if model.spec.rope_scaling.type == "longrope" and prompt.shape[1] <= original < prompt.shape[1] + max_tokens:
+        raise SpecError(
+            f"model.rope_scaling.type = 'longrope' turns keys by other factors beyond {original} tokens, and those in "
+            f"a KV cache stay as they were: at most {original - prompt.shape[1]} new tokens"
+        )
     device = prompt.device
     generator = torch.Generator(device=device).manual_seed(how.seed)
     cache = KVCache(model.spec, prompt.shape[1] + max_tokens, device)

@@ -245,7 +245,8 @@ class GPT(nn.Module):
         self.token_divergence: Callable[..., TokenDivergence] = linear_divergence
         self.chunked_loss = True  # False: the loss is computed from all logits, as a quantized head gives them
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear  # (hidden, head weight) → logits
-        self.rotary_tables: Callable[[ModelSpec, Tensor], tuple[Tensor, Tensor]] = rope.tables  # cos, sin of positions
+        # cos, sin of positions, also of layers with a rotary base of their own
+        self.rotary_tables: Callable[[ModelSpec, Tensor, bool], tuple[Tensor, Tensor]] = rope.tables
         self.offload: Offload | None = None  # of saved activations to host memory
         self.adapter_weights: tuple[components.Weight, ...] = ()  # of a block: see `lora.add_adapters`
         embeds = first or (last and spec.tie_embeddings)
@@ -315,11 +316,18 @@ class GPT(nn.Module):
         x = self.embed(tokens) if self.first and self.embed is not None else tokens
         if self.positions is not None:
             x = x + self.positions(positions)
-        rotary = self.rotary_tables(self.spec, positions) if self.spec.positions == "rope" else None
-        for index, block in enumerate(self.layers()):
+        for index, (block, rotary) in enumerate(zip(self.layers(), self.rotary(positions), strict=True)):
             with nullcontext() if self.offload is None else self.offload.block_forward(index, x, rotary or ()):
                 x = checkpointed(block, block.recompute)(x, rotary, attend)
         return x
+
+    def rotary(self, positions: Tensor) -> list[Rotary]:
+        """cos and sin for each block that is here."""
+        if self.spec.positions != "rope":
+            return [None] * len(self.blocks)
+        local = [self.spec.local_rope(int(layer)) for layer in self.blocks]
+        tables = {kind: self.rotary_tables(self.spec, positions, kind) for kind in dict.fromkeys(local)}
+        return [tables[kind] for kind in local]
 
     def logits(self, states: Tensor) -> Tensor:
         """Of the positions of these states: an engine needs few of a batch."""

@@ -36,8 +36,8 @@ BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 # What may differ between a spec and the config of the weights it starts from: context and rotary frequencies to stretch
 # it, top_k, what only acts in training. Everything else must be equal for the weights to mean the same.
 CHANGEABLE = (
-    "preset", "context", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "top_k", "capacity",
-    "balance_loss", "balance_bias", "attention", "init_std", *MUP_KEYS,
+    "preset", "context", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types",
+    "rope_local_theta", "top_k", "capacity", "balance_loss", "balance_bias", "attention", "init_std", *MUP_KEYS,
 )  # fmt: skip
 
 

@@ -84,15 +84,25 @@ def gpt2(spec: ModelSpec) -> Iterator[Stored]:
 
 def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Stored]:
     """Llama, Mistral, Qwen, Mixtral: one layout, whose names are those of the components."""
-    for weight in (*components.embedding_weights(spec), *components.head_weights(spec)):
+    for weight in components.root_weights(spec):
         yield Stored(weight.hf, (weight.name,))
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}"
+        fused = phi3_fused(theirs, f"blocks.{layer}") if family == "phi3" else []
+        yield from fused
+        apart = {name for stored in fused for name in stored.parts}
         for weight in components.layer_weights(spec, layer):
-            if weight.hf:
+            if weight.hf and weight.name not in apart:
                 yield Stored(f"{theirs}.{weight.hf}", (weight.name,))
         if spec.experts:
             yield from moe(spec, family, theirs, f"blocks.{layer}.mlp", names)
+
+
+def phi3_fused(theirs: str, ours: str) -> list[Stored]:
+    """Its layout is Llama's, but for what reads one input: that is one matrix."""
+    qkv = linear(f"{theirs}.self_attn.qkv_proj", *(f"{ours}.attention.{name}" for name in "qkv"), bias=False)
+    gate_up = linear(f"{theirs}.mlp.gate_up_proj", f"{ours}.mlp.gate", f"{ours}.mlp.up", bias=False)
+    return [*qkv, *gate_up]
 
 
 def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:

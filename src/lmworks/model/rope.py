@@ -2,7 +2,8 @@
 
 A pair (x_i, x_{i+d/2}) of a head is turned by the angle position × frequency_i (`kernels.rope`); query · key then
 depends on the distance alone. Stretching changes the frequencies: all (linear, ntk) or the slow ones more (yarn,
-llama3). `dynamic` is ntk by as much as the longest position of a call asks for, nothing within the original context.
+llama3), or each by a factor of its own (longrope). `dynamic` is ntk by as much as the longest position of a call asks
+for, nothing within the original context; longrope has other factors where a call goes beyond it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ..spec import ModelSpec
+from ..spec.model import RopeScaling
 
 
-def frequencies(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, float]:
-    """Angle per position of each pair, (rotary_dim / 2), and the factor on cos and sin (yarn's temperature)."""
+def frequencies(spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, float]:
+    """Angle per position of each pair, (rotary_dim / 2), and the factor on cos and sin (a temperature)."""
     dim, theta, scaling, device = spec.rotary_dim, spec.rope_theta, spec.rope_scaling, positions.device
     exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    if local:
+        return 1.0 / spec.rope_local_theta**exponent, 1.0
     if scaling.type == "ntk":  # raise the base so that the slowest pair is stretched by `factor`, the fastest not
         theta *= scaling.factor ** (dim / (dim - 2))
     freqs = 1.0 / theta**exponent
@@ -26,6 +30,10 @@ def frequencies(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, float]:
         length = (positions.max() + 1).clamp(min=scaling.original_context)
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         return freqs / stretch ** (exponent * dim / (dim - 2)), 1.0
+    if scaling.type == "longrope":  # Ding et al. 2024; the temperature as Phi-3 has it
+        short, long = (torch.tensor(f, device=device) for f in (scaling.short_factor, scaling.long_factor))
+        stretch = torch.where(positions.max() >= scaling.original_context, long, short)
+        return freqs / stretch, longrope_temperature(scaling)
     if scaling.type == "linear":
         return freqs / scaling.factor, 1.0
     if scaling.type == "llama3":
@@ -48,9 +56,18 @@ def frequencies(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, float]:
     return freqs, 1.0
 
 
-def tables(spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_dim), broadcasting over heads."""
-    freqs, temperature = frequencies(spec, positions)
+def longrope_temperature(scaling: RopeScaling) -> float:
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+
+
+def tables(spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
+    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_dim), broadcasting over heads.
+
+    `local`: of layers with `model.rope_local_theta`.
+    """
+    freqs, temperature = frequencies(spec, positions, local)
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
     cos, sin = angles.cos() * temperature, angles.sin() * temperature
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..data import Batch
-from ..model.attention import Attend, Dense, dense, make_pattern
+from ..model.attention import Attend, by_layer, dense, make_pattern
 from ..model.gpt import default_positions
 from ..spec import ModelSpec, ParallelSpec, SpecError
 from .collectives import differentiable_all_to_all
@@ -69,8 +69,10 @@ def make_attend(
         return dense(model, device, documents, heads=heads)
     group = mesh.group("cp")
     if parallel.cp_method == "ring":
-        pattern = make_pattern(model, documents, heads=heads)
-        return Ring(group, pattern, local.seq, fused=model.attention != "reference")
+        fused = model.attention != "reference"
+        return by_layer(
+            model, lambda alike: Ring(group, make_pattern(alike, documents, heads=heads), local.seq, fused=fused)
+        )
     first, stop, _ = heads.indices(model.heads)
     count, extra = divmod(stop - first, cp)
     if extra:
@@ -96,7 +98,7 @@ class Ulysses:
     """
 
     group: ProcessGroup
-    dense: Dense  # over the whole sequence, with the slopes of the heads that come here
+    dense: Attend  # over the whole sequence, with the slopes of the heads that come here
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, **per_head: Tensor) -> Tensor:
         device_type, cp = q.device.type, self.group.size()

@@ -209,7 +209,7 @@ class TensorParallelizer:
     def shard_embedding_and_head(self, part: GPT) -> None:
         """Embedding, positions, last norm, head and loss, as far as this part has them."""
         here = {name for name, _ in part.named_parameters()}
-        for weight in (*components.embedding_weights(part.spec), *components.head_weights(part.spec)):
+        for weight in components.root_weights(part.spec):
             if weight.name in here:
                 self.shard_weight(part, "", weight)
         if part.embed is not None:

@@ -155,11 +155,6 @@ class Case:
         return np.ceil(self.model.layers / self.pp)
 
     @property
-    def width(self) -> int:
-        """Bytes per element of a GEMM operand."""
-        return {"fp32": 4, "fp8": 1}.get(self.dtype, 2)
-
-    @property
     def compute_bytes(self) -> int:
         """Bytes per element of an activation, and of a gathered weight of a block."""
         return 4 if self.dtype == "fp32" else 2

@@ -12,7 +12,7 @@ import numpy as np
 from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from .case import Number
-from .flops import keys_per_query
+from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
 from .passes import DIVERGENCE, LOGPROBS, SCALAR, STATES
 
@@ -34,7 +34,9 @@ def embedding(load: Workload) -> list[Op]:
         ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
         table = load.seq * (load.batch if load.documents else 1) * m.rotary_dim
-        ops.append(Op("rotary tables", "embedding", (stream(2 * table, kind="exp", count=2),), saved=(4 * table,) * 2))
+        kinds = 2 if m.rope_local_theta else 1
+        made = stream(2 * table, kind="exp", count=2 * kinds)
+        ops.append(Op("rotary tables", "embedding", (made,), saved=(4 * table,) * 2 * kinds))
     return ops + mask(load)
 
 
@@ -45,6 +47,8 @@ def mask(load: Workload) -> list[Op]:
     """
     m = load.model
     size = load.seq**2 * (load.batch if load.documents else 1)
+    if m.layer_types and (load.documents or m.positions == "alibi"):
+        size = 2 * size  # one for each kind of layers
     if load.backend == "reference" or load.device == "cuda":  # made anew in every layer, or block-sparse and small
         return []
     if m.positions == "alibi":  # one fp32 bias a head
@@ -66,7 +70,7 @@ def block(load: Workload) -> list[Op]:
             case Linear():
                 ops.append(linear(component, load))
             case Norm(total=0):
-                entered = load.routed if components.feeds_router(load.model, component) else load
+                entered = load.routed if component.feeds_router else load
                 ops.append(norm(component.label, entered, components.readers(load.model, component)))
             case Norm():
                 ops.append(head_norm(component, load))
@@ -130,9 +134,9 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     """
     t, x, whole = load.sp_tokens, load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
     results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
-    if np.any(load.tp > 1):  # one tensor enters the region, cast before it does
-        entering = [load.width * whole, *[0] * len(results[1:])]
-        results = [np.where(load.tp > 1, one, many) for one, many in zip(entering, results, strict=False)]
+    if results and np.any(load.tp > 1):  # one tensor enters the region, cast before it does
+        entering = np.where(load.tp > 1, load.width * whole, results[0])
+        results = [entering, *[np.where(load.tp > 1, 0, results[0])] * (len(results) - 1)]
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
     if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
@@ -195,7 +199,7 @@ def attention(core: Attention, load: Workload) -> Op:
     padded = core.v_dim < core.qk_dim and ((load.cp_method == "ring") & several | (load.device == "cpu"))
     if np.any(padded):  # values to the width of keys: by the ring, and by SDPA on a CPU
         inputs[2], kept = np.where(padded, inputs[1], inputs[2])[()], np.where(padded, inputs[0], result)[()]
-    flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
+    flops = 1.0 * t * (core.flops_per_key // load.tp) * mean_keys_per_query(core, load.seq)
     shape = (load.seq, core.qk_dim)
     forward, backward = [], []
     if load.attention == "scores":
@@ -220,11 +224,13 @@ def attention(core: Attention, load: Workload) -> Op:
     # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * heads
     saved = [*inputs, kept, sums, kept * several, result * padded]
-    mask = load.seq**2 * (load.batch if load.documents else 1)
+    mask: Any = load.seq**2 * (load.batch if load.documents else 1)
     if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
         saved.append(heads * mask * w)
     elif load.device == "cpu" and m.positions != "alibi" and (core.window or load.documents):
-        # SDPA turns the Boolean mask into a float one in every layer: (seq, seq), one a sequence with documents.
+        # SDPA turns the Boolean mask into a float one in every layer that has it: (seq, seq), one a sequence with
+        # documents.
+        mask = mask * (1 if load.documents else 1 - core.full_share)
         saved.append(mask * w)
         forward.append(stream(1.25 * mask))
     return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), (kept, sums))
@@ -367,7 +373,7 @@ def chunked_cross_entropy(load: Workload) -> list[Op]:
     rows, seen = load.chunk_rows, load.logit_columns
     chunks, head = t / rows, vocab * h
     products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
-    passes = [*softmax(load, rows * seen, chunks)]
+    passes = [softmax_in_place(load, rows * seen, chunks)] if load.in_place else softmax(load, rows * seen, chunks)
     more = load.width * rows * seen / 4  # read or written by a further pass over the logits
     passes += [stream(2 * more, count=chunks)] * components.logit_passes(load.model)
     if load.cast:  # the head, once
@@ -385,8 +391,6 @@ def chunked_cross_entropy(load: Workload) -> list[Op]:
 
 def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
     """From a chunk of logits to their gradient."""
-    if load.in_place:
-        return [Kernel("exp", bytes=passes_in_place(load) * load.width * logits, count=chunks)]
     found = [stream(3 * logits, kind="exp", count=chunks), stream(2 * logits, kind="exp", count=chunks)]  # log p, exp
     if not load.is_16_bit:
         return [*found, stream(2 * logits, count=chunks)]  # which rows count
@@ -396,19 +400,20 @@ def softmax(load: Workload, logits: Any, chunks: Any) -> list[Kernel]:
     return [*found, *wide, stream(1.5 * logits, kind=back, count=chunks)]
 
 
-def passes_in_place(load: Workload) -> Any:
-    """Passes over the logits: two reads and a write; in bf16 the part of a long row held in registers is read once.
+def softmax_in_place(load: Workload, logits: Any, chunks: Any) -> Kernel:
+    """`softmax` in one kernel: two reads and a write; in bf16 the part of a long row held in registers is read once.
 
     That kernel is further from copy bandwidth than one that reads twice: on an H200 it took what 2.63 passes would
     where it holds all of a row (4.27 ms a step of GPT-2, docs/log.md), and 2.88 where it holds 0.42 of it (2.98 ms a
     step of Llama 3 8B, benchmarks/results/train_gpu.json). Under vocabulary parallelism a collective lies between the
     two reads.
     """
-    if load.dtype == "fp16" or load.width != 2 or load.software.fp32_head:
-        return 3.0
-    held = (
-        np.minimum(1.0, LOGITS_IN_REGISTERS / load.logit_columns)
-        * np.greater_equal(load.logit_columns, MIN_LONG_ROW)
-        * np.equal(load.tp, 1)
-    )
-    return 3.0 - 0.37 * held
+    passes: Any = 3.0
+    if load.width == 2 and load.dtype != "fp16" and not load.software.fp32_head:
+        held = (
+            np.minimum(1.0, LOGITS_IN_REGISTERS / load.logit_columns)
+            * np.greater_equal(load.logit_columns, MIN_LONG_ROW)
+            * np.equal(load.tp, 1)
+        )
+        passes = 3.0 - 0.37 * held
+    return Kernel("exp", bytes=passes * load.width * logits, count=chunks)

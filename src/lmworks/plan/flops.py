@@ -9,6 +9,7 @@ computed again. Norms, activations, softmax and the optimizer are bound by memor
 from __future__ import annotations
 
 from ..spec import ModelSpec, RunSpec, components
+from ..spec.components import Attention
 from ..spec.lora import block_adapter_weights
 
 
@@ -18,10 +19,16 @@ def keys_per_query(seq: int, window: int = 0) -> float:
     return (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
 
 
+def mean_keys_per_query(core: Attention, seq: int) -> float:
+    """Mean over the layers too, where some have a window and others have none."""
+    keys = keys_per_query(seq, core.window)
+    return keys + core.full_share * (keys_per_query(seq) - keys) if core.full_share else keys
+
+
 def block_flops_per_token(model: ModelSpec, seq: int) -> float:
-    """Forward, one layer."""
+    """Forward, one layer; the mean of all, where they differ in attention."""
     core = components.attention_core(model)
-    return 2 * model.block_matmul_params + core.flops_per_key * keys_per_query(seq, core.window)
+    return 2 * model.block_matmul_params + core.flops_per_key * mean_keys_per_query(core, seq)
 
 
 def head_flops_per_token(model: ModelSpec) -> float:
@@ -32,7 +39,7 @@ def head_flops_per_token(model: ModelSpec) -> float:
 def attention_flops_per_token(model: ModelSpec, seq: int) -> float:
     """Forward, all layers."""
     core = components.attention_core(model)
-    return model.layers * core.flops_per_key * keys_per_query(seq, core.window)
+    return model.layers * core.flops_per_key * mean_keys_per_query(core, seq)
 
 
 def forward_flops_per_token(model: ModelSpec, seq: int) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from . import eager
-from .flops import keys_per_query
+from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, fullest, gemm, padded, without_fp8
 
 # Passes over the router's scores in each direction: logits in fp32, softmax, top-k, their sum and weights, the dispatch
@@ -24,22 +24,15 @@ from .ops import Kernel, Op, Workload, fullest, gemm, padded, without_fp8
 ROUTING = 12
 
 
-def passes(*sizes: Any) -> tuple[Kernel, ...]:
-    """One memory-bound kernel for each size in bytes."""
-    return tuple(Kernel("stream", bytes=1.0 * size) for size in sizes)
+def gradient_sums(load: Workload, outputs: Any, bias: bool) -> tuple[Kernel, ...]:
+    """Of a linear layer, beside the two GEMMs of its backward pass; `outputs`: how many numbers it made.
 
-
-def launched(load: Workload, count: int) -> tuple[Kernel, ...]:
-    """Launches of unfused code that cost the host only: small sums, and gradient accumulation.
-
-    Their bytes are counted with the kernels that they belong to.
+    Unfused code launches the weight gradient's accumulation, and for a bias a sum over tokens and an accumulation:
+    small kernels that cost the host only. Compiled code may sum the gradient of a bias in a kernel of its own.
     """
-    return () if load.software.fused else (Kernel("stream", count=count),)
-
-
-def summed(load: Workload, numbers: Any, bias: bool) -> tuple[Kernel, ...]:
-    """The gradient of a bias, where a separate kernel sums it over tokens."""
-    return passes(load.width * numbers) if load.software.bias_grad_pass and bias else ()
+    launches = () if load.software.fused else (Kernel("stream", count=3 if load.model.bias else 1),)
+    over_tokens = Kernel("stream", bytes=load.width * outputs)
+    return (*launches, over_tokens) if bias and load.software.bias_grad_pass else launches
 
 
 def product(
@@ -53,22 +46,23 @@ def product(
 ) -> Op:
     """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
-    `saved_selective`: widths of the outputs that selective recompute saves, by default all in one tensor.
+    `saved_selective`: bytes of the outputs that selective recompute saves, by default all in one tensor.
     """
     t = load.tokens
-    # Weight-gradient accumulation; a bias has a sum over tokens and an accumulation too.
-    sums = launched(load, 3 if load.model.bias else 1)
-    cast = passes(6.0 * inputs * outputs) if load.cast_weights else ()
+    cast = (Kernel("stream", bytes=6.0 * inputs * outputs),) * load.cast_weights
     forward = (gemm(t, inputs, outputs), *cast)
-    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums, *summed(load, t * outputs, bias))
-    kept = tuple(load.width * t * width for width in ((outputs,) if saved_selective is None else saved_selective))
+    sums = gradient_sums(load, t * outputs, bias)
+    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
+    kept = (load.width * t * outputs,) if saved_selective is None else tuple(saved_selective)
     return Op(name, part, forward, backward, saved_selective=kept)
 
 
 def stem(load: Workload) -> list[Op]:
     x, table = load.sp_tokens * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
     mask = load.sp_tokens * load.model.hidden * load.software.dropout
-    return [Op("embedding", "embedding", passes(2 * x + mask), passes(4 * table, 2 * x), saved=(x, mask))]
+    forward = Kernel("stream", bytes=2 * x + mask)
+    backward = Kernel("stream", bytes=4 * table), Kernel("stream", bytes=2 * x)
+    return [Op("embedding", "embedding", (forward,), backward, saved=(x, mask))]
 
 
 def norm(name: str, load: Workload) -> Op:
@@ -77,8 +71,10 @@ def norm(name: str, load: Workload) -> Op:
     s, w = load.software.stream, load.width
     statistics = [4 * load.sp_tokens] * (2 if load.model.norm == "layer" else 1)
     results = [] if load.rematerialized else [w * x]
-    sums = launched(load, 4 if load.model.norm == "layer" else 2)  # each of its weights: a sum, added to the last
-    return Op(name, "norms", passes((s + w) * x), (*passes((2 * s + w) * x), *sums), saved=(*results, *statistics))
+    forward, backward = Kernel("stream", bytes=(s + w) * x), Kernel("stream", bytes=(2 * s + w) * x)
+    # Launches of unfused code alone: each of its weights has a sum, which is added to the last.
+    sums = () if load.software.fused else (Kernel("stream", count=4 if load.model.norm == "layer" else 2),)
+    return Op(name, "norms", (forward,), (backward, *sums), saved=(*results, *statistics))
 
 
 def residual(name: str, load: Workload, inner: bool = False) -> Op:
@@ -90,23 +86,29 @@ def residual(name: str, load: Workload, inner: bool = False) -> Op:
     mask = x * load.software.dropout
     kept = min(s, load.width) if inner and load.software.fused else s
     moved = np.where(load.epilogue_fusion & (not inner), s, 2 * s + load.width)[()]
-    return Op(name, "residual", passes(moved * x + mask), passes(2 * s * x + mask), saved=(kept * x, mask))
+    forward, backward = Kernel("stream", bytes=moved * x + mask), Kernel("stream", bytes=2 * s * x + mask)
+    return Op(name, "residual", (forward,), (backward,), saved=(kept * x, mask))
 
 
 def projections(layers: Sequence[Linear], load: Workload) -> Op:
     """Layers that read the same input are one product; selective recompute saves their outputs."""
-    first = layers[0]
-    outputs = [layer.outputs if layer.shard == "row" else load.local(layer.outputs, layer.shard) for layer in layers]
+    first, outputs, labels, kept = layers[0], 0, list[str](), list[Any]()
+    for layer in layers:
+        width = layer.outputs if layer.shard == "row" else load.local(layer.outputs, layer.shard)
+        outputs = outputs + width
+        labels.append(layer.label)
+        kept.append(load.width * load.tokens * width)
+    if load.software.saves_alternate_gemms:
+        kept.pop()
     inputs = first.inputs // load.tp if first.shard == "row" else first.inputs
-    kept = outputs[:-1] if load.software.saves_alternate_gemms else outputs
-    name = ", ".join(layer.label for layer in layers)
-    return product(name, load, inputs, sum(outputs), saved_selective=kept, bias=first.bias)
+    return product(", ".join(labels), load, inputs, outputs, saved_selective=kept, bias=first.bias)
 
 
 def rotary(layers: Sequence[Rotary], load: Workload) -> Op:
     moved = load.width * load.tokens * sum(load.local(layer.width, layer.shard) for layer in layers)
     turns = 1 if load.software.fused else 3  # unfused: two halves, their product with fp32 tables, and back
-    return Op("rotary", "rotary", passes(2 * turns * moved), passes(2 * turns * moved))
+    kernel = Kernel("stream", bytes=2 * turns * moved)
+    return Op("rotary", "rotary", (kernel,), (kernel,))
 
 
 def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
@@ -121,7 +123,8 @@ def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
         load.width * load.tokens * layer.source if layer.source else size
         for layer, size in zip(layers, sizes, strict=True)
     ]
-    return Op("head norms", "norms", passes(2 * sum(sizes)), passes(3 * sum(sizes)), saved=(*inputs, *outputs))
+    forward, backward = Kernel("stream", bytes=2 * sum(sizes)), Kernel("stream", bytes=3 * sum(sizes))
+    return Op("head norms", "norms", (forward,), (backward,), saved=(*inputs, *outputs))
 
 
 def attention(core: Attention, load: Workload) -> Op:
@@ -133,7 +136,7 @@ def attention(core: Attention, load: Workload) -> Op:
     if load.software.attention == "scores":
         return scores(core, load, inputs, result)
     shape = (load.seq, core.qk_dim)
-    flops = 1.0 * t * (core.flops_per_key // load.tp) * keys_per_query(load.seq, core.window)
+    flops = 1.0 * t * (core.flops_per_key // load.tp) * mean_keys_per_query(core, load.seq)
     kernels = (
         Kernel("attention", flops=flops, shape=shape),
         Kernel("attention_backward", flops=2.5 * flops, shape=shape),
@@ -153,8 +156,11 @@ def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) 
         gemm(load.seq // load.cp, core.qk_dim, load.seq, each),
         gemm(load.seq // load.cp, load.seq, core.v_dim, each),
     )
-    forward = (up, down, *passes(2 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 1))
-    backward = (up, up, down, down, *passes(3 * w * count), *passes(*[(2 * w + 1) * count] * drop), *launched(load, 3))
+    dropout = (Kernel("stream", bytes=(2 * w + 1) * count),) * drop
+    forward: tuple[Kernel, ...] = (up, down, Kernel("stream", bytes=2 * w * count), *dropout)
+    backward: tuple[Kernel, ...] = (up, up, down, down, Kernel("stream", bytes=3 * w * count), *dropout)
+    if not load.software.fused:  # small ones that cost the host only
+        forward, backward = (*forward, Kernel("stream", count=1)), (*backward, Kernel("stream", count=3))
     saved = (*inputs, seen * count, result)
     return Op(
         "attention",
@@ -175,28 +181,28 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     wide = each * count
     gated, bias = load.model.mlp == "swiglu", load.model.bias
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
-    cast = passes(*[6.0 * h * width * count] * load.cast_weights)
+    cast = (Kernel("stream", bytes=6.0 * h * width * count),) * load.cast_weights
     forward = (gemm(rows, h, up * width, count), *up * cast)
-    sums = launched(load, 3 if bias else 1)
+    sums = gradient_sums(load, up * tokens * width * count, bias)
     backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
-    there = np.where(load.epilogue_fusion, 1, (up + 1) * apart)[()] * wide
-    back = np.where(load.epilogue_fusion, 1, (2 * up + 1) * apart)[()] * wide
+    there = Kernel("stream", bytes=np.where(load.epilogue_fusion, 1, (up + 1) * apart)[()] * wide)
+    back = Kernel("stream", bytes=np.where(load.epilogue_fusion, 1, (2 * up + 1) * apart)[()] * wide)
+    sums = gradient_sums(load, tokens * h * count, bias)
     last = (
         (gemm(rows, width, h, count), *cast),
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
     )
-    more = summed(load, up * tokens * width * count, bias), summed(load, tokens * h * count, bias)
     saved_selective = (each,) * (1 if load.software.saves_alternate_gemms else up)
     saved = (each,) * (up + (not load.rematerialized))
     return [
-        Op("up", "matmul", forward, backward + more[0], saved_selective=saved_selective, copies=count),
-        Op(load.model.mlp, "activation", passes(there), passes(back), saved=saved, copies=count),
+        Op("up", "matmul", forward, backward, saved_selective=saved_selective, copies=count),
+        Op(load.model.mlp, "activation", (there,), (back,), saved=saved, copies=count),
         # The backward pass does not need the last GEMM's output: a compiler does not save it.
         Op(
             "down",
             "matmul",
             last[0],
-            last[1] + more[1],
+            last[1],
             saved_selective=() if load.software.fused else (w * tokens * h,),
             copies=count,
         ),
@@ -215,8 +221,9 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     each = np.maximum(1, slots // mine)
     moved = w * slots * layer.hidden
     route = product("router", load, layer.hidden, layer.count)
-    scores = Op("routing", "experts", *(tuple(ROUTING * passes(8 * t * layer.count)),) * 2)
-    sorts = passes(*[2 * moved * np.where(load.ep > 1, 2, 1)] * 2)
+    scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
+    scores = Op("routing", "experts", scored, scored)
+    sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(load.ep > 1, 2, 1)),)
     move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
     rows = padded(each * fullest(slots, load.ep))
     return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows)])
@@ -230,7 +237,7 @@ def block(load: Workload) -> list[Op]:
             case Linear():
                 ops.append(projections(together, load))
             case Norm(total=0) as layer:
-                ops.append(norm(layer.label, load.routed if components.feeds_router(load.model, layer) else load))
+                ops.append(norm(layer.label, load.routed if layer.feeds_router else load))
             case Norm():
                 ops.append(head_norms(together, load))
             case Rotary():
@@ -261,10 +268,11 @@ def loss(load: Workload) -> list[Op]:
     """Unchunked logits; plain code also holds them in fp32, as log-softmax and as gradient."""
     logits, w = load.tokens * load.vocab, load.width
     plain = load.software.loss == "plain"
-    there, back = (
-        # a cast; log-softmax, which reads twice; the gradient and the cast back
-        ((w + 4) * logits, 12 * logits) if plain else (w * logits, w * logits),
-        (12 * logits, (w + 4) * logits) if plain else (w * logits,),
-    )
-    softmax = Op("cross-entropy", "loss", passes(*there), passes(*back), saved=(w * logits, 4 * plain * logits))
+    once = Kernel("stream", bytes=w * logits)
+    forward: tuple[Kernel, ...] = (once, once)
+    backward: tuple[Kernel, ...] = (once,)
+    if plain:  # a cast; log-softmax, which reads twice; the gradient and the cast back
+        cast, wide = Kernel("stream", bytes=(w + 4) * logits), Kernel("stream", bytes=12 * logits)
+        forward, backward = (cast, wide), (wide, cast)
+    softmax = Op("cross-entropy", "loss", forward, backward, saved=(w * logits, 4 * plain * logits))
     return [norm("final norm", load), product("head", load, load.model.hidden, load.vocab, "loss"), softmax]

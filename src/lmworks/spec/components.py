@@ -150,6 +150,7 @@ class Norm:
     shard: Shard = "replicated"  # of these vectors
     role: Role = "vector"
     scales_scores: bool = False
+    feeds_router: bool = False  # a router of experts reads its output
     hf: str = ""
 
     def weights(self) -> Iterator[Weight]:
@@ -196,6 +197,7 @@ class Attention(WithoutWeights):
     qk_dim: int
     v_dim: int
     window: int = 0
+    full_share: float = 0.0  # of the layers: those without the window; the same in a block of every layer
     softcap: float = 0.0
     sinks: bool = False
 
@@ -253,8 +255,8 @@ class MLP:
 
     @property
     def down(self) -> Linear:
-        name, label, hf = (f"{prefix}down" for prefix in (f"{self.name}.", self.label, f"{self.hf}."))
-        return Linear(name, label, self.name, self.width, self.hidden, self.bias, "row", hf=f"{hf}_proj")
+        name, label, hf = f"{self.name}.down", f"{self.label}down", f"{self.hf}.down_proj"
+        return Linear(name, label, self.name, self.width, self.hidden, self.bias, "row", hf=hf)
 
     def weights(self) -> Iterator[Weight]:
         for linear in (*self.up, self.down):
@@ -309,7 +311,7 @@ def block(m: ModelSpec) -> tuple[Component, ...]:
         stream_norm(m, "attention_norm", "input_layernorm"),
         *attention(m),
         Residual("attention residual", inner=True),
-        stream_norm(m, "mlp_norm", "post_attention_layernorm"),
+        replace(stream_norm(m, "mlp_norm", "post_attention_layernorm"), feeds_router=m.experts > 0),
         *feed_forward(m),
         Residual("mlp residual"),
     )
@@ -349,9 +351,13 @@ def attention(m: ModelSpec) -> Iterator[Component]:
     if m.positions == "rope":
         yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
-    traits = m.sliding_window, m.attention_softcap, m.attention_sinks
+    traits = m.sliding_window, full_share(m), m.attention_softcap, m.attention_sinks
     yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, *traits)
     yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
+
+
+def full_share(m: ModelSpec) -> float:
+    return m.full_layers / m.layers if m.layer_types else 0.0
 
 
 def latent_attention(m: ModelSpec) -> Iterator[Component]:
@@ -379,7 +385,7 @@ def latent_attention(m: ModelSpec) -> Iterator[Component]:
     yield Rotary("rotary query", m.heads * m.rope_head_dim)
     yield Rotary("rotary key", m.rope_head_dim, "replicated")
     yield Copy("heads", m.heads * (2 * qk_dim + m.v_head_dim))
-    yield Attention(m.heads, m.heads, qk_dim, m.v_head_dim, m.sliding_window)
+    yield Attention(m.heads, m.heads, qk_dim, m.v_head_dim, m.sliding_window, full_share(m))
     inputs = m.heads * m.v_head_dim
     yield Linear("attention.out", "attention out", "attention", inputs, m.hidden, shard="row", hf=f"{hf}.o_proj")
 
@@ -418,6 +424,12 @@ def head_weights(m: ModelSpec) -> Iterator[Weight]:
         yield replace(score, hf="score.weight")
     elif not m.tie_embeddings:
         yield Weight("head.weight", (m.vocab, m.hidden), 0, matmul_token_share=1.0, role="head", hf="lm_head.weight")
+
+
+@functools.lru_cache(maxsize=256)
+def root_weights(m: ModelSpec) -> tuple[Weight, ...]:
+    """Outside blocks."""
+    return (*embedding_weights(m), *head_weights(m))
 
 
 @functools.lru_cache(maxsize=256)
@@ -462,6 +474,7 @@ def linears(m: ModelSpec) -> list[Linear]:
     return found
 
 
+@functools.lru_cache(maxsize=256)
 def attention_core(m: ModelSpec) -> Attention:
     return next(component for component in block(m) if isinstance(component, Attention))
 
@@ -479,11 +492,7 @@ def experts(m: ModelSpec) -> Experts | None:
 
 def readers(m: ModelSpec, norm: Norm) -> int:
     """Products that read the output of a norm; routed experts read what the router has dispatched."""
-    return sum(linear.reads == norm.name for linear in linears(m)) + feeds_router(m, norm)
-
-
-def feeds_router(m: ModelSpec, norm: Norm) -> bool:
-    return any(isinstance(component, Experts) and component.reads == norm.name for component in block(m))
+    return sum(linear.reads == norm.name for linear in linears(m)) + norm.feeds_router
 
 
 @dataclass(frozen=True)

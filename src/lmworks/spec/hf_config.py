@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import SpecError, did_you_mean
-from .model import MUP_KEYS, ModelSpec, RopeScaling
+from .model import LAYER_TYPES, MUP_KEYS, ModelSpec, RopeScaling
 
 Config = Mapping[str, Any]  # a parsed config.json
 
@@ -50,6 +50,7 @@ WRITTEN = frozenset({
     "rope_scaling", "qkv_bias", "sliding_window", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss",
     "attention", "init_std", "scalar_head", *MUP_KEYS,
 })  # fmt: skip
+BY_LAYER = {"layer_types": lambda spec: True}
 CLASSIFIER = "ForSequenceClassification"
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
 
@@ -76,6 +77,22 @@ FAMILIES = {
             "experts": 0,
         },
     ),
+    # q, k, v and gate, up are one matrix each. Without longrope it is the network of Llama or Mistral.
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        QWEN_MUST_BE,
+        {
+            **ROPE_WRITES,
+            "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
+            "rope_scaling": lambda spec: spec.rope_scaling.type == "longrope",
+        },
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         {**ROPE_DEFAULTS, "max_position_embeddings": 2048},
@@ -94,9 +111,18 @@ FAMILIES = {
         ROPE_MUST_BE,
         ROPE_WRITES,
     ),
-    "qwen2": Family("Qwen2ForCausalLM", ROPE_DEFAULTS, ROPE_MUST_BE, {**ROPE_WRITES, "qkv_bias": True}),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        {**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        QWEN_MUST_BE,
+        {**ROPE_WRITES, **BY_LAYER},
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", ROPE_DEFAULTS, ROPE_MUST_BE, {**ROPE_WRITES, **BY_LAYER, "qkv_bias": True}),
     "qwen3": Family(
-        "Qwen3ForCausalLM", {**ROPE_DEFAULTS, "head_dim": 128}, QWEN_MUST_BE, {**ROPE_WRITES, "qk_norm": True}
+        "Qwen3ForCausalLM",
+        {**ROPE_DEFAULTS, "head_dim": 128},
+        QWEN_MUST_BE,
+        {**ROPE_WRITES, **BY_LAYER, "qk_norm": True},
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -109,6 +135,17 @@ FAMILIES = {
         {**ROPE_DEFAULTS, "norm_topk_prob": False},
         {**QWEN_MUST_BE, "norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         {**EXPERTS_WRITES, "qk_norm": True},
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        {**ROPE_DEFAULTS, "rms_norm_eps": 1e-6, "sliding_window": 1024, "norm_topk_prob": True},
+        {
+            **QWEN_MUST_BE,
+            "norm_topk_prob": (True,),
+            "num_nextn_predict_layers": (0, None),
+            "num_mtp_layers": (0, None),
+        },
+        {**EXPERTS_WRITES, **BY_LAYER, "qk_norm": True, "rope_local_theta": lambda spec: True},
     ),
     # Latent attention with dense layers; its experts (sigmoid routing in groups) are not supported.
     "deepseek_v3": Family(
@@ -124,6 +161,9 @@ FAMILIES = {
     ),
 }
 
+
+HF_LAYER_TYPES = {name: f"{name}_attention" for name in LAYER_TYPES}
+LAYERED = [name for name, family in FAMILIES.items() if "layer_types" in family.writes]
 
 # --- config.json → spec -------------------------------------------------------------------------------
 
@@ -183,7 +223,7 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
     experts = {}
     if name == "mixtral":
         experts = {"experts": need(config, "num_local_experts"), "top_k": need(config, "num_experts_per_tok")}
-    elif name == "qwen3_moe":
+    elif name in ("qwen3_moe", "mellum"):
         # transformers 5 renamed `num_experts`.
         count = config.get("num_local_experts") or need(config, "num_experts")
         experts = {"experts": count, "top_k": need(config, "num_experts_per_tok")}
@@ -199,8 +239,8 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
         head_dim=config.get("head_dim") or 0,
         bias=bias,
         qkv_bias=name == "qwen2" or bias,
-        qk_norm=name in ("qwen3", "qwen3_moe"),
-        sliding_window=window_of_config(name, config),
+        qk_norm=name in ("qwen3", "qwen3_moe", "mellum"),
+        **windows_of_config(name, config),
         **experts,
     )
 
@@ -224,11 +264,28 @@ def common_keys(config: Config) -> dict[str, Any]:
 
 
 def rotary_keys(config: Config) -> dict[str, Any]:
-    """Of both layouts, in one dictionary."""
+    """Of both layouts, in one dictionary; where kinds of layers have keys of their own, those of full attention."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key), dict | None):
             raise SpecError(f"{key} = {config[key]!r:.60}: an object is expected")
-    return {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    parameters = config.get("rope_parameters") or {}
+    kind = "sliding_attention" if set(config.get("layer_types") or ()) == {"sliding_attention"} else "full_attention"
+    of_kind: dict[str, Any] = parameters.get(kind) or parameters
+    return {**config, **(config.get("rope_scaling") or {}), **of_kind}
+
+
+def local_theta(config: Config) -> float:
+    """The rotary base of sliding layers; 0: they are as the others."""
+    parameters = config.get("rope_parameters") or {}
+    full, sliding = parameters.get("full_attention"), parameters.get("sliding_attention")
+    if not full or not sliding or full == sliding:
+        return 0.0
+    if (sliding.get("rope_type") or "default") != "default":
+        raise SpecError(
+            f"rope_parameters.sliding_attention has rope_type {sliding['rope_type']!r}: layers with a window are not "
+            "stretched; it must be 'default', or all of it equal to full_attention's"
+        )
+    return float(need(sliding, "rope_theta"))
 
 
 def latent_spec(config: Config) -> ModelSpec:
@@ -256,19 +313,39 @@ def latent_spec(config: Config) -> ModelSpec:
     )
 
 
-def window_of_config(name: str, config: Config) -> int:
-    """The window that every layer uses, or 0. A mixture of layers with and without one is refused."""
+def windows_of_config(name: str, config: Config) -> dict[str, Any]:
+    """`sliding_window`, and where layers differ `layer_types`, with the rotary base of sliding layers."""
     layers = need(config, "num_hidden_layers")
     window = config.get("sliding_window") or 0
     if name.startswith("qwen") and not config.get("use_sliding_window"):
         window = 0
-    kinds = set(config.get("layer_types") or ())
+    kinds = [str(kind) for kind in config.get("layer_types") or ()]
     if window and not kinds and name in ("qwen2", "qwen3"):  # layers from max_window_layers on have the window
-        full = min(config.get("max_window_layers", 28), layers)
-        kinds = {"full_attention"} if full == layers else {"sliding_attention"} if full <= 0 else {"a mixture", ""}
-    if kinds - {"full_attention", "sliding_attention"} or (window and len(kinds) > 1):
-        raise SpecError("layers that differ in attention (layer_types, max_window_layers) are not supported")
-    return 0 if kinds == {"full_attention"} else window
+        full = min(max(0, config.get("max_window_layers", 28)), layers)
+        kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if not kinds and name == "mellum":
+        kinds = ["full_attention"] * layers
+    if unknown := set(kinds) - set(HF_LAYER_TYPES.values()):
+        raise SpecError(f"layer_types: {min(unknown)!r} is not supported; known: {', '.join(HF_LAYER_TYPES.values())}")
+    if kinds and len(kinds) != layers:
+        raise SpecError(f"layer_types names {len(kinds)} layers, but num_hidden_layers = {layers}")
+    if not window or set(kinds) == {"full_attention"}:
+        return {}
+    if len(set(kinds)) < 2:
+        return {"sliding_window": window}
+    if name not in LAYERED:
+        raise SpecError(f"layers of {name} that differ in attention (layer_types) are not supported")
+    types = shortest_period(tuple(kind.removesuffix("_attention") for kind in kinds))
+    return {"sliding_window": window, "layer_types": types, "rope_local_theta": local_theta(config)}
+
+
+def shortest_period(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The least of what, repeated and cut off, gives the list."""
+    return next(
+        kinds[:count]
+        for count in range(1, len(kinds) + 1)
+        if all(kind == kinds[at % count] for at, kind in enumerate(kinds))
+    )
 
 
 # --- spec → config.json -------------------------------------------------------------------------------
@@ -351,9 +428,8 @@ def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
         else spec.context,
         "hidden_act": "silu",
         "rms_norm_eps": spec.norm_eps,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
         "attention_dropout": 0.0,
+        **(rope_by_layer_type(spec) if name == "mellum" else {"rope_theta": theta, "rope_scaling": scaling}),
     }
     if name == "deepseek_v3":
         config |= {
@@ -375,12 +451,26 @@ def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
         config["sliding_window"] = spec.sliding_window or None
     if name.startswith("qwen"):
         config |= {"use_sliding_window": spec.sliding_window > 0, "max_window_layers": 0}
+    if name in LAYERED:
+        kinds = ("sliding" if spec.window_of(layer) else "full" for layer in range(spec.layers))
+        config["layer_types"] = [HF_LAYER_TYPES[kind] for kind in kinds]
+    if name == "phi3":
+        config["original_max_position_embeddings"] = spec.rope_scaling.original_context or spec.context
+        config["pad_token_id"] = None
     if name == "mixtral":
         config |= {"num_local_experts": spec.experts, "num_experts_per_tok": spec.top_k}
-    if name == "qwen3_moe":
+    if name in ("qwen3_moe", "mellum"):
         config |= {"num_experts": spec.experts, "num_experts_per_tok": spec.top_k, "norm_topk_prob": True}
         config |= {"moe_intermediate_size": spec.expert_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return config
+
+
+def rope_by_layer_type(spec: ModelSpec) -> dict[str, Any]:
+    """As transformers 5 has it, which alone has such families."""
+    theta, scaling = rope_of_spec(spec)
+    full = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    sliding = {"rope_theta": spec.rope_local_theta, "rope_type": "default"} if spec.rope_local_theta else full
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 # --- rotary settings, both ways ---------------------------------------------------------------------------
@@ -402,8 +492,10 @@ def scaling_of_config(rope: Config) -> RopeScaling:
         raise SpecError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; it must be 1")
     if kind == "default":
         return RopeScaling()
+    if kind in ("longrope", "su"):  # its first name
+        return longrope_of_config(rope)
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
-        raise SpecError(f"rope_type {kind!r} is not supported; known: default, linear, dynamic, yarn, llama3")
+        raise SpecError(f"rope_type {kind!r} is not supported; known: default, linear, dynamic, yarn, llama3, longrope")
     keys = {
         "linear": (),
         "dynamic": (),
@@ -419,6 +511,19 @@ def scaling_of_config(rope: Config) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(type="linear", factor=factor)
     return RopeScaling(type=kind, factor=factor, original_context=original, **given)
+
+
+def longrope_of_config(rope: Config) -> RopeScaling:
+    original = need(rope, "original_max_position_embeddings")
+    factor = rope.get("factor") or need(rope, "max_position_embeddings") / original
+    if rope.get("attention_factor") is not None:
+        raise SpecError("longrope's attention_factor is not supported; it follows from the factor")
+    if any(rope.get(key) is not None for key in ("short_mscale", "long_mscale")):
+        raise SpecError("longrope's short_mscale and long_mscale are not supported")
+    short, long = (tuple(need(rope, key)) for key in ("short_factor", "long_factor"))
+    return RopeScaling(
+        type="longrope", factor=max(factor, 1.0), original_context=original, short_factor=short, long_factor=long
+    )
 
 
 def longest_context(config: Config, rope: Config) -> int:
@@ -455,10 +560,12 @@ def rope_of_spec(spec: ModelSpec) -> tuple[float, dict[str, Any] | None]:
     if scaling.type == "ntk":
         return spec.rope_theta * scaling.factor ** (spec.rotary_dim / (spec.rotary_dim - 2)), None
     config: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
-    if scaling.type in ("yarn", "llama3"):
+    if scaling.type in ("yarn", "llama3", "longrope"):
         config["original_max_position_embeddings"] = scaling.original_context
     if scaling.type == "yarn":
         config |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    if scaling.type == "longrope":
+        config |= {"short_factor": [*scaling.short_factor], "long_factor": [*scaling.long_factor]}
     if scaling.type == "llama3":
         config |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     return spec.rope_theta, config

@@ -17,17 +17,30 @@ class RopeScaling(Section):
 
     section: ClassVar[str] = "model.rope_scaling"
 
-    type: str = opt("none", "stretching rule", choices=("none", "linear", "ntk", "dynamic", "yarn", "llama3"))
+    type: str = opt(
+        "none", "stretching rule", choices=("none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
+    )
     factor: float = opt(1.0, "context is stretched by this factor", ge=1.0)
     original_context: int = opt(0, "context before stretching (0: model.context / factor)", ge=0)
     low_freq_factor: float = opt(1.0, "llama3: below this many turns a frequency is divided by factor", gt=0)
     high_freq_factor: float = opt(4.0, "llama3: above this many turns a frequency is kept", gt=0)
     beta_fast: float = opt(32.0, "yarn: above this many turns a frequency is kept", gt=0)
     beta_slow: float = opt(1.0, "yarn: below this many turns a frequency is divided by factor", gt=0)
+    short_factor: tuple[float, ...] = opt(
+        (), "longrope: what each pair's frequency is divided by, in sequences of at most original_context"
+    )
+    long_factor: tuple[float, ...] = opt((), "longrope: the same in longer sequences")
 
     def check(self) -> None:
         if self.type == "none" and self.factor != 1:
             raise SpecError(f"{self.section}.factor = {self.factor:g} needs {self.section}.type, e.g. 'yarn'")
+        for key in ("short_factor", "long_factor"):
+            factors = getattr(self, key)
+            if bool(factors) != (self.type == "longrope"):
+                needs = "is needed" if self.type == "longrope" else f"needs {self.section}.type = 'longrope'"
+                raise SpecError(f"{self.section}.{key} {needs}: one number for each rotary pair")
+            if any(factor <= 0 for factor in factors):
+                raise SpecError(f"{self.section}.{key} must be positive numbers")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise SpecError(
                 f"{self.section}.low_freq_factor = {self.low_freq_factor:g} must be below "
@@ -35,6 +48,7 @@ class RopeScaling(Section):
             )
 
 
+LAYER_TYPES = ("sliding", "full")
 MUP_KEYS = ("parametrization", "mup_base_hidden", "mup_base_layers", "mup_base_head_dim")
 
 
@@ -70,6 +84,14 @@ class ModelSpec(Section):
     v_head_dim: int = opt(0, "latent attention: width of a value head (0: head_dim)", ge=0)
     rope_interleaved: bool = opt(False, "latent attention: rotary pairs lie side by side (DeepSeek), not in halves")
     sliding_window: int = opt(0, "a query sees this many keys, itself included (0: all before it)", ge=0)
+    layer_types: tuple[str, ...] = opt(
+        (),
+        "'sliding' (the window) or 'full' (all keys before) for each layer, repeated until all layers have one, e.g. "
+        "['sliding', 'sliding', 'sliding', 'full'] (empty: the window, if any, on every layer)",
+    )
+    rope_local_theta: float = opt(
+        0.0, "rotary base of sliding layers, without rope_scaling (Gemma 3, Mellum 2; 0: as the others)", ge=0
+    )
     attention_softcap: float = opt(0.0, "scores become cap·tanh(score / cap) before the mask (Gemma 2; 0: off)", ge=0)
     final_softcap: float = opt(0.0, "logits become cap·tanh(logit / cap) (Gemma 2; 0: off)", ge=0)
     attention_sinks: bool = opt(False, "a learned score for each query head joins the softmax's sum (gpt-oss)")
@@ -142,6 +164,7 @@ class ModelSpec(Section):
             self.derive("qkv_bias", True)
         self.check_moe()
         self.check_latent()
+        self.check_layer_types()
         self.check_rope()
         self.check_attention()
         self.check_parametrization()
@@ -208,9 +231,26 @@ class ModelSpec(Section):
             raise SpecError(
                 f"model.rope_scaling.type = '{scaling.type}' needs model.positions = 'rope', not '{self.positions}'"
             )
+        for key in ("short_factor", "long_factor"):
+            count, pairs = len(getattr(scaling, key)), self.rotary_dim // 2
+            if scaling.type == "longrope" and count != pairs:
+                raise SpecError(f"model.rope_scaling.{key} has {count} numbers for {pairs} rotary pairs of a head")
         if not scaling.original_context:
             before = max(1, int(self.context / scaling.factor))
             self.derive("rope_scaling", scaling.with_derived("original_context", before))
+
+    def check_layer_types(self) -> None:
+        if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
+            raise SpecError(f"model.layer_types: {unknown[0]!r} is not one of: {', '.join(LAYER_TYPES)}")
+        if self.layer_types and not self.sliding_window:
+            raise SpecError("model.layer_types needs model.sliding_window: how many keys a sliding layer sees")
+        if self.layer_types and set(self.layer_types) != set(LAYER_TYPES):
+            raise SpecError(
+                "model.layer_types must name both kinds of layers; leave it empty for a window on every layer, or "
+                "model.sliding_window = 0 for none"
+            )
+        if self.rope_local_theta and not (self.layer_types and self.positions == "rope"):
+            raise SpecError("model.rope_local_theta needs model.layer_types and model.positions = 'rope'")
 
     def check_attention(self) -> None:
         for key in ("attention_softcap", "attention_sinks"):
@@ -233,6 +273,23 @@ class ModelSpec(Section):
         width = self.head_dim + self.rope_head_dim
         if width > 256:
             raise SpecError(f"model.attention = 'flash' takes heads of at most 256; head_dim = {width} needs 'sdpa'")
+
+    # --- layers -----------------------------------------------------------------------------------
+
+    def window_of(self, layer: int) -> int:
+        """Keys that a query sees in this layer, itself included; 0: all before it."""
+        if not self.layer_types:
+            return self.sliding_window
+        return self.sliding_window if self.layer_types[layer % len(self.layer_types)] == "sliding" else 0
+
+    def local_rope(self, layer: int) -> bool:
+        """Whether this layer turns heads by `rope_local_theta`."""
+        return self.rope_local_theta > 0 and self.window_of(layer) > 0
+
+    @property
+    def full_layers(self) -> int:
+        """Layers in which a query sees all keys before it."""
+        return sum(not self.window_of(layer) for layer in range(self.layers))
 
     # --- parameter counts -------------------------------------------------------------------------
 
@@ -271,8 +328,7 @@ class ModelSpec(Section):
     @property
     def params(self) -> int:
         """Every trainable number; a tied head is counted once."""
-        head = sum(weight.size for weight in components.head_weights(self))
-        return self.embedding_params + self.layers * self.block_params + head
+        return self.layers * self.block_params + sum(weight.size for weight in components.root_weights(self))
 
     @property
     def active_params(self) -> int:

@@ -305,10 +305,10 @@ class RunSpec(Section):
                 f"{data.micro_batch} × {dp} = {per_pass}; {fits} would fit"
             )
         check_align(self)
-        if self.model.rope_scaling.type == "dynamic" and self.parallel.cp > 1:
+        if (kind := self.model.rope_scaling.type) in ("dynamic", "longrope") and self.parallel.cp > 1:
             raise SpecError(
-                "model.rope_scaling.type = 'dynamic' goes by the longest position, of which a context-parallel rank "
-                "has only its part; use 'ntk' with the factor for data.seq"
+                f"model.rope_scaling.type = '{kind}' goes by the longest position, of which a context-parallel rank "
+                "has only its part; use 'ntk' with the factor for data.seq, or 'yarn'"
             )
         if self.data.fim.rate and self.data.kind != "tokens":
             raise SpecError(
@@ -342,9 +342,18 @@ class RunSpec(Section):
         self.derive("optim", self.optim.replace(steps=max(1, total)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Stages only where there are any: a spec without reads as it did before there were."""
+        """Stages only where there are any: a spec without reads as it did before there were.
+
+        What a stage may change is not written as it was derived for the last one, but left open where it was open.
+        """
         table = super().to_dict()
-        return table if self.stages else {key: value for key, value in table.items() if key != "stages"}
+        if not self.stages:
+            del table["stages"]
+            return table
+        table["data"]["global_batch"] = self.data.given["global_batch"]
+        scaling = self.model.rope_scaling
+        table["model"]["rope_scaling"]["original_context"] = scaling.given["original_context"]
+        return table
 
     def check_profile(self) -> None:
         """Steps and ranks that there are none of would leave no trace, and no word about it."""

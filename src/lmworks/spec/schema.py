@@ -131,8 +131,13 @@ class Section:
         return types.MappingProxyType(found)
 
     def to_dict(self) -> dict[str, Any]:
+        """As TOML and JSON have it."""
         return {
-            field.name: value.to_dict() if isinstance(value, Section) else value
+            field.name: value.to_dict()
+            if isinstance(value, Section)
+            else list(value)
+            if type(value) is tuple
+            else value
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             for value in [getattr(self, field.name)]
         }
@@ -189,6 +194,7 @@ NAMES = {
     str: "a string",
     dict: "a table",
     list: "a list",
+    tuple: "a list",
 }
 
 
@@ -207,8 +213,10 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
         raise SpecError(f"{key} is out of range: it does not fit in 64 bits")
     if origin is float and fits(value, int):
         value = float(value)
+    if origin is tuple and isinstance(value, list):
+        value = tuple(value)
     if not fits(value, origin):
-        single = origin is list and isinstance(value, str | int | float)
+        single = origin in (list, tuple) and isinstance(value, str | int | float)
         form = f", e.g. {key}='{json.dumps([value])}'" if single else ""
         raise SpecError(f"{key} must be {NAMES[origin]}{form}, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -219,6 +227,8 @@ def coerce(key: str, hint: Any, value: Any) -> Any:
     if origin is list:
         (item_type,) = typing.get_args(hint)
         return [coerce(f"{key}[{index}]", item_type, item) for index, item in enumerate(value)]
+    if origin is tuple:  # of any length: a list where a section must be hashable
+        return tuple(coerce(f"{key}[{index}]", typing.get_args(hint)[0], item) for index, item in enumerate(value))
     return value
 
 

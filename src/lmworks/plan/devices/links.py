@@ -85,15 +85,14 @@ class Curve:
         table = self.seconds_at[kind]
         counts = np.array(sorted(table))
         wire, ranks = np.broadcast_arrays(wire, ranks)
-        fits = self.fits.get(kind, {})
-        known = np.stack(
-            [
-                np.log(np.maximum(fits[n].seconds(wire / wire_share(kind, n)), 1e-9))
-                if n in fits
-                else self.log_seconds(table[n], wire / wire_share(kind, n))
-                for n in counts
-            ]
-        )
+        fits, at_counts = self.fits.get(kind, {}), []
+        for n in counts:
+            nbytes = wire / wire_share(kind, n)
+            fit = fits.get(n)
+            at_counts.append(
+                np.log(np.maximum(fit.seconds(nbytes), 1e-9)) if fit else self.log_seconds(table[n], nbytes)
+            )
+        known = np.stack(at_counts)
         if len(counts) == 1:
             only = int(counts[0])
             step = fits[only].latency / (only - 1) if only in fits and kind in RINGS else 0.0
@@ -260,8 +259,10 @@ class Fabric:
     ) -> Cost:
         """A ring over machines; no faster than the same links are inside one, which the longer ring passes too."""
         share = wire_share(kind, ranks)
-        further = share / wire_share(kind, np.maximum(members, 2))
-        return net.ring(kind, nbytes * share, ranks, members, self.rates_within[members]).at_least(local * further)
+        least = local * (share / wire_share(kind, np.maximum(members, 2)))
+        ring = net.ring(kind, nbytes * share, ranks, members, self.rates_within[members])
+        beta = np.where(ring.seconds < least, np.maximum(ring.beta, least - ring.alpha), ring.beta)
+        return Cost(ring.alpha, beta, np.maximum(ring.seconds, least))
 
     def split(self, kind: str, seconds: Number, ranks: Number) -> Cost:
         """Measured seconds within a machine as latency, which a message of one byte takes, and the rest."""

@@ -39,11 +39,6 @@ class Cost:
         alpha, beta = np.where(first, self.alpha, other.alpha), np.where(first, self.beta, other.beta)
         return Cost(start + alpha, beta, start + np.minimum(self.seconds, other.seconds))
 
-    def at_least(self, seconds: Number) -> Cost:
-        """A bandwidth that something else limits."""
-        beta = np.where(self.seconds < seconds, np.maximum(self.beta, seconds - self.alpha), self.beta)
-        return Cost(self.alpha, beta, np.maximum(self.seconds, seconds))
-
 
 @dataclass(frozen=True)
 class Network:

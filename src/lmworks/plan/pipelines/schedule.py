@@ -78,27 +78,31 @@ def looped_order(schedule: str, rank: int, ranks: int, virtual: int, micro_batch
         size = micro_batches // max(1, micro_batches // ranks)
         hops = (1 if schedule == "interleaved-zero-bubble" else 2) * (ranks - 1 - rank)
         ahead = min((virtual - 1) * size + hops, passes)
-    forward, backward = rounds(stages, micro_batches, size), rounds(stages[::-1], micro_batches, size)
-    if schedule == "looped-bfs":
-        backward = [(stage, micro_batches - 1 - i) for stage, i in backward]
-
     split = schedule == "interleaved-zero-bubble"
-    order = [Action(stage, "F", i) for stage, i in forward[:ahead]]
-    for done, (stage, i) in enumerate(backward):
+    forward = rounds("F", stages, micro_batches, size)
+    backward = rounds("I" if split else "B", stages[::-1], micro_batches, size)
+    if schedule == "looped-bfs":
+        backward = [Action(stage, kind, micro_batches - 1 - i) for stage, kind, i in backward]
+
+    order = forward[:ahead]
+    for done, action in enumerate(backward):
         if ahead + done < passes:
-            order.append(Action(forward[ahead + done][0], "F", forward[ahead + done][1]))
-        order.append(Action(stage, "I" if split else "B", i))
+            order.append(forward[ahead + done])
+        order.append(action)
         if split and done >= rank:
-            order.append(Action(backward[done - rank][0], "W", backward[done - rank][1]))
+            order.append(backward[done - rank]._replace(kind="W"))
     if split:
-        order += [Action(stage, "W", i) for stage, i in backward[max(0, passes - rank) :]]
+        order += [action._replace(kind="W") for action in backward[max(0, passes - rank) :]]
     return order
 
 
-def rounds(stages: list[int], micro_batches: int, size: int) -> list[tuple[int, int]]:
-    """(stage, micro-batch): `size` micro-batches pass all stages of a rank, one stage after another; then the next."""
+def rounds(kind: str, stages: list[int], micro_batches: int, size: int) -> list[Action]:
+    """`size` micro-batches pass all stages of a rank, one stage after another; then the next micro-batches."""
     return [
-        (stage, i) for first in range(0, micro_batches, size) for stage in stages for i in range(first, first + size)
+        Action(stage, kind, i)
+        for first in range(0, micro_batches, size)
+        for stage in stages
+        for i in range(first, first + size)
     ]
 
 
@@ -210,13 +214,12 @@ def simulate(orders: Sequence[Sequence[Action]], stages: Sequence[Times], send: 
     made on another rank; a message holds up nobody but its receiver.
     """
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    last, ranks = len(stages) - 1, range(len(orders))
-    away = [0.0, *(send if rank_of[stage] != rank_of[stage + 1] else 0.0 for stage in range(last)), 0.0]  # of borders
+    last = len(stages) - 1
     there: dict[tuple[int, str, int], float] = {}  # (stage, F or I, micro-batch) → when the next stage has it
     waiting: dict[tuple[int, str, int], int] = {}  # what a rank waits for → that rank
     position, free = [0] * len(orders), [0.0] * len(orders)
     spans: list[Span] = []
-    ready = list(ranks)
+    ready = [*range(len(orders))]
     while ready:
         rank = ready.pop()
         order, now = orders[rank], free[rank]
@@ -234,8 +237,8 @@ def simulate(orders: Sequence[Sequence[Action]], stages: Sequence[Times], send: 
             spans.append(Span(rank, stage, kind, i, begin, now))
             position[rank] += 1
             if kind != "W":
-                made = (stage, "F" if kind == "F" else "I", i)
-                there[made] = now + away[stage + 1 if kind == "F" else stage]
+                made, receiver = ((stage, "F", i), stage + 1) if kind == "F" else ((stage, "I", i), stage - 1)
+                there[made] = now + (send if rank_of.get(receiver, rank) != rank else 0.0)
                 if made in waiting:
                     ready.append(waiting.pop(made))
         free[rank] = now

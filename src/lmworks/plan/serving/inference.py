@@ -169,8 +169,10 @@ class Deployment:
         """Decoding reads the cache; a prompt's token sees `before` and, on average, half of the new ones."""
         reach = self.served.window or np.inf
         each = prefill / np.maximum(prompts, 1)
-        keys = np.minimum(before + (each + 1) / 2, reach)
-        flops = self.served.decode_flops * decode * np.minimum(context, reach)
+        keys = before + (each + 1) / 2
+        keys = self.cache.mean_over_layers(np.minimum(keys, reach), keys)
+        seen = self.cache.mean_over_layers(np.minimum(context, reach), context)
+        flops = self.served.decode_flops * decode * seen
         flops = flops + self.served.prefill_flops * prefill * keys
         peak = self.rates.attention_compute * (self.gpu.peak_flops(compute_format("bf16", self.gpu)) or 0.0)
         read = decode * self.cache.read(context) + np.minimum(prefill, prompts) * self.cache.read(before)

@@ -7,8 +7,9 @@ hand.
 
 Its KV cache, in bytes on one rank: a token leaves a key and a value in every layer, one of each per KV head. Tensor
 parallelism shares the heads out; a rank holds at least one, so fewer heads than ranks are kept more than once. A
-sliding window keeps no more than itself. The cache is paged: a sequence takes whole blocks of 16 tokens, so its last
-block is half empty on average.
+layer with a sliding window keeps no more than the window (as vLLM's hybrid cache does; our own engine keeps it all
+where other layers see everything). The cache is paged: a sequence takes whole blocks of 16 tokens, so its last block is
+half empty on average.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Cache:
     dtype: str = "bf16"
     window: int = 0  # tokens that are kept (0: all)
     block: int = BLOCK
+    full_layers: int = 0  # with a window: layers that keep all tokens
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_FORMATS:
@@ -61,15 +63,21 @@ class Cache:
     def of(cls, model: ModelSpec, dtype: str = "bf16", tp: int = 1) -> Cache:
         kept = token_cache(model)
         vectors = kept.vectors * heads_per_rank(kept.heads, tp)
-        return cls(model.layers, vectors, kept.width, dtype, model.sliding_window)
+        full = model.full_layers if model.layer_types else 0
+        return cls(model.layers, vectors, kept.width, dtype, model.sliding_window, full_layers=full)
 
     @property
     def token_bytes(self) -> float:
         form = KV_FORMATS[self.dtype]
         return self.layers * self.vectors * (self.width * form.number + form.scales)
 
+    def mean_over_layers(self, windowed: Any, full: Any) -> Any:
+        """Of a quantity in layers with the window and in those that keep all tokens."""
+        return windowed + (full - windowed) * self.full_layers / self.layers if self.full_layers else windowed
+
     def blocks(self, tokens: Any) -> Any:
-        """Pages of a sequence of `tokens`. A window rarely begins where a page does, so it reaches into one more."""
+        """Pages of a sequence of `tokens` in a layer with the window, which rarely begins where a page does, so it
+        reaches into one more."""
         pages = np.ceil(np.asarray(tokens) / self.block)
         if self.window:
             pages = np.minimum(pages, np.ceil((self.window - 1) / self.block) + 1)
@@ -77,11 +85,12 @@ class Cache:
 
     def held(self, tokens: Any) -> Any:
         """Bytes that a sequence of `tokens` occupies, its last page whole."""
-        return self.blocks(tokens) * self.block * self.token_bytes
+        pages = self.mean_over_layers(self.blocks(tokens), np.ceil(np.asarray(tokens) / self.block))
+        return pages * self.block * self.token_bytes
 
     def read(self, tokens: Any) -> Any:
         """Bytes that one decode step of a sequence reads: only what is filled and still in the window."""
-        return np.minimum(tokens, self.window or np.inf) * self.token_bytes
+        return self.mean_over_layers(np.minimum(tokens, self.window or np.inf), tokens) * self.token_bytes
 
     def sequences(self, budget: float, tokens: int) -> int:
         """How many sequences of `tokens` fit in `budget` bytes."""
@@ -89,9 +98,13 @@ class Cache:
 
     def longest(self, budget: float, sequences: int = 1, limit: int = 2**31) -> int:
         """The longest context, in whole pages, at which `sequences` of them still fit; `limit` where nothing binds."""
-        pages = int(budget // (sequences * self.block * self.token_bytes))
-        if self.window and pages >= int(self.blocks(limit)):
-            return limit
+        page = self.block * self.token_bytes  # of all layers
+        pages, windowed = int(budget // (sequences * page)), int(self.blocks(limit))
+        if self.window and pages >= windowed:
+            if not self.full_layers:
+                return limit
+            full = page * self.full_layers / self.layers
+            pages = int((budget / sequences - windowed * (page - full)) // full)
         return min(limit, max(0, pages) * self.block)
 
 
@@ -198,6 +211,7 @@ class ServedModel:
     prefill_flops: float  # of attention, a query and a key, all layers
     decode_flops: float
     context: int = 2**31
+    full_layers: int = 0  # with a window: of the kv_layers, those that keep all tokens
     heads: int = 0  # query heads, which tensor-parallel ranks must share evenly; 0: not known
 
     @classmethod
@@ -223,12 +237,14 @@ class ServedModel:
             prefill_flops=1.0 * layers * core.flops_per_key,
             decode_flops=1.0 * layers * components.decode_flops_per_key(m),
             context=m.context,
+            full_layers=m.full_layers if m.layer_types else 0,
             heads=m.heads,
         )
 
     def cache(self, dtype: str, tp: int) -> Cache:
         heads = heads_per_rank(self.kv_heads, tp)
-        return Cache(self.kv_layers, self.kv_vectors * heads, self.kv_width, dtype, self.window)
+        vectors = self.kv_vectors * heads
+        return Cache(self.kv_layers, vectors, self.kv_width, dtype, self.window, full_layers=self.full_layers)
 
     def weight_bytes(self, weights: str, tp: int = 1, attention_dp: int = 1) -> float:
         """Bytes of all weights on one rank: experts over every rank, the rest over the tp ranks of a group."""

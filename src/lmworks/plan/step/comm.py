@@ -142,6 +142,7 @@ class Weights:
     experts: Number
     block: Number  # both
     root: Number
+    gather: int  # bytes of one of them in an all-gather
 
     @classmethod
     def of(cls, case: Case) -> Self:
@@ -153,8 +154,9 @@ class Weights:
                 experts = experts + weight.size // case.ep // shared
             else:
                 dense = dense + weight.size // shared
-        outside = (*components.embedding_weights(case.model), *components.head_weights(case.model))
-        return cls(dense, experts, dense + experts, sum(weight.size for weight in outside) / case.tp)
+        root = sum(weight.size for weight in components.root_weights(case.model)) / case.tp
+        gather = case.software.gather or {"fp32": 4, "fp8": 1}.get(case.dtype, 2)
+        return cls(dense, experts, dense + experts, root, gather)
 
 
 def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
@@ -162,7 +164,7 @@ def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]
 
     HSDP: all-reduce these over replicas.
     """
-    gather, reduce, ranks = case.software.gather or case.width, case.software.reduce, case.dp_shard * case.cp
+    gather, reduce, ranks = weights.gather, case.software.reduce, case.dp_shard * case.cp
     pieces = SHARDED_TENSORS if case.software.per_tensor_gather else 1
     return {
         "all_gather": links.seconds("shard", "all-gather", gather * weights.dense / pieces).scaled(pieces)

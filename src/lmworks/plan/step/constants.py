@@ -71,17 +71,15 @@ class Constants:
             "casts": self.memory * self.casts,
         }
 
-    def launch_seconds(self, software: Software) -> float:
-        """Host seconds per kernel of the op list: compiled code launches as many as listed, eager code more.
+    def host_seconds(self, software: Software) -> tuple[float, float]:
+        """Host seconds per kernel of the op list, and of a step beside its launches.
 
-        The op list of our own blocks has every launch, compiled or not.
+        Compiled code launches as many kernels as listed, eager code more; the op list of our own blocks has every
+        launch, compiled or not. Beside its launches a compiled code base takes as long as its eager one.
         """
         default = "compiled" if software.fused or software.name.startswith("lmworks") else "eager"
-        return self.launch_s.get(software.name, self.launch_s.get(default, 10e-6))
-
-    def step_overhead(self, software: Software) -> float:
-        """Host seconds of a step beside its launches; a compiled code base has those of its eager one."""
-        return self.step_s.get(software.name.removesuffix("-compile"), self.step_s.get("*", 5e-3))
+        launch_s = self.launch_s.get(software.name, self.launch_s.get(default, 10e-6))
+        return launch_s, self.step_s.get(software.name.removesuffix("-compile"), self.step_s.get("*", 5e-3))
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ..case import Case, Number
-from ..software import Software
 from .comm import SHARDED_TENSORS, CommSeconds
 from .constants import Constants
 from .uncalibrated import Pass, Uncalibrated, stops_early
 
 # Kernel launches that one collective costs the host: the collective, and an event wait on both streams.
 LAUNCHES_PER_COLLECTIVE = 3
-# Host cost of PyTorch's activation checkpointing for one eager block of our trainer, in kernel launches: a hook for
-# each saved tensor, and with selective policies a Python dispatch at every op, twice. Measured with batches too small
-# to fill a GPU.
-CHECKPOINT_LAUNCHES = {"full": 48, "selective": 145, "mlp": 145}
+# Host cost of PyTorch's activation checkpointing, in kernel launches of one block in one pass: a hook for each saved
+# tensor, and with selective policies a Python dispatch at every op; half of it when tensors are saved, half when they
+# are unpacked. By code base and policy; measured of our eager blocks, with batches too small to fill a GPU. Compiled
+# blocks have no hooks, and of other code bases only the kernels are known.
+CHECKPOINT_LAUNCHES = {("lmworks", "full"): 24.0, ("lmworks", "selective"): 72.5, ("lmworks", "mlp"): 72.5}
 FORWARD, BACKWARD = 0, 1  # of a pair of passes
 
 
@@ -82,6 +82,7 @@ class Calibrated:
     fitted: Constants
     factors: Mapping[str, Number]  # by kind of kernel
     launch_s: float  # host seconds per kernel launch
+    step_s: float  # host seconds of a step beside its launches
 
     def comm_seconds(self, comm: CommSeconds) -> Number:
         """Inter-node messages cross the links inside a node too: never faster than those."""
@@ -133,7 +134,7 @@ class Calibrated:
         tp_calls = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
         ep_calls = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
         collectives = LAUNCHES_PER_COLLECTIVE * (tp_calls + ep_calls + (case.cp - 1) + (case.zero == 3))
-        hooks = checkpoint_launches(case.software, case.recompute, case.recompute_every)
+        hooks = CHECKPOINT_LAUNCHES.get((case.software.name, case.recompute), 0.0) / case.recompute_every
         launches = work.block[0].launches + collectives + hooks
         again = work.recomputed.launches / case.recompute_every
         launches_back = work.block[1].launches + again + hooks + collectives * (1 + repeats)
@@ -181,8 +182,7 @@ class Calibrated:
         ]
         launched = [(busy, self.launch_seconds(launches)) for busy, launches in phases]
         optimizer = self.launch_seconds(self.uncalibrated.optimizer.launches)
-        overhead = optimizer + self.fitted.step_overhead(case.software) * case.host
-        return host_bound_seconds(launched, case.accumulation, update, overhead)
+        return host_bound_seconds(launched, case.accumulation, update, optimizer + self.step_s * case.host)
 
 
 def host_bound_seconds(
@@ -203,11 +203,3 @@ def host_bound_seconds(
         launched, left = launched + launching, left - seconds
         end = np.maximum(end, launched + left + update + (batches - 1) * np.maximum(work, host))
     return end - busy
-
-
-def checkpoint_launches(software: Software, recompute: str, every: Number) -> Number:
-    """Host cost of checkpointing one block in one pass, in launches: half when tensors are saved, half when unpacked.
-
-    0 for compiled blocks, and for other code bases, of which only the kernels are known.
-    """
-    return CHECKPOINT_LAUNCHES.get(recompute, 0) / 2 / every if software.name == "lmworks" else 0.0

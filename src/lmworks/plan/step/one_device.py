@@ -20,7 +20,7 @@ from ..ops import Kernel, Op, Workload
 from ..policies import POLICIES, policies
 from ..software import software_of
 from .constants import REFERENCE_LAUNCH_S, constants
-from .micro_batch import checkpoint_launches, host_bound_seconds
+from .micro_batch import CHECKPOINT_LAUNCHES, host_bound_seconds
 from .uncalibrated import Pass, Work, host_link
 
 # 90 % interval of measured over predicted step time. On a CPU six kinds of run took 0.96 to 1.22 of it
@@ -103,9 +103,9 @@ def activation_offload_seconds(spec: RunSpec, work: Work, machine: Machine) -> f
 def host_wait_seconds(spec: RunSpec, work: Work, update: Pass, machine: Machine) -> float:
     """Seconds in which the GPU waits for its host; constants scale with the host's measured launch time."""
     fitted, software, host = constants(), software_of(spec), machine.launch_s / REFERENCE_LAUNCH_S
-    each, layers = fitted.launch_seconds(software) * host, spec.model.layers
-    kept = checkpoint_launches(software, spec.parallel.recompute, spec.parallel.recompute_every)
-    again = 1 / spec.parallel.recompute_every
+    launch_s, step_s = fitted.host_seconds(software)
+    each, layers, again = launch_s * host, spec.model.layers, 1 / spec.parallel.recompute_every
+    kept = CHECKPOINT_LAUNCHES.get((software.name, spec.parallel.recompute), 0.0) / spec.parallel.recompute_every
     phases: list[list[tuple[Pass, float, Number]]] = [
         [(work.stem[0], 1, 0.0), (work.block[0], layers, kept)],
         [(work.loss[0], 1, 0.0), (work.loss[1], 1, 0.0)],
@@ -118,7 +118,7 @@ def host_wait_seconds(spec: RunSpec, work: Work, update: Pass, machine: Machine)
         )
         for phase in phases
     ]
-    beside = each * float(update.launches) + fitted.step_overhead(software) * host
+    beside = each * float(update.launches) + step_s * host
     return float(host_bound_seconds(launched, spec.accumulation, float(sum(update.seconds_by_kind.values())), beside))
 
 

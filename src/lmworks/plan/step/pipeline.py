@@ -58,16 +58,13 @@ def last_stage(case: Case) -> Number:
         return np.floor(layers / stages)
     head = head_flops_per_token(case.model) / block_flops_per_token(case.model, case.seq)  # in blocks
     others = np.maximum(stages - 1, 1)
-    best = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
-
-    def cost(j: Number) -> Number:
-        mean = (layers - j) / others
-        low, part = np.floor(mean), mean - np.floor(mean)
-        squares = others * ((1 - part) * low**2 + part * (low + 1) ** 2) + (j + head) ** 2
-        return np.maximum(j + head, np.ceil(mean)) + 1e-9 * squares
-
-    low, high = np.floor(best), np.ceil(best)
-    return np.where(cost(low) <= cost(high), low, high)
+    equal = np.clip((layers - head * others) / stages, 1, np.maximum(layers - others, 1))
+    last = np.stack([np.floor(equal), np.ceil(equal)])  # the two next to where all are equal
+    mean = (layers - last) / others
+    low, part = np.floor(mean), mean - np.floor(mean)
+    squares = others * ((1 - part) * low**2 + part * (low + 1) ** 2) + (last + head) ** 2
+    slowest = np.maximum(last + head, np.ceil(mean)) + 1e-9 * squares
+    return np.where(slowest[0] <= slowest[1], last[0], last[1])
 
 
 @dataclass(frozen=True)

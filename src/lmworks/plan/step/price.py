@@ -75,7 +75,7 @@ class Step:
     def of(cls, uncalibrated: Uncalibrated, fitted: Constants) -> Self:
         case = uncalibrated.case
         factors = fitted.factors(case.gpu, case.software, case.world)
-        calibrated = Calibrated(case, uncalibrated, fitted, factors, fitted.launch_seconds(case.software))
+        calibrated = Calibrated(case, uncalibrated, fitted, factors, *fitted.host_seconds(case.software))
         work, block, split = uncalibrated.work, calibrated.block(), StageSplit.of(case)
         ends = calibrated.vocab_parallel(*work.stem), calibrated.vocab_parallel(*work.loss)
         weight_gradients = block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
@@ -135,7 +135,7 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     hidden["dp"] = hidden["dp"] + tail.hidden
     parts["optimizer"] = sum(uncalibrated.optimizer.parts(calibrated.factors).values())
     parts["offload"] = parts["offload"] + uncalibrated.offload
-    parts["host"] = parts["host"] + fitted.step_overhead(case.software) * case.host
+    parts["host"] = parts["host"] + calibrated.step_s * case.host
     if np.any(one_gpu := np.equal(case.world, 1)):
         waited = calibrated.host_wait_seconds(micro_batch, parts["optimizer"] + uncalibrated.offload)
         parts["host"] = np.where(one_gpu, waited, parts["host"])[()]

@@ -74,12 +74,12 @@ class Work:
         if dtype == "fp8":
             width = net.load.software.casts
             block, again = [*block, fp8_casts(block, width)], [*again, fp8_casts(again, width)]
-
-        def both(ops: Iterable[Op], dtype: str) -> tuple[Pass, Pass]:
-            return Pass.of(ops, "forward", machine, dtype), Pass.of(ops, "backward", machine, dtype)
-
-        recomputed = Pass.of(again, "forward", machine, dtype)
-        return cls(both(block, dtype), recomputed, both(net.stem, wide), both(net.loss, wide))
+        return cls(
+            (Pass.of(block, "forward", machine, dtype), Pass.of(block, "backward", machine, dtype)),
+            Pass.of(again, "forward", machine, dtype),
+            (Pass.of(net.stem, "forward", machine, wide), Pass.of(net.stem, "backward", machine, wide)),
+            (Pass.of(net.loss, "forward", machine, wide), Pass.of(net.loss, "backward", machine, wide)),
+        )
 
 
 def fp8_casts(ops: Iterable[Op], width: float) -> Op:
@@ -185,7 +185,7 @@ def weight_copies(case: Case, weights: Weights, reductions: Number) -> Op:
     forward: Number = 0.0
     backward: Number = 0.0
     if case.zero == 3:
-        forward = 2.0 * (software.gather or case.width) * weights.block
+        forward = 2.0 * weights.gather * weights.block
         backward = forward * case.reshard + 2.0 * software.reduce * weights.block * reductions
     elif not software.wgrad_placeholder:  # with wgrad fusion, GEMMs accumulate into the gradients
         summed = (2.0 * software.gradients + 2) * weights.block
