@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from .data import Tokenizer
 from .data.chat_template import Chat
 from .data.tokenizer import FileTokenizer
+from .engine.beam_search import Beam, beam_search
 from .engine.core.engine import Engine
 from .engine.core.request import OutputDelta, Result, ResultCallback, ignore_result
 from .engine.core.sampling_params import SamplingParams, index
@@ -110,6 +111,29 @@ class LLM:
         """Output deltas; the last one carries the result. Closing the generator cancels the request."""
         self.check_open()
         return self.backend.stream(self.encode(prompt), as_params(params, 1)[0])
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        ignore_eos: bool = False,
+    ) -> list[list[Beam]]:
+        """Of each prompt the `beam_width` best answers with their scores, the best first; as in `transformers`."""
+        engine = self.offline
+        ends = () if ignore_eos else self.native.eos
+
+        def generate(asked: list[list[int]], params: SamplingParams) -> list[Result]:
+            return engine.generate(asked, [params] * len(asked), progress=False)
+
+        found = []
+        for prompt in as_prompts(prompts):
+            ids = self.encode(prompt)
+            most = min(max_tokens, self.context - len(ids))
+            found.append(beam_search(generate, ids, ends, beam_width, most, length_penalty, early_stopping))
+        return found
 
     def encode(self, prompt: Prompt) -> Any:
         """Token ids of a prompt: for a Hugging Face folder those of `transformers`, begin-of-text included.

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Logprob, Sequence
+from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Logprob, Request, Sequence
 from lmworks.engine.core.scheduler import Step
 from lmworks.engine.core.step_output import PromptLogprobs, StepTokens
 from lmworks.engine.grammars.grammar import Grammars
@@ -79,11 +79,15 @@ class StepOutput:
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         return []
 
+    def pooled_states(self) -> list[tuple[Request, bool, list[float]]]:
+        return []
+
 
 @dataclass
 class FakeDevice:
     spec: EngineSpec
     valid_vocab: int = 50
+    hidden: int = 8
     synchronous: bool = False
     bad_seeds: set[int] = field(default_factory=set)  # sequences whose logits are not finite
     grammars: Grammars | None = None
@@ -120,6 +124,9 @@ class FakeDevice:
         return launched
 
     def add_adapter(self, name: str, folder: Path) -> None:
+        pass
+
+    def remove_adapter(self, name: str) -> None:
         pass
 
     def sleep(self) -> int:

@@ -40,10 +40,25 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "head_dim": 8, "first_k_dense_replace": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+BY_LAYER = {
+    "num_hidden_layers": 3, "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24,
+                           "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}  # fmt: skip
+# Of which all sequences here have the short factors: an engine takes one or the other by its context.
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 96, "factor": 2.0,
+            "short_factor": [1.0 + i / 9 for i in range(6)], "long_factor": [1.5 + i for i in range(6)]}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SHAPE),
     "qwen3": ("qwen3", {**SHAPE, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", GPT2),
+    "mellum": ("mellum", {**SHAPE, **BY_LAYER}),
+    "phi3": ("phi3", {**SHAPE, "head_dim": 12, "pad_token_id": 0, "sliding_window": 11, "rope_scaling": LONGROPE}),
     "deepseek_v3": ("deepseek_v3", {**SHAPE, **LATENT}),
 }
 

@@ -282,7 +282,8 @@ def test_all_end_tokens_end_structured_answers() -> None:
     allowed = []
     for byte in b"ab":
         matcher.accept(byte)
-        bits = device.grammars.masks([matcher], torch.device("cpu"))
+        bits = torch.zeros(1, device.grammars.mask_words, dtype=torch.int32)
+        device.grammars.fill_masks(bits, [matcher])
         allowed.append({token for token in range(device.valid_vocab) if bits[0, token // 32] >> token % 32 & 1})
     assert allowed == [{ord("b")}, {ord("a"), 7, ByteTokenizer.eot}]
 

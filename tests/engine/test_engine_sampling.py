@@ -28,6 +28,7 @@ ROOMY = EngineSpec(dtype="fp32", context=CONTEXT, blocks=200, prefix_cache=False
 TIGHT = ROOMY.replace(block=4, blocks=14, max_seqs=5, max_batch_tokens=13, prefix_cache=True, guesses=3)
 SHAPES: list[dict[str, Any]] = [
     {"regex": "[a-f]{2,9}!"},
+    {"grammar": 'root ::= "(" root ")" | [x-z]'},
     {"choice": ["yes", "no", "maybe so"]},
     {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
 ]
@@ -63,6 +64,9 @@ def wishes(draw: random.Random) -> SamplingParams:
         "presence_penalty": draw.choice([-1.0, 1.0]),
         "frequency_penalty": draw.choice([-0.5, 1.0]),
         "logit_bias": {draw.randrange(257): draw.choice([-100.0, 5.0]) for _ in range(4)},
+        "cache_salt": draw.choice(["a", "b"]),
+        "skip_special_tokens": False,
+        "truncate_prompt_tokens": draw.randrange(1, 20),
         "min_tokens": draw.randrange(most + 1),
         "stop": draw.choice(["e", "\n", ["a", "t"]]),
         "stop_token_ids": [draw.randrange(257) for _ in range(20)],
@@ -77,7 +81,9 @@ def wishes(draw: random.Random) -> SamplingParams:
     if "best_of" in made:
         made["n"] = answers
     shape = draw.choice(SHAPES) if draw.random() < 0.2 else {}
-    return SamplingParams(**usual, **made, **shape)
+    word = "".join(draw.choices("abcdefgh", k=draw.randrange(1, 3)))
+    ruled_out = draw.choice([{"allowed_token_ids": draw.choices(range(257), k=120)}, {"bad_words": [word]}])
+    return SamplingParams(**usual, **made, **shape, **(ruled_out if draw.random() < 0.2 else {}))
 
 
 def requests(draw: random.Random) -> list[Request]:
@@ -110,7 +116,7 @@ def served(engine: Engine, asked: list[Request], draw: random.Random) -> dict[in
     ],
 )
 def test_all_sampling_params_in_any_batch_give_the_same_as_alone(speculate: str, cache: str) -> None:
-    draw = random.Random(f"{speculate} {cache}")
+    draw = random.Random(f"2: {speculate} {cache}")
     changes = {"kv_dtype": cache, "draft": "small" if speculate == "draft" else "", "speculate": speculate}
     engine, lonely = engine_for(TIGHT.replace(**changes)), engine_for(ROOMY.replace(kv_dtype=cache))
     asked = requests(draw)
@@ -123,4 +129,4 @@ def test_all_sampling_params_in_any_batch_give_the_same_as_alone(speculate: str,
         assert mine.prompt_logprobs == alone.prompt_logprobs
     metrics = engine.metrics
     assert metrics.num_preemptions > 0 and metrics.prefix_cache_hits > 0
-    assert (metrics.proposed_guesses > 20) == (speculate != "none")
+    assert (metrics.proposed_guesses > 2) == (speculate != "none")

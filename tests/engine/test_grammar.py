@@ -28,9 +28,10 @@ from lmworks.engine.grammars.grammar import (
     LRUCache,
     Matcher,
     grammar,
-    text_depth,
 )
 from lmworks.engine.grammars.grammar_sandbox import FIRST, Budget, GrammarSandbox, TooComplex, end
+from lmworks.engine.grammars.one_of import check_one_of
+from lmworks.engine.grammars.schemas import text_depth
 from lmworks.spec import LMWorksError, SpecError
 
 PADDING = 40  # ids of the model that the tokenizer does not have
@@ -66,6 +67,12 @@ TOKENIZERS: dict[str, Tokenizer] = {
 GRAMMARS = {name: Grammars(each, each.vocab_size + PADDING) for name, each in TOKENIZERS.items()}
 
 
+def masks_of(grammars: Grammars, matchers: list[Matcher | None]) -> torch.Tensor:
+    masks = torch.full((len(matchers), grammars.mask_words), -1, dtype=torch.int32)
+    grammars.fill_masks(masks, matchers)
+    return masks
+
+
 def answer(name: str, seed: int, params: SamplingParams, most: int = 600) -> tuple[str, Matcher]:
     """What a model with random logits answers; end of text is likely, so it is taken as soon as it is allowed."""
     tokenizer, grammars = TOKENIZERS[name], GRAMMARS[name]
@@ -80,7 +87,7 @@ def answer(name: str, seed: int, params: SamplingParams, most: int = 600) -> tup
         logits[0, tokenizer.eot] += 4
         if name == "bytes":  # else most of a string would be control characters and other scripts
             logits[0, 32:127] += 3
-        sampled = sampler(logits, torch.tensor([0]), torch.tensor([place]), grammars.masks([matcher], "cpu"))
+        sampled = sampler(logits, torch.tensor([0]), torch.tensor([place]), masks_of(grammars, [matcher]))
         assert not sampled.bad.item()
         token = int(sampled.tokens)
         matcher.accept(token)
@@ -124,15 +131,139 @@ def test_json_fits_its_schema(name: str) -> None:
 
 
 def test_one_of_alternatives() -> None:
-    """Also such that a value could fit several of: pydantic writes them for unions."""
+    """Exactly one matches. Those that could match together are refused: a parser knows of it only at the end."""
     shapes = [
         {"type": "object", "properties": {key: {"type": "integer", "maximum": 9}}, "required": [key]} for key in "ab"
     ]
     closed = [shape | {"additionalProperties": False} for shape in shapes]
-    GRAMMARS["bytes"].matcher(SamplingParams(json_schema={"oneOf": shapes}))
+    with pytest.raises(SpecError, match=r"alternatives 0 and 1 of a oneOf may both match.*use anyOf"):
+        GRAMMARS["bytes"].matcher(SamplingParams(json_schema={"oneOf": shapes}))
     for seed in range(4):
         text, _ = answer("bytes", seed, SamplingParams(max_tokens=600, json_schema={"oneOf": closed}))
         jsonschema.validate(json.loads(text), {"oneOf": closed})
+
+
+def kind(name: str, **properties: Any) -> dict[str, Any]:
+    """As pydantic writes a member of a discriminated union."""
+    return {"type": "object", "properties": {"kind": {"const": name}, **properties}, "required": ["kind"]}
+
+
+ONE_OF: list[tuple[list[Any], bool]] = [
+    ([{"type": "integer"}, {"type": "string"}, {"type": ["null", "array"]}], True),
+    ([{"type": "integer"}, {"type": "number"}], False),
+    ([{"const": 1}, {"const": 2}], True),
+    ([{"const": 1}, {"const": 1.0}], False),
+    ([{"enum": ["x", "y"]}, {"enum": ["z"]}], True),
+    ([{"enum": ["x", "y"]}, {"enum": ["y"]}], False),
+    ([{"const": "x"}, {"type": "string"}], False),
+    ([{"const": "x"}, {"type": "integer"}], True),
+    ([kind("a"), kind("b")], True),
+    ([kind("a"), kind("a", more={"type": "integer"})], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], False),
+    ([{"$ref": "#/$defs/endless"}, {"type": "string"}], False),
+    ([{"minimum": 3}, {"maximum": 2}], False),  # both match a text
+    ([kind("a"), {**kind("a"), "properties": {"kind": {"type": "integer"}}}], True),
+    ([{"type": "string"}], True),
+    ([{}, False], True),
+    ([{}, True], False),
+]
+
+
+@pytest.mark.parametrize(("alternatives", "exclusive"), ONE_OF, ids=[json.dumps(each) for each, _ in ONE_OF])
+def test_which_alternatives_exclude_each_other(alternatives: list[Any], exclusive: bool) -> None:
+    definitions = {"a": kind("a"), "b": kind("b"), "endless": {"$ref": "#/$defs/endless"}}
+    schema = {"type": "object", "properties": {"x": {"oneOf": alternatives}}, "$defs": definitions}
+    if exclusive:
+        check_one_of(schema)
+    else:
+        with pytest.raises(SpecError, match="oneOf may both match"):
+            check_one_of(schema)
+    # No value is found that two of them match, where that was said.
+    values = [None, 1, 1.5, 2, "x", "y", "z", [], {}, {"kind": "a"}, {"kind": "b"}, {"kind": 3}]
+    for value in values if exclusive else ():
+        matching = [
+            each
+            for each in alternatives
+            if jsonschema.Draft202012Validator({"$defs": definitions, "allOf": [each]}).is_valid(value)
+        ]
+        assert len(matching) < 2, value
+
+
+def test_many_alternatives_are_refused_quickly() -> None:
+    schema = {"oneOf": [{"const": number} for number in range(200)]}
+    with pytest.raises(SpecError, match="more than 4096 pairs of alternatives"):
+        SamplingParams(json_schema=schema) and grammar(SamplingParams(json_schema=schema))
+
+
+ARITHMETIC = {
+    "ebnf": 'root ::= term (("+" | "*") term)*\nterm ::= [0-9] | "(" root ")"\n',
+    "lark": 'start: term (("+" | "*") term)*\nterm: /[0-9]/ | "(" start ")"\n',
+}
+
+
+@pytest.mark.parametrize("kind", ARITHMETIC)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_context_free_grammar_holds(name: str, kind: str) -> None:
+    """Balanced brackets, which no regex can hold an answer to: Python's own parser accepts them."""
+    for seed in range(3):
+        text, matcher = answer(name, seed, SamplingParams(grammar=ARITHMETIC[kind]), most=60)
+        assert re.fullmatch(r"[0-9+*()]*", text)
+        if matcher.done:
+            compile(text, "answer", "eval")
+        else:
+            assert text.count("(") >= text.count(")")
+
+
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NUMBER = {"type": "object", "properties": {"n": DIGIT}, "required": ["n"], "additionalProperties": False}
+TAGS = {
+    "type": "structural_tag",
+    "triggers": ["<f="],
+    "structures": [
+        {"begin": "<f=add>", "schema": NUMBER, "end": "</f>"},
+        {"begin": "<f=say>", "schema": {"enum": ["hi"]}, "end": "</f>"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tag", [TAGS, json.dumps(TAGS)], ids=["object", "text"])
+def test_structural_tags(tag: Any) -> None:
+    """Free text, until a trigger: from there the tag, its schema and its end."""
+    matcher = GRAMMARS["bytes"].matcher(SamplingParams(structural_tag=tag))
+    assert matcher is not None
+    for byte in b"well, <b> <f=":
+        assert len(allowed("bytes", matcher)) > 50
+        matcher.accept(byte)
+    assert allowed("bytes", matcher) == {ord("a"), ord("s")}
+    for byte in b'add>{"n":':
+        matcher.accept(byte)
+    assert allowed("bytes", matcher) == {*b" \n0123456789"}
+    for byte in b"7}</f>":
+        assert byte in allowed("bytes", matcher)
+        matcher.accept(byte)
+    assert 256 in allowed("bytes", matcher) and ord("x") in allowed("bytes", matcher)
+    assert matcher.error is None
+
+
+WRONG_GRAMMARS: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": "((("}, "grammar is neither Lark nor EBNF"),
+    ({"grammar": 'root ::= "a" undefined\n'}, "grammar"),
+    ({"grammar": "x" * 70_000}, "grammar has 70,000 characters"),
+    ({"structural_tag": "{"}, "structural_tag is not JSON"),
+    ({"structural_tag": {"structures": []}}, "triggers must be a list of texts"),
+    ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "structures must be a list of 1 to 64"),
+    ({"structural_tag": {**TAGS, "format": {}}}, "'format' is not known"),
+    ({"structural_tag": {**TAGS, "triggers": ["<g"]}}, "starts with none of the triggers"),
+    ({"structural_tag": {**TAGS, "structures": [{"begin": "<f="}]}}, "has begin, schema and end"),
+    ({"structural_tag": {**TAGS, "structures": [{"begin": "<f=", "end": "", "schema": {"oneOf": [{}, {}]}}]}}, "oneOf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wish", "message"), WRONG_GRAMMARS, ids=[message for _, message in WRONG_GRAMMARS])
+def test_grammars_that_are_refused_by_name(wish: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        GRAMMARS["bytes"].matcher(SamplingParams(**wish))
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -180,8 +311,7 @@ def test_added_token_in_grammar(shape: dict[str, Any]) -> None:
 
 
 def allowed(name: str, matcher: Matcher) -> set[int]:
-    mask = GRAMMARS[name].masks([matcher], "cpu")
-    assert mask is not None
+    mask = masks_of(GRAMMARS[name], [matcher])
     return {i for i in range(TOKENIZERS[name].vocab_size + PADDING) if mask[0, i // 32].item() >> (i % 32) & 1}
 
 
@@ -197,8 +327,8 @@ def test_end_is_allowed_only_when_complete() -> None:
 def test_all_end_tokens_are_allowed() -> None:
     grammars = Grammars(bpe(), 500, ends=[7])
     matcher = grammars.matcher(SamplingParams(regex="x*"))
-    mask = grammars.masks([matcher], "cpu")
-    assert mask is not None and mask[0, 0].item() & 1 and mask[0, 0].item() >> 7 & 1
+    mask = masks_of(grammars, [matcher])
+    assert mask[0, 0].item() & 1 and mask[0, 0].item() >> 7 & 1
 
 
 def test_forbidden_token_is_an_error() -> None:
@@ -214,9 +344,9 @@ def test_forbidden_token_is_an_error() -> None:
 def test_rows_without_a_grammar_allow_everything() -> None:
     grammars = GRAMMARS["byte-level"]
     matcher = grammars.matcher(SamplingParams(choice=["red"]))
-    masks = grammars.masks([None, matcher, None], "cpu")
-    assert masks is not None and (masks[0] == -1).all() and (masks[2] == -1).all() and (masks[1] != -1).all()
-    assert grammars.masks([None, None], "cpu") is None
+    masks = masks_of(grammars, [None, matcher, None])
+    assert (masks[0] == -1).all() and (masks[2] == -1).all() and (masks[1] != -1).all()
+    assert (masks_of(grammars, [None, None]) == -1).all()
     assert grammars.matcher(SamplingParams()) is None
 
 
@@ -363,7 +493,7 @@ def test_complex_grammar_does_not_block_others(name: str) -> None:
         if matcher is None or matcher.error is not None or matcher.done:
             break
         start = time.process_time()
-        mask = grammars.masks([matcher], "cpu")
+        mask = masks_of(grammars, [matcher])
         assert mask is not None and bool(mask.any()) == (matcher.error is None)
         if matcher.error is None:
             bits = (mask[0].unsqueeze(1) >> torch.arange(32) & 1).flatten()[:vocab].float()

@@ -30,6 +30,8 @@ LAYERS = {
     "qwen3": ["q_proj", "v_proj", "up_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "deepseek_v3": ["gate_proj", "up_proj", "down_proj"],
+    "mellum": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "phi3": ["o_proj", "down_proj"],
 }
 
 

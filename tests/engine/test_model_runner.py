@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "swiglu-bias": {"bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},
+    "layers": {"sliding_window": 9, "layer_types": ("full", "sliding"), "rope_local_theta": 50.0},
     "soft-cap": {"attention_softcap": 1.0, "final_softcap": 3.0},
     "sinks": {"attention_sinks": True, "sliding_window": 9},
     "no-positions": {"positions": "none"},

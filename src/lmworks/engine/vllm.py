@@ -6,6 +6,7 @@ An option that vLLM does not support is an error that names it.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,8 +136,13 @@ class VLLM:
         if not params.structured:
             return {}
         module: Any = importlib.import_module("vllm.sampling_params")
-        choice = None if params.choice is None else list(params.choice)
-        shape = module.StructuredOutputsParams(json=params.json_schema, regex=params.regex, choice=choice)
+        newer = {"grammar": params.grammar, "structural_tag": tag_text(params.structural_tag)}
+        shape = module.StructuredOutputsParams(
+            json=params.json_schema,
+            regex=params.regex,
+            choice=None if params.choice is None else list(params.choice),
+            **{name: value for name, value in newer.items() if value is not None},
+        )
         return {"structured_outputs": shape}
 
 
@@ -179,9 +185,17 @@ def sampling_options(params: SamplingParams) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams, except structured output."""
     if params.best_of not in (None, params.n):
         raise SpecError("vLLM does not support best_of any more; request n answers with logprobs and choose")
+    if params.cache_salt is not None:
+        raise SpecError("cache_salt is not passed on to vLLM; use the native engine")
     if params.adapter is not None:
         raise SpecError(f"adapter = {params.adapter!r}: adapters are not passed on to vLLM; use the native engine")
-    return {
+    newer = {
+        "allowed_token_ids": None if params.allowed_token_ids is None else list(params.allowed_token_ids),
+        "bad_words": list(params.bad_words) or None,
+        "skip_special_tokens": None if params.skip_special_tokens else False,
+        "truncate_prompt_tokens": params.truncate_prompt_tokens,
+    }
+    return {name: value for name, value in newer.items() if value is not None} | {
         "n": params.n,
         "temperature": params.temperature,
         "top_k": params.top_k or -1,
@@ -201,6 +215,11 @@ def sampling_options(params: SamplingParams) -> dict[str, Any]:
         "logprobs": params.logprobs,
         "prompt_logprobs": params.prompt_logprobs,
     }
+
+
+def tag_text(tag: Mapping[str, Any] | str | None) -> str | None:
+    """vLLM takes structural tags as JSON."""
+    return json.dumps(tag, default=dict) if isinstance(tag, Mapping) else tag
 
 
 def inputs(prompt: Prompt) -> Any:

@@ -3,8 +3,9 @@
 A block is free or held by one or more sequences (a reference count). Only full blocks are shared, and full blocks are
 never written; a sequence that forks in the middle of a block gets a copy (copy on write).
 
-A full block is cached under a hash over all tokens up to its end, the tenant and the adapter: keys and values depend on
-nothing else. The hash is cryptographic: with a weak one, a prompt made to collide would read another tenant's cache.
+A full block is cached under a hash over all tokens up to its end, the tenant, the adapter and the request's salt: keys
+and values depend on no more than the tokens and the adapter. The hash is cryptographic: with a weak one, a prompt made
+to collide would read another tenant's cache.
 Free blocks stay cached until they are reallocated, least recently used first.
 """
 
@@ -27,9 +28,9 @@ class IntegrityError(LMWorksError):
 
 
 def root_hash(sequence: Sequence) -> bytes:
-    """Start of a sequence's hash chain: lengths come first, so that no two pairs of names collide."""
+    """Start of a sequence's hash chain: lengths come first, so that no two lists of names collide."""
     root = hashlib.blake2b(digest_size=DIGEST)
-    for name in (sequence.request.tenant, sequence.params.adapter or ""):
+    for name in (sequence.request.tenant, sequence.params.adapter or "", sequence.params.cache_salt or ""):
         data = name.encode("utf-8", errors="surrogatepass")
         root.update(len(data).to_bytes(8, "little") + data)
     return root.digest()

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from ...data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from ...data.tokenizer import END_OF_TEXT, ByteTokenizer, FileTokenizer, Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 REPLACEMENT = "\ufffd"
@@ -55,12 +55,21 @@ class WindowDecoder:
     A token's text is what it adds to the text of a few tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary | None = None) -> None:
-        self.decode, self.vocabulary = tokenizer.decode, vocabulary
+    def __init__(
+        self, tokenizer: Tokenizer, vocabulary: Vocabulary | None = None, skip_special_tokens: bool = True
+    ) -> None:
+        self.decode, self.vocabulary = decoding(tokenizer, skip_special_tokens), vocabulary
+        self.skip_special_tokens = skip_special_tokens
         self.window: list[list[int]] = []  # decoded groups, the context of the next token
 
     def push(self, token: int) -> str:
-        return self.settle([token]) if self.vocabulary is None or self.vocabulary.is_text(token) else ""
+        return self.settle([token]) if self.shown(token) else ""
+
+    def shown(self, token: int) -> bool:
+        vocabulary = self.vocabulary
+        if vocabulary is None or vocabulary.is_text(token):
+            return True
+        return not self.skip_special_tokens and token in vocabulary.special
 
     def flush(self) -> str:
         return ""
@@ -79,14 +88,14 @@ class ByteFallbackDecoder(WindowDecoder):
     Byte tokens are held back until a character is complete. A byte that belongs to none is decoded as U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-        super().__init__(tokenizer)
-        self.is_text, self.byte_tokens = vocabulary.is_text, vocabulary.byte_tokens
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Vocabulary, skip_special_tokens: bool = True) -> None:
+        super().__init__(tokenizer, vocabulary, skip_special_tokens)
+        self.byte_tokens = vocabulary.byte_tokens
         self.replacement = vocabulary.replacement
         self.half: list[int] = []  # byte tokens of an incomplete character
 
     def push(self, token: int) -> str:
-        if not self.is_text(token):
+        if not self.shown(token):
             return ""
         if token not in self.byte_tokens:
             return self.flush() + self.settle([token])
@@ -137,24 +146,36 @@ class Vocabulary:
 VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
-def decoder_of(tokenizer: Tokenizer) -> Decoder:
+def decoding(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    """A caller's own tokenizer decodes as it will."""
+    if skip_special_tokens or not isinstance(tokenizer, FileTokenizer):
+        return tokenizer.decode
+    return lambda ids: str(tokenizer.inner.decode(list(ids), skip_special_tokens=False))
+
+
+def decoder_of(tokenizer: Tokenizer, skip_special_tokens: bool = True) -> Decoder:
     if isinstance(tokenizer, ByteTokenizer):
-        return ByteDecoder(lambda token: bytes([token]) if 0 <= token < 256 else b"")
+        end = b"" if skip_special_tokens else END_OF_TEXT.encode()
+        return ByteDecoder(lambda token: bytes([token]) if 0 <= token < 256 else end if token == 256 else b"")
     if not isinstance(tokenizer, FileTokenizer):  # a caller's own: nothing is known of its tokens
         return WindowDecoder(tokenizer)
     known = VOCABULARIES.get(tokenizer)
     if known is None:
         known = VOCABULARIES[tokenizer] = Vocabulary(tokenizer)
     if known.kinds == ["ByteLevel"]:
-        return ByteDecoder(lambda token: byte_level(known, token))
-    return ByteFallbackDecoder(tokenizer, known) if known.byte_tokens else WindowDecoder(tokenizer, known)
+        return ByteDecoder(lambda token: byte_level(known, token, skip_special_tokens))
+    kind = ByteFallbackDecoder if known.byte_tokens else WindowDecoder
+    return kind(tokenizer, known, skip_special_tokens)
 
 
-def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def decode(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
     """The text of all tokens at once."""
-    text = tokenizer.decode(ids)
-    if REPLACEMENT in text and isinstance(decoder := decoder_of(tokenizer), ByteFallbackDecoder):
-        text = "".join(map(decoder.push, ids)) + decoder.flush()
+    if isinstance(tokenizer, ByteTokenizer) and not skip_special_tokens:
+        decoder = decoder_of(tokenizer, False)
+        return "".join(map(decoder.push, ids)) + decoder.flush()
+    text = decoding(tokenizer, skip_special_tokens)(ids)
+    if REPLACEMENT in text and isinstance(inner := decoder_of(tokenizer, skip_special_tokens), ByteFallbackDecoder):
+        text = "".join(map(inner.push, ids)) + inner.flush()
     return text
 
 
@@ -176,9 +197,12 @@ def byte_alphabet() -> dict[str, int]:
 LETTERS = byte_alphabet()
 
 
-def byte_level(vocabulary: Vocabulary, token: int) -> bytes:
+def byte_level(vocabulary: Vocabulary, token: int, skip_special_tokens: bool = True) -> bytes:
     """The bytes of a token in that alphabet; an added token may be plain text."""
-    piece = (vocabulary.piece(token) or "") if vocabulary.is_text(token) else ""
+    if vocabulary.is_text(token) or (not skip_special_tokens and token in vocabulary.special):
+        piece = vocabulary.piece(token) or ""
+    else:
+        piece = ""
     if all(letter in LETTERS for letter in piece):
         return bytes(LETTERS[letter] for letter in piece)
     return piece.encode("utf-8")
@@ -188,13 +212,19 @@ class IncrementalDetokenizer:
     """The text of one answer. `push` returns the text that may be emitted; nothing after a stop string (`stopped`)."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
     ) -> None:
-        self.decoder = decoder_of(tokenizer)
+        self.decoder = decoder_of(tokenizer, skip_special_tokens)
         self.stop, self.include_stop, self.min_tokens = tuple(stop), include_stop, min_tokens
         self.stopped: str | None = None
         self.parts: list[str] = []
         self.held = ""  # may be the beginning of a stop string
+        self.after_stop = ""  # what the token that completed it had after it
         self.tokens = 0
 
     @property
@@ -217,7 +247,7 @@ class IncrementalDetokenizer:
         found = first_stop(waiting, self.stop) if self.tokens >= self.min_tokens else None
         if found is not None:
             start, self.stopped = found
-            self.held = ""
+            self.held, self.after_stop = "", waiting[start + len(self.stopped) :]
             shown = waiting[: start + len(self.stopped) * self.include_stop]
         else:
             keep = 0 if final else possible_start(waiting, self.stop)

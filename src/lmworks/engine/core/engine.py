@@ -3,8 +3,8 @@
 It runs one step ahead of the host: step k + 1 is launched before the tokens of step k are read, so that the device
 never waits for the host. A token that is not read yet is PLACEHOLDER_TOKEN here; its value is on the device. If a
 sequence turns out to have finished with step k, its token of step k + 1 is dropped; its blocks can be reused at once,
-for the device executes in order. Where the next step depends on the tokens themselves (a grammar, draft tokens to
-propose or to verify), they are read first; the output of a `synchronous` runner is read at once.
+for the device executes in order. Where the next step depends on the tokens themselves (a grammar, bad words,
+draft tokens to propose or to verify), they are read first; the output of a `synchronous` runner is read at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ...data.tokenizer import Tokenizer
 from ...spec import EngineSpec, LMWorksError, SpecError
+from ...spec.errors import did_you_mean
 from ..grammars.grammar import Grammars
 from . import sampler
 from .block_manager import IntegrityError
@@ -31,14 +32,17 @@ from .request import (
     Request,
     Sequence,
     SequenceStatus,
+    check_generated,
     check_kv_capacity,
     check_params,
     check_prompt,
+    truncated,
 )
 from .sampling_params import SEEDS
 from .scheduler import Chunk, Scheduler, Step
 from .sleep import ASLEEP
-from .step_output import PromptLogprobs, StepTokens
+from .step_output import PromptLogprobs, StepTokens, record_pooled
+from .token_filter import token_filter
 
 DRIVEN = "an AsyncEngine runs it; send requests to that, or close it first"
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
@@ -53,6 +57,12 @@ class StepOutput(Protocol):
         """The prompt log-probabilities that the step computed."""
         ...
 
+    def pooled_states(self) -> list[tuple[Request, bool, list[float]]]:
+        """Of requests with `pooling`: the state of its last token, or the sum over a chunk, and whether it is the
+        first chunk.
+        """
+        ...
+
 
 class RunnerProtocol(Protocol):
     """The model runner as the engine uses it."""
@@ -60,12 +70,14 @@ class RunnerProtocol(Protocol):
     spec: EngineSpec  # resolved: no zeros
     blocks: int
     valid_vocab: int
+    hidden: int  # numbers of a token's state
     synchronous: bool  # launch returns when the step is done
     grammars: Grammars | None  # set by the engine, where it has a tokenizer
 
     def admit(self, sequence: Sequence) -> None: ...
     def launch(self, step: Step) -> StepOutput: ...
     def add_adapter(self, name: str, folder: Path) -> None: ...
+    def remove_adapter(self, name: str) -> None: ...
     def sleep(self) -> int:
         """Release the memory of the KV cache; returns its bytes."""
         ...
@@ -119,9 +131,10 @@ class Engine:
         self.speculator = speculator
         self.scheduler = Scheduler(runner.spec, runner.blocks)
         self.adapters: set[str] = set()  # by name
+        self.leaving_adapters: set[str] = set()  # unloaded when the requests under way have finished with them
         self.metrics = Metrics()
         self.requests: dict[int, Request] = {}  # unfinished, by id
-        self.structured_requests: set[int] = set()  # ids of requests with a grammar
+        self.masked_requests: set[int] = set()  # ids of requests whose allowed tokens depend on those before
         self.in_flight: InFlightStep | None = None
         self.pending_outputs: list[OutputDelta] = []
         self.asleep = False  # without a KV cache: requests are refused
@@ -139,13 +152,39 @@ class Engine:
             raise SpecError(f"a request with id = {request.id} is running already")
         check_prompt(request, self.runner.valid_vocab, self.spec.context)
         check_kv_capacity(request, self.limit(request), self.spec.block, self.runner.blocks)
+        check_generated(request, self.runner.valid_vocab, self.limit(request))
         check_params(request, self.adapters, self.tokenizer is not None)
         sampler.check(request.params, self.runner.valid_vocab)
 
     def add_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter in PEFT's format; requests select it by `name`."""
+        self.drop_adapters()
+        if name in self.leaving_adapters:
+            raise LMWorksError(f"requests under way still use the adapter {name!r} that was unloaded: try again")
         self.runner.add_adapter(name, folder)
         self.adapters.add(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """No new request can name it; it is unloaded when those under way have finished with it."""
+        if name not in self.adapters:
+            raise SpecError(f"adapter {name!r} is not loaded{did_you_mean(name, self.adapters)}")
+        self.adapters.discard(name)
+        self.leaving_adapters.add(name)
+        self.drop_adapters()
+
+    def drop_adapters(self) -> None:
+        """Unload adapters that no request uses any more. Another of the same name must not find their prefixes."""
+        used = {request.params.adapter for request in self.requests.values()}
+        if self.in_flight is not None:
+            used |= {chunk.sequence.params.adapter for chunk in self.in_flight.step.chunks}
+        for name in self.leaving_adapters - used:
+            self.runner.remove_adapter(name)
+            self.scheduler.block_manager.reset_prefix_cache()
+            self.leaving_adapters.discard(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Cached prefixes are found no more; sequences keep the blocks that they hold."""
+        self.scheduler.block_manager.reset_prefix_cache()
 
     def weights_changed(self) -> None:
         """Forget keys and values of the weights before: the prefix cache. No request may be running."""
@@ -187,21 +226,26 @@ class Engine:
         try:
             if self.asleep:
                 raise LMWorksError(ASLEEP)
+            request.prompt = truncated(request.prompt, request.params, self.spec.context)
             self.check(request)
             self.create_sequences(request)
         except LMWorksError as error:
             self.pending_outputs.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
-        if request.params.structured:
-            self.structured_requests.add(request.id)
+        if request.params.structured or request.params.bad_words:
+            self.masked_requests.add(request.id)
         self.scheduler.add(request.sequences)
+        for sequence, tokens in zip(request.sequences, request.generated, strict=False):
+            if tokens:
+                self.replay(sequence, tokens)
         self.metrics.prompt_tokens += len(request.prompt)
 
     def create_sequences(self, request: Request) -> None:
         """One sequence for each answer."""
         params = request.params
         request.end_token_ids = tuple(dict.fromkeys([*params.stop_token_ids, *(() if params.ignore_eos else self.eos)]))
+        ruled_out = token_filter(params, self.tokenizer, self.runner.valid_vocab)
         seed = self.seeds.randrange(SEEDS) if params.seed is None else params.seed
         sequences = [
             Sequence(
@@ -216,9 +260,29 @@ class Engine:
         ]
         for sequence in sequences:
             attach_detokenizer_and_grammar(sequence, self.tokenizer, self.runner.grammars)
+            sequence.token_filter = ruled_out
         request.sequences = sequences
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt)  # the first token has none
+
+    def replay(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Take tokens that another engine sampled, as after a preemption here: text, stop strings and grammar advance.
+
+        They are one delta. The next token is sampled at its own position: with a seed it is the one that the other
+        engine would have sampled.
+        """
+        shown, ending = "", None
+        for token in tokens:
+            sequence.tokens.append(token)
+            sequence.num_known_tokens += 1
+            text, ending = push(sequence, token)
+            shown += text
+            if ending is not None:
+                break
+        if ending is None:
+            self.pending_outputs.append(OutputDelta(sequence.request, sequence.index, tokens, shown))
+        else:
+            self.finish(sequence, ending, tokens, shown)
 
     def cancel(self, request_id: int) -> bool:
         """Abort a request; false if it has finished or is unknown."""
@@ -256,6 +320,8 @@ class Engine:
             self.speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         before, self.in_flight = self.in_flight, None
+        if self.leaving_adapters and before is None:
+            self.drop_adapters()
         if step.chunks:
             now = time.monotonic()
             for sequence in self.scheduler.admitted:
@@ -274,8 +340,8 @@ class Engine:
 
     def needs_tokens(self, step: Step) -> bool:
         """Whether the tokens in flight must be read before the next step is scheduled."""
-        if self.structured_requests or self.speculator is None:
-            return bool(self.structured_requests)
+        if self.masked_requests or self.speculator is None:
+            return bool(self.masked_requests)
         drafted = any(chunk.num_logits > 1 for chunk in step.chunks)
         return drafted or self.speculator.active(self.scheduler.running)
 
@@ -289,6 +355,8 @@ class Engine:
         found = in_flight.launched.read()
         for prompt_logprobs in in_flight.launched.prompt_logprobs():
             self.record_prompt_logprobs(prompt_logprobs)
+        for request, first, state in in_flight.launched.pooled_states():
+            record_pooled(request, first, state)
         chunks, discarded, bad = in_flight.step.sampling_chunks, in_flight.discarded, found.bad
         ends = range(1, len(chunks) + 1) if found.counts is None else accumulate(found.counts)
         tokens, logprobs = found.tokens, found.logprobs
@@ -362,7 +430,7 @@ class Engine:
         self.scheduler.block_manager.uncache(sequence)
         lost = sequence.matcher is not None and sequence.matcher.error is not None  # the grammar was violated
         if lost or not sequence.num_shared_tokens or sequence.skip_prefix_cache:
-            self.finish(sequence, no_token_error(sequence.matcher))
+            self.finish(sequence, no_token_error(sequence))
             return
         self.scheduler.recompute_uncached(sequence)
         if self.in_flight is not None:
@@ -384,7 +452,7 @@ class Engine:
         finished = all(each.final_answer is not None for each in request.sequences)
         if finished:
             del self.requests[request.id]
-            self.structured_requests.discard(request.id)
+            self.masked_requests.discard(request.id)
             self.metrics.note_end(request)
         if finished or request.stream:
             outcome = result(request) if finished else None

@@ -246,13 +246,17 @@ class RotaryCache:
 
     def __init__(self, spec: ModelSpec, context: int, device: torch.device) -> None:
         try:
-            self.cos, self.sin = rope.tables(spec, torch.arange(context, device=device))  # (context, 1, head_dim)
+            positions = torch.arange(context, device=device)
+            # by kind of layer: cos and sin, each (context, 1, head_dim)
+            kinds = (False, True) if spec.rope_local_theta else (False,)
+            self.tables = [rope.tables(spec, positions, kind) for kind in kinds]
         except RuntimeError:  # no room; PyTorch says it in many ways
             raise LMWorksError(
                 f"the rotations of {context:,} positions do not fit the device; say with engine.context how long "
                 "sequences may be"
             ) from None
 
-    def __call__(self, _spec: ModelSpec, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, _spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
         """For positions (tokens): (cos, cos) and (−sin, sin), each (tokens, 1, head_dim)."""
-        return self.cos[positions], self.sin[positions]
+        cos, sin = self.tables[local]
+        return cos[positions], sin[positions]

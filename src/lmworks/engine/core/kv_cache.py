@@ -173,11 +173,11 @@ class PagedAttention:
     slot_mapping: Tensor  # (tokens) int64: cache slot of each token's key and value; −1: none
     metadata: Sequence[AttentionMetadata]  # of decoding sequences and of prefills: each has a kernel of its own
     num_decodes: int  # tokens of decoding sequences, where there are both
-    options: Mapping[str, Any]  # of the kernels: `model.attention.paged_options`
+    options: Sequence[Mapping[str, Any]]  # of the kernels, by layer: `model.attention.paged_options`
     invariant: bool = False
 
     @classmethod
-    def of(cls, cache: KVCache, batch: Batch, options: Mapping[str, Any], invariant: bool) -> PagedAttention:
+    def of(cls, cache: KVCache, batch: Batch, options: Sequence[Mapping[str, Any]], invariant: bool) -> PagedAttention:
         metadata = batch.attention_metadata
         return cls(cache.layers, batch.slot_mapping, metadata, batch.num_decodes, options, invariant)
 
@@ -201,18 +201,16 @@ class PagedAttention:
     ) -> Tensor:
         """Normalise, rotate, store, attend: (tokens, heads, head_dim)."""
         cache = self.caches[layer]
+        options = {**self.options[layer], **per_head}
         q = write_kv_cache(qkv, heads, kv_heads, q_norm, k_norm, eps, rotary, cache, self.slot_mapping)
         if len(self.metadata) == 1:
-            return self.attend(q, cache, self.metadata[0], per_head)
+            return self.attend(q, cache, self.metadata[0], options)
         parts = (q[: self.num_decodes], q[self.num_decodes :])
         return torch.cat(
-            [self.attend(part, cache, metadata, per_head) for part, metadata in zip(parts, self.metadata, strict=True)]
+            [self.attend(part, cache, metadata, options) for part, metadata in zip(parts, self.metadata, strict=True)]
         )
 
-    def attend(
-        self, q: Tensor, cache: LayerCache, metadata: AttentionMetadata, per_head: Mapping[str, Tensor]
-    ) -> Tensor:
-        options = {**self.options, **per_head}
+    def attend(self, q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: Mapping[str, Any]) -> Tensor:
         if metadata.max_query_len == 1 and q.device.type == "cpu" and not self.invariant:
             return paged_decode(q, cache, metadata, **options)
         return paged_attention(q, cache, metadata, invariant=self.invariant, **options)

@@ -56,10 +56,11 @@ class AbsorbedLatentAttention(nn.Module):
 
     def attend(self, q: Tensor, latents: Tensor, backend: PagedAttention) -> Tensor:
         """Store latent vectors, attend with queries as wide: (tokens, heads, rank)."""
-        cache = backend.caches[self.module.layer]
+        layer = self.module.layer
+        cache = backend.caches[layer]
         write(cache.keys, cache.key_scales, latents, backend.slot_mapping)
         parts = (q,) if len(backend.metadata) == 1 else (q[: backend.num_decodes], q[backend.num_decodes :])
-        options = {"rank": self.rank, "scale": self.scale, "window": backend.options["window"]}
+        options = {"rank": self.rank, "scale": self.scale, "window": backend.options[layer]["window"]}
         return torch.cat(
             [
                 paged_latent_attention(part, cache, metadata, invariant=backend.invariant, **options)

@@ -30,12 +30,21 @@ from .request import Sequence
 from .sampler import Sampler, SamplerOutput, SamplingMetadata
 from .scheduler import Chunk, Step
 from .step_input import Batch, Layout, Packer, decode_bucket, unpack
-from .step_output import AsyncStepOutput, PromptLogprobsQuery, prompt_logprobs, prompt_logprobs_queries
+from .step_output import (
+    AsyncStepOutput,
+    PoolingQuery,
+    PromptLogprobsQuery,
+    pooled_states,
+    pooling_queries,
+    prompt_logprobs,
+    prompt_logprobs_queries,
+)
+from .token_filter import token_masks
 
 if TYPE_CHECKING:
     from ..tensor_parallel.tp_rank import TensorParallelRank
 
-MATCHER = attrgetter("sequence.matcher")
+POOLING = attrgetter("sequence.request.pooling")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,6 +66,7 @@ class ModelRunner:
         self.spec = resolve_spec(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
         self.model, self.valid_vocab, self.logit_scale = model, valid_vocab, logit_scale
+        self.hidden = model.spec.hidden
         self.sleepable = sleepable
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
@@ -145,10 +155,18 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.reset()  # captured without the adapter
 
+    def remove_adapter(self, name: str) -> None:
+        """Unload an adapter on all ranks; no sequence uses it."""
+        self.unload_adapter(name)
+        if self.tp_rank is not None:
+            self.tp_rank.remove_adapter(name)
+
     def unload_adapter(self, name: str) -> None:
-        """On this rank, after another could not load it."""
+        """On this rank."""
         assert self.adapters is not None
         self.adapters.remove(name)
+        if self.graphs is not None:
+            self.graphs.reset()  # captured with the adapter
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         """Attach a drift monitor to a network loaded from the quantized `folder`."""
@@ -196,11 +214,14 @@ class ModelRunner:
         self.set_adapter_indices(adapters)
         sampling_chunks = step.sampling_chunks
         sampling_metadata = self.sampler.sampling_metadata(step.sampling_slots)
-        mask = self.grammar_masks(sampling_chunks)
+        mask = token_masks(sampling_chunks, self.grammars, self.valid_vocab, self.device)
         if self.draft is not None:
             self.draft.cache.copy(step.copies)
+        # A prompt of one token, or its last one behind cached ones, is a chunk like those of decoding.
+        pooling = pooling_queries(step.chunks) if any(map(POOLING, step.chunks)) else []
         prompt_queries = [] if step.decode_only else prompt_logprobs_queries(step.chunks)
-        if self.graphs is not None and not prompt_queries and (bucket := self.bucket(self.graphs, step)):
+        eager = bool(prompt_queries or pooling)
+        if self.graphs is not None and not eager and (bucket := self.bucket(self.graphs, step)):
             found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
             return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, step))
         buffer, layout = self.packer.pack(step)
@@ -215,12 +236,14 @@ class ModelRunner:
         prompt = (
             prompt_logprobs(self.model, self.valid_vocab, states, prompt_queries, invariant) if prompt_queries else None
         )
+        pooled = pooled_states(self.model, states, pooling) if pooling else None
         sampled = None
         if sampling_chunks:
             logits = self.logits(states, batch)
             sampled = self.sample(logits, batch.rows, batch.output_positions, sampling_metadata, mask)
             sampled = self.verify(sampled, logits, batch, drafted, sampling_metadata)
-        return self.async_output(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens_of(batch, step))
+        drafts = draft_tokens_of(batch, step)
+        return self.async_output(sampling_chunks, sampled, prompt_queries, prompt, drafts, pooling, pooled)
 
     def set_adapter_indices(self, adapters: np.ndarray | None) -> None:
         """Set the adapter of each token of a step, if there are adapters."""
@@ -304,13 +327,6 @@ class ModelRunner:
             self.tp_rank.broadcast(sampled.tokens)
         return sampled
 
-    def grammar_masks(self, chunks: list[Chunk]) -> Tensor | None:
-        """Grammar masks of all rows; only the first row of a chunk has one, as grammars exclude speculation."""
-        if self.grammars is None or not any(map(MATCHER, chunks)):
-            return None
-        rows = [matcher for chunk in chunks for matcher in (chunk.sequence.matcher, *[None] * (chunk.num_logits - 1))]
-        return self.grammars.masks(rows, self.device)
-
     def async_output(
         self,
         sampling_chunks: list[Chunk],
@@ -318,14 +334,18 @@ class ModelRunner:
         prompt_queries: list[PromptLogprobsQuery],
         prompt: tuple[Tensor, Tensor | None, Tensor | None] | None,
         draft_tokens: Tensor | None,
+        pooling: list[PoolingQuery] | None = None,
+        pooled: Tensor | None = None,
     ) -> AsyncStepOutput:
         """Copy the results to pinned host memory, asynchronously and before all later steps."""
-        if self.synchronous:
-            return AsyncStepOutput(sampling_chunks, sampled, prompt_queries, prompt, draft_tokens, None)
-        arrived = torch.cuda.Event()
+        arrived = None if self.synchronous else torch.cuda.Event()
+        if arrived is not None:
+            sampled, prompt, draft_tokens, pooled = map(to_host, (sampled, prompt, draft_tokens, pooled))
         output = AsyncStepOutput(
-            sampling_chunks, to_host(sampled), prompt_queries, to_host(prompt), to_host(draft_tokens), arrived
+            sampling_chunks, sampled, prompt_queries, prompt, draft_tokens, pooling or [], pooled, arrived
         )
+        if arrived is None:
+            return output
         arrived.record()
         return output
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ...data.tokenizer import Tokenizer
+from ..grammars.delayed import DelayedGrammar
 from ..grammars.grammar import Grammars, Matcher
 from .detokenizer import IncrementalDetokenizer, decode
 from .request import Answer, OutputDelta, Request, Result, Sequence
 
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity): no token can be picked"
 NO_TOKEN_ALLOWED = (
-    "no token can be picked: none fits the answer's shape together with logit_bias and min_tokens, "
-    "or the model's logits are not finite"
+    "no token can be picked: none fits the answer's shape together with logit_bias, min_tokens, bad_words and "
+    "allowed_token_ids, or the model's logits are not finite"
 )
 
 LOGPROB = attrgetter("logprob")
@@ -33,10 +34,16 @@ def attach_detokenizer_and_grammar(sequence: Sequence, tokenizer: Tokenizer | No
     """Attach what the request needs: a detokenizer for streaming or stop strings, a matcher for structured output."""
     params = sequence.params
     if tokenizer is not None and (params.stop or sequence.request.stream):
-        sequence.detokenizer = IncrementalDetokenizer(tokenizer, params.stop, params.include_stop, params.min_tokens)
+        sequence.detokenizer = IncrementalDetokenizer(
+            tokenizer, params.stop, params.include_stop, params.min_tokens, params.skip_special_tokens
+        )
     if grammars is not None and params.structured:
-        sequence.matcher = grammars.matcher(params, sequence.request.grammar)
-    sequence.token_by_token = bool(sequence.request.stream or sequence.detokenizer or sequence.matcher)
+        matcher = grammars.matcher(params, sequence.request.grammar)
+        if params.structure_after is None or matcher is None:
+            sequence.matcher = matcher
+        else:
+            sequence.delayed_grammar = DelayedGrammar(matcher, grammars.tokenizer, params.structure_after)
+    sequence.token_by_token = bool(sequence.request.stream or sequence.detokenizer or params.structured)
 
 
 def push(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
@@ -59,7 +66,10 @@ def read(sequence: Sequence, token: int) -> tuple[str, FinishReason | None]:
         shown = sequence.detokenizer.push(token)
         if sequence.detokenizer.stopped is not None:
             return shown, FinishReason("stop", sequence.detokenizer.stopped)
-    if sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
+    if sequence.delayed_grammar is not None:
+        sequence.matcher = sequence.delayed_grammar.push(token)
+        sequence.delayed_grammar = None if sequence.matcher is not None else sequence.delayed_grammar
+    elif sequence.matcher is not None and (ending := matched(sequence.matcher, token)) is not None:
         return shown, ending
     return shown, FinishReason("length") if sequence.num_known_tokens >= sequence.limit else None
 
@@ -82,11 +92,11 @@ def grammar_error(matcher: Matcher) -> FinishReason | None:
     return None if error is None else FinishReason("error", error=f"the answer cannot follow its grammar: {error}")
 
 
-def no_token_error(matcher: Matcher | None) -> FinishReason:
+def no_token_error(sequence: Sequence) -> FinishReason:
     """No token could be sampled."""
-    if matcher is None:
-        return FinishReason("error", error=NOT_FINITE)
-    return grammar_error(matcher) or FinishReason("error", error=NO_TOKEN_ALLOWED)
+    if sequence.matcher is None:
+        return FinishReason("error", error=NOT_FINITE if sequence.token_filter is None else NO_TOKEN_ALLOWED)
+    return grammar_error(sequence.matcher) or FinishReason("error", error=NO_TOKEN_ALLOWED)
 
 
 def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None) -> str:
@@ -98,7 +108,8 @@ def close(sequence: Sequence, ending: FinishReason, tokenizer: Tokenizer | None)
         rest = sequence.detokenizer.flush()
         text = sequence.detokenizer.text
     elif tokenizer is not None:
-        text = decode(tokenizer, ids[:-1] if isinstance(ending.stop, int) else ids)
+        shown = ids[:-1] if isinstance(ending.stop, int) else ids
+        text = decode(tokenizer, shown, sequence.params.skip_special_tokens)
     else:
         text = ""
     params = sequence.params
@@ -122,7 +133,15 @@ def result(request: Request) -> Result:
     if request.first_token_time:
         times["first_token"] = request.first_token_time - request.arrival_time
     prompt_logprobs = request.prompt_logprobs if params.prompt_logprobs is not None else None
-    return Result(list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times)
+    return Result(
+        list(request.prompt), answers[: params.n], prompt_logprobs, request.cached_tokens, times, embedding(request)
+    )
+
+
+def embedding(request: Request) -> list[float] | None:
+    if request.pooled is None or request.pooling != "mean":
+        return request.pooled
+    return [value / len(request.prompt) for value in request.pooled]
 
 
 def refusal(request: Request, error: str) -> OutputDelta:

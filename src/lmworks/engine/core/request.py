@@ -20,8 +20,10 @@ from .sampling_params import SamplingParams, index
 if TYPE_CHECKING:
     import llguidance
 
+    from ..grammars.delayed import DelayedGrammar
     from ..grammars.grammar import Matcher
     from .detokenizer import IncrementalDetokenizer
+    from .token_filter import TokenFilter
 
 PLACEHOLDER_TOKEN = -1  # a token that is sampled on the device and not read by the host yet
 
@@ -67,6 +69,7 @@ class Result:
     prompt_logprobs: list[Logprob | None] | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     times: dict[str, float] = field(default_factory=dict)  # seconds: queue, first_token, total
+    embedding: list[float] | None = None  # of the prompt, with `Request.pooling`; not normalised
 
     @classmethod
     def failed(cls, prompt: list[int], error: str, n: int) -> Result:
@@ -127,6 +130,8 @@ class Sequence:
     last_token_time: float = 0.0  # seconds of the monotonic clock
     inner_limit: int = 0  # tokens of smaller index are inner ones: see `Engine.process_output`
     matcher: Matcher | None = None  # state of its grammar
+    delayed_grammar: DelayedGrammar | None = None  # one that begins later
+    token_filter: TokenFilter | None = None  # bad_words, allowed_token_ids
     extra: dict[str, Any] = field(default_factory=dict)  # state of other components, such as the n-gram index
 
     def __post_init__(self) -> None:
@@ -141,6 +146,11 @@ class Sequence:
     def params(self) -> SamplingParams:
         return self.request.params
 
+    @property
+    def masked(self) -> bool:
+        """Whether its next token is not any of the vocabulary."""
+        return self.matcher is not None or self.token_filter is not None
+
 
 @dataclass(eq=False)
 class Request:
@@ -152,11 +162,14 @@ class Request:
     tenant: str = ""  # the prefix cache is shared only within a tenant
     end_token_ids: tuple[int, ...] = ()  # end of text, unless ignored, and params.stop_token_ids
     stream: bool = False  # emit a delta for every step
+    generated: tuple[list[int], ...] = ()  # of each answer, where another engine began it: its tokens so far
     grammar: llguidance.LLMatcher | None = None  # compiled in advance
+    pooling: str | None = None  # last, mean: the prompt's hidden states as one vector, beside the answer
     id: int = field(default_factory=itertools.count().__next__)
     arrival_time: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
+    pooled: list[float] | None = None  # so far: the last state, or the sum of all
     cached_tokens: int = 0
     scheduled_time: float = 0.0  # when it was first admitted (monotonic clock; 0: not yet)
     first_token_time: float = 0.0
@@ -179,6 +192,15 @@ class OutputDelta:
 
 
 MAX_PRIORITY = 1000
+POOLINGS = ("last", "mean")
+
+
+def truncated(prompt: list[int], params: SamplingParams, context: int) -> list[int]:
+    """The last tokens of a prompt, as many as truncate_prompt_tokens says."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    return prompt[-(most if most > 0 else max(1, context - params.max_tokens)) :]
 
 
 def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
@@ -196,6 +218,19 @@ def check_prompt(request: Request, valid_vocab: int, context: int) -> None:
         )
 
 
+def check_generated(request: Request, valid_vocab: int, limit: int) -> None:
+    """Answers that another engine began."""
+    params, longest = request.params, max(map(len, request.generated), default=0)
+    if not request.generated:
+        return
+    if not request.stream or params.answers > params.n or len(request.generated) != params.n:
+        raise SpecError(f"an answer is continued in a stream, without best_of, and all n = {params.n} together")
+    if any(not 0 <= token < valid_vocab for answer in request.generated for token in answer):
+        raise SpecError(f"an answer to be continued has a token that is not below {valid_vocab}")
+    if len(request.prompt) + longest > limit:
+        raise SpecError(f"an answer to be continued has {longest} tokens, more than max_tokens or the context allow")
+
+
 def check_kv_capacity(request: Request, limit: int, size: int, blocks: int) -> None:
     """Alone in the pool it must fit, or it would wait forever. The last output token is never computed."""
     needed = -(-(limit - 1) // size)
@@ -211,11 +246,15 @@ def check_params(request: Request, adapters: Collection[str], has_tokenizer: boo
     params = request.params
     if not isinstance(request.tenant, str):
         raise SpecError(f"tenant = {request.tenant!r:.60}: the name of a tenant is expected")
+    if request.pooling not in (None, *POOLINGS):
+        raise SpecError(f"pooling = {request.pooling!r:.60} is not one of: {', '.join(POOLINGS)}")
     if index(request.priority) is None:
         raise SpecError(f"priority = {request.priority!r:.60}: a whole number is expected")
     if abs(request.priority) > MAX_PRIORITY:
         raise SpecError(f"priority = {request.priority}: it must be between −{MAX_PRIORITY} and {MAX_PRIORITY}")
     if params.adapter is not None and params.adapter not in adapters:
         raise SpecError(f"adapter {params.adapter!r} is not loaded{did_you_mean(params.adapter, adapters)}")
-    if not has_tokenizer and (params.stop or params.structured):
-        raise SpecError("stop strings and structured output need a tokenizer; this engine has none: use token ids")
+    if not has_tokenizer and (params.stop or params.structured or params.bad_words):
+        raise SpecError(
+            "stop strings, bad_words and structured output need a tokenizer; this engine has none: use token ids"
+        )

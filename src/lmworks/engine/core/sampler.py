@@ -73,7 +73,8 @@ def has_penalties(params: SamplingParams) -> bool:
 
 def check(params: SamplingParams, valid: int) -> None:
     """Reject token ids outside the vocabulary."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        ids = getattr(params, name) or ()
         wrong = next((i for i in ids if not 0 <= i < valid), None)
         if wrong is not None:
             raise SpecError(f"{name} names token {wrong}: the model's tokens are 0 to {valid - 1}")

@@ -16,6 +16,7 @@ MAX_LOGPROBS = 32
 MAX_N = 128
 MAX_TOKENS = 2**31 - 1  # more than any context
 FP32_MAX = 3e38
+SHAPES = ("json_schema", "regex", "choice", "grammar", "structural_tag")  # of structured output: one of them
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output
     frequency_penalty: float = 0.0  # the same, once for each occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None  # no other token is sampled
+    bad_words: Sequence[str] = ()  # texts whose last token is not sampled after their other tokens
     seed: int | None = None  # None: drawn by the engine
     max_tokens: int = 16
     min_tokens: int = 0  # no stop token or string before
@@ -37,6 +40,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop: bool = False  # leave the stop string in the text
+    skip_special_tokens: bool = True  # leave the names of special tokens out of the text
+    truncate_prompt_tokens: int | None = None  # keep so many of the prompt's last tokens (−1: as many as fit)
+    cache_salt: str | None = None  # the prefix cache is shared only with requests of the same salt
     n: int = 1  # answers
     best_of: int | None = None  # sequences to generate, of which the n likeliest are returned
     logprobs: int | None = None  # log-probability of each token, and of so many of the likeliest (0: of it alone)
@@ -44,12 +50,17 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None  # structured output
     regex: str | None = None  # the whole answer matches
     choice: Sequence[str] | None = None  # the answer is one of these
+    structure_after: str | None = None  # structured output begins after this text, the end of the reasoning
+    grammar: str | None = None  # a context-free grammar of the answer: Lark, or EBNF as llama.cpp writes it (GBNF)
+    structural_tag: Mapping[str, Any] | str | None = None  # text, in which tags hold answers to JSON schemas
     adapter: str | None = None  # name of a loaded LoRA adapter
 
     def __post_init__(self) -> None:
         self.as_tuple("stop", str, "texts")
         self.as_tuple("stop_token_ids", int, "token ids")
         self.as_tuple("choice", str, "texts")
+        self.as_tuple("bad_words", str, "texts")
+        self.as_tuple("allowed_token_ids", int, "token ids")
         object.__setattr__(self, "logit_bias", biases(self.logit_bias))
         self.check_number("temperature", 0, math.inf)
         self.check_int("top_k", 0)
@@ -65,18 +76,33 @@ class SamplingParams:
         self.check_int("best_of", self.n, MAX_N)
         self.check_int("logprobs", 0, MAX_LOGPROBS)
         self.check_int("prompt_logprobs", 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "include_stop"):
+        self.check_int("truncate_prompt_tokens", -1, MAX_TOKENS)
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"{name} = {getattr(self, name)!r:.60}: true or false is expected")
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise SpecError(f"adapter = {self.adapter!r:.60}: the name of an adapter is expected")
+        if not isinstance(self.structure_after, str | None) or self.structure_after == "":
+            raise SpecError(f"structure_after = {self.structure_after!r:.60}: a text is expected")
+        if self.truncate_prompt_tokens == 0:
+            raise SpecError("truncate_prompt_tokens = 0 would leave nothing of the prompt: give −1 or at least 1")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise SpecError("allowed_token_ids is empty: no token could be sampled")
+        if not all(word.strip() for word in self.bad_words):
+            raise SpecError("bad_words holds an empty text")
+        if not isinstance(self.cache_salt, str | None):
+            raise SpecError(f"cache_salt = {self.cache_salt!r:.60}: a text is expected")
+        if self.cache_salt == "":
+            raise SpecError("cache_salt is empty: give a text, or leave it out")
         if "" in self.stop:
             raise SpecError("stop holds an empty string: every text would end at once")
-        if not isinstance(self.regex, str | None):
-            raise SpecError(f"regex = {self.regex!r:.60}: it must be text")
-        if not isinstance(self.json_schema, Mapping | str | None):
-            raise SpecError(f"json_schema = {self.json_schema!r:.60}: it must be an object, or the text of one")
-        shapes = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise SpecError(f"{name} = {getattr(self, name)!r:.60}: it must be text")
+        for name in ("json_schema", "structural_tag"):
+            if not isinstance(getattr(self, name), Mapping | str | None):
+                raise SpecError(f"{name} = {getattr(self, name)!r:.60}: it must be an object, or the text of one")
+        shapes = [name for name in SHAPES if getattr(self, name) is not None]
         if len(shapes) > 1:
             raise SpecError(f"{' and '.join(shapes)} cannot be combined: use one of them")
 
@@ -85,13 +111,16 @@ class SamplingParams:
     def as_tuple(self, name: str, kind: type, what: str) -> None:
         """Normalise a list to a tuple; a single stop string becomes one element."""
         value = getattr(self, name)
-        if value is None and name == "choice":
+        if value is None and getattr(type(self), name) is None:
             return
         given = (value,) if name == "stop" and isinstance(value, str) else () if value is None else value
         several = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
         several = several and getattr(given, "ndim", 1) > 0  # a 0-dimensional array is iterable by type only
-        found = tuple(index(each) if kind is int else each for each in given) if several else ()
-        if not several or not all(isinstance(each, kind) for each in found):
+        found = tuple(given) if several else ()
+        if set(map(type, found)) - {kind}:  # plain values need no look at each: lists may be long
+            found = tuple(index(each) if kind is int else each for each in found)
+            several = several and all(isinstance(each, kind) for each in found)
+        if not several:
             raise SpecError(f"{name} = {value!r:.60}: a list of {what} is expected")
         object.__setattr__(self, name, found)
 
@@ -139,7 +168,12 @@ class SamplingParams:
     @property
     def structured(self) -> bool:
         """Whether a grammar constrains the output."""
-        return self.json_schema is not None or self.regex is not None or self.choice is not None
+        return any(getattr(self, name) is not None for name in SHAPES)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether some tokens are ruled out beforehand, or after others."""
+        return bool(self.bad_words) or self.allowed_token_ids is not None
 
 
 def index(value: Any) -> int | None:

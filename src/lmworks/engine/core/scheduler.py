@@ -240,8 +240,9 @@ class Scheduler:
         return True
 
     def find_cached_prefix(self, sequence: Sequence) -> list[int]:
-        # prompt_logprobs need the logits of the whole prompt: no block may be skipped.
+        # prompt_logprobs need the logits of the whole prompt, and a mean its states: no block may be skipped.
         whole = sequence.skip_prefix_cache or sequence.params.prompt_logprobs is not None
+        whole = whole or sequence.request.pooling == "mean"
         return [] if whole else self.block_manager.find_cached_prefix(sequence)
 
     def free_blocks_needed(self, sequence: Sequence, matched: list[int]) -> int:

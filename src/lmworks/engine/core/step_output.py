@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...model.gpt import GPT
-from .request import Logprob, Sequence
+from .request import Logprob, Request, Sequence
 from .sampler import SamplerOutput, top_k_logprobs
 from .scheduler import Chunk
 
@@ -91,6 +91,46 @@ def prompt_logprobs(
     return (own, ids, others) if top else (own, None, None)
 
 
+# --- hidden states of prompts as one vector -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolingQuery:
+    """States of one chunk of a prompt: flat indices `at` … `at + count`, of which the sum is wanted."""
+
+    request: Request
+    first: bool  # the chunk begins the prompt
+    at: int
+    count: int
+
+
+def pooling_queries(chunks: list[Chunk]) -> list[PoolingQuery]:
+    found, at = [], 0
+    for chunk in chunks:
+        sequence, pooling = chunk.sequence, chunk.sequence.request.pooling
+        count = min(chunk.count, sequence.num_prompt_tokens - chunk.start)
+        if pooling is not None and count > 0 and not sequence.index:
+            if pooling == "mean":
+                found.append(PoolingQuery(sequence.request, chunk.start == 0, at, count))
+            elif chunk.start + count == sequence.num_prompt_tokens:
+                found.append(PoolingQuery(sequence.request, True, at + count - 1, 1))
+        at += chunk.count
+    return found
+
+
+def pooled_states(model: GPT, states: Tensor, queries: list[PoolingQuery]) -> Tensor:
+    """(queries, hidden) float32: of states behind the last norm, as `transformers` has them."""
+    assert model.norm is not None
+    sums = [model.norm(states[each.at : each.at + each.count]).float().sum(dim=0) for each in queries]
+    return torch.stack(sums)
+
+
+def record_pooled(request: Request, first: bool, state: list[float]) -> None:
+    """A prompt that is recomputed after a preemption begins anew."""
+    before = None if first else request.pooled
+    request.pooled = state if before is None else [a + b for a, b in zip(before, state, strict=True)]
+
+
 def to_device_async(numbers: list[int] | list[list[int]], device: torch.device) -> Tensor:
     """Copy integers to the device without synchronising."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -110,6 +150,8 @@ class AsyncStepOutput:
     prompt_queries: list[PromptLogprobsQuery]
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
     draft_tokens: Tensor | None  # (rows): the draft token that each row verifies, if any
+    pooling: list[PoolingQuery]
+    pooled: Tensor | None  # (pooling, hidden)
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -145,6 +187,13 @@ class AsyncStepOutput:
         return StepTokens(
             [tokens[i] for i in valid], [logprobs[i] for i in valid if logprobs], counts, frozenset(bad_chunks)
         )
+
+    def pooled_states(self) -> list[tuple[Request, bool, list[float]]]:
+        """Of requests with `pooling`. Waits for the device."""
+        self.wait()
+        if self.pooled is None:
+            return []
+        return [(each.request, each.first, row) for each, row in zip(self.pooling, self.pooled.tolist(), strict=True)]
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """The prompt log-probabilities that this step computed. Waits for the device."""

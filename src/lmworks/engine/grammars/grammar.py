@@ -9,21 +9,21 @@ that exceeds the parser's limits while decoding ends its own answer (`Matcher.er
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from queue import LifoQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...data.tokenizer import Tokenizer
 from ...spec import SpecError
 from ..core.sampling_params import SamplingParams
+from .context_free import as_lark, tag_grammar
 from .grammar_sandbox import FULL, Budget, GrammarSandbox, TooComplex
+from .schemas import SCHEMA_OPTIONS, check_text, checked_schema
 from .token_bytes import import_llguidance, to_llguidance
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ CACHE_SIZE, CACHE_BYTES = 64, 2**29  # of compiled grammars
 REJECTED_CACHE_SIZE = 1024  # error messages of rejected grammars
 MAX_SANDBOXES = 3  # processes
 SMALL = 4096  # characters of choices that are always compiled in a few milliseconds
-MAX_TEXT = 64 * 1024  # characters of a schema, a regex, or all choices together
-MAX_NESTING = 48  # levels of a schema; the library's own recursion is safe below 128
-MAX_OPTIONAL = 256  # optional properties of one object: work grows with their square
-# Between two parts of a JSON text. With more, a model may fill its answer with blanks.
-WHITESPACE = r"[\x20\x0A]"
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # A fraction of the library's defaults, under which a regex such as ((a{100}){100}){100} runs for two seconds a token.
 LIMITS = {
@@ -179,24 +174,24 @@ class Grammars:
                 self.inner = to_llguidance(self.tokenizer, self.vocab, self.ends)
             return self.inner
 
-    def masks(self, matchers: Sequence[Matcher | None], device: torch.device | str) -> Tensor | None:
-        """(rows, words) int32 on the device, a bit for each token. None: every row allows every token.
+    @property
+    def mask_words(self) -> int:
+        return (self.vocab + 31) // 32
 
-        A row without a matcher allows all tokens, one whose matcher has an `error` none.
+    def fill_masks(self, masks: Tensor, matchers: Sequence[Matcher | None]) -> None:
+        """Fill the rows (rows, words) int32 of those with a matcher: a bit for each token.
+
+        A row whose matcher has an `error` allows none.
         """
         rows = [(each.inner, i) for i, each in enumerate(matchers) if each is not None]
         if not rows:
-            return None
-        on_gpu = torch.device(device).type == "cuda"
-        words = (self.vocab + 31) // 32
-        masks = torch.full((len(matchers), words), -1, dtype=torch.int32, pin_memory=on_gpu)
+            return
         if self.executor is None:
             self.executor = import_llguidance().LLExecutor()
-        self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), words * 4, len(matchers))
+        self.executor.unsafe_compute_mask_ptr(rows, masks.data_ptr(), masks.shape[1] * 4, len(matchers))
         for inner, i in rows:
             if inner.is_error():
                 masks[i] = 0  # the library would allow end-of-text
-        return masks.to(device, non_blocking=True)
 
 
 def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
@@ -217,12 +212,8 @@ def compiled(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatch
 def grammar(params: SamplingParams) -> str:
     library = import_llguidance().LLMatcher
     if params.json_schema is not None:
-        schema = checked_schema(params.json_schema)
-        blanks = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
-        # Where alternatives of oneOf overlap, a parser cannot know before the end that only one of them matches.
-        options = {**blanks, "lenient": False, "coerce_one_of": True}
         try:
-            return str(library.grammar_from_json_schema(schema, overrides=options))
+            return str(library.grammar_from_json_schema(checked_schema(params.json_schema), overrides=SCHEMA_OPTIONS))
         except ValueError as error:
             raise SpecError(f"json_schema cannot be read: {error_message(str(error))}") from None
     if params.regex is not None:
@@ -230,6 +221,10 @@ def grammar(params: SamplingParams) -> str:
         if (len(params.regex) - len(params.regex.rstrip("\\"))) % 2:  # the library would drop it silently
             raise SpecError("regex ends in a single backslash: write two for one in the answer")
         return str(library.grammar_from_regex(params.regex))
+    if params.grammar is not None:
+        return str(library.grammar_from_lark(as_lark(params.grammar)))
+    if params.structural_tag is not None:
+        return str(library.grammar_from_lark(tag_grammar(params.structural_tag)))
     choices = list(params.choice or ())
     if not choices or not all(isinstance(each, str) and each for each in choices):
         raise SpecError("choice must be a list of texts, at least one, none of them empty")
@@ -251,78 +246,6 @@ def digest(text: str) -> bytes:
 def literal(text: str) -> str:
     """A regex that matches this text alone."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&~/-]", r"\\\g<0>", text)
-
-
-def check_text(name: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise SpecError(f"{name} must be text, not {type(text).__name__}")
-    if len(text) > MAX_TEXT:
-        raise SpecError(f"{name} has {len(text):,} characters: at most {MAX_TEXT:,} are compiled")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise SpecError(f"{name} holds half of a surrogate pair: it is not Unicode text")
-
-
-def checked_schema(schema: Mapping[str, Any] | str) -> str:
-    """The schema as text, after limits on its size and depth were checked."""
-    if isinstance(schema, str):
-        check_text("json_schema", schema)
-        if text_depth(schema) > MAX_NESTING:
-            raise SpecError(f"json_schema is nested more than {MAX_NESTING} levels deep")
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise SpecError(f"json_schema is not JSON: {error}") from None
-    if not isinstance(schema, Mapping):
-        raise SpecError(f"json_schema must be an object, not {type(schema).__name__}")
-    for part in parts(schema):
-        if part is schema or "$id" in part:  # elsewhere it may be the name of a property
-            check_definitions(part)
-        properties, required = part.get("properties"), part.get("required")
-        if isinstance(properties, Mapping):
-            needed = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else ()
-            optional = len(properties.keys() - needed)
-            if optional > MAX_OPTIONAL:
-                raise SpecError(f"json_schema has an object of {optional} optional properties: {MAX_OPTIONAL} at most")
-    try:
-        text = json.dumps(schema, default=dict)
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"json_schema cannot be written as JSON: {error}") from None
-    check_text("json_schema", text)
-    return text
-
-
-def check_definitions(schema: Mapping[str, Any]) -> None:
-    """The library ignores malformed definitions, and reports them only where one is referenced."""
-    for name in ("$defs", "definitions"):
-        if not isinstance(found := schema.get(name, {}), Mapping):
-            raise SpecError(f"json_schema: {name} must be an object, not {type(found).__name__}")
-
-
-def text_depth(text: str) -> int:
-    """Deepest nesting of brackets outside strings, counted before a recursive parser reads the text."""
-    depth = deepest = 0
-    # An unterminated string extends to the end of the text: linear time.
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', text, re.DOTALL):
-        step = {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        depth += step
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def parts(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """All objects of a schema, without recursion; raises if it is nested too deep (or cyclic) or has too many parts."""
-    layer, seen = [schema], 0
-    for _ in range(MAX_NESTING + 1):
-        layer = [each for each in layer if isinstance(each, Mapping | list | tuple)]
-        seen += len(layer)
-        if seen > MAX_TEXT:
-            raise SpecError(f"json_schema has more than {MAX_TEXT:,} parts")
-        yield from (each for each in layer if isinstance(each, Mapping))
-        layer = [inner for each in layer for inner in (each.values() if isinstance(each, Mapping) else each)]
-        if not layer:
-            return
-    if any(isinstance(each, Mapping | list | tuple) for each in layer):
-        raise SpecError(f"json_schema is nested more than {MAX_NESTING} levels deep")
 
 
 def error_message(error: str) -> str:

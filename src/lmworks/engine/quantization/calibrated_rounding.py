@@ -130,7 +130,7 @@ class BlockRunner:
 
     def run(self, x: Tensor) -> Tensor:
         spec = self.model.spec
-        rotary = self.model.rotary_tables(spec, default_positions(x, None)) if spec.positions == "rope" else None
+        rotary = self.model.rotary(default_positions(x, None))[self.model.layers().index(self.block)]
         result: Tensor = self.block(x, rotary, dense(spec, x.device))
         return result
 

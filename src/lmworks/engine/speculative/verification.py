@@ -18,10 +18,10 @@ the sampler's own random numbers, and a draft token is accepted if both sample t
 Σ min(p, q), but the tokens are those of the seed.
 
 **When.** Draft tokens cost compute once a batch keeps the device busy: a step speculates only while its rows, running
-sequences · (1 + engine.guesses), are at most MAX_ROWS. Sequences with repetition penalties or a grammar do not
-speculate, as their logits depend on the draft tokens before; others of the batch do. A draft token follows the latest
-token, so the host must wait for it, and the device for the host. It does so only if a draft can be expected: if the
-proposer has one for the text without the token in flight.
+sequences · (1 + engine.guesses), are at most MAX_ROWS. Sequences with repetition penalties, a grammar, bad words or
+allowed tokens do not speculate, as their logits depend on the draft tokens before; others of the batch do. A draft
+token follows the latest token, so the host must wait for it, and the device for the host. It does so only if a draft
+can be expected: if the proposer has one for the text without the token in flight.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Speculator:
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    return not (has_penalties(sequence.params) or sequence.params.structured)
+    params = sequence.params
+    return not (has_penalties(params) or params.structured or params.restricted)
 
 
 def decoding(sequence: Sequence) -> bool:

@@ -131,6 +131,13 @@ class Executor(TensorParallelRank):
                         self.send(rank, RemoveAdapter(name))
             raise LMWorksError(wrong[0])
 
+    def remove_adapter(self, name: str) -> None:
+        """On all workers, which take messages in order."""
+        try:
+            self.send_to_workers(RemoveAdapter(name))
+        except OSError as error:
+            raise self.root_cause(error) from error
+
     def failed_worker(self) -> str:
         return self.exits.first
 

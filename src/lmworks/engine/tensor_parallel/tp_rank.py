@@ -135,6 +135,9 @@ class TensorParallelRank:
     def add_adapter(self, name: str, folder: Path) -> None:
         """Nothing to do on a worker."""
 
+    def remove_adapter(self, name: str) -> None:
+        """Nothing to do on a worker."""
+
     def root_cause(self, error: Exception) -> Exception:
         """A worker has no other cause."""
         return error
