@@ -21,6 +21,7 @@ from openai import DefaultHttpxClient, OpenAI
 from lmworks.model import GPT
 from lmworks.serve.app import make_app
 from lmworks.serve.backend import PromptTokenizer
+from lmworks.serve.batches.service import BatchService
 from lmworks.serve.channel import LoadedEngine
 from lmworks.serve.engine_process import EngineProcess, StallTimeouts
 from lmworks.serve.keys import Settings
@@ -39,6 +40,31 @@ TEMPLATE = """
 {% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 
+# Knows tools and reasoning, in the way of Qwen 3.
+REASONING_TEMPLATE = """
+{%- if tools %}Tools: {{ tools | tojson }}, called by <tool_call>
+{% endif %}
+{%- if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}
+{%- for message in messages %}<{{ message.role }}>
+{%- if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<end>
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>
+{%- if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+def say(text: str) -> str:
+    """A message that makes the scripted model write this."""
+    return f"{tiny_engine.SAY.decode()}{text}{tiny_engine.SAID.decode()}"
+
 
 def chatty(folder: str) -> LoadedEngine:
     """The tiny model, with a chat template. Made in the engine's process."""
@@ -56,12 +82,12 @@ def twin() -> GPT:
 class House:
     """An event loop in a thread, one engine, and as many servers before it as tests want."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    def __init__(self, folder: Path, template: str = TEMPLATE, factory: Callable[[str], LoadedEngine] = chatty) -> None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.backend = EngineProcess(MODEL, partial(chatty, str(folder)), StallTimeouts(stuck=0.6, kill=0.0))
+        self.backend = EngineProcess(MODEL, partial(factory, str(folder)), StallTimeouts(stuck=0.6, kill=0.0))
         self.run(self.backend.start())
         self.opened: list[tuple[Server, Any]] = []
 
@@ -76,6 +102,7 @@ class House:
         tls: tuple[str, str] | None = None,
         prompt_tokenizer: PromptTokenizer | None = None,
         profile_dir: Path | None = None,
+        batch_dir: Path | None = None,
         **options: Any,
     ) -> Api:
         """Another server over the same engine (or an upstream alone); `prompt_tokenizer` replaces its tokenizer."""
@@ -86,8 +113,11 @@ class House:
         serving = Serving(Settings(config, keys), [] if behind else [local], behind, profile_dir=profile_dir)
         for one in behind:
             self.run(one.start())
-        listening = bind_socket("127.0.0.1", 0)
-        server = make_server(make_app(serving, **options), serving, 30.0, *(tls or ()))
+        serving.batches = BatchService(batch_dir) if batch_dir is not None else None
+        listening, app = bind_socket("127.0.0.1", 0), make_app(serving, **options)
+        server = make_server(app, serving, 30.0, *(tls or ()))
+        if serving.batches is not None:
+            self.loop.call_soon_threadsafe(serving.batches.start, serving, app)
         # The engine is the house's own: not started and closed with each server.
         task = asyncio.run_coroutine_threadsafe(uvicorn.Server.serve(server, [listening]), self.loop)
         self.opened.append((server, task))
@@ -105,6 +135,8 @@ class House:
             server.seconds = 0.0
             server.serving.local_models = []  # its engine goes on for the others
             task.result(30)
+            if server.serving.batches is not None:
+                self.run(server.serving.batches.close())
             self.loop.call_soon_threadsafe(server.serving.workers.close)
         self.run(self.backend.close())
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -25,6 +25,21 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A model that writes what it is told to, over a template that knows reasoning and tools."""
+    import tiny_engine
+    from api_server import REASONING_TEMPLATE, House
+
+    from forked_python import fork_programs
+
+    with pytest.MonkeyPatch.context() as patch:
+        fork_programs(patch)
+        made = House(tmp_path_factory.mktemp("scripted"), REASONING_TEMPLATE, tiny_engine.scripted)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
 def api(house: House) -> Api:
     """Open to anyone."""
     return house.open()

@@ -20,7 +20,8 @@ from lmworks.serve.backend import PromptTokenizer
 from lmworks.serve.body import NestingLimiter, parse
 from lmworks.serve.limits import APIError, Limits
 from lmworks.serve.prompts import encode
-from lmworks.serve.request_bodies import ChatRequest, CompletionRequest
+from lmworks.serve.protocols.responses.bodies import ResponsesRequest
+from lmworks.serve.request_bodies import ChatRequest, CompletionRequest, EmbeddingRequest
 from lmworks.serve.workers import PromptProcessor, WorkerPool
 
 COMPLETION = {"model": "m", "prompt": "a"}
@@ -136,10 +137,10 @@ def test_worker_process_uses_model_tokenizer() -> None:
         try:
             plain = (None, False)
             prompts = ["Hé", array("i", [65])]
-            texts, (ids, given), made = await workers.run("a", processor, encode, prompts, 257, True, plain)
+            texts, (ids, given), made = await workers.run("a", processor, encode, prompts, 257, True, plain, None)
             assert (texts, list(ids), list(given), made) == (["Hé", "A"], list("Hé".encode()), [65], 3)
             with pytest.raises(APIError, match="not below 257") as refusal:
-                await workers.run("a", processor, encode, [array("i", [300])], 257, True, plain)
+                await workers.run("a", processor, encode, [array("i", [300])], 257, True, plain, None)
             assert (refusal.value.status, refusal.value.param) == (400, "prompt")
             pid = await workers.run("a", None, nap, 0)
             assert pid != os.getpid() and pid == await workers.run("a", None, nap, 0), "it is used again"
@@ -202,3 +203,29 @@ def test_tokenize_and_rejected_requests_are_charged(house: House, tmp_path: Path
     found = [post("parsing", "/v1/completions", wrong) for _ in range(3)]
     assert found == ["invalid_request", "invalid_request", "tokens_per_minute"], "1,650 bytes each: 550 tokens"
     assert [post("few", "/detokenize", {}) for _ in range(3)] == ["invalid_request"] * 2 + ["requests_per_minute"]
+
+
+# --- one field, several meanings --------------------------------------------------------------------------
+
+ITEM = {"role": "user", "content": "a"}
+INPUTS: list[tuple[type[Any], list[Any], str]] = [
+    (ResponsesRequest, [ITEM] * 2000, ""),
+    (ResponsesRequest, [ITEM] * 3000, "3000 items"),
+    (EmbeddingRequest, [1] * 3000, ""),
+    (EmbeddingRequest, ["a"] * 256, ""),
+    (EmbeddingRequest, ["a"] * 257, "257 texts"),
+    (EmbeddingRequest, [[1]] * 257, "257 texts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "refused"), INPUTS, ids=[f"{len(given)} {given[0]!r:.10}" for _, given, _ in INPUTS]
+)
+def test_input_is_counted_as_what_it_holds(kind: type[Any], given: list[Any], refused: str) -> None:
+    """Items of a conversation, token ids of one text, or texts: each has a limit of its own."""
+    raw = json.dumps({"model": "m", "input": given}).encode()
+    if not refused:
+        assert len(parse(None, raw, kind, Limits()).input) == len(given)
+        return
+    with pytest.raises(APIError, match=refused):
+        parse(None, raw, kind, Limits())

@@ -38,11 +38,13 @@ class Beat:
 
 
 @pytest.fixture(scope="module")
-def spoken(house: House) -> Iterator[Api]:
-    """A server with a real tokenizer, which holds the interpreter's lock while it encodes."""
+def spoken(house: House, scripted: House) -> Iterator[Api]:
+    """A server with a real tokenizer, which holds the interpreter's lock while it encodes, and a template that writes
+    all that a message has.
+    """
     inner = tokenizers.Tokenizer.from_str(train_bpe([TEXT * 20], 300))
     api = house.open(
-        prompt_tokenizer=PromptTokenizer(FileTokenizer(inner, 0), folder=house.backend.prompt_tokenizer.folder)
+        prompt_tokenizer=PromptTokenizer(FileTokenizer(inner, 0), folder=scripted.backend.prompt_tokenizer.folder)
     )
     assert api.post("/tokenize", {"model": MODEL, "prompt": TEXT * 1000}).status_code == 200  # a worker is there
     yield api
@@ -132,6 +134,38 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "tokens to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [40] * 2**18}).encode(), 200),
     "too many tokens to detokenize": ("/detokenize", lambda: json.dumps({"tokens": [40] * 1_000_000}).encode(), 400),
 }
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+LONG = TEXT * (MIB // 45)
+
+
+def answered(**fields: Any) -> bytes:
+    """A conversation of one message, an earlier answer."""
+    return chat(messages=[{"role": "assistant", "content": "a"} | fields])
+
+
+ATTACKS |= {
+    "reasoning of a megabyte": (CHATS, lambda: answered(reasoning_content=LONG), 400),
+    "half of 128 tools long": (CHATS, lambda: chat(tools=[tool()] * 64 + [tool(description=TEXT * 360)] * 64), 400),
+    "a schema of 700,000 numbers": (CHATS, lambda: chat(tools=[tool(parameters={"enum": [1] * 700_000})]), 400),
+    "200,000 tokens allowed": (COMPLETIONS, lambda: body(prompt="a", allowed_token_ids=[1] * 200_000), 200),
+    "2,000 parts of one answer": (
+        RESPONSES,
+        lambda: json.dumps(
+            {"model": MODEL, "input": [{"type": "message", "role": "assistant", "content": TEXT * 40}] * 2000}
+        ).encode(),
+        400,
+    ),
+    "thinking of three megabytes": (
+        MESSAGES,
+        lambda: answered(content=[{"type": "thinking", "thinking": LONG * 3}, {"type": "text", "text": "a"}]),
+        400,
+    ),
+    "2,000 blocks of one message": (
+        MESSAGES,
+        lambda: answered(content=[{"type": "text", "text": TEXT * 40}] * 2000),
+        400,
+    ),
+}
 
 FRAMING = {
     "a body in chunks of a byte": b"transfer-encoding: chunked\r\n",
@@ -172,3 +206,19 @@ def test_large_answer_is_written_in_parts(house: House, api: Api, beat: Beat, mo
     assert {len(one[name]) for one in scored for name in one} == {480}
     assert all(20 <= len(top) <= 21 for one in scored for top in one["top_logprobs"])
     assert beat.longest < LONGEST and longest[0] < LONGEST, (beat.longest, longest)
+
+
+def test_log_probabilities_of_a_prompt_are_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the choices as in them: 500,000 values at once would hold the lock for half a second."""
+    longest, plain = [0], sse.encode
+
+    def counted(value: Any) -> str:
+        longest[0] = max(longest[0], len(found := plain(value)))
+        return found
+
+    scored = [None, *({str(token): {"logprob": -1.5, "rank": 2, "decoded_token": "é"} for token in range(21)},) * 9999]
+    choice = {"index": 0, "text": "a", "logprobs": None, "prompt_logprobs": scored}
+    answer = {"id": "x", "choices": [choice] * 2, "usage": {"a": 1}, "prompt_logprobs": scored, "n": None}
+    monkeypatch.setattr(sse, "encode", counted)
+    assert json.loads(sse.to_json(answer)) == answer
+    assert longest[0] < MIB, longest

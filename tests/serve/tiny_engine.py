@@ -8,13 +8,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lmworks.data.tokenizer import ByteTokenizer
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
-from lmworks.engine.core.request import OutputDelta
+from lmworks.engine.core.request import OutputDelta, Sequence
+from lmworks.engine.core.scheduler import Chunk
 from lmworks.model import GPT
 from lmworks.serve.channel import LoadedEngine
 from lmworks.spec import EngineSpec, ModelSpec, SpecError
@@ -100,3 +102,39 @@ def endless() -> LoadedEngine:
     """Weights that never come."""
     time.sleep(1000)
     return tiny()
+
+
+SAY, SAID = b"SAY<<", b">>SAID"
+
+
+class Scripted(Engine):
+    """Writes what the last message says between SAY and SAID, and ends; then a grammar, where there is one, goes on."""
+
+    def append_tokens(self, chunk: Chunk, tokens: list[int], *more: Any) -> None:
+        sequence = chunk.sequence
+        script = self.script(sequence)
+        place = chunk.output_index - sequence.num_prompt_tokens
+        if script is not None:
+            sequence.token_by_token = True
+            if place < len(script):
+                tokens = [script[place]]
+            elif sequence.matcher is None:
+                tokens = [ByteTokenizer.vocab_size - 1]
+        super().append_tokens(chunk, tokens, *more)
+
+    def script(self, sequence: Sequence) -> bytes | None:
+        if "script" not in sequence.extra:
+            prompt = bytes(token for token in sequence.tokens[: sequence.num_prompt_tokens] if token < 256)
+            _, found, rest = prompt.rpartition(SAY)
+            sequence.extra["script"] = rest.partition(SAID)[0] if found else None
+        return sequence.extra["script"]
+
+
+def scripted(folder: str) -> LoadedEngine:
+    """With a context that holds the prompts of real clients."""
+    torch.set_num_threads(1)
+    model = GPT(MODEL.replace(context=8192))
+    model.init_weights(0)
+    spec = SPEC.replace(context=8192, max_batch_tokens=2048)
+    runner = ModelRunner(model.eval(), spec, torch.device("cpu"), ByteTokenizer.vocab_size)
+    return LoadedEngine(Scripted(runner, ByteTokenizer(), seed=0), Path(folder))

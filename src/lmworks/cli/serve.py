@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..serve.parsers.names import NONE, REASONING_PARSER_NAMES, TOOL_PARSER_NAMES, ParserNames, check_pair
 from ..spec import EngineSpec
 from ..spec.errors import LMWorksError, SpecError, did_you_mean
 from ..spec.presets import PRESETS
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ..serve.serving import Serving
 
 KEY, UPSTREAM_KEY = "LMWORKS_API_KEY", "LMWORKS_UPSTREAM_KEY"
+TOOLS = ", ".join((*TOOL_PARSER_NAMES, NONE))
+REASONING = ", ".join((*REASONING_PARSER_NAMES, NONE))
 ALL_INTERFACES = ("0.0.0.0", "::")
 
 
@@ -56,6 +59,14 @@ def serve(
             help="A Jinja chat template (of the model NAME) to use instead of the model's own; a run has none.",
         ),
     ] = None,
+    tool_parser: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]PARSER", help=f"How (model NAME) writes calls: {TOOLS}; default: its template."),
+    ] = None,
+    reasoning_parser: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]PARSER", help=f"How it writes reasoning: {REASONING}; default: its template."),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     cors: Annotated[
@@ -64,6 +75,20 @@ def serve(
     api_processes: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that speak HTTP, where one does not keep up with the engine.")
     ] = 1,
+    pooling: Annotated[
+        Literal["auto", "last", "mean"],
+        typer.Option(help="Of /v1/embeddings: the last token's state or the mean. auto: as the model's folder says."),
+    ] = "auto",
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(help="auto: requests that say nothing are sampled as the model's generation_config.json says."),
+    ] = "auto",
+    adapter_root: Annotated[
+        Path | None, typer.Option(help="Folder whose adapters POST /v1/load_lora_adapter may load; off by default.")
+    ] = None,
+    batch_dir: Annotated[
+        Path | None, typer.Option(help="Folder of /v1/files and /v1/batches, kept over restarts; off by default.")
+    ] = None,
     profile_dir: Annotated[
         Path | None, typer.Option(help="Where POST /start_profile and /stop_profile write traces; off by default.")
     ] = None,
@@ -91,10 +116,14 @@ def serve(
         raise SpecError("--adapter is of one model: serve one")
     if (tls_cert is None) != (tls_key is None):
         raise SpecError("--tls-cert and --tls-key go together")
+    if batch_dir is not None and api_processes > 1:
+        raise SpecError("--batch-dir is of one process: leave out --api-processes, or serve batches by another server")
     check_files(config, tls_cert, tls_key)
     templates = read_templates(chat_template or [], names)
+    parsers = read_parsers(tool_parser or [], reasoning_parser or [], names)
     import_server()
     from ..serve.app import make_app
+    from ..serve.batches.service import BatchService
     from ..serve.engine_host import APIProcessConfig, EngineHost
     from ..serve.middleware import loopback
     from ..serve.server import NOTICE_S, bind_socket, make_server
@@ -102,8 +131,11 @@ def serve(
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
     upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own
-    serving = make_serving(names, options, step, seed, adapter or [], templates, upstream_urls, config, keys)
-    serving.profile_dir = profile_dir
+    serving = make_serving(names, options, step, seed, adapter or [], templates, parsers, upstream_urls, config, keys)
+    serving.profile_dir, serving.adapter_root = profile_dir, adapter_root
+    serving.batches = BatchService(batch_dir) if batch_dir is not None else None
+    serving.generation_config = generation_config == "auto"
+    serving.pooling = None if pooling == "auto" else pooling
     if host in ALL_INTERFACES and not serving.settings.current().keys:
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
@@ -127,7 +159,10 @@ def serve(
                 local=loopback(host),
                 drain_seconds=drain_seconds,
                 tls=tls,
+                pooling=serving.pooling,
                 profile_dir=profile_dir,
+                generation_config=serving.generation_config,
+                adapter_root=adapter_root,
             )
             EngineHost(serving, process_config, listening, min(NOTICE_S, drain_seconds)).run()
         else:
@@ -196,6 +231,33 @@ def read_templates(given: list[str], names: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def read_parsers(tools: list[str], reasoning: list[str], names: dict[str, str]) -> dict[str, ParserNames]:
+    """By model name."""
+    tool = by_model("--tool-parser", tools, TOOL_PARSER_NAMES, names)
+    thinking = by_model("--reasoning-parser", reasoning, REASONING_PARSER_NAMES, names)
+    found = {name: ParserNames(tool.get(name), thinking.get(name)) for name in names}
+    for one in found.values():
+        check_pair(one)
+    return found
+
+
+def by_model(option: str, given: list[str], known: tuple[str, ...], names: dict[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, parser = one.rpartition("=")
+        if not name and len(names) != 1:
+            raise SpecError(f"{option} {one}: write NAME={one}, with one of the models {', '.join(names)}")
+        name = name or next(iter(names))
+        if name not in names:
+            raise SpecError(f"{option} {one}: no model is called {name!r}{did_you_mean(name, names)}")
+        if name in found:
+            raise SpecError(f"{option} {one}: the model {name!r} has one already")
+        if parser not in (*known, NONE):
+            raise SpecError(f"{option} {parser}: there are {', '.join((*known, NONE))}{did_you_mean(parser, known)}")
+        found[name] = parser
+    return found
+
+
 def make_serving(
     names: dict[str, str],
     options: dict[str, Any],
@@ -203,6 +265,7 @@ def make_serving(
     seed: int,
     adapters: list[str],
     templates: dict[str, str],
+    parsers: dict[str, ParserNames],
     upstreams: list[str],
     config: Path | None,
     keys: list[str],
@@ -220,7 +283,7 @@ def make_serving(
         LocalModel(
             EngineProcess(
                 name,
-                partial(load_engine_process, source, options, step, seed, folders, templates.get(name)),
+                partial(load_engine_process, source, options, step, seed, folders, templates.get(name), parsers[name]),
                 stall_timeouts,
             )
         )
@@ -236,6 +299,7 @@ def load_engine_process(
     seed: int,
     adapters: dict[str, str],
     chat_template: str | None = None,
+    parsers: ParserNames = ParserNames(),
 ) -> LoadedEngine:
     """The factory of EngineProcess: runs in the engine process."""
     prefetch_weights(source)
@@ -248,4 +312,4 @@ def load_engine_process(
         engine.add_adapter(name, Path(where))
     folder = None if is_preset(source) else Path(source).resolve()
     sentinels = find_sentinels(engine.tokenizer, trained_fim(source)) if engine.tokenizer is not None else None
-    return LoadedEngine(engine, folder, adds_special_tokens(folder), chat_template, sentinels)
+    return LoadedEngine(engine, folder, adds_special_tokens(folder), chat_template, sentinels, parsers)

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,9 @@ class EngineHostClient:
         meter.bytes, number = 0, next(self.request_ids)
         return RemoteAdmission(self, number, await self.call("admit", number, meter.number, limits, card, params, size))
 
+    async def stored_responses(self, method: str, *arguments: Any) -> Any:
+        return await self.call("stored_responses", method, *arguments)
+
 
 def deliver(queue: EventQueue, found: Any) -> None:
     if isinstance(found, Event):
@@ -125,14 +128,22 @@ class RemoteBackend:
     """An engine of the engine host: a backend, see `serve.backend`."""
 
     engine_host: EngineHostClient
-    card: ModelCard
+    first_card: ModelCard  # as it was at the start
     prompt_tokenizer: PromptTokenizer
     open: set[int] = field(default_factory=set)
     draining: bool = False
 
     @property
     def name(self) -> str:
-        return self.card.id
+        return self.first_card.id
+
+    @property
+    def card(self) -> ModelCard:
+        adapters = self.state.adapters
+        return self.first_card if adapters is None else replace(self.first_card, adapters=adapters)
+
+    async def control(self, action: str, *arguments: Any) -> None:
+        await self.engine_host.call("control", self.name, action, *arguments)
 
     @property
     def state(self) -> State:
@@ -215,7 +226,16 @@ def make_serving(engine_host: EngineHostClient, spec: APIProcessConfig) -> Servi
         locals_.append(local)
     upstreams = [Upstream(url, spec.upstream_key) for url in spec.upstreams]
     settings = Settings(spec.config, spec.keys)
-    return Serving(settings, locals_, upstreams, engine_host=engine_host, profile_dir=spec.profile_dir)
+    return Serving(
+        settings,
+        locals_,
+        upstreams,
+        engine_host=engine_host,
+        pooling=spec.pooling,
+        profile_dir=spec.profile_dir,
+        generation_config=spec.generation_config,
+        adapter_root=spec.adapter_root,
+    )
 
 
 async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> None:

@@ -26,28 +26,64 @@ from typing_extensions import TypedDict
 
 from .. import __version__
 from ..spec import LMWorksError
-from . import chat, completions, prompts, telemetry
+from . import chat, completions, embeddings, prompts, rerank, telemetry
+from .admin import add_admin_routes
 from .backend import Backend, ProfileRequest, State
+from .batches.bodies import BatchRequest
+from .batches.routes import add_batch_routes
 from .body import read_body
-from .errors import ErrorBody, error_response
+from .errors import error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .limits import APIError
 from .middleware import RequestMiddleware
-from .request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .response_bodies import ChatCompletion, Completion, Detokenized, ModelList, ModelObject, Tokenized, TokenizerInfo
+from .openapi import STREAM, error_responses, request_body
+from .protocols.messages.bodies import CountTokensRequest, MessagesRequest
+from .protocols.messages.routes import add_messages_routes
+from .protocols.responses.bodies import ResponsesRequest
+from .protocols.responses.routes import add_responses_routes
+from .request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    LoadAdapterRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
+from .response_bodies import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    EmbeddingList,
+    ModelList,
+    ModelObject,
+    RerankResponse,
+    ScoreResponse,
+    Tokenized,
+    TokenizerInfo,
+)
 from .serving import Caller, LocalModel, Model, Serving, Upstream
 from .sse import start_stream, to_json, while_connected
 from .telemetry import Tracing
 
-BODIES: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-ERRORS = {
-    400: "invalid request",
-    401: "missing or invalid API key",
-    404: "model not found",
-    429: "rate limit exceeded: see retry-after",
-    503: "unavailable: see retry-after",
-}
+BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    RerankRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    BatchRequest,
+)
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 MAX_QUOTED_PATH = 80  # characters of an unknown path that are compared with endpoints and quoted
 
@@ -71,7 +107,7 @@ def make_app(
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", "x-api-key", "anthropic-version"],
             expose_headers=["retry-after", "x-request-id"],
         )
     app.add_middleware(RequestMiddleware, serving=serving, tracing=tracing, local=local, origins=tuple(origins))
@@ -79,7 +115,12 @@ def make_app(
         app.add_exception_handler(kind, handle_error)
     add_model_routes(app, serving)
     add_generation_routes(app, serving)
+    add_pooling_routes(app, serving)
+    add_responses_routes(app, serving)
+    add_messages_routes(app, serving)
+    add_batch_routes(app, serving)
     add_tokenizer_routes(app, serving)
+    add_admin_routes(app, serving)
     add_status_routes(app, serving)
     if serving.profile_dir is not None:
         add_profile_routes(app, serving, serving.profile_dir)
@@ -91,7 +132,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Error responses for wrong requests. Internal errors are handled by the middleware."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         error.detail = not_found_message(request)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 def not_found_message(request: Request) -> str:
@@ -107,18 +148,7 @@ def not_found_message(request: Request) -> str:
     near = get_close_matches(path, served, 1, cutoff=0.8) if len(path) <= MAX_QUOTED_PATH else []
     hint = f" (did you mean {near[0]}?)" if near else ""
     listed = ", ".join(f"{' '.join(methods)} {endpoint}" for endpoint, methods in served.items())
-    return f"there is no {method[:20]} {path[:MAX_QUOTED_PATH]}{hint}; there are {listed}"
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's responses of these statuses, by default of all in ERRORS."""
-    return {status: {"model": ErrorBody, "description": ERRORS[status]} for status in statuses or ERRORS}
-
-
-def request_body(body: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's requestBody: bodies are read within limits by `serve.body`, not by FastAPI."""
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return f"there is no {method[:20]} {path[:MAX_QUOTED_PATH]}{hint}; all are in /openapi.json: {listed}"
 
 
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
@@ -144,18 +174,18 @@ def add_model_routes(app: FastAPI, serving: Serving) -> None:
         """List the models that this key may use."""
         caller = serving.authenticate(request)
         visible = serving.visible(caller)
-        return {"object": "list", "data": [model_object(name, *entry) for name, entry in visible.items()]}
+        return {"object": "list", "data": [model_object(serving, name, *entry) for name, entry in visible.items()]}
 
     @app.get("/v1/models/{model:path}", name="model", responses=error_responses(401, 404, 503))
     async def retrieve_model(request: Request, model: str) -> ModelObject:
         """Describe one model."""
         caller = serving.authenticate(request)
-        return model_object(model, *serving.find(caller, model))
+        return model_object(serving, model, *serving.find(caller, model))
 
 
-def model_object(name: str, model: Model, adapter: str | None) -> ModelObject:
+def model_object(serving: Serving, name: str, model: Model, adapter: str | None) -> ModelObject:
     card = model.backend.card if isinstance(model, LocalModel) else model.card(name)
-    return {
+    found: ModelObject = {
         "id": name,
         "object": "model",
         "created": card.created,
@@ -163,17 +193,18 @@ def model_object(name: str, model: Model, adapter: str | None) -> ModelObject:
         "max_model_len": card.context or None,
         "parent": card.id if adapter is not None else None,
     }
+    if isinstance(model, LocalModel) and (defaults := serving.sampling_defaults(model)):
+        found["sampling_defaults"] = defaults
+    return found
 
 
 def add_generation_routes(app: FastAPI, serving: Serving) -> None:
-    streamed: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
-
     @app.post(
         "/v1/completions",
         name="completions",
         openapi_extra=request_body(CompletionRequest),
         response_model=Completion,
-        responses={200: {"content": streamed}, **error_responses()},
+        responses={200: {"content": STREAM}, **error_responses()},
     )
     async def create_completion(request: Request) -> Response:
         """Create completions of prompts."""
@@ -184,7 +215,7 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
         name="chat_completions",
         openapi_extra=request_body(ChatRequest),
         response_model=ChatCompletion,
-        responses={200: {"content": streamed}, **error_responses()},
+        responses={200: {"content": STREAM}, **error_responses()},
     )
     async def create_chat_completion(request: Request) -> Response:
         """Create a chat completion."""
@@ -194,7 +225,8 @@ def add_generation_routes(app: FastAPI, serving: Serving) -> None:
 class RequestHandler(Protocol):
     """How an endpoint formats its response: whole, or as a stream of events."""
 
-    generation: GenerationRequest
+    @property
+    def generation(self) -> GenerationRequest: ...
 
     def full_response(self, found: RequestOutput) -> Any: ...
 
@@ -219,6 +251,32 @@ async def handle_request(
     output = await while_connected(request.receive, collect_output(handler.generation))
     content = await in_thread_with_logprobs(handler.generation, lambda: to_json(handler.full_response(output)))
     return Response(content, media_type="application/json")
+
+
+def add_pooling_routes(app: FastAPI, serving: Serving) -> None:
+    @app.post(
+        "/v1/embeddings",
+        name="embeddings",
+        openapi_extra=request_body(EmbeddingRequest),
+        response_model=EmbeddingList,
+        responses=error_responses(),
+    )
+    async def create_embeddings(request: Request) -> Response:
+        """Vectors of texts."""
+        return await embeddings.create_embeddings(serving, request)
+
+    async def score(request: Request) -> ScoreResponse:
+        """How similar texts are."""
+        return await rerank.score(serving, request)
+
+    async def rank(request: Request) -> RerankResponse:
+        """Documents by their similarity to a query."""
+        return await rerank.rerank(serving, request)
+
+    for path in ("/score", "/v1/score"):
+        app.post(path, name="score", openapi_extra=request_body(ScoreRequest), responses=error_responses())(score)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        app.post(path, name="rerank", openapi_extra=request_body(RerankRequest), responses=error_responses())(rank)
 
 
 def add_tokenizer_routes(app: FastAPI, serving: Serving) -> None:

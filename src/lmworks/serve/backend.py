@@ -14,18 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..data.chat_template import Chat, EncodeSpecial, with_special_tokens
+from ..data.chat_template import (
+    Chat,
+    EncodeSpecial,
+    find_template,
+    read_config,
+    template_folder,
+    with_special_tokens,
+)
 from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError, SpecError
+from .parsers.names import ParserNames
 
 Kind = Literal["busy", "dead", "timeout", "refused"]
 
@@ -61,11 +70,13 @@ class EngineRequest:
     params: SamplingParams
     priority: int = 0
     tenant: str = ""
+    generated: tuple[list[int], ...] = ()  # of each answer that another server began: its tokens so far
     stream: bool = True  # events as tokens come; False: one event for each answer, at its end
     share: str = ""  # key or address: grammar compilation is fair between them
     compile_seconds: float = 0.0  # timeout of its grammar's compilation, waiting included (0: none)
     queue_seconds: float = 0.0  # timeout in the queue, once its grammar is compiled (0: none)
     request_seconds: float = 0.0  # timeout of the whole request (0: none)
+    pooling: str | None = None  # last, mean: the prompt as a vector, beside the answer
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -94,6 +105,8 @@ class Event:
     error: str | None = None  # with finish_reason "error": what it was
     final: Usage | None = None  # the request's last event
     prompt_logprobs: list[Logprob | None] | None = None  # with `final`, where asked for; the first is None
+    embedding: bytes | None = None  # with `final` and pooling: of float32, not normalised
+    replayed: bool = False  # these tokens came with the request: the client has them
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class ModelCard:
     owned_by: str = "lmworks"
     adapters: tuple[str, ...] = ()  # names that SamplingParams.adapter may have
     max_seqs: int = 0  # answers that are computed at once
+    hidden: int = 0  # numbers of a vector of /v1/embeddings
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,8 @@ class State:
     restarts: int = 0
     last_error: str | None = None
     draining: bool = False
+    asleep: bool = False  # without a KV cache: requests are refused until it wakes
+    adapters: tuple[str, ...] | None = None  # names, where they are known
     # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
     # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.core.metrics.BUCKETS`.
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -139,6 +155,7 @@ class PromptTokenizer:
     folder: Path | None = None  # of the model: may hold a chat template
     chat_template: str | None = None  # to use instead of the folder's
     sentinels: Sentinels | None = None  # of infilling, where the model knows any
+    parsers: ParserNames = ParserNames()  # of its answers, where they were named
 
     def encode(self, text: str, add_special_tokens: bool | None = None, parse_special: bool = False) -> list[int]:
         """Token ids of a prompt. Names of special tokens are text, unless `parse_special`."""
@@ -161,6 +178,10 @@ class PromptTokenizer:
     def chat(self) -> Chat:
         """The chat template, compiled: keep it."""
         return Chat.of(self.folder, self.require_tokenizer(), self.encode, self.chat_template)
+
+    def template_source(self) -> str | None:
+        folder = template_folder(self.folder) if self.folder else None
+        return self.chat_template or (find_template(folder, read_config(folder)) if folder else None)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -192,6 +213,10 @@ class Backend(Protocol):
         """Record a profiler trace of the engine's steps, or (None) end it; returns the trace's path."""
         ...
 
+    async def control(self, action: str, *arguments: Any) -> None:
+        """An operation of `serve.admin` between two steps; raises APIError where it is refused."""
+        ...
+
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; waits for open ones, at most so many seconds; returns how many were cut off."""
         ...
@@ -212,13 +237,18 @@ class EventQueue:
     started: bool = False
     not_empty: asyncio.Event = field(default_factory=asyncio.Event)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    begun: defaultdict[int, bool] = field(default_factory=lambda: defaultdict(bool))  # by answer
 
     def put(self, event: Event) -> None:
         """Consecutive events of one answer are merged: a slow consumer gets fewer, larger ones."""
         if self.error is not None:
             return  # the request has failed
+        if not self.begun[event.index]:
+            self.begun[event.index] = True
+            event = replace(event, replayed=any(self.request.generated[event.index : event.index + 1]))
         last = self.events[-1] if self.events else None
-        if last is not None and last.index == event.index and last.finish_reason is None:
+        same = last is not None and last.index == event.index and not last.replayed
+        if last is not None and same and last.finish_reason is None:
             self.events[-1] = merge_events(last, event)
         else:
             self.events.append(event)

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from .limits import APIError, Limits
-from .request_bodies import CompletionRequest, DetokenizeRequest
+from .request_bodies import GUIDED, CompletionRequest, DetokenizeRequest, EmbeddingRequest
 from .serving import Caller, Serving
 from .workers import PromptProcessor
 
@@ -110,6 +110,8 @@ def parse(_: PromptProcessor | None, raw: bytes, kind: type[Body], limits: Limit
         parse_json(raw, allow_inf_nan=False)  # in a schema they would not be JSON
     if isinstance(body, CompletionRequest):
         body.prompt = pack_token_ids(body.prompt)
+    if isinstance(body, EmbeddingRequest):
+        body.input = pack_token_ids(body.input)
     if isinstance(body, DetokenizeRequest):
         body.tokens = pack_token_ids(body.tokens)
     return body
@@ -143,6 +145,10 @@ def item_counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int
     prompt, messages = body.get("prompt"), items(body.get("messages"))
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     yield "prompt", len(cast("list[Any]", prompt)) if several else 1, limits.prompts, "prompts"
+    for field in ("input", "documents", "text_1", "text_2"):
+        texts = body.get(field)
+        several = isinstance(texts, list) and texts and not isinstance(texts[0], int | dict)
+        yield field, len(cast("list[Any]", texts)) if several else 1, limits.prompts, "texts"
     yield "messages", len(messages), limits.messages, "messages"
     for field, what in (("content", "parts of messages"), ("tool_calls", "tool calls")):
         yield (
@@ -151,14 +157,32 @@ def item_counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int
             limits.messages,
             what,
         )
+    given = items(body.get("input"))
+    given = (
+        given if isinstance(given, list) and given and isinstance(given[0], dict) else ()
+    )  # else texts, or token ids
+    yield "input", len(given), limits.messages, "items"
+    parts = (one.get(field) for one in given if isinstance(one, dict) for field in ("content", "output", "summary"))
+    yield "input", sum(len(items(each)) for each in parts), limits.messages, "parts of items"
+    yield "system", len(items(body.get("system"))), limits.messages, "blocks"
+    results = (one.get("content") for message in messages if isinstance(message, dict) for one in parts_in(message))
+    yield "messages", sum(len(items(each)) for each in results), limits.messages, "blocks of results"
+    yield "stop_sequences", len(items(body.get("stop_sequences"))), limits.stop, "strings"
     yield "tools", len(items(body.get("tools"))), limits.tools, "tools"
     yield "stop", len(items(body.get("stop"))), limits.stop, "strings"
     yield "stop_token_ids", len(items(body.get("stop_token_ids"))), limits.stop, "tokens"
     yield "logit_bias", len(items(body.get("logit_bias"))), limits.logit_bias, "tokens"
+    yield "bad_words", len(items(body.get("bad_words"))), limits.bad_words, "texts"
+    yield "allowed_token_ids", len(items(body.get("allowed_token_ids"))), MAX_DETOKENIZED, "tokens"
     yield "metadata", len(items(body.get("metadata"))), limits.metadata, "entries"
     yield "tokens", len(items(body.get("tokens"))), MAX_DETOKENIZED, "tokens"
     for param, found in grammar_fields(body):
         yield param, characters(found), MAX_GRAMMAR_CHARS, "characters"
+
+
+def parts_in(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def items(found: Any) -> Any:
@@ -167,10 +191,14 @@ def items(found: Any) -> Any:
 
 def grammar_fields(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Fields that the engine compiles to a grammar."""
-    yield from ((param, body[param]) for param in ("guided_json", "guided_regex", "guided_choice") if param in body)
+    yield from ((param, body[param]) for param in (*GUIDED, "structured_outputs") if param in body)
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and isinstance(wanted.get("json_schema"), dict):
         yield "response_format", wanted["json_schema"].get("schema")
+    for name in ("text", "output_config"):
+        options = body.get(name)
+        if isinstance(options, dict) and isinstance(options.get("format"), dict):
+            yield name, options["format"].get("schema")
 
 
 def characters(found: Any) -> int:

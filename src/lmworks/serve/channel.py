@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
 from .backend import EngineRequest
+from .parsers.names import ParserNames
 
 if TYPE_CHECKING:  # the API does without torch
     from ..engine.core.engine import Engine
@@ -38,6 +39,7 @@ class LoadedEngine:
     begin_of_text: bool = False  # text prompts begin as `transformers` would have them (Hugging Face folders)
     chat_template: str | None = None  # to use instead of the folder's
     sentinels: Sentinels | None = None  # of infilling, where the model knows any
+    parsers: ParserNames = ParserNames()  # of its answers, where they were named
 
 
 Factory = Callable[[], LoadedEngine]  # picklable: a function of a module, or functools.partial of one
@@ -65,6 +67,8 @@ class EngineReady(NamedTuple):
     begin_of_text: bool
     chat_template: str | None
     sentinels: Sentinels | None
+    parsers: ParserNames
+    hidden: int
 
 
 class Submit(NamedTuple):
@@ -74,6 +78,21 @@ class Submit(NamedTuple):
 
 class Cancel(NamedTuple):
     number: int
+
+
+class Control(NamedTuple):
+    """An operation between two steps: a method of EngineLoop.CONTROLS."""
+
+    number: int
+    action: str
+    arguments: tuple[Any, ...]
+
+
+class ControlReply(NamedTuple):
+    number: int
+    error: str  # empty: done
+    adapters: tuple[str, ...]  # that there are now
+    asleep: bool
 
 
 class Profile(NamedTuple):

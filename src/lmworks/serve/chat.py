@@ -1,22 +1,18 @@
 """`/v1/chat/completions`: chat template, tools, response formats.
 
-A model whose chat template knows tools writes `<tool_call>{"name": …, "arguments": {…}}</tool_call>` when it chooses
-to. Where a call is required, the answer is held to a JSON schema instead, and is the call itself.
+An answer is taken apart by the parsers of its model (`serve.parsers`): reasoning, text, tool calls. Where a call is
+required, the answer is held to a JSON schema instead, and is the call itself.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from ..data.chat_template import TOOL_CALL
-from ..engine.core.detokenizer import possible_start
 from ..engine.core.request import Logprob
 from .backend import Event, Usage
 from .generation_request import (
@@ -24,13 +20,20 @@ from .generation_request import (
     GenerationRequest,
     RequestOutput,
     add_usage,
+    identity,
+    prompt_logprobs_object,
     resolve_max_tokens,
+    resolve_priority,
     sampling_params,
+    token_texts,
+    truncation,
     usage_object,
 )
 from .limits import APIError
+from .parsers.answer import AnswerForm, AnswerParser
+from .parsers.base import Arguments, Call, Piece, Reasoning, Text, parse_whole
 from .prompts import chat_size, render_chat, tokenize_prompt
-from .request_bodies import ChatRequest, ChosenTool, JSONFormat, ObjectFormat, Tool
+from .request_bodies import GUIDED, ChatRequest, JSONFormat, ObjectFormat
 from .response_bodies import (
     ChatChoice,
     ChatChunk,
@@ -40,155 +43,97 @@ from .response_bodies import (
     ChatMessage,
     ChunkChoice,
     Delta,
+    FunctionDelta,
     TokenLogprob,
     TokenTexts,
     ToolCall,
+    ToolCallDelta,
     finite,
     top_tokens,
 )
 from .serving import Caller, LocalModel, Serving
 from .sse import DONE, sse_event
+from .tool_choice import ANY_OBJECT, allowed_tools, call_schema, required_tools
 
-OPEN, CLOSE = TOOL_CALL
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
-
-
-def tool_call(name: str, arguments: str) -> ToolCall:
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+SHAPES = (*GUIDED, "structured_outputs")
 
 
-def parse_call(text: str) -> ToolCall | None:
-    """None: not a call."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", {})
-    return tool_call(
-        found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    )
+# --- from the request to the engine -----------------------------------------------------------------------
 
 
-# --- required tool calls -----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ChatGeneration:
+    """A chat request that is ready to be computed: every protocol of chats is a translation to this."""
+
+    generation: GenerationRequest
+    form: AnswerForm
+    prompt_end: str
+
+    def parser(self) -> AnswerParser:
+        """For one answer."""
+        return self.form.parser(self.prompt_end)
+
+    async def events(self) -> AsyncGenerator[tuple[Event, list[Piece], AnswerParser], None]:
+        """Events as they come, with the pieces that are certain by then."""
+        parsers: dict[int, AnswerParser] = {}
+        async with aclosing(self.generation.events()) as events:
+            async for _, event in events:
+                parser = parsers.get(event.index) or parsers.setdefault(event.index, self.parser())
+                pieces = parser.push(event.text)
+                yield event, pieces if event.finish_reason is None else pieces + parser.flush(), parser
 
 
-def required_tools(body: ChatRequest) -> list[Tool]:
-    """Tools of which one must be called; [] if the model may choose, or has none."""
-    tools, choice = body.tools or [], body.tool_choice
-    if choice in (None, "none", "auto"):
-        return []
-    if isinstance(choice, ChosenTool):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    if not tools:
-        raise APIError(400, "invalid_request", "tool_choice names a tool that is not in tools", "tool_choice")
-    return tools
-
-
-def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these tools."""
-    calls, ids = [], set[str]()
-    for tool in tools:
-        arguments = with_own_id(tool.function.parameters or ANY_OBJECT, ids)
-        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
-        calls.append(ANY_OBJECT | {"properties": properties, "required": [*properties], "additionalProperties": False})
-    return {"anyOf": calls}
-
-
-def with_own_id(schema: dict[str, Any], ids: set[str]) -> dict[str, Any]:
-    """A schema inside another, as a resource with an id of its own: `#` in its references is then the schema itself,
-    not the whole, and no other schema's definitions are meant. Of two that bring the same id, the second gets another.
-    """
-    own = schema.get("$id")
-    if not isinstance(own, str) or own in ids:
-        own = f"urn:lmworks:tool:{len(ids)}"
-    ids.add(own)
-    found = schema | {"$id": own}
-    if "draft-04" in str(found.get("$schema")):  # which knows no $id
-        del found["$schema"]
-    return found
-
-
-# --- optional tool calls ------------------------------------------------------------------------------
-
-
-@dataclass
-class ToolCallParser:
-    """Separates tool calls from text in a stream. An invalid call is passed on as text."""
-
-    required: bool = False  # the answer is a call, and nothing else
-    max_calls: int | None = None
-    made: int = 0
-    waiting: str = ""
-    pieces: list[str] = field(default_factory=list)
-
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Text that may be shown, and calls that are complete."""
-        self.waiting += text
-        if self.required:
-            return "", []
-        shown, calls = "", list[ToolCall]()
-        while OPEN in self.waiting:
-            before, _, rest = self.waiting.partition(OPEN)
-            inner, close, after = rest.partition(CLOSE)
-            if not close:
-                shown += before
-                self.waiting = OPEN + rest
-                return shown, calls
-            call = parse_call(inner)
-            shown += before if call else before + OPEN + inner + CLOSE
-            calls += self.counted(call)
-            self.waiting = after.lstrip("\n") if call else after
-        keep = possible_start(self.waiting, (OPEN,))
-        shown += self.waiting[: len(self.waiting) - keep]
-        self.waiting = self.waiting[len(self.waiting) - keep :]
-        return shown, calls
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        """The answer has ended."""
-        rest, self.waiting = self.waiting, ""
-        call = parse_call(rest.removeprefix(OPEN)) if self.required or rest.startswith(OPEN) else None
-        return ("", self.counted(call)) if call else (rest, [])
-
-    def counted(self, call: ToolCall | None) -> list[ToolCall]:
-        if call is None or (self.max_calls is not None and self.made >= self.max_calls):
-            return []
-        self.made += 1
-        return [call]
-
-
-# --- the endpoint ----------------------------------------------------------------------------------------
-
-
-async def make_handler(
+async def make_generation(
     serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: ChatRequest
-) -> ChatHandler:
-    ids = await tokenize_prompt(serving, caller, local, chat_size(body), render_chat, body)
+) -> ChatGeneration:
+    required = required_tools(body)
+    schema = call_schema(required) if required else response_schema(body)
+    structured = schema is not None or any(getattr(body, name) is not None for name in SHAPES)
+    form = answer_form(local, body, bool(required))
+    _, closing = markers = form.reasoning_markers()
+    size = chat_size(body)
+    ids, prompt_end = await tokenize_prompt(serving, caller, local, size, render_chat, body, markers, structured)
     caller.meter.charge_prompt(len(ids))
+    if (most := truncation(body, local, body.max_completion_tokens or body.max_tokens)) is not None:
+        ids = ids[-most:]
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")
+    reasons = structured and closing is not None and not prompt_end.rstrip().endswith(closing)
     params = sampling_params(
         body,
         caller,
+        serving.sampling_defaults(local),
         adapter=adapter,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        json_schema=response_schema(body) or body.guided_json,
+        structure_after=closing if reasons else None,
         max_tokens=resolve_max_tokens(caller, local, [ids], body.max_completion_tokens or body.max_tokens, None),
+        **({} if schema is None else {"json_schema": schema}),
     )
     params = replace(params, stop=(*params.stop, *local.chat.stop))
-    return ChatHandler(GenerationRequest(serving, caller, local, params, [ids], bool(body.stream)), body)
+    if form.special:
+        params = replace(params, skip_special_tokens=False)
+    generation = GenerationRequest(
+        serving,
+        caller,
+        local,
+        params,
+        [ids],
+        bool(body.stream),
+        priority=resolve_priority(body, caller),
+        continuation=body.continuation,
+    )
+    return ChatGeneration(generation, form, prompt_end)
 
 
-def response_schema(body: ChatRequest) -> dict[str, Any] | None:
-    """The JSON schema of the answer."""
-    wanted, tools = body.response_format, required_tools(body)
-    if tools:
-        return call_schema(tools)
+def answer_form(local: LocalModel, body: ChatRequest, required: bool) -> AnswerForm:
+    tools = allowed_tools(body)
+    schemas = {tool.function.name: tool.function.parameters or ANY_OBJECT for tool in tools} if tools else None
+    return AnswerForm(local.parsers, schemas, required, 1 if body.parallel_tool_calls is False else None)
+
+
+def response_schema(body: ChatRequest) -> Mapping[str, Any] | None:
+    """The JSON schema of the text."""
+    wanted = body.response_format
     if isinstance(wanted, ObjectFormat):
         return ANY_OBJECT
     if isinstance(wanted, JSONFormat):
@@ -199,29 +144,34 @@ def response_schema(body: ChatRequest) -> dict[str, Any] | None:
 # --- the response -------------------------------------------------------------------------------------------
 
 
+async def make_handler(
+    serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: ChatRequest
+) -> ChatHandler:
+    chat = await make_generation(serving, caller, local, adapter, body)
+    return ChatHandler(chat, body, **identity(body.continuation))
+
+
 @dataclass
 class ChatHandler:
     """One request, and the format of its response."""
 
-    generation: GenerationRequest
+    chat: ChatGeneration
     body: ChatRequest
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def parser(self) -> ToolCallParser | None:
-        """None: there are no tools to call."""
-        if not self.body.tools or self.body.tool_choice == "none":
-            return None
-        return ToolCallParser(bool(required_tools(self.body)), 1 if self.body.parallel_tool_calls is False else None)
+    @property
+    def generation(self) -> GenerationRequest:
+        return self.chat.generation
 
     def logprobs(self, scored: Sequence[Logprob]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        texts, most = self.generation.local.token_texts, self.body.top_logprobs or 0
+        texts, most = token_texts(self.body, self.generation.local), self.body.top_logprobs or 0
         return {"content": [token_logprob(texts, one, most) for one in scored], "refusal": None}
 
     def full_response(self, found: RequestOutput) -> ChatCompletion:
-        return {
+        completion: ChatCompletion = {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
@@ -229,32 +179,39 @@ class ChatHandler:
             "choices": [self.choice(index, answer) for index, answer in enumerate(found.answers)],
             "usage": usage_object(found.usage),
         }
+        if self.body.prompt_logprobs is not None:
+            texts = token_texts(self.body, self.generation.local)
+            completion["prompt_logprobs"] = prompt_logprobs_object(texts, found.prompt_logprobs.get(0) or [])
+        if self.body.return_token_ids:
+            completion["prompt_token_ids"] = list(self.generation.prompts[0])
+        return completion
 
     def choice(self, index: int, answer: CompletionOutput) -> ChatChoice:
-        text, calls = answer.text, list[ToolCall]()
-        if (parser := self.parser()) is not None:
-            (text, calls), (rest, last) = parser.push(answer.text), parser.flush()
-            text, calls = text + rest, calls + last
-        message: ChatMessage = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
-        return {
+        message = chat_message(self.chat.parser(), answer.text)
+        choice: ChatChoice = {
             "index": index,
             "message": message,
             "logprobs": self.logprobs(answer.logprobs),
-            "finish_reason": finish(answer.finish_reason, bool(calls)),
+            "finish_reason": finish(answer.finish_reason, "tool_calls" in message),
         }
+        if self.body.return_token_ids:
+            choice["token_ids"] = answer.tokens
+        return choice
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         usage, include_usage = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
-        parsers: defaultdict[int, ToolCallParser | None] = defaultdict(self.parser)
-        async with aclosing(self.generation.events()) as events:
-            async for _, event in events:
+        writers: dict[int, DeltaWriter] = {}
+        async with aclosing(self.chat.events()) as events:
+            async for event, pieces, parser in events:
                 usage = usage if event.final is None else add_usage(usage, event.final)
-                is_first = event.index not in parsers
-                yield sse_event(
-                    self.make_chunk([self.chunk(event, parsers[event.index], is_first)], include_usage, None)
-                )
+                is_first = event.index not in writers
+                writer = writers.setdefault(event.index, DeltaWriter(parser))
+                choice = self.chunk(event, writer.delta(pieces, is_first), parser)
+                made = self.make_chunk([choice], include_usage, None)
+                if self.body.return_token_ids and len(writers) == 1 and is_first:
+                    made["prompt_token_ids"] = list(self.generation.prompts[0])
+                if not event.replayed:
+                    yield self.generation.journal(0, event) + sse_event(made)
         if include_usage:
             yield sse_event(self.make_chunk([], include_usage, usage))
         yield DONE
@@ -271,23 +228,76 @@ class ChatHandler:
             chunk["usage"] = None if usage is None else usage_object(usage)
         return chunk
 
-    def chunk(self, event: Event, parser: ToolCallParser | None, is_first: bool) -> ChunkChoice:
-        """Its text may be empty: half a character, or what may become a call."""
-        text, calls, before = event.text, list[ToolCall](), 0
-        if parser is not None:
-            before = parser.made
-            text, calls = parser.push(event.text)
-            if event.finish_reason is not None:
-                rest, last = parser.flush()
-                text, calls = text + rest, calls + last
-        delta: Delta = {"role": "assistant"} if is_first else {}
-        if text or not calls:
-            delta["content"] = text
-        if calls:
-            delta["tool_calls"] = [{"index": before + place, **call} for place, call in enumerate(calls)]
-        ended = finish(event.finish_reason, parser is not None and parser.made > 0) if event.finish_reason else None
+    def chunk(self, event: Event, delta: Delta, parser: AnswerParser) -> ChunkChoice:
+        ended = finish(event.finish_reason, parser.calls > 0) if event.finish_reason else None
         logprobs = self.logprobs(event.logprobs or [])
-        return {"index": event.index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
+        choice: ChunkChoice = {"index": event.index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
+        if self.body.return_token_ids:
+            choice["token_ids"] = event.tokens
+        return choice
+
+
+def chat_message(parser: AnswerParser, text: str) -> ChatMessage:
+    reasoning, content, calls = parts_of(parse_whole(parser, text))
+    message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+    if not content and (calls or reasoning):
+        message["content"] = None
+    if reasoning:
+        message["reasoning_content"] = message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = [tool_call(parser.call_id(), *call) for call in calls]
+    return message
+
+
+def parts_of(pieces: Sequence[Piece]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, text, and the calls: names and arguments."""
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    calls: list[tuple[str, list[str]]] = []
+    for piece in pieces:
+        if isinstance(piece, Call):
+            calls.append((piece.name, []))
+        elif isinstance(piece, Arguments):
+            calls[-1][1].append(piece.text)
+    return reasoning, text, [(name, "".join(parts)) for name, parts in calls]
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass
+class DeltaWriter:
+    """The deltas of one answer."""
+
+    parser: AnswerParser
+    calls: int = 0
+
+    def delta(self, pieces: Sequence[Piece], is_first: bool) -> Delta:
+        """Its text may be empty: half a character, or what may become a call."""
+        delta: Delta = {"role": "assistant"} if is_first else {}
+        found: list[ToolCallDelta] = []
+        reasoning = text = ""
+        for piece in pieces:
+            if isinstance(piece, Text):
+                text += piece.text
+            elif isinstance(piece, Reasoning):
+                reasoning += piece.text
+            elif isinstance(piece, Call):
+                begun: FunctionDelta = {"name": piece.name, "arguments": ""}
+                found.append({"index": self.calls, "id": self.parser.call_id(), "type": "function", "function": begun})
+                self.calls += 1
+            elif found:
+                found[-1]["function"]["arguments"] += piece.text
+            else:
+                found.append({"index": self.calls - 1, "function": {"arguments": piece.text}})
+        if reasoning:
+            delta["reasoning_content"] = delta["reasoning"] = reasoning
+        if text or not (found or reasoning):
+            delta["content"] = text
+        if found:
+            delta["tool_calls"] = found
+        return delta
 
 
 def finish(reason: str, called: bool) -> ChatFinish:

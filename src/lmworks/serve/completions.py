@@ -17,9 +17,14 @@ from .generation_request import (
     RequestOutput,
     add_usage,
     collect_output,
+    identity,
     in_thread_with_logprobs,
+    prompt_logprobs_object,
     resolve_max_tokens,
+    resolve_priority,
     sampling_params,
+    token_texts,
+    truncation,
     usage_object,
 )
 from .limits import APIError
@@ -55,11 +60,13 @@ async def make_handler(
     stop_token_ids = body.stop_token_ids or []
     if body.suffix is None:
         texts, prompts, made = await tokenize_prompt(
-            serving, caller, local, long, encode, given, known, bool(body.echo), special
-        )
+            serving, caller, local, long, encode, given, known, bool(body.echo), special,
+            truncation(body, local, body.max_tokens or DEFAULT_MAX_TOKENS),
+        )  # fmt: skip
     else:
-        if body.echo:
-            raise APIError(400, "invalid_request", "echo cannot be combined with suffix", "echo")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(body, name):
+                raise APIError(400, "invalid_request", f"{name} cannot be combined with suffix", name)
         long += len(body.suffix)
         prompts, made = await tokenize_prompt(
             serving, caller, local, long, encode_infilling, given, body.suffix, special
@@ -72,13 +79,17 @@ async def make_handler(
     if body.max_tokens == 0 and not prompt_only:
         raise APIError(400, "invalid_request", "max_tokens = 0 is valid only with echo = true", "max_tokens")
     prompt_scored = bool(body.echo) and body.logprobs is not None
+    if prompt_scored and body.prompt_logprobs is not None:
+        message = "prompt_logprobs cannot be combined with echo and logprobs, which hold them already"
+        raise APIError(400, "invalid_request", message, "prompt_logprobs")
     params = sampling_params(
         body,
         caller,
+        serving.sampling_defaults(local),
         adapter=adapter,
         stop_token_ids=stop_token_ids,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if prompt_scored else None,
+        prompt_logprobs=body.logprobs if prompt_scored else body.prompt_logprobs,
         max_tokens=1
         if prompt_only
         else resolve_max_tokens(caller, local, prompts, body.max_tokens, DEFAULT_MAX_TOKENS),
@@ -86,9 +97,17 @@ async def make_handler(
     # The prompt's log-probabilities come with the last event: then the response is not streamed.
     echoed = sum(len(text.encode()) for text in texts)
     generation = GenerationRequest(
-        serving, caller, local, params, prompts, bool(body.stream) and not prompt_scored, echoed
+        serving,
+        caller,
+        local,
+        params,
+        prompts,
+        bool(body.stream) and not prompt_scored,
+        echoed,
+        resolve_priority(body, caller),
+        continuation=body.continuation,
     )
-    return CompletionHandler(generation, body, texts, prompt_only)
+    return CompletionHandler(generation, body, texts, prompt_only, **identity(body.continuation))
 
 
 @dataclass
@@ -116,20 +135,39 @@ class CompletionHandler:
         choices = []
         for number, answer in enumerate(found.answers):
             place = number // n
-            before = found.prompt_logprobs.get(place) or []
+            prompt = self.generation.prompts[place]
+            prompt_scored = found.prompt_logprobs.get(place) or []
+            before = prompt_scored if self.body.prompt_logprobs is None else []
             text, scored = answer.text, answer.logprobs
             if self.prompt_only:
                 text, scored = "", []
             text = self.texts[place] + text if self.texts else text
-            logprobs = self.logprobs([*with_first_token(self.generation.prompts[place], before), *scored])
-            choices.append(choice(number, text, logprobs, "length" if self.prompt_only else answer.finish_reason))
+            logprobs = self.logprobs([*with_first_token(prompt, before), *scored])
+            made = choice(number, text, logprobs, "length" if self.prompt_only else answer.finish_reason)
+            if self.body.prompt_logprobs is not None:
+                made["prompt_logprobs"] = prompt_logprobs_object(self.token_texts, prompt_scored)
+            choices.append(self.with_token_ids(made, answer.tokens, prompt))
         return {**self.completion(choices), "usage": usage_object(self.shown_usage(found.usage))}
 
     def logprobs(self, scored: Scored, offsets: Offsets | None = None) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        texts = self.generation.local.token_texts
+        texts = self.token_texts
         return logprobs_of(texts, scored, offsets or Offsets(texts))
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        return token_texts(self.body, self.generation.local)
+
+    def with_token_ids(
+        self, made: CompletionChoice, tokens: list[int], prompt: Sequence[int] | None
+    ) -> CompletionChoice:
+        """Where asked for: those of a choice, and of the prompt with its first part."""
+        if self.body.return_token_ids:
+            made["token_ids"] = [] if self.prompt_only else tokens
+            if prompt is not None:
+                made["prompt_token_ids"] = list(prompt)
+        return made
 
     def shown_usage(self, usage: Usage) -> Usage:
         return replace(usage, completion_tokens=0) if self.prompt_only else usage
@@ -148,7 +186,10 @@ class CompletionHandler:
             async with aclosing(self.generation.events()) as events:
                 async for place, event in events:
                     usage = usage if event.final is None else add_usage(usage, event.final)
-                    yield sse_event({**self.completion([self.chunk_choice(place, event, offsets)]), **more})
+                    found_choice = self.chunk_choice(place, event, offsets)
+                    if not event.replayed:
+                        journal = self.generation.journal(place, event)
+                        yield journal + sse_event({**self.completion([found_choice]), **more})
         if include_usage:
             yield sse_event({**self.completion([]), "usage": usage_object(self.shown_usage(usage))})
         yield DONE
@@ -157,11 +198,16 @@ class CompletionHandler:
         """Its text may be empty: an incomplete character, or the beginning of a stop string."""
         number = place * self.generation.params.n + event.index
         text = "" if self.prompt_only else event.text
-        if number not in offsets:
+        first = number not in offsets
+        if first:
             echo = self.texts[place] if self.texts else ""
             text, offsets[number] = echo + text, Offsets(self.generation.local.token_texts, len(echo))
+        if event.replayed:
+            for token in event.tokens:
+                offsets[number].next(token)
         logprobs = self.logprobs(event.logprobs or [], offsets[number])
-        return choice(number, text, logprobs, event.finish_reason)
+        made = choice(number, text, logprobs, event.finish_reason)
+        return self.with_token_ids(made, event.tokens, self.generation.prompts[place] if first else None)
 
 
 def choice(index: int, text: str, logprobs: CompletionLogprobs | None, finish_reason: str | None) -> CompletionChoice:

@@ -55,7 +55,10 @@ class APIProcessConfig:
     drain_seconds: float
     tls: tuple[str, ...]
     processes: int
+    pooling: str | None = None
     profile_dir: Path | None = None
+    generation_config: bool = True
+    adapter_root: Path | None = None
     models: tuple[tuple[ModelCard, bytes], ...] = ()  # cards, and `PromptProcessor.packed`
 
 
@@ -110,7 +113,9 @@ class APIProcessHandle:
                 self.stream,
                 self.cancel,
                 self.profile,
+                self.control,
                 self.report_metrics,
+                self.stored_responses,
             )
         }
 
@@ -178,6 +183,10 @@ class APIProcessHandle:
     def report_metrics(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
 
+    def stored_responses(self, method: str, *arguments: Any) -> Any:
+        """Of all API processes: a conversation may go on with another one."""
+        return getattr(self.serving.responses, method)(*arguments)
+
     # --- streams ------------------------------------------------------------------------------------------
 
     def stream(self, number: int, model: str, request: EngineRequest) -> None:
@@ -201,6 +210,10 @@ class APIProcessHandle:
         backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
         assert isinstance(backend, EngineProcess)
         return await backend.profile(wanted)
+
+    async def control(self, model: str, action: str, *arguments: Any) -> None:
+        backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
+        await backend.control(action, *arguments)
 
     def put(self, number: int, found: Any) -> None:
         """Events of one engine step are sent in one message."""

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import profile, record_function
 
@@ -28,6 +29,8 @@ from ..spec import LMWorksError, SpecError
 from .backend import EngineRequest, Usage
 from .channel import (
     Cancel,
+    Control,
+    ControlReply,
     EngineFailed,
     EngineReady,
     LoadedEngine,
@@ -100,6 +103,8 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         served.begin_of_text,
         served.chat_template,
         served.sentinels,
+        served.parsers,
+        engine.runner.hidden,
     )
 
 
@@ -136,7 +141,10 @@ class EngineLoop:
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def handle_message(self, message: Submit | Cancel | Profile) -> None:
+    def handle_message(self, message: Submit | Cancel | Profile | Control) -> None:
+        if isinstance(message, Control):
+            self.post(lambda: self.control(message))
+            return
         if isinstance(message, Profile):
             self.post(lambda: self.set_profile(message))
             return
@@ -189,6 +197,22 @@ class EngineLoop:
                     pieces = self.engine.step()
                 self.steps += 1
             self.report(pieces)
+
+    def control(self, message: Control) -> None:
+        """What fails here fails this operation alone."""
+        engine, error = self.engine, ""
+        actions: dict[str, Callable[..., Any]] = {
+            "sleep": engine.sleep,
+            "wake_up": engine.wake,
+            "reset_prefix_cache": engine.reset_prefix_cache,
+            "load_adapter": engine.add_adapter,
+            "unload_adapter": engine.remove_adapter,
+        }
+        try:
+            actions[message.action](*message.arguments)
+        except LMWorksError as raised:
+            error = str(raised)
+        self.channel.send(ControlReply(message.number, error, tuple(sorted(engine.adapters)), engine.asleep))
 
     def step_span(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.recording is None else record_function(f"ProfilerStep#{self.steps + 1}")
@@ -292,7 +316,16 @@ def make_request(number: int, request: EngineRequest) -> Request:
     """With best_of nothing is streamed: the best are chosen when all have ended."""
     params = request.params
     stream = request.stream and params.answers == params.n
-    return Request(list(request.prompt), params, request.priority, request.tenant, stream=stream, id=number)
+    return Request(
+        list(request.prompt),
+        params,
+        request.priority,
+        request.tenant,
+        stream=stream,
+        generated=request.generated,
+        id=number,
+        pooling=request.pooling,
+    )
 
 
 def to_events(piece: OutputDelta) -> list[Fields]:
@@ -300,16 +333,17 @@ def to_events(piece: OutputDelta) -> list[Fields]:
     request, result = piece.request, piece.result
     final = None if result is None else usage(request, result)
     prompt_logprobs = None if result is None else result.prompt_logprobs
+    pooled = None if result is None or result.embedding is None else np.array(result.embedding, np.float32).tobytes()
     if request.stream:
         done = request.sequences[piece.index].final_answer if piece.finish_reason is not None else None
         stop_reason, error = (done.stop_reason, done.error) if done is not None else (None, None)
         logprobs = piece.logprobs if request.params.logprobs is not None else None
         shown = (piece.index, piece.token_ids, piece.text, logprobs)
-        return [(*shown, piece.finish_reason, stop_reason, error, final, prompt_logprobs)]
+        return [(*shown, piece.finish_reason, stop_reason, error, final, prompt_logprobs, pooled)]
     if result is None:
         return []
     whole = [event_fields(index, answer, request) for index, answer in enumerate(result.answers)]
-    return [(*fields, None, None) for fields in whole[:-1]] + [(*whole[-1], final, prompt_logprobs)]
+    return [(*fields, None, None) for fields in whole[:-1]] + [(*whole[-1], final, prompt_logprobs, pooled)]
 
 
 def batches(events: list[tuple[int, Fields]]) -> list[list[tuple[int, Fields]]]:

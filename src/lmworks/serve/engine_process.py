@@ -31,6 +31,8 @@ from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, 
 from .channel import (
     ENDED,
     Cancel,
+    Control,
+    ControlReply,
     EngineFailed,
     EngineReady,
     Factory,
@@ -106,6 +108,10 @@ class EngineProcess:
         self.restart_delay = FIRST_DELAY_S  # before the next start
         self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
+        self.asleep = False
+        self.adapters: tuple[str, ...] = ()  # that there are now
+        self.changed_adapters: dict[str, Path | None] = {}  # since the start, for a new process; None: unloaded
+        self.control_replies: dict[int, asyncio.Future[str]] = {}  # what was wrong, by the number of the operation
         self.trace: Path | None = None  # while it is profiled: what will be written
         self.ended_profile: tuple[Path, str] | None = None  # a trace that ended at its limit, and why it is not written
         self.profile_reply: asyncio.Future[str] | None = None  # why it could not be started or ended, once that is over
@@ -116,8 +122,10 @@ class EngineProcess:
     def card(self) -> ModelCard:
         if self.ready_message is None:
             raise LMWorksError(f"the engine of {self.name!r} has not been started")
-        context, vocab, max_seqs, adapters, *_ = self.ready_message
-        return ModelCard(self.name, self.created, context, vocab, adapters=adapters, max_seqs=max_seqs)
+        context, vocab, max_seqs, *_, hidden = self.ready_message
+        return ModelCard(
+            self.name, self.created, context, vocab, adapters=self.adapters, max_seqs=max_seqs, hidden=hidden
+        )
 
     @property
     def prompt_tokenizer(self) -> PromptTokenizer:
@@ -140,6 +148,8 @@ class EngineProcess:
             restarts=self.restarts,
             last_error=self.last_error,
             draining=self.draining,
+            asleep=self.asleep,
+            adapters=self.adapters,
             metrics=self.metrics,
         )
 
@@ -166,6 +176,8 @@ class EngineProcess:
         handle = self.ready_process()
         if handle is None:
             raise BackendError("dead", "the engine is being restarted", self.retry_after)
+        if self.asleep:
+            raise BackendError("dead", f"the engine of {self.name!r} sleeps: POST /wake_up wakes it")
         if handle.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise BackendError("busy", "the engine does not keep up with what it is sent", 1.0)
         if request.params.structured and self.pending_grammars(request) > MAX_COMPILING:
@@ -234,6 +246,34 @@ class EngineProcess:
     def fail_all(self, message: str, retry_after: float | None) -> None:
         for queue in self.queues.values():
             queue.fail("dead", message, retry_after)
+
+    async def control(self, action: str, *arguments: Any) -> None:
+        handle = self.ready_process()
+        if handle is None:
+            raise BackendError("dead", "the engine is being restarted", self.retry_after)
+        number = next(self.request_ids)
+        reply = self.control_replies[number] = asyncio.get_running_loop().create_future()
+        handle.writer.write(encode_frame(Control(number, action, arguments)))
+        if error := await asyncio.shield(reply):  # a client that leaves cancels nothing
+            raise APIError(409, "refused", error)
+        if action in ("load_adapter", "unload_adapter"):
+            name, *folder = arguments
+            self.changed_adapters[name] = folder[0] if folder else None
+
+    def on_control_reply(self, reply: ControlReply) -> None:
+        self.adapters, self.asleep = reply.adapters, reply.asleep
+        waiting = self.control_replies.pop(reply.number, None)
+        if waiting is not None:
+            waiting.set_result(reply.error)
+        elif reply.error:
+            log.error("an adapter is not as before the restart", extra={"model": self.name, "reason": reply.error})
+
+    def repeat_adapters(self, handle: ProcessHandle, loaded: tuple[str, ...]) -> None:
+        """In a new process: those that were loaded or unloaded since the start."""
+        for name, folder in self.changed_adapters.items():
+            if folder is not None or name in loaded:
+                action = ("unload_adapter", (name,)) if folder is None else ("load_adapter", (name, folder))
+                handle.writer.write(encode_frame(Control(next(self.request_ids), *action)))
 
     async def profile(self, wanted: ProfileRequest | None) -> Path:
         """Returns when steps are recorded, or when all of the trace is written."""
@@ -325,6 +365,9 @@ class EngineProcess:
         watchdog.cancel()
         self.handle, self.stalled = None, 0.0
         self.end_profile_call("the engine stopped")
+        for reply in self.control_replies.values():
+            reply.set_result("the engine stopped")
+        self.control_replies.clear()
         self.unfinished.clear()
         self.compiling.clear()
         lasted = time.monotonic() - handle.started
@@ -340,6 +383,8 @@ class EngineProcess:
             message = await read_frame(handle.reader)
             if isinstance(message, StepReport):
                 self.on_report(message, handle)
+            elif isinstance(message, ControlReply):
+                self.on_control_reply(message)
             elif isinstance(message, ProfileReport):
                 self.on_profile_report(message, handle)
             elif isinstance(message, EngineReady):
@@ -357,8 +402,11 @@ class EngineProcess:
                 ready_message.folder,
                 ready_message.chat_template,
                 ready_message.sentinels,
+                ready_message.parsers,
             )
         self.ready_message, self.metrics = ready_message, {}
+        self.adapters, self.asleep = ready_message.adapters, False
+        self.repeat_adapters(handle, ready_message.adapters)
         handle.ready = time.monotonic()
         self.startup_s = handle.ready - handle.started
         log.info(

@@ -19,8 +19,20 @@ from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError
 from ..spec.errors import near_names, suggestion
 from .backend import BackendError, Kind
+from .batches.bodies import BatchRequest
 from .limits import APIError
-from .request_bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .protocols.messages import errors as messages
+from .protocols.messages.bodies import CountTokensRequest, MessagesRequest
+from .protocols.responses.bodies import ResponsesRequest
+from .request_bodies import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -96,7 +108,8 @@ def error_body(error: APIError) -> ErrorBody:
     return {"error": {"message": shown, "type": kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, path: str = "") -> Response:
+    """In the form of the API that the path is of."""
     api_error = to_api_error(error)
     headers = {} if api_error.retry_after is None else {"retry-after": str(math.ceil(api_error.retry_after))}
     if api_error.status == 401:
@@ -104,7 +117,9 @@ def error_response(error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers  # which methods are allowed
     # ASCII JSON: a message may quote text that cannot be encoded as UTF-8.
-    content = json.dumps(error_body(api_error))
+    body = error_body(api_error)
+    anthropic = path == messages.PATH or path.startswith(f"{messages.PATH}/")
+    content = json.dumps(messages.anthropic_error(api_error, body["error"]["message"]) if anthropic else body)
     return Response(content, api_error.status, headers, media_type="application/json")
 
 
@@ -114,14 +129,21 @@ def error_response(error: Exception) -> Response:
 PATHS: dict[type[BaseModel], str] = {
     ChatRequest: "/v1/chat/completions",
     CompletionRequest: "/v1/completions",
+    ResponsesRequest: "/v1/responses",
+    MessagesRequest: messages.PATH,
+    CountTokensRequest: f"{messages.PATH}/count_tokens",
     TokenizeRequest: "/tokenize",
     DetokenizeRequest: "/detokenize",
+    EmbeddingRequest: "/v1/embeddings",
+    ScoreRequest: "/score",
+    RerankRequest: "/rerank",
+    BatchRequest: "/v1/batches",
 }
 MAX_NAME_CHARS = 80  # of an unknown name that is compared with others
 # Names in older versions of the API, in other servers and in templates.
 OTHER_NAMES = {
     "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
-    "functions": "tools", "function_call": "tool_choice", "structured_outputs": "response_format",
+    "functions": "tools", "function_call": "tool_choice",
     "json_schema": "response_format", "enable_thinking": "chat_template_kwargs", "num_return_sequences": "n",
     "random_seed": "seed",
 }  # fmt: skip

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from .backend import Usage
 from .body import LARGE_BODY_BYTES
-from .generation_request import record_usage, sampling_params
+from .generation_request import record_usage, resolve_priority, sampling_params
 from .limits import BYTES_A_TOKEN, Admission, APIError, size_of
 from .request_bodies import ChatRequest, CompletionRequest
 from .serving import CONNECT_S, Caller, Serving, Upstream
@@ -58,6 +58,7 @@ class ProxyRequest:
     async def admit(self) -> Admission:
         """Checks the limits; caps that the request does not have are added to `changes`."""
         body, card = self.body, self.upstreams[0].card(self.body.model)
+        resolve_priority(body, self.caller)
         lengths = lengths_of(body)
         caps = [self.caller.limits.max_tokens, self.caller.key.max_tokens]
         if card.context:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -13,8 +13,8 @@ from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SEEDS, SamplingParams
 from .backend import EngineRequest, Event, Usage
 from .limits import APIError, check_params, max_answer_tokens, size_of
-from .request_bodies import Sampling
-from .response_bodies import UsageObject
+from .request_bodies import GUIDED, Continuation, Pooled, Sampling, StructuredOutputs
+from .response_bodies import PromptLogprob, TokenTexts, UsageObject, finite, top_tokens
 from .serving import Caller, LocalModel, Serving
 
 Found = TypeVar("Found")
@@ -26,31 +26,86 @@ PARAM_NAMES = {
     name: name
     for name in (
         "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-        "min_tokens", "n", "best_of", "stop", "stop_token_ids", "ignore_eos",
+        "min_tokens", "n", "best_of", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids",
+        "prompt_logprobs", "skip_special_tokens", "cache_salt",
     )
 } | {
     "include_stop_str_in_output": "include_stop",
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
+    "guided_grammar": "grammar",
 }  # fmt: skip
 
 
-def sampling_params(body: Sampling, caller: Caller, **more: Any) -> SamplingParams:
-    """The body's sampling parameters, checked against the limits. `more` overrides them."""
-    given = {ours: value for name, ours in PARAM_NAMES.items() if (value := getattr(body, name, None)) is not None}
+def sampling_params(
+    body: Sampling, caller: Caller, defaults: Mapping[str, Any] | None = None, **more: Any
+) -> SamplingParams:
+    """The body's sampling parameters, checked against the limits. `more` overrides them; `defaults` are the model's."""
+    asked = {ours: value for name, ours in PARAM_NAMES.items() if (value := getattr(body, name, None)) is not None}
+    given = {**(defaults or {}), **asked}
     if body.top_k == -1:
         given["top_k"] = 0
     if body.seed is not None:
         given["seed"] = body.seed % SEEDS
+    if body.continuation is not None and not body.stream:
+        raise APIError(400, "invalid_request", "continuation is for streams: set stream = true", "continuation")
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "invalid_request", "stream_options are for streams: set stream = true", "stream_options")
-    guided = [name for name in ("guided_json", "guided_regex", "guided_choice") if getattr(body, name) is not None]
-    if guided and more.get("json_schema") is not None:
-        raise APIError(400, "invalid_request", f"{guided[0]} cannot be combined with another guided output", guided[0])
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs are not part of a stream: set stream = false"
+        raise APIError(400, "invalid_request", message, "prompt_logprobs")
+    if body.spaces_between_special_tokens is False:
+        message = "spaces_between_special_tokens = false: the blanks of a text are those that its tokens stand for"
+        raise APIError(400, "invalid_request", message, "spaces_between_special_tokens")
+    shapes = [name for name in (*GUIDED, "structured_outputs") if getattr(body, name) is not None]
+    if shapes and (len(shapes) > 1 or more.get("json_schema") is not None):
+        raise APIError(400, "invalid_request", f"{shapes[0]} cannot be combined with another guided output", shapes[0])
+    if body.structured_outputs is not None:
+        given |= structured_output(body.structured_outputs)
     params = SamplingParams(**given | {"logit_bias": parse_logit_bias(body.logit_bias or {})} | more)
     check_params(caller.limits, caller.key, params)
     return params
+
+
+def structured_output(wanted: StructuredOutputs) -> dict[str, Any]:
+    """The one shape that is asked for, as a sampling parameter."""
+    given = {name: value for name, value in wanted.model_dump(by_alias=True).items() if value not in (None, False)}
+    if len(given) != 1:
+        message = f"structured_outputs holds {' and '.join(given) or 'nothing'}: give one of its shapes"
+        raise APIError(400, "invalid_request", message, "structured_outputs")
+    [(name, value)] = given.items()
+    if name in ("json", "json_object"):
+        return {"json_schema": {"type": "object"} if name == "json_object" else value}
+    return {name: value}
+
+
+def resolve_priority(body: Sampling | Pooled, caller: Caller) -> int:
+    """A request may wait behind others of its key, and not go ahead of them."""
+    own = caller.key.priority
+    if body.priority is not None and body.priority < own:
+        message = f"priority = {body.priority} would go first: this key's requests have {own} or more"
+        raise APIError(400, "limit_exceeded", message, "priority")
+    return own if body.priority is None else body.priority
+
+
+def truncation(body: Sampling | Pooled, local: LocalModel, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens are kept; None: all."""
+    wanted = body.truncate_prompt_tokens
+    if wanted == 0:
+        message = "truncate_prompt_tokens = 0 would leave nothing of the prompt"
+        raise APIError(400, "invalid_request", message, "truncate_prompt_tokens")
+    return max(1, local.backend.card.context - (max_tokens or 1)) if wanted == -1 else wanted
+
+
+def token_texts(body: Sampling, local: LocalModel) -> TokenTexts:
+    """How tokens are written beside their log-probabilities."""
+    return local.token_texts.as_ids() if body.return_tokens_as_token_ids else local.token_texts
+
+
+def identity(continuation: Continuation | None) -> dict[str, Any]:
+    """`id` and `created` of an answer that another server began."""
+    return {} if continuation is None else continuation.model_dump(include={"id", "created"}, exclude_none=True)
 
 
 def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
@@ -88,6 +143,9 @@ class GenerationRequest:
     prompts: list[Sequence[int]]
     stream: bool
     echoed: int = 0  # bytes of prompts that are repeated in their answers
+    priority: int = 0
+    pooling: str | None = None  # the prompts as vectors, beside the answers
+    continuation: Continuation | None = None
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it cancels the request."""
@@ -97,7 +155,7 @@ class GenerationRequest:
         lengths = [len(prompt) for prompt in self.prompts]
         size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
         with await self.serving.admit(self.caller.meter, limits, card, self.params, size) as admission:
-            requests = [self.engine_request(prompt) for prompt in self.prompts]
+            requests = [self.engine_request(place, prompt) for place, prompt in enumerate(self.prompts)]
             made: dict[int, int] = {}  # tokens of answers so far, by prompt
             async with aclosing(merge_streams(self.local, requests)) as found:
                 async for place, event in found:
@@ -115,19 +173,36 @@ class GenerationRequest:
                     made[place] = now
                     yield place, event
 
-    def engine_request(self, prompt: Sequence[int]) -> EngineRequest:
+    def journal(self, place: int, event: Event) -> bytes:
+        """A comment before an event in a stream that can be continued: the answer's number, and its new tokens."""
+        if self.continuation is None:
+            return b""
+        number = place * self.params.n + event.index
+        return f": tokens {number} {' '.join(map(str, event.tokens))}\n".encode()
+
+    def generated(self, place: int) -> tuple[list[int], ...]:
+        """What another server generated for this prompt."""
+        answers = self.continuation.answers if self.continuation is not None else []
+        if answers and len(answers) != len(self.prompts) * self.params.n:
+            message = f"continuation has {len(answers)} answers: there are {len(self.prompts) * self.params.n}"
+            raise APIError(400, "invalid_request", message, "continuation")
+        return tuple(answers[place * self.params.n : (place + 1) * self.params.n])
+
+    def engine_request(self, place: int, prompt: Sequence[int]) -> EngineRequest:
         config, key = self.caller.config, self.caller.key
         return EngineRequest(
             prompt,
             self.params,
-            key.priority,
+            self.priority,
             config.tenant(key),
+            self.generated(place),
             # Under a token limit, streamed: tokens of cancelled answers are charged too.
             self.stream or key.tokens_per_minute > 0,
             self.caller.share,
             config.limits.compile_seconds,
             config.limits.queue_seconds,
             config.limits.request_seconds,
+            pooling=self.pooling,
         )
 
 
@@ -185,12 +260,14 @@ class CompletionOutput:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str = "length"
+    stop_reason: str | int | None = None
 
     def add(self, event: Event) -> None:
         self.text += event.text
         self.tokens += event.tokens
         self.logprobs += event.logprobs or []
         self.finish_reason = event.finish_reason or self.finish_reason
+        self.stop_reason = event.stop_reason
 
 
 @dataclass
@@ -211,7 +288,9 @@ class RequestOutput:
 
 async def in_thread_with_logprobs(generation: GenerationRequest, work: Callable[[], Found]) -> Found:
     """Log-probabilities take long to format: in a thread, so that the event loop is not blocked."""
-    return await asyncio.to_thread(work) if generation.params.logprobs is not None else work()
+    params = generation.params
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    return await asyncio.to_thread(work) if scored else work()
 
 
 async def collect_output(generation: GenerationRequest) -> RequestOutput:
@@ -229,6 +308,21 @@ def add_usage(one: Usage, other: Usage) -> Usage:
         completion_tokens=one.completion_tokens + other.completion_tokens,
         cached_tokens=one.cached_tokens + other.cached_tokens,
     )
+
+
+def prompt_logprobs_object(
+    texts: TokenTexts, scored: Sequence[Logprob | None]
+) -> list[dict[str, PromptLogprob] | None]:
+    """As vLLM writes them: by token id, with its rank where it is among the likeliest."""
+    return [None if one is None else ranked(texts, one) for one in scored]
+
+
+def ranked(texts: TokenTexts, scored: Logprob) -> dict[str, PromptLogprob]:
+    ranks = {token: place for place, (token, _) in enumerate(scored.top, start=1)}
+    return {
+        str(token): {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": texts.text(token)}
+        for token, logprob in top_tokens(scored)
+    }
 
 
 def usage_object(usage: Usage) -> UsageObject:

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,8 @@ from typing import Any
 from ..spec import SpecError
 from ..spec.schema import Section, opt
 from .limits import APIError, KeyLimits, Limits
+from .reload import ReloadedFile
 
-log = logging.getLogger("lmworks.serve")
-
-POLL_S = 1.0  # how often the file is checked for changes
 MIN_SECRET_CHARS = 8
 ANONYMOUS = KeyLimits(name="anyone")  # where there are no keys
 
@@ -97,6 +93,14 @@ class Config(Section):
             raise APIError(401, "invalid_api_key", "the API key is not known")
         return found
 
+    def named(self, name: str) -> KeyLimits:
+        """The key that created a batch; raises APIError where there is none of this name any more."""
+        keys: list[KeyLimits] = [*self.keys] or [ANONYMOUS]
+        for key in keys:
+            if key.name == name:
+                return key
+        raise APIError(401, "invalid_api_key", f"the key {name!r} that created this batch is gone")
+
     def tenant(self, key: KeyLimits) -> str:
         """Requests of one tenant share cached prefixes."""
         return "" if self.share_cache else key.tenant
@@ -113,47 +117,25 @@ def bearer(header: str | None) -> str | None:
     return sent if scheme.lower() == "bearer" and sent else None
 
 
-class Settings:
+def sent_key(headers: Mapping[str, str]) -> str | None:
+    """As OpenAI's clients send it, or as Anthropic's do."""
+    return bearer(headers.get("authorization")) or bearer(f"Bearer {headers.get('x-api-key', '')}")
+
+
+class Settings(ReloadedFile[Config]):
     """The current configuration: keys from the command line, and the file, reloaded when it changes."""
 
     def __init__(
         self, path: Path | None = None, api_keys: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.path, self.clock = path, clock
         self.command_line_keys = [
             {"name": f"api-key-{number}", "secret": key} for number, key in enumerate(api_keys, start=1)
         ]
-        self.stamp = self.file_stamp()
-        self.config = self.read()
-        self.checked_at = clock()
+        super().__init__(path, clock)
 
-    def current(self) -> Config:
-        """Checks the file every POLL_S: cheap enough for every request."""
-        if self.path is not None and self.clock() - self.checked_at >= POLL_S:
-            self.checked_at = self.clock()
-            stamp = self.file_stamp()
-            if stamp != self.stamp:
-                self.stamp = stamp
-                self.reload()
-        return self.config
-
-    def reload(self) -> None:
-        try:
-            config = self.read()
-            if self.config.keys and not config.keys:
-                raise SpecError("keys: none are left, which would turn authentication off: restart the server for that")
-            self.config = config
-            log.info("config reloaded", extra={"path": str(self.path), "keys": len(self.config.keys)})
-        except SpecError as error:
-            log.error("config not reloaded: the old one stays", extra={"path": str(self.path), "reason": str(error)})
-
-    def file_stamp(self) -> tuple[int, ...] | None:
-        """Changes when the file is edited or replaced; None: there is no file."""
-        try:
-            found = os.stat(self.path) if self.path is not None else None
-        except OSError:
-            return None
-        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+    def check_change(self, config: Config) -> None:
+        if self.config.keys and not config.keys:
+            raise SpecError("keys: none are left, which would turn authentication off: restart the server for that")
 
     def read(self) -> Config:
         table = {} if self.path is None else read_toml(self.path)

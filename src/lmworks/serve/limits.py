@@ -76,10 +76,19 @@ class Limits(Section):
     logprobs: int = opt(20, "top log-probabilities at each position", ge=0, le=MAX_LOGPROBS)
     stop: int = opt(16, "stop strings and stop tokens of one request", ge=0)
     stop_chars: int = opt(256, "characters in one stop string", ge=1)
+    bad_words: int = opt(64, "texts that one request may rule out", ge=0)
     logit_bias: int = opt(1024, "tokens whose logits one request may shift", ge=0)
     reported_logprobs: int = opt(2**18, "log-probabilities in one answer: n × positions × (logprobs + 1)", ge=0)
     answer_bytes: int = opt(32 * 2**20, "largest answer that is not streamed, estimated beforehand", ge=1024)
     kept_bytes: int = opt(2**29, "echoes and log-probabilities of all such answers together; beyond that 429", ge=1024)
+    stored_responses: int = opt(1024, "responses kept for previous_response_id, of each tenant", ge=0)
+    stored_bytes: int = opt(2**26, "…and their bytes as JSON; the oldest are dropped", ge=0)
+    batch_file_bytes: int = opt(64 * 2**20, "largest input file of a batch", ge=1024)
+    batch_lines: int = opt(50_000, "requests in one batch", ge=1)
+    batch_files: int = opt(1024, "files of each tenant, those of results included", ge=1)
+    batch_stored_bytes: int = opt(2**30, "…and their bytes, beyond which nothing is uploaded", ge=1024)
+    batches: int = opt(16, "batches of each tenant under way at once", ge=1)
+    batch_in_flight: int = opt(32, "requests of all batches at once; read when the server starts", ge=1)
     stuck_seconds: float = opt(30.0, "an engine with work and without a step for so long is unhealthy", gt=0)
     kill_seconds: float = opt(120.0, "…and is killed and restarted after so long (0: never)", ge=0)
 
@@ -98,6 +107,7 @@ class KeyLimits(Section):
     max_tokens: int = opt(0, "longest answer", ge=0)
     n: int = opt(0, "answers to one prompt", ge=0)
     priority: int = opt(0, "the smallest is served first", ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    admin: bool = opt(False, "may put engines to sleep, reset caches, and load and unload adapters")
     models: list[str] = opt(list, "names of the models it may use (empty: all)")
 
 
@@ -125,6 +135,8 @@ def check_params(limits: Limits, key: KeyLimits, params: SamplingParams) -> None
     check_at_most(params.prompt_logprobs or 0, limits.logprobs, "prompt_logprobs")
     check_at_most(len(params.stop) + len(params.stop_token_ids), limits.stop, "stop", "strings and tokens")
     check_at_most(max(map(len, params.stop), default=0), limits.stop_chars, "stop", "characters in one string")
+    check_at_most(len(params.bad_words), limits.bad_words, "bad_words", "texts")
+    check_at_most(max(map(len, params.bad_words), default=0), limits.stop_chars, "bad_words", "characters in one text")
     check_at_most(len(params.logit_bias), limits.logit_bias, "logit_bias", "tokens")
 
 

@@ -80,7 +80,7 @@ class RequestMiddleware:
             if to_api_error(error).code == "internal_error":
                 log.error("a request failed", extra={"request_id": log_fields_of(scope)["request_id"]}, exc_info=error)
             if not response.status:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
 
     def check_headers(self, scope: Scope) -> None:
         """Raises APIError for a foreign host or origin, and for headers that are too large."""

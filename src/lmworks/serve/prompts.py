@@ -12,11 +12,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..data.chat_template import GENERATED, Chat, read_config, template_folder, token_text
 from ..data.chat_template import Message as TemplateMessage
-from ..data.chat_template import find_template, read_config, template_folder, token_text
 from ..data.tokenizer import FILE_TOKENS, ByteTokenizer
 from . import sse
 from .body import read_body
@@ -24,15 +25,20 @@ from .limits import APIError
 from .request_bodies import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
 from .response_bodies import TokenizerInfo
 from .serving import Caller, LocalModel, Serving, Upstream
+from .tool_choice import allowed_tools
 from .workers import PromptProcessor
 
 MAX_INLINE = 8192  # characters or tokens that are encoded in a few milliseconds
 MAX_INLINE_MESSAGES = 64
+MAX_PROMPT_END = 64  # characters
+THINKING = ("enable_thinking", "thinking")  # what templates call the switch
+KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning")  # fields of a message that templates read
 ROLES = {"developer": "system"}  # newer names of roles → the names in chat templates
 
 Found = TypeVar("Found")
 Ids = Sequence[int]
 Special = tuple[bool | None, bool]  # add_special_tokens, parse_special
+Markers = tuple[str | None, str | None]  # before and after the reasoning
 Conversation = ChatRequest | TokenizeRequest
 
 
@@ -49,17 +55,24 @@ async def tokenize_prompt(
 
 
 def encode(
-    processor: PromptProcessor, prompts: list[str | Ids], known: int, echo: bool, special: Special
+    processor: PromptProcessor, prompts: list[str | Ids], known: int, echo: bool, special: Special, most: int | None
 ) -> tuple[list[str], list[Ids], int]:
-    """Prompts as texts (if they are echoed) and as ids, and how many ids were tokenized here."""
+    """Prompts as texts (if they are echoed) and as ids, and how many ids were tokenized here. `most`: of the ids, so
+    many of the last are kept."""
     ids: list[Ids] = [
         array("i", processor.prompt_tokenizer.encode(one, *special)) if isinstance(one, str) else one for one in prompts
     ]
     made = sum(len(found) for one, found in zip(prompts, ids, strict=True) if isinstance(one, str))
+    whole = [most is None or len(found) <= most for found in ids]
+    ids = [found if complete else found[-(most or 0) :] for found, complete in zip(ids, whole, strict=True)]
     if not echo:
         return [], ids, made
     check_tokens(ids, known, "prompt")
-    return [one if isinstance(one, str) else processor.prompt_tokenizer.decode(list(one)) for one in prompts], ids, made
+    texts = [
+        one if isinstance(one, str) and complete else processor.prompt_tokenizer.decode(list(found))
+        for one, found, complete in zip(prompts, ids, whole, strict=True)
+    ]
+    return texts, ids, made
 
 
 def encode_infilling(
@@ -106,33 +119,94 @@ def decode(processor: PromptProcessor, tokens: Ids, known: int) -> str:
 
 
 def chat_size(body: Conversation) -> int:
-    """Characters of a conversation. Tool calls and many messages count as long."""
+    """Characters of all that a template may write. Tool calls and many messages count as long."""
     if len(body.messages or ()) > MAX_INLINE_MESSAGES or any(message.tool_calls for message in body.messages or ()):
         return MAX_INLINE + 1
-    others = [*(body.tools or ())[:MAX_INLINE_MESSAGES], body.chat_template_kwargs or ""]
-    return sum(map(text_length, body.messages or ())) + sum(len(str(one)) for one in others)
+    return characters([body.messages, body.tools, body.chat_template_kwargs], MAX_INLINE)
 
 
-def text_length(message: Message) -> int:
-    content = message.content or ""
-    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+def characters(found: Any, most: int) -> int:
+    """Characters and values in it. Not counted on beyond `most`: a schema may hold a million values."""
+    size, waiting = 0, [found]
+    while waiting and size <= most:
+        one = waiting.pop()
+        if isinstance(one, BaseModel):
+            one = list(one.__dict__.values())
+        size += len(one) if isinstance(one, str | list | dict) else 1
+        if size <= most and isinstance(one, list | dict):
+            waiting += [*one, *one.values()] if isinstance(one, dict) else one
+    return size
 
 
-def render_chat(processor: PromptProcessor, body: Conversation) -> Ids:
+def render_chat(
+    processor: PromptProcessor, body: Conversation, markers: Markers = (None, None), structured: bool = False
+) -> tuple[Ids, str]:
+    """The prompt, and its end, which tells whether the answer begins with reasoning (between these markers).
+
+    `structured`: the answer has a structure, which begins after the reasoning. Where the template leaves it to the
+    model whether to reason, the prompt asks it to.
+    """
     messages = [template_message(message) for message in body.messages or ()]
-    unwanted = isinstance(body, ChatRequest) and body.tool_choice == "none"
-    tools = [] if unwanted else [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    text = processor.chat.render(messages, tools, body.chat_template_kwargs or {})
+    offered = allowed_tools(body) if isinstance(body, ChatRequest) else body.tools or []
+    tools = [tool.model_dump(exclude_none=True) for tool in offered]
+    variables, (opening, closing) = template_variables(body, processor.chat.templated), markers
+    if body.continue_final_message:
+        text = continued(processor.chat, messages, tools, variables)
+        said = messages[-1]["content"]
+        inside = opening is not None and said.rfind(opening) > said.rfind(closing or opening)
+        end = (opening if inside else closing) or ""
+    else:
+        text = processor.chat.render(messages, tools, variables)
+        if structured and opening and not text.rstrip().endswith((opening, closing or opening)):
+            text += opening
+        end = text[-MAX_PROMPT_END:]
     if body.add_special_tokens is None:
-        return array("i", processor.chat.encode(text))
-    return array(
-        "i", processor.prompt_tokenizer.encode(text, body.add_special_tokens, parse_special=processor.chat.templated)
-    )
+        ids = array("i", processor.chat.encode(text))
+    else:
+        parse = processor.chat.templated
+        ids = array("i", processor.prompt_tokenizer.encode(text, body.add_special_tokens, parse_special=parse))
+    return ids, end
 
 
 def render_chat_json(processor: PromptProcessor, body: Conversation) -> tuple[int, bytes]:
-    ids = list(render_chat(processor, body))
+    ids = list(render_chat(processor, body)[0])
     return len(ids), json.dumps(ids).encode()
+
+
+def template_variables(body: Conversation, templated: bool) -> dict[str, Any]:
+    """What the caller sets by name goes before what a field of the request implies."""
+    found: dict[str, Any] = {}
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) and templated else None
+    if effort is not None:
+        found |= {"reasoning_effort": effort}
+    if effort == "none":
+        found |= dict.fromkeys(THINKING, False)
+    generation = body.add_generation_prompt
+    if body.continue_final_message:
+        if generation:
+            message = "continue_final_message goes on with the last message: add_generation_prompt must be false"
+            raise APIError(400, "invalid_request", message, "add_generation_prompt")
+        generation = False
+    if generation is not None:
+        found |= {"add_generation_prompt": generation}
+    return found | (body.chat_template_kwargs or {})
+
+
+def continued(chat: Chat, messages: list[TemplateMessage], tools: list[Any], variables: dict[str, Any]) -> str:
+    """A prompt that ends in the last message. A mark behind it shows where that is: templates add what ends a turn."""
+    last, mark = dict(messages[-1]), GENERATED[0]
+    if not chat.templated:
+        message = "this model has no chat template, and no form of a message that is open"
+        raise APIError(400, "invalid_request", message, "continue_final_message")
+    if last.get("tool_calls") or not last["content"]:
+        message = "the last message has tool calls, or no content, to go on with"
+        raise APIError(400, "invalid_request", message, "continue_final_message")
+    marked = [*messages[:-1], last | {"content": last["content"] + mark}]
+    text, found, _ = chat.render(marked, tools, variables).rpartition(mark)
+    if not found:
+        message = "the chat template does not write the last message as it is"
+        raise APIError(400, "invalid_request", message, "continue_final_message")
+    return text
 
 
 def template_message(message: Message) -> TemplateMessage:
@@ -147,9 +221,7 @@ def template_message(message: Message) -> TemplateMessage:
         messages["tool_calls"] = [
             call.model_dump() | {"function": function_call(call.function)} for call in message.tool_calls
         ]
-    return messages | {
-        name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None
-    }
+    return messages | {name: value for name in KEPT if (value := getattr(message, name)) is not None}
 
 
 def function_call(function: Any) -> dict[str, Any]:
@@ -217,5 +289,5 @@ def tokenizer_info(serving: Serving, request: Request, model: str | None) -> Tok
         "eos_token": local.token_texts.text(tokenizer.eot),
         "bos_token": names["bos_token"],
         "pad_token": names["pad_token"],
-        "chat_template": prompt_tokenizer.chat_template or (find_template(folder, config) if folder else None),
+        "chat_template": prompt_tokenizer.template_source(),
     }

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..engine.core.request import MAX_PRIORITY
 from ..engine.core.sampling_params import SEEDS
 
 LONGEST_NAME = 256
 BIGGEST = 2**31 - 1
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fields of one shape each
 
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 Count = Annotated[int, Field(ge=0, le=BIGGEST)]
@@ -24,6 +26,9 @@ Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 SPECIAL = "put what the tokenizer wants at the beginning of a text (a begin-of-text token) there"
 PARSE = "read the names of special tokens in the text as these tokens; else they are text"
 VARIABLES = "variables for the chat template, such as enable_thinking"
+GENERATION = "whether the prompt ends with the beginning of an answer (default: unless continue_final_message)"
+CONTINUE = "the answer goes on with the last message, which the prompt leaves open"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -35,6 +40,27 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = Field(False, description="a last chunk that says how many tokens it came to")
     include_obfuscation: bool = Field(False, description="accepted; chunks are never padded here")
+
+
+class StructuredOutputs(Strict):
+    """One of these shapes, as vLLM names them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema that the answer fits")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = Field(None, description="a context-free grammar: Lark, or EBNF (root ::= …)")
+    json_object: bool | None = Field(None, description="any JSON object")
+    structural_tag: dict[str, Any] | str | None = Field(None, description="free text with tags that hold JSON")
+
+
+class Continuation(Strict):
+    """Makes a stream one that another server can go on with: comments in it name the tokens of each event."""
+
+    id: str | None = Field(None, min_length=1, max_length=LONGEST_NAME, description="of the answer, as it began")
+    created: Count | None = None
+    answers: Annotated[list[Annotated[list[Count], Field(fail_fast=True)]], Field(fail_fast=True)] = Field(
+        default_factory=list, description="the tokens of each answer so far; the stream goes on after them"
+    )
 
 
 class Sampling(Strict):
@@ -51,6 +77,7 @@ class Sampling(Strict):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    continuation: Continuation | None = Field(None, description="for gateways: a stream that can be continued")
     # Beyond OpenAI's: as vLLM calls them.
     top_k: int | None = Field(None, ge=-1, le=BIGGEST, description="0 and -1: any")
     min_p: float | None = Field(None, ge=0, le=1)
@@ -62,6 +89,24 @@ class Sampling(Strict):
     guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema that the answer fits")
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="the newer name of the guided_… fields")
+    allowed_token_ids: Tokens | None = Field(None, description="no other token is sampled")
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=BIGGEST, description="of the prompt's tokens; not in streams")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=BIGGEST, description="keep so many of the prompt's last tokens; -1: as many as fit"
+    )
+    skip_special_tokens: bool | None = Field(None, description="false: names of special tokens stay in the text")
+    spaces_between_special_tokens: bool | None = Field(None, description="true alone: blanks are never taken away")
+    return_token_ids: bool | None = Field(None, description="token_ids and prompt_token_ids beside the text")
+    return_tokens_as_token_ids: bool | None = Field(None, description='tokens in logprobs as "token_id:…"')
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=LONGEST_NAME, description="share cached prefixes with equal salts alone"
+    )
+    priority: int | None = Field(
+        None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller goes first; not below the key's own"
+    )
     # Accepted, and of no effect here.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -117,6 +162,8 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="of an earlier answer; templates decide whether it is kept")
+    reasoning: str | None = Field(None, description="the same")
 
 
 class Function(Strict):
@@ -138,6 +185,18 @@ class ChosenFunction(Strict):
 class ChosenTool(Strict):
     type: Literal["function"]
     function: ChosenFunction
+
+
+class AllowedSet(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Strict):
+    """Of all tools these may be called, or one of them must be."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
 
 
 class SchemaFormat(Strict):
@@ -175,10 +234,69 @@ class ChatRequest(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=BIGGEST)
     response_format: Format | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = Field(None, description="a variable for the chat template; none: no thinking")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    add_generation_prompt: bool | None = Field(None, description=GENERATION)
+    continue_final_message: bool | None = Field(None, description=CONTINUE)
     add_special_tokens: bool | None = Field(None, description=f"{SPECIAL}, before what the chat template writes")
+
+
+# --- embeddings -------------------------------------------------------------------------------------------
+
+
+class Pooled(Strict):
+    """What embeddings, scores and rankings have in common."""
+
+    model: Name
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=BIGGEST, description="keep so many of each text's last tokens; -1: as many as fit"
+    )
+    add_special_tokens: bool | None = Field(None, description=SPECIAL)
+    cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    user: str | None = None
+
+
+class EmbeddingRequest(Pooled):
+    """`POST /v1/embeddings`"""
+
+    input: str | Texts | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=BIGGEST, description="the first so many numbers, of length 1 again")
+
+
+class ScoreRequest(Pooled):
+    """`POST /score`"""
+
+    text_1: str | Texts = Field(description="one for all of text_2, or one for each")
+    text_2: str | Texts
+
+
+class RerankRequest(Pooled):
+    """`POST /rerank`"""
+
+    query: str
+    documents: Texts
+    top_n: Count | None = Field(None, description="0: all")
+    return_documents: bool | None = Field(None, description="false: indices and scores alone")
+
+
+# --- operations -------------------------------------------------------------------------------------------
+
+
+class UnloadAdapterRequest(Strict):
+    """`POST /v1/unload_lora_adapter`"""
+
+    lora_name: Name
+    model: Name | None = Field(None, description="needed where several are served")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    """`POST /v1/load_lora_adapter`"""
+
+    lora_path: str = Field(min_length=1, max_length=4096, description="a folder below --adapter-root")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------
@@ -192,6 +310,8 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    add_generation_prompt: bool | None = Field(None, description=GENERATION)
+    continue_final_message: bool | None = Field(None, description=CONTINUE)
     add_special_tokens: bool | None = Field(None, description=SPECIAL)
     parse_special: bool | None = Field(None, description=PARSE)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import math
+from copy import copy
 from functools import lru_cache
 from typing import Literal, NotRequired
 
@@ -40,11 +41,25 @@ class CompletionLogprobs(TypedDict):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(TypedDict):
+    """Of vLLM: one of the tokens that are reported at one place of a prompt."""
+
+    logprob: float
+    rank: int | None  # 1 is the likeliest; None: not among those that were asked for
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
+    prompt_logprobs: NotRequired[PromptLogprobs]  # these where asked for, as in vLLM
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class Completion(TypedDict):
@@ -90,14 +105,26 @@ class ToolCall(TypedDict):
     function: FunctionObject
 
 
-class ToolCallDelta(ToolCall):
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The first of a call has its id and name, later ones more of its arguments."""
+
     index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]  # the same, under vLLM's newer name
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -106,6 +133,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(TypedDict):
@@ -115,11 +143,15 @@ class ChatCompletion(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageObject
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class Delta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    reasoning: str
     tool_calls: list[ToolCallDelta]
 
 
@@ -128,6 +160,7 @@ class ChunkChoice(TypedDict):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunk(TypedDict):
@@ -137,6 +170,60 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChunkChoice]
     usage: NotRequired[UsageObject | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+# --- embeddings -------------------------------------------------------------------------------------------
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingObject(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # base64: of little-endian float32
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ScoreObject(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: EmbeddingUsage
+
+
+class DocumentObject(TypedDict):
+    text: str
+
+
+class RankedDocument(TypedDict):
+    index: int
+    relevance_score: float
+    document: NotRequired[DocumentObject]
+
+
+class RerankResponse(TypedDict):
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
 
 
 # --- models, tokens ---------------------------------------------------------------------------------------
@@ -149,6 +236,7 @@ class ModelObject(TypedDict):
     owned_by: str
     max_model_len: int | None  # longest sequence; None: unknown, of an upstream
     parent: str | None  # of an adapter: its base model
+    sampling_defaults: NotRequired[dict[str, float]]  # of the model's generation_config.json
 
 
 class ModelList(TypedDict):
@@ -193,6 +281,12 @@ class TokenTexts:
         self.vocabulary = Vocabulary(tokenizer) if isinstance(tokenizer, FileTokenizer) else None
         self.bytes = lru_cache(CACHED_TOKENS)(self.bytes_of)
         self.text = lru_cache(CACHED_TOKENS)(self.text_of)
+
+    def as_ids(self) -> TokenTexts:
+        """The same, with each token written as its id."""
+        found = copy(self)
+        found.text = "token_id:{}".format  # type: ignore[assignment]
+        return found
 
     def text_of(self, token: int) -> str:
         if self.tokenizer is None:

@@ -53,6 +53,9 @@ class Server(uvicorn.Server):
         """Starts the models, then accepts connections; returns after the shutdown."""
         await self.serving.start()
         await self.serving.workers.warm()
+        if self.serving.batches is not None:
+            app: Any = self.config.app
+            self.serving.batches.start(self.serving, app)
         gc.collect()
         gc.freeze()  # startup objects stay: collecting them blocked the event loop for 0.3 s
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,15 +17,22 @@ from prometheus_client import Metric
 from starlette.requests import Request
 
 from ..data.chat_template import Chat
+from ..engine.core.request import MAX_PRIORITY
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard, State
-from .keys import Config, Settings, bearer
+from .keys import Config, Settings, sent_key
 from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
+from .parsers.names import ParserNames
+from .parsers.registry import choose
+from .protocols.responses.store import ResponseStore
 from .response_bodies import TokenTexts
 from .telemetry import HTTPMetrics, LogFields, log, log_fields_of
 from .workers import PromptProcessor, WorkerPool
+
+if TYPE_CHECKING:
+    from .batches.service import BatchService
 
 POLL_S = 5.0  # between two polls of its models
 CONNECT_S = 5.0
@@ -109,7 +117,9 @@ def card_of(model: dict[str, Any]) -> ModelCard:
 # --- the state of the API -------------------------------------------------------------------------------
 
 
+STORED_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 METER = "lmworks.meter"  # in a request's scope: released when its response has been sent
+BATCH_KEY = "lmworks.batch_key"  # in the scope of a batch's line: the name of the key that it is charged to
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,11 @@ class Caller:
     def limits(self) -> Limits:
         return self.config.limits
 
+    @property
+    def tenant(self) -> str:
+        """Whose responses, files and batches it sees. Without keys everybody is one tenant."""
+        return self.key.tenant or self.key.name
+
 
 @dataclass
 class LocalModel:
@@ -137,9 +152,43 @@ class LocalModel:
     def processor(self) -> PromptProcessor:
         return PromptProcessor(self.backend.name, self.backend.prompt_tokenizer)
 
+    @cached_property
+    def stored_pooling(self) -> str:
+        """As sentence-transformers describes it in the model's folder; else the last token's state, as in vLLM."""
+        folder = self.backend.prompt_tokenizer.folder
+        found = folder / "1_Pooling" / "config.json" if folder is not None else None
+        if found is None or not found.is_file():
+            return "last"
+        described = json.loads(found.read_text(encoding="utf-8"))
+        for name, pooling in (("pooling_mode_lasttoken", "last"), ("pooling_mode_mean_tokens", "mean")):
+            if described.get(name) is True:
+                return pooling
+        raise APIError(400, "not_supported", f"{found.parent.name}: neither the last token nor the mean: set --pooling")
+
+    @cached_property
+    def stored_sampling(self) -> dict[str, float]:
+        """Sampling parameters of the folder's generation_config.json, as vLLM reads them."""
+        folder = self.backend.prompt_tokenizer.folder
+        found = folder / "generation_config.json" if folder is not None else None
+        if found is None or not found.is_file():
+            return {}
+        try:
+            described = json.loads(found.read_text(encoding="utf-8"))
+            stored = {name: described[name] for name in STORED_SAMPLING if described.get(name) is not None}
+            SamplingParams(**stored)
+        except (ValueError, AttributeError, SpecError) as error:
+            raise SpecError(f"{found.name} of the model: {error}; --generation-config none leaves it aside") from None
+        return stored
+
     @property
     def chat(self) -> Chat:
         return self.processor.chat
+
+    @cached_property
+    def parsers(self) -> ParserNames:
+        """Of its answers."""
+        prompt_tokenizer = self.processor.prompt_tokenizer
+        return choose(prompt_tokenizer.template_source(), prompt_tokenizer.parsers)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
@@ -160,6 +209,8 @@ class EngineHostLink(Protocol):
         self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
     ) -> Admission: ...
 
+    async def stored_responses(self, method: str, *arguments: Any) -> Any: ...
+
 
 @dataclass
 class Serving:
@@ -172,8 +223,16 @@ class Serving:
     rate_limiter: RateLimiter = field(default_factory=RateLimiter)
     workers: WorkerPool = field(default_factory=WorkerPool)
     draining: bool = False
+    responses: ResponseStore = field(default_factory=ResponseStore)  # with several API processes: the engine host's
     engine_host: EngineHostLink | None = None  # with several API processes: where the limits are counted
+    pooling: str | None = None  # last, mean: of /v1/embeddings; None: as each model's folder says
+    generation_config: bool = True  # whether requests without sampling parameters take those of the model's folder
+    adapter_root: Path | None = None  # adapters below it can be loaded; None: none can
+    batches: BatchService | None = None  # files and batches of --batch-dir; None: there are none
     profile_dir: Path | None = None  # where /start_profile and /stop_profile write; None: there are no such routes
+
+    def sampling_defaults(self, local: LocalModel) -> dict[str, float]:
+        return local.stored_sampling if self.generation_config else {}
 
     async def admit(
         self, meter: RequestMeter, limits: Limits, card: ModelCard, params: SamplingParams, size: Size
@@ -183,10 +242,19 @@ class Serving:
             return self.rate_limiter.admit(meter, limits, card, params, size)
         return await self.engine_host.admit(meter, limits, card, params, size)
 
+    async def stored_responses(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of ResponseStore, where the responses are."""
+        if self.engine_host is None:
+            return getattr(self.responses, method)(*arguments)
+        return await self.engine_host.stored_responses(method, *arguments)
+
     def authenticate(self, request: Request) -> Caller:
         """Before the body is read; raises APIError."""
-        config = self.settings.current()
-        key = config.authenticate(bearer(request.headers.get("authorization")))
+        config, batch_key = self.settings.current(), request.scope.get(BATCH_KEY)
+        if batch_key is None:
+            key = config.authenticate(sent_key(request.headers))
+        else:
+            key = config.named(batch_key).with_derived("priority", MAX_PRIORITY)
         log_fields = log_fields_of(request.scope)
         log_fields["key"] = key.name
         if self.draining:
@@ -199,7 +267,7 @@ class Serving:
 
     def has_valid_key(self, request: Request) -> bool:
         """Whether it has a valid key."""
-        shown = bearer(request.headers.get("authorization"))
+        shown = sent_key(request.headers)
         config = self.settings.current()
         try:
             return bool(config.keys and shown and config.authenticate(shown))
@@ -221,15 +289,21 @@ class Serving:
         return visible[name]
 
     def visible(self, caller: Caller) -> dict[str, tuple[Model, str | None]]:
-        """Models and adapters that this caller may use, by name; of two with one name, ours."""
+        """Models and adapters that this caller may use, by name."""
+        return self.visible_to(caller.key)
+
+    def visible_to(self, key: KeyLimits) -> dict[str, tuple[Model, str | None]]:
+        return {name: one for name, one in self.models().items() if not key.models or name in key.models}
+
+    def models(self) -> dict[str, tuple[Model, str | None]]:
+        """All models and adapters, by name; of two with one name, ours."""
         found: dict[str, tuple[Model, str | None]] = {}
         for upstream in self.upstreams:
             found |= {card.id: (upstream, None) for card in upstream.cards}
         for model in self.local_models:
             card = model.backend.card
             found |= {card.id: (model, None), **{adapter: (model, adapter) for adapter in card.adapters}}
-        allowed = caller.key.models
-        return {name: one for name, one in found.items() if not allowed or name in allowed}
+        return found
 
     def upstreams_of(self, name: str) -> list[Upstream]:
         """Upstreams that serve a model: first those that are up, with the fewest open requests."""
@@ -243,8 +317,8 @@ class Serving:
             for card in upstream.cards:
                 served[card.id] = served.get(card.id, False) or upstream.state.healthy
         for local in self.local_models:
-            card = local.backend.card
-            served |= dict.fromkeys((card.id, *card.adapters), local.backend.state.healthy)
+            card, state = local.backend.card, local.backend.state
+            served |= dict.fromkeys((card.id, *card.adapters), state.healthy and not state.asleep)
         if model is not None and model not in served and not self.draining:
             raise APIError(404, "model_not_found", f"the model {model[:80]!r} is not served", "model")
         wanted = served.values() if model is None else [served.get(model, False)]
@@ -254,6 +328,9 @@ class Serving:
         await asyncio.gather(
             *(model.backend.start() for model in self.local_models), *(one.start() for one in self.upstreams)
         )
+        for model in self.local_models:
+            found = {"tool_parser": model.parsers.tool, "reasoning_parser": model.parsers.reasoning}
+            log.info("parsers of answers", extra={"model": model.backend.name, **found})
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; returns how many were cut off."""
@@ -261,6 +338,8 @@ class Serving:
         return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.local_models)))
 
     async def close(self) -> None:
+        if self.batches is not None:
+            await self.batches.close()
         await asyncio.gather(
             *(model.backend.close() for model in self.local_models), *(one.close() for one in self.upstreams)
         )

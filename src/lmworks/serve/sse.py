@@ -25,19 +25,13 @@ Found = TypeVar("Found")
 
 def to_json(answer: Mapping[str, Any]) -> str:
     """JSON of a whole response, encoded list by list: the encoder holds the GIL."""
-    around = encode({name: value for name, value in answer.items() if name != "choices"})
-    return f'{around[:-1]},"choices":[{",".join(map(choice_json, answer["choices"]))}]}}'
-
-
-def choice_json(choice: Mapping[str, Any]) -> str:
-    if choice["logprobs"] is None:
-        return encode(choice)
-    around = encode({name: value for name, value in choice.items() if name != "logprobs"})
-    lists = (f"{encode(name)}:{encode_in_slices(value)}" for name, value in choice["logprobs"].items())
-    return f'{around[:-1]},"logprobs":{{{",".join(lists)}}}}}'
+    parts = (f"{encode(name)}:{encode_in_slices(each)}" for name, each in answer.items() if name != "choices")
+    return f'{{{",".join(parts)},"choices":[{",".join(map(encode_in_slices, answer["choices"]))}]}}'
 
 
 def encode_in_slices(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{encode(name)}:{encode_in_slices(each)}' for name, each in value.items())}}}"
     if not isinstance(value, list):
         return encode(value)
     parts = (encode(value[at : at + SLICE])[1:-1] for at in range(0, len(value), SLICE))
@@ -49,6 +43,11 @@ def sse_event(chunk: Any) -> bytes:
     text = encode(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"data: {text}\n\n".encode()
+
+
+def named_event(name: str, data: Any) -> bytes:
+    """An event of the APIs that name them."""
+    return f"event: {name}\n".encode() + sse_event(data)
 
 
 class EventStream(Response):

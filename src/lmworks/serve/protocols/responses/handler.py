@@ -1,0 +1,135 @@
+"""One response: its object, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...backend import Usage
+from ...chat import ChatGeneration
+from ...errors import to_api_error
+from ...generation_request import CompletionOutput, RequestOutput, add_usage
+from ...parsers.base import parse_whole
+from ...reasoning_tokens import count_reasoning_tokens
+from ...sse import named_event
+from ...telemetry import log
+from .bodies import ResponsesRequest
+from .writer import ItemWriter, Status
+
+
+@dataclass
+class ResponseHandler:
+    """`items`: the input of this response alone, as it is stored."""
+
+    chat: ChatGeneration
+    body: ResponsesRequest
+    id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    done: dict[str, Any] | None = None  # the response, when it is complete
+
+    def full_response(self, found: RequestOutput) -> dict[str, Any]:
+        (answer,) = found.answers
+        parser = self.chat.parser()
+        writer = ItemWriter(parser)
+        for _ in writer.add(parse_whole(parser, answer.text)):
+            pass
+        return self.finished(writer, answer, found.usage)[0]
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Nothing is sent before the first token: a request that is rejected has an HTTP status of its own."""
+        number, usage, answer = 0, Usage(0, 0, 0), CompletionOutput()
+        writer: ItemWriter | None = None
+
+        def numbered(event: dict[str, Any]) -> bytes:
+            nonlocal number
+            number += 1
+            return named_event(event["type"], event | {"sequence_number": number - 1})
+
+        try:
+            async with aclosing(self.chat.events()) as events:
+                async for event, pieces, parser in events:
+                    if writer is None:
+                        writer = ItemWriter(parser)
+                        for kind in ("response.created", "response.in_progress"):
+                            yield numbered({"type": kind, "response": self.response([], "in_progress")})
+                    usage = usage if event.final is None else add_usage(usage, event.final)
+                    answer.add(event)
+                    for written in writer.add(pieces):
+                        yield numbered(written)
+            if writer is not None:
+                response, ends = self.finished(writer, answer, usage)
+                for written in ends:
+                    yield numbered(written)
+                yield numbered({"type": f"response.{response['status']}", "response": response})
+        except Exception as error:
+            if writer is None:
+                raise
+            api_error = to_api_error(error)
+            if api_error.code == "internal_error":
+                log.error("a response failed", exc_info=error)
+            self.chat.generation.caller.log_fields["failed"] = api_error.code
+            failed = {"code": "server_error", "message": str(api_error)}
+            response = self.response(writer.items, "failed") | {"error": failed}
+            yield numbered({"type": "error", "code": api_error.code, "message": str(api_error), "param": None})
+            yield numbered({"type": "response.failed", "response": response})
+
+    def finished(
+        self, writer: ItemWriter, answer: CompletionOutput, usage: Usage
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The response, and the events that end its last item."""
+        status: Status = "incomplete" if answer.finish_reason == "length" else "completed"
+        ends = list(writer.close(status))
+        response = self.response(writer.items, status) | {"usage": self.usage(answer, usage)}
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        self.done = response
+        return response, ends
+
+    def usage(self, answer: CompletionOutput, usage: Usage) -> dict[str, Any]:
+        reasoning = count_reasoning_tokens(self.chat, answer)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def response(self, output: list[dict[str, Any]], status: str) -> dict[str, Any]:
+        body, params = self.body, self.chat.generation.params
+        given = body.model_dump(by_alias=True, exclude_none=True, include={"tool_choice", "text", "reasoning"})
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": {"format": {"type": "text"}} | given.get("text", {}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": [tool_object(dict(tool)) for tool in body.tools or ()],
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def tool_object(tool: dict[str, Any]) -> dict[str, Any]:
+    return tool | {"parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}
