@@ -1,0 +1,48 @@
+"""`lmworks gateway`: one address in front of many servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..spec.errors import LMWorksError
+
+
+def gateway(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of pools, models and rules.")],
+    host: Annotated[str | None, typer.Option(help="Where to listen, instead of listen.host.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Instead of listen.port; 0: any that is free.")
+    ] = None,
+) -> None:
+    """Route requests to many OpenAI-compatible servers.
+
+    The file names pools of servers (ours, vLLM, SGLang, llama.cpp, cloud APIs), the models that clients ask for, and
+    how a server is chosen. It is read again when it changes (docs/gateway.md).
+
+    \b
+    Examples:
+      lmworks gateway gateway.toml
+      lmworks gateway gateway.toml --host 0.0.0.0 --port 8080
+    """
+    try:
+        import uvloop
+
+        from ..gateway.gateway import Gateway, GatewaySettings
+        from ..serve.server import bind_socket
+        from ..serve.telemetry import log_as_json
+    except ImportError as error:
+        raise LMWorksError(f"the gateway needs {error.name}: pip install 'lmworks[gateway]'") from None
+    settings = GatewaySettings(config)
+    listen = settings.config.listen
+    with bind_socket(listen.host if host is None else host, listen.port if port is None else port) as listening:
+        log_as_json()
+        address, number = listening.getsockname()[:2]
+        typer.echo(f"http://{address}:{number}", err=True)
+
+        async def main() -> None:
+            await Gateway(settings).run(listening)
+
+        uvloop.run(main())

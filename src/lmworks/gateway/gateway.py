@@ -1,0 +1,218 @@
+"""The gateway as a whole: its routes, the servers that it watches, how it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from ..serve import telemetry
+from ..serve.limits import APIError
+from ..serve.reload import ReloadedFile
+from ..serve.server import NOTICE_S
+from ..spec import SpecError
+from .config import GatewayConfig, Pool, read_config
+from .discovery import Discovery, discoveries, follow
+from .discovery.registration import Leases
+from .health import probe_forever
+from .http_server import ClientConnection, EdgeLimits, HTTPRequest
+from .metrics import Metrics
+from .proxy import Proxy
+from .servers import Server, Servers
+
+log = logging.getLogger("lmworks.gateway")
+
+LEASE_CHECK_S = 1.0
+BACKLOG = 4096
+
+# What is passed on to servers: each has a body with a model.
+MODEL_PATHS = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score"),
+    *("/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling", "/v1/moderations", "/v1/audio/speech"),
+    *("/v1/messages/count_tokens", "/v1/images/generations"),
+}
+
+Route = Callable[[HTTPRequest, ClientConnection], Awaitable[None]]
+
+
+class GatewaySettings(ReloadedFile[GatewayConfig]):
+    path: Path
+
+    def read(self) -> GatewayConfig:
+        return read_config(self.path)
+
+    def check_change(self, config: GatewayConfig) -> None:
+        old, new = self.config.listen, config.listen
+        if (old.host, old.port) != (new.host, new.port):
+            raise SpecError("listen: host and port cannot change: restart the gateway for that")
+
+
+class Gateway:
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.settings = settings
+        self.servers = Servers()
+        self.leases = Leases(time.monotonic)
+        self.metrics = Metrics(self.servers)
+        self.proxy = Proxy(settings.current, self.servers, self.metrics)
+        self.connections: set[ClientConnection] = set()
+        self.draining = False
+        self.watched: dict[str, tuple[Pool, list[asyncio.Task[None]]]] = {}
+        self.probes: set[asyncio.Task[None]] = set()
+        self.routes: dict[tuple[str, str], Route] = {
+            ("GET", "/health"): self.health,
+            ("GET", "/ready"): self.ready,
+            ("GET", "/metrics"): self.show_metrics,
+            ("GET", "/v1/models"): self.list_models,
+            ("GET", "/gateway/servers"): self.list_servers,
+            ("POST", "/gateway/servers"): self.register,
+            **{("POST", path): self.proxy.handle for path in MODEL_PATHS},
+        }
+
+    # --- servers ------------------------------------------------------------------------------------------
+
+    def apply_config(self) -> None:
+        """The pools of the file as it is now; unchanged ones keep their servers and what is known of them."""
+        config = self.settings.current()
+        self.servers.keep(config)
+        wanted = {pool.name: pool for pool in config.pools}
+        for name, (pool, tasks) in list(self.watched.items()):
+            if wanted.get(name) != pool:
+                for task in tasks:
+                    task.cancel()
+                del self.watched[name]
+        for name, pool in wanted.items():
+            if name not in self.watched:
+                self.watched[name] = pool, [self.spawn_watch(pool, one) for one in discoveries(pool)]
+                self.update(pool, "file", pool.urls)
+
+    def spawn_watch(self, pool: Pool, discovery: Discovery) -> asyncio.Task[None]:
+        return asyncio.create_task(follow(discovery, lambda source, urls: self.update(pool, source, urls)))
+
+    def update(self, pool: Pool, source: str, urls: list[str]) -> None:
+        config = self.settings.config
+        for server in self.servers.update(pool, source, urls, config.timeouts.connect):
+            task = asyncio.create_task(probe_forever(server, lambda: self.settings.config.health))
+            self.probes.add(task)
+            task.add_done_callback(self.probes.discard)
+
+    async def maintain(self) -> None:
+        """Once a second: the file, and leases of registered servers."""
+        while True:
+            before = self.settings.config
+            if self.settings.current() is not before:
+                self.apply_config()
+            for pool in self.settings.config.pools:
+                if pool.register:
+                    self.update(pool, "registered", self.leases.current(pool.name))
+            await asyncio.sleep(LEASE_CHECK_S)
+
+    # --- routes -------------------------------------------------------------------------------------------
+
+    async def handle(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        route = self.routes.get((request.method, request.path))
+        try:
+            if self.draining and request.method == "POST":
+                raise APIError(503, "shutting_down", "the gateway is shutting down", retry_after=1)
+            if route is None:
+                raise self.no_route(request)
+            await route(request, connection)
+        except APIError as error:
+            connection.respond_error(error)
+
+    def no_route(self, request: HTTPRequest) -> APIError:
+        methods = sorted(method for method, path in self.routes if path == request.path)
+        if methods:
+            message = f"{request.path} takes {' and '.join(methods)}, not {request.method[:20]}"
+            return APIError(405, "method_not_allowed", message)
+        return APIError(404, "not_found", f"there is no {request.method[:20]} {request.path[:80]}")
+
+    async def health(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        connection.respond_json(200, {"status": "draining" if self.draining else "ok"})
+
+    async def ready(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        up = any(server.up and not server.draining for server in self.servers)
+        ok = up and not self.draining
+        connection.respond_json(200 if ok else 503, {"status": "ok" if ok else "draining" if up else "no_server"})
+
+    async def show_metrics(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        connection.respond(200, [(b"content-type", telemetry.CONTENT_TYPE.encode())], self.metrics.render())
+
+    async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        data = [{"id": n, "object": "model", "created": 0, "owned_by": "lmworks"} for n in sorted(self.proxy.names())]
+        connection.respond_json(200, {"object": "list", "data": data})
+
+    async def list_servers(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        connection.respond_json(200, {"servers": [describe(server) for server in self.servers]})
+
+    async def register(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        config = self.settings.current()
+        found = self.leases.register(config.pools, request.body, request.header("authorization"))
+        pool = next(pool for pool in config.pools if pool.name == found.pool)
+        self.update(pool, "registered", self.leases.current(pool.name))
+        connection.respond_json(200, {"pool": pool.name, "url": found.url, "seconds": found.seconds})
+
+    # --- start and end ------------------------------------------------------------------------------------
+
+    def edge_limits(self) -> EdgeLimits:
+        listen = self.settings.config.listen
+        return EdgeLimits(listen.body_bytes, listen.header_bytes, listen.connections)
+
+    async def run(self, listening: socket.socket) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. Ends at once at a second one."""
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        notice = 0.0  # seconds between a failing /ready and closing the socket, for load balancers
+
+        def on_signal(sig: int) -> None:
+            nonlocal notice
+            if stop.is_set():
+                os._exit(128 + sig)
+            notice = NOTICE_S if sig == signal.SIGTERM else 0.0
+            stop.set()
+
+        for one in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(one, on_signal, one)
+        # Connections in TIME_WAIT must not block the next gateway (see `bind_socket`).
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.apply_config()
+        maintaining = asyncio.create_task(self.maintain())
+        server = await loop.create_server(
+            lambda: ClientConnection(self.handle, self.edge_limits, self.connections), sock=listening, backlog=BACKLOG
+        )
+        await stop.wait()
+        await self.drain(server, notice)
+        maintaining.cancel()
+
+    async def drain(self, server: asyncio.Server, notice: float) -> None:
+        """/ready says no, then nobody can connect; requests under way are finished."""
+        seconds = self.settings.config.listen.drain_seconds
+        log.info("shutting down", extra={"seconds": seconds})
+        self.draining = True
+        await asyncio.sleep(min(notice, seconds))
+        server.close()
+        for connection in list(self.connections):
+            connection.shut()
+        end = time.monotonic() + seconds
+        while self.connections and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        log.info("shut down", extra={"cut_off": len(self.connections)})
+        for connection in list(self.connections):
+            connection.transport.abort()
+
+
+def describe(server: Server) -> dict[str, object]:
+    return {
+        "url": server.url,
+        "pool": server.pool.name,
+        "up": server.up,
+        "draining": server.draining,
+        "open": server.open,
+        "queue": server.queue,
+        "kv_used": server.load.kv_used,
+        "models": sorted(server.models),
+        "last_error": server.last_error,
+    }

@@ -1,0 +1,315 @@
+"""A request for a model: which server is asked, what is done where it fails, and what the client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..serve.errors import error_body
+from ..serve.limits import APIError
+from ..serve.sse import sse_event
+from ..serve.telemetry import request_id
+from ..spec.errors import near_names, suggestion
+from .attempt import Attempt
+from .config import GatewayConfig, ModelRule, Timeouts
+from .exchange import Exchange
+from .http_client import UpstreamError
+from .http_server import ClientConnection, Headers, HTTPRequest
+from .metrics import Metrics
+from .outcomes import RetryBudget
+from .policies import Router
+from .relay import StreamRelay
+from .request_body import RequestBody
+from .servers import Server, Servers
+from .stream_events import UsageFields
+
+log = logging.getLogger("lmworks.gateway")
+
+PASSED_ON = (b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta", b"accept")  # headers to servers
+PASSED_BACK = (b"content-type", b"retry-after")
+TRIES = 3
+MIGRATIONS = 8  # of one stream
+USAGE_PATHS = {"/v1/chat/completions", "/v1/completions"}  # whose streams have usage only where it is asked for
+END_PATHS = {*USAGE_PATHS, "/v1/responses", "/v1/messages"}  # whose streams say which event is the last
+
+
+class AnswerFields(msgspec.Struct):
+    usage: UsageFields | None = None
+
+
+ANSWER = msgspec.json.Decoder(AnswerFields)
+
+
+class Proxy:
+    def __init__(self, config: Callable[[], GatewayConfig], servers: Servers, metrics: Metrics) -> None:
+        self.config, self.servers, self.metrics = config, servers, metrics
+        self.router = Router()
+        self.retries = RetryBudget(lambda: self.config().health.retry_share)
+
+    async def handle(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        """From a request to the end of its answer."""
+        id = request_id(request.header("x-request-id"))
+        try:
+            body = RequestBody(request.body)
+            rule = self.config().rule(body.model)
+            self.check_model(rule, body.model)
+        except APIError as error:
+            connection.respond_error(error, [(b"x-request-id", id.encode())])
+            self.metrics.refused(request.path, error)
+            return
+        exchange = Exchange(request, connection, body, rule, id)
+        self.metrics.open.inc()
+        try:
+            async with asyncio.timeout(self.config().timeouts.total or None):
+                await self.answer(exchange)
+        except (APIError, TimeoutError) as error:
+            self.fail(exchange, error if isinstance(error, APIError) else timed_out("in all"))
+        except asyncio.CancelledError:
+            exchange.failed = "client_left"
+            raise
+        except Exception as error:
+            log.error("a request failed", extra={"request_id": exchange.id}, exc_info=error)
+            self.fail(exchange, APIError(500, "internal_error", "the gateway failed on this request; see its log"))
+        finally:
+            self.metrics.open.dec()
+            exchange.seconds = time.perf_counter() - exchange.began
+            self.metrics.ended(exchange)
+            log.info("request", extra=log_fields(exchange))
+
+    def check_model(self, rule: ModelRule, name: str) -> None:
+        if not self.servers.known(rule.serves, rule.pools):
+            near = near_names(name, sorted(self.names()))
+            raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{suggestion(near)}", "model")
+
+    def names(self) -> set[str]:
+        """All that clients may ask for."""
+        rules = {name for rule in self.config().models for name in (rule.name, *rule.aliases)}
+        return rules | {model for server in self.servers for model in server.models}
+
+    # --- tries ------------------------------------------------------------------------------------------
+
+    async def answer(self, exchange: Exchange) -> None:
+        """Tries servers, and then the models that the rule falls back to; raises the last error."""
+        last: APIError = no_server(exchange.rule.name)
+        failed: set[Server] = set()
+        relay = StreamRelay(exchange, not wants_usage(exchange.body))
+        self.retries.earn()
+        for rule in (exchange.rule, *map(self.config().rule, exchange.rule.fallback)):
+            for _ in range(TRIES):
+                server = self.choose(exchange, rule, failed)
+                if server is None or (exchange.tries and not self.retries.spend()):
+                    break
+                exchange.tries += 1
+                exchange.server, exchange.answering = server, rule.serves
+                try:
+                    await self.attempt(exchange, server, rule, relay)
+                    return
+                except UpstreamError as error:
+                    failed.add(server)
+                    last = self.failure(exchange, server, error)
+                    if relay.begun:
+                        await self.migrate(exchange, rule, relay, last)
+                        return
+        raise last
+
+    async def migrate(self, exchange: Exchange, rule: ModelRule, relay: StreamRelay, last: APIError) -> None:
+        """Goes on with a stream that its server has left, on a server that can take it up; else raises `last`."""
+        failed = {exchange.server}
+        for _ in range(MIGRATIONS):
+            servers = self.servers.serving(rule.serves, rule.pools)
+            able = [server for server in servers if server not in failed and can_continue(server, exchange)]
+            if not able or not relay.journal or not relay.complete:
+                raise last
+            server = self.router.pick(able, exchange, rule.policy or self.config().routing.policy)
+            exchange.server, exchange.migrations = server, exchange.migrations + 1
+            try:
+                await self.attempt(exchange, server, rule, relay)
+                return
+            except UpstreamError as error:
+                failed.add(server)
+                last = self.failure(exchange, server, error)
+        raise last
+
+    def choose(self, exchange: Exchange, rule: ModelRule, failed: set[Server]) -> Server | None:
+        found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in failed]
+        return self.router.pick(found, exchange, rule.policy or self.config().routing.policy) if found else None
+
+    def failure(self, exchange: Exchange, server: Server, error: UpstreamError) -> APIError:
+        """Takes note of a try that failed."""
+        self.metrics.try_failed(server, error.kind)
+        health, refused = self.config().health, isinstance(error, RefusedTry) and error.api_error.status == 429
+        if refused:  # a server that says that it is busy works
+            server.breaker.abandoned()
+        else:
+            server.breaker.failed(time.monotonic(), health.failures, health.eject_seconds, health.eject_longest)
+        fields = {"request_id": exchange.id, "server": server.url, "reason": f"{error.kind}: {error}"}
+        log.warning("a try failed", extra=fields)
+        if isinstance(error, RefusedTry):
+            return error.api_error
+        if error.kind == "timeout":
+            return APIError(504, "upstream_timeout", str(error))
+        return APIError(502, "upstream_lost" if error.kind == "lost" else "upstream_unreachable", str(error), None, 1)
+
+    async def attempt(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
+        """One try; raises UpstreamError where another server may do better."""
+        timeouts = self.config().timeouts
+        attempt, changes = Attempt(server), self.changes(exchange, rule)
+        server.breaker.begin()
+        if can_continue(server, exchange):
+            changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
+        try:
+            content = exchange.body.with_changes(changes)
+            await self.begin(attempt, exchange, content, timeouts)
+            if attempt.streams:
+                await self.stream(attempt, exchange, relay, timeouts)
+            elif relay.begun:
+                raise RefusedTry(attempt)
+            else:
+                self.whole(attempt, exchange)
+            server.breaker.succeeded()
+        except asyncio.CancelledError:
+            server.breaker.abandoned()
+            raise
+        finally:
+            attempt.close()
+
+    def changes(self, exchange: Exchange, rule: ModelRule) -> dict[str, Any]:
+        """What a server is told differently than the client said it."""
+        found: dict[str, Any] = {} if exchange.body.model == rule.serves else {"model": rule.serves}
+        if exchange.body.stream and exchange.path in USAGE_PATHS and not wants_usage(exchange.body):
+            options = exchange.body.get("stream_options")
+            found["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+        return found
+
+    async def begin(self, attempt: Attempt, exchange: Exchange, content: bytes, timeouts: Timeouts) -> None:
+        seconds = timeouts.first_token if exchange.body.stream else timeouts.per_try
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode())]
+        headers += attempt.server.headers()
+        headers += [(name, found) for name in PASSED_ON if (found := exchange.request.headers.get(name)) is not None]
+        path = attempt.server.path_of(exchange.path)
+        try:
+            async with asyncio.timeout(seconds or None):
+                await attempt.start("POST", path, headers, content)
+                if not attempt.streams:
+                    await attempt.ended
+        except TimeoutError:
+            raise UpstreamError("timeout", f"nothing came from the server within {seconds:g} s") from None
+        if attempt.status == 429 or attempt.status >= 500:
+            raise RefusedTry(attempt)
+
+    def whole(self, attempt: Attempt, exchange: Exchange) -> None:
+        content = attempt.content
+        exchange.status = attempt.status
+        if attempt.status == 200:
+            exchange.first_token = time.perf_counter() - exchange.began
+            exchange.usage = usage_of(content)
+        headers: Headers = [(b"x-request-id", exchange.id.encode())]
+        headers += [(name, found) for name in PASSED_BACK if (found := attempt.headers.get(name)) is not None]
+        exchange.connection.respond(attempt.status, headers, content)
+
+    async def stream(self, attempt: Attempt, exchange: Exchange, relay: StreamRelay, timeouts: Timeouts) -> None:
+        connection, idle = exchange.connection, timeouts.idle or None
+        connection.on_pause = attempt.pause
+        attempt.pause(connection.paused)
+        relay.restart()
+        relay.last_at = connection.loop.time()
+        attempt.relay_to(relay)
+        while not attempt.ended.done():
+            await asyncio.wait([attempt.ended], timeout=idle)
+            if connection.paused:  # the server waits for the client, not the other way round
+                relay.last_at = connection.loop.time()
+            if idle is not None and not attempt.ended.done() and connection.loop.time() - relay.last_at >= idle:
+                if relay.done:
+                    break
+                raise UpstreamError("timeout", f"the stream stood still for {idle:g} s")
+        if not relay.done:  # a server that is lost after the last event has answered
+            attempt.ended.result()
+            if exchange.path in END_PATHS:
+                raise UpstreamError("lost", "the server ended its stream too early")
+        connection.end()
+
+    def fail(self, exchange: Exchange, error: APIError) -> None:
+        """The client's answer where no server has one: a status, or where it has begun an event."""
+        exchange.failed, connection = error.code, exchange.connection
+        if connection.started:
+            if not connection.ended:
+                connection.write(sse_event(error_body(error)))
+                connection.end()
+            return
+        exchange.status = error.status
+        connection.respond_error(error, [(b"x-request-id", exchange.id.encode())])
+
+
+class RefusedTry(UpstreamError):
+    """A server that cannot answer now. If no other does, the client is told what it said."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__("refused", f"the server answered with status {attempt.status}")
+        retry = attempt.headers.get(b"retry-after", b"")
+        after = float(retry) if retry.isdigit() and len(retry) < 7 else None
+        status = attempt.status if attempt.status in (429, 503) else 502
+        message, code = str(self), "upstream_failed"
+        try:
+            if status == attempt.status:
+                error = json.loads(attempt.content)["error"]
+                message, code = str(error["message"]), str(error.get("code") or code)
+        except (ValueError, KeyError, TypeError):
+            pass
+        self.api_error = APIError(status, code, message, None, after)
+
+
+def can_continue(server: Server, exchange: Exchange) -> bool:
+    """Whether a stream of this server names its tokens, and another one's can be continued there."""
+    return server.pool.kind == "lmworks" and exchange.body.stream and exchange.path in USAGE_PATHS
+
+
+def answers_of(body: RequestBody) -> int:
+    """How many answers a request has: n to each of its prompts."""
+    prompt, n = body.get("prompt"), body.get("n")
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return (len(prompt) if several else 1) * (n if isinstance(n, int) else 1)
+
+
+def wants_usage(body: RequestBody) -> bool:
+    options = body.get("stream_options") if "stream_options" in body.fields else None
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def usage_of(content: bytes) -> Any:
+    try:
+        found = ANSWER.decode(content).usage
+    except msgspec.MsgspecError:
+        return None
+    return None if found is None else found.usage()
+
+
+def no_server(model: str) -> APIError:
+    return APIError(503, "no_server", f"no server of the model {model[:80]!r} takes requests at the moment", None, 1)
+
+
+def timed_out(what: str) -> APIError:
+    return APIError(504, "request_timeout", f"the request took too long {what}")
+
+
+def log_fields(exchange: Exchange) -> dict[str, Any]:
+    """Of a request: times, counts and names, never content."""
+    usage = exchange.usage
+    return {
+        "request_id": exchange.id,
+        "path": exchange.path,
+        "model": exchange.rule.name,
+        "server": exchange.server.url if exchange.server else None,
+        "status": exchange.status,
+        "seconds": round(exchange.seconds, 6),
+        "first_token": exchange.first_token and round(exchange.first_token, 6),
+        "tries": exchange.tries,
+        "migrations": exchange.migrations,
+        **({"failed": exchange.failed} if exchange.failed else {}),
+        **({"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens} if usage else {}),
+    }

@@ -1,0 +1,94 @@
+"""From a server's stream to a client's, event by event; it outlives the server that a stream began with."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from .exchange import Exchange
+from .http_client import UpstreamError
+from .stream_events import EventFields, EventSplitter, StreamEvent
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class StreamRelay:
+    """Whole events only: of one that a server did not finish nothing is sent, so another can say it again."""
+
+    def __init__(self, exchange: Exchange, hide_usage: bool) -> None:
+        self.exchange, self.hide_usage = exchange, hide_usage
+        self.splitter = EventSplitter()
+        self.begun = False
+        self.done = False  # the answer's last event was sent
+        self.usage_shown = False  # a server that goes on counts again
+        self.last_at = 0.0  # when something was sent, by the loop's clock
+        self.journal: dict[int, list[int]] = {}  # tokens of each answer that the client has
+        self.complete = True  # the journal has all of them
+        self.identity: dict[str, Any] = {}  # of the answer: its id, and when it was created
+
+    def feed(self, data: bytes) -> None:
+        shown: list[bytes] = []
+        try:
+            for event in self.splitter.feed(data):
+                if self.take(event):
+                    shown.append(event.raw)
+        finally:  # what came before an error is in the journal: another server will not say it again
+            if shown:
+                self.show(shown)
+
+    def show(self, events: list[bytes]) -> None:
+        connection = self.exchange.connection
+        if not self.begun:
+            self.begin()
+        self.last_at = connection.loop.time()
+        connection.write(events[0] if len(events) == 1 else b"".join(events))
+
+    def take(self, event: StreamEvent) -> bool:
+        """Takes note of an event; False: it is not for the client."""
+        exchange, fields = self.exchange, event.fields
+        if self.done:
+            return False  # nothing comes after an answer's end, not even another server's
+        self.done = event.last
+        if fields is None:
+            return True
+        if fields.error is not None and fields.error.type != "invalid_request_error":
+            raise UpstreamError("failed", "the server ended its answer with an error")
+        self.done = self.done or fields.error is not None
+        self.note(event, fields)
+        found = fields.usage or (fields.message and fields.message.usage) or (fields.response and fields.response.usage)
+        if found:
+            before, exchange.usage = exchange.usage, found.usage()
+            if before is not None and not exchange.usage.prompt_tokens:  # Anthropic counts them at the beginning
+                exchange.usage.prompt_tokens = before.prompt_tokens
+        if event.only_usage:
+            if self.hide_usage or self.usage_shown:
+                return False
+            self.usage_shown = True
+        exchange.chunks += 1
+        return True
+
+    def note(self, event: StreamEvent, fields: EventFields) -> None:
+        if event.tokens is not None:
+            self.journal.setdefault(event.answer, []).extend(event.tokens)
+            self.identity = self.identity or {"id": fields.id, "created": fields.created}
+        elif fields.choices:
+            self.complete = False
+
+    def continuation(self, answers: int) -> dict[str, Any]:
+        """What another server needs to go on: see `request_bodies.Continuation`."""
+        return {**self.identity, "answers": [self.journal.get(number, []) for number in range(answers)]}
+
+    def begin(self) -> None:
+        exchange = self.exchange
+        self.begun = True
+        exchange.status = 200
+        exchange.first_token = time.perf_counter() - exchange.began
+        exchange.connection.begin(200, [*STREAM_HEADERS, (b"x-request-id", exchange.id.encode())])
+
+    def restart(self) -> None:
+        """Another server answers: what the one before it had begun to say is dropped."""
+        self.splitter = EventSplitter()

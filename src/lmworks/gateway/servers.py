@@ -1,0 +1,179 @@
+"""The servers behind the gateway: what each has, how it is, and what it has to do."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from .config import GatewayConfig, Pool
+from .http_client import ConnectionPool, UpstreamError
+from .outcomes import CircuitBreaker
+
+
+class Kind(NamedTuple):
+    """What differs between servers: the path of their probe, and the names of their metrics of load."""
+
+    probe: str = ""  # empty: the list of its models says whether it is up
+    running: str = ""
+    waiting: str = ""
+    kv_used: str = ""  # share of its KV blocks in use
+    rate: str = ""  # counter of generated tokens
+
+
+KINDS = {
+    "lmworks": Kind(
+        "/ready", "lmworks:num_requests_running", "lmworks:num_requests_waiting", "lmworks:kv_cache_usage_perc",
+        "lmworks:generation_tokens_total",
+    ),
+    "vllm": Kind(
+        "/health", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+        "vllm:generation_tokens_total",
+    ),
+    "sglang": Kind(
+        "/health", "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage",
+        "sglang:generation_tokens_total",
+    ),
+    "llamacpp": Kind(
+        "/health", "llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio",
+        "llamacpp:tokens_predicted_total",
+    ),
+    "openai": Kind(),
+}  # fmt: skip
+
+
+@dataclass
+class Load:
+    """What a server reported of itself at its last probe."""
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_used: float = 0.0
+    open_then: int = 0  # requests of ours at that time
+
+
+@dataclass(eq=False)
+class Server:
+    """One server. It gets requests while it is `up`, and not `draining`."""
+
+    url: str
+    pool: Pool
+    connections: ConnectionPool
+    models: frozenset[str] = frozenset()
+    up: bool = False
+    draining: bool = False
+    good_probes: int = 0  # in a row
+    bad_probes: int = 0
+    last_error: str | None = None
+    open: int = 0  # requests of ours under way
+    load: Load = field(default_factory=Load)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    since: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def base(self) -> str:
+        """The path of its API, /v1."""
+        return urlsplit(self.url).path.rstrip("/")
+
+    @cached_property
+    def root(self) -> str:
+        """The path above it, where probes and metrics are."""
+        return self.base.removesuffix("/v1")
+
+    def path_of(self, path: str) -> str:
+        """Where a request goes. Clients' queries are not passed on, as little as their keys: some send those there."""
+        return self.base + path.removeprefix("/v1") if path.startswith("/v1/") else self.root + path
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.pool.kind]
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        try:
+            key = self.pool.server_key()
+        except OSError as error:
+            raise UpstreamError("key", f"key_file = {self.pool.key_file!r}: {error.strerror}") from None
+        return [(b"authorization", b"Bearer " + key.encode())] if key else []
+
+    @property
+    def queue(self) -> float:
+        """Requests that it has to do: as it reported at its last probe, and what we have sent and got back since."""
+        return max(float(self.open), self.load.running + self.load.waiting + self.open - self.load.open_then)
+
+    def probed(self, error: str | None, fall: int, rise: int) -> None:
+        """Takes note of a probe. The first one decides at once."""
+        first = not self.good_probes and not self.bad_probes
+        if error is None:
+            self.good_probes, self.bad_probes = self.good_probes + 1, 0
+            self.up = self.up or first or self.good_probes >= rise
+        else:
+            self.good_probes, self.bad_probes = 0, self.bad_probes + 1
+            self.up = self.up and not first and self.bad_probes < fall
+        self.last_error = error
+
+
+class Servers:
+    """All servers of all pools; who discovers them calls `update`."""
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.tls = tls
+        self.by_pool: dict[str, dict[str, dict[str, Server]]] = {}  # pool → who found them → address → server
+
+    def __iter__(self) -> Iterator[Server]:
+        for sources in self.by_pool.values():
+            seen = set[str]()
+            for servers in sources.values():
+                for url, server in servers.items():
+                    if url not in seen:
+                        seen.add(url)
+                        yield server
+
+    def update(self, pool: Pool, source: str, urls: Iterable[str], connect_seconds: float) -> list[Server]:
+        """The servers that this source sees now; returns those that are new."""
+        found, sources = list(dict.fromkeys(url.rstrip("/") for url in urls)), self.by_pool.setdefault(pool.name, {})
+        before, now, new = sources.get(source, {}), dict[str, Server](), list[Server]()
+        for url in found:
+            known = before.get(url) or next((one[url] for one in sources.values() if url in one), None)
+            if known is None:
+                known = Server(url, pool, ConnectionPool(url, self.tls, connect_seconds), frozenset(pool.models))
+                new.append(known)
+            known.pool = pool
+            now[url] = known
+        sources[source] = now
+        for url, server in before.items():
+            if not any(url in servers for servers in sources.values()):
+                server.draining = True  # its requests are finished, it gets no others
+                server.connections.close()
+        return new
+
+    def keep(self, config: GatewayConfig) -> None:
+        """Pools that the file has no more are let go."""
+        for name in [name for name in self.by_pool if name not in {pool.name for pool in config.pools}]:
+            for servers in self.by_pool.pop(name).values():
+                for server in servers.values():
+                    server.draining = True
+                    server.connections.close()
+
+    def serving(self, model: str, pools: list[str]) -> list[Server]:
+        """Servers that may be sent a request for this model, as they call it.
+
+        Those that fail are left alone, unless all do: then the cause is likely another one.
+        """
+        now = time.monotonic()
+        able = self.up(model, pools)
+        return [server for server in able if server.breaker.allows(now)] or able
+
+    def up(self, model: str, pools: list[str]) -> list[Server]:
+        return [
+            server
+            for server in self
+            if server.up and not server.draining and model in server.models and (not pools or server.pool.name in pools)
+        ]
+
+    def known(self, model: str, pools: list[str]) -> bool:
+        """Whether any server has this model, be it up or not."""
+        return any(model in server.models and (not pools or server.pool.name in pools) for server in self)

@@ -1,0 +1,132 @@
+"""Server-sent events as servers write them: where one ends, and what the gateway has to know of it.
+
+Events are read, never written anew: what a client gets are the bytes that its server sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ..serve.forward import LONGEST_LINE
+from .exchange import Usage
+from .http_client import UpstreamError
+
+DATA = b"data:"
+TOKENS = b": tokens "  # serve's `GenerationRequest.journal`
+
+
+class Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class UsageFields(msgspec.Struct):
+    """OpenAI's two ways of naming them; Anthropic's are those of Responses."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: Details | None = None
+    cache_read_input_tokens: int | None = None
+
+    def usage(self) -> Usage:
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached = details.cached_tokens if details is not None else self.cache_read_input_tokens
+        return Usage(
+            self.prompt_tokens or self.input_tokens or 0, self.completion_tokens or self.output_tokens or 0, cached or 0
+        )
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    index: int = 0
+    delta: Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class Inner(msgspec.Struct):
+    usage: UsageFields | None = None
+
+
+class ErrorFields(msgspec.Struct):
+    """Of OpenAI's error object: its type says whether the error is the client's."""
+
+    type: str | None = None
+
+
+class EventFields(msgspec.Struct):
+    """Of a chunk of completions and chats, an event of Responses, or one of Anthropic's messages."""
+
+    type: str = ""
+    choices: list[Choice] = []
+    usage: UsageFields | None = None
+    error: ErrorFields | None = None
+    id: str = ""
+    created: int = 0
+    message: Inner | None = None
+    response: Inner | None = None
+
+
+EVENT = msgspec.json.Decoder(EventFields)
+LAST_TYPES = {"message_stop", "response.completed", "response.failed", "response.incomplete"}
+
+
+@dataclass(slots=True)
+class StreamEvent:
+    raw: bytes  # with the empty line after it
+    fields: EventFields | None = None  # None: [DONE], a comment, or nothing that is known
+    answer: int = 0  # in a stream of ours: the number of the answer that it belongs to, and its tokens
+    tokens: list[int] | None = None
+    last: bool = False  # the answer is complete
+
+    @property
+    def only_usage(self) -> bool:
+        """The chunk that `include_usage` asks for; Anthropic's events have a type, and say more than their usage."""
+        fields = self.fields
+        return fields is not None and fields.usage is not None and not fields.choices and not fields.type
+
+
+class EventSplitter:
+    """Bytes as they come → whole events. A server's lines may end in CR, LF or both; ours end in LF."""
+
+    def __init__(self) -> None:
+        self.held = b""
+
+    def feed(self, data: bytes) -> list[StreamEvent]:
+        held = self.held + data if self.held else data
+        if b"\r" in held:
+            ends_in_cr = held.endswith(b"\r")
+            held = held.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n") + b"\r" * ends_in_cr
+        *whole, self.held = held.split(b"\n\n")
+        if len(self.held) > LONGEST_LINE:
+            raise UpstreamError("invalid", "the server sent an event without an end")
+        return [read_event(one) for one in whole if one]
+
+
+def read_event(text: bytes) -> StreamEvent:
+    """`text`: without the empty line that ends it."""
+    if text.startswith(TOKENS):
+        comment, _, text = text.partition(b"\n")
+        answer, *tokens = map(int, comment[len(TOKENS) :].split())
+        found = read_event(text)
+        found.answer, found.tokens = answer, tokens
+        return found
+    raw = text + b"\n\n"
+    start = 0 if text.startswith(DATA) else text.find(b"\ndata:") + 1
+    if not text.startswith(DATA, start):
+        return StreamEvent(raw)
+    data = text[start + len(DATA) :].strip()
+    if data == b"[DONE]":
+        return StreamEvent(raw, last=True)
+    try:
+        fields = EVENT.decode(data)
+    except msgspec.MsgspecError:
+        return StreamEvent(raw)
+    return StreamEvent(raw, fields, last=fields.type in LAST_TYPES)
