@@ -1,0 +1,1 @@
+"""Fleets of servers: planned, simulated against traces, started, described for Kubernetes, and checked."""
