@@ -6,7 +6,8 @@ For each seed one run without infilling and one with data.fim.rate = 0.5, otherw
 order, steps. Held-out loss is left to right for both. Infilling: the rest of a line, 1 to 12 characters, of held-out
 files, greedily. `prefix_first` and `suffix_first`: the first tokens of the answer are the middle, as many as it has, by
 the order of the prompt; without infilling the model continues the prefix. `stopped`: suffix first, and end-of-text
-follows.
+follows. `… first token` and `… given it`: the first token of the middle alone is right; the rest of a longer middle is,
+where the prompt already has its first token. They tell attaching to the end of the prefix from going on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,20 +76,41 @@ def right_answers(run: Path, fim: bool, asked: list[tuple[list[int], list[int], 
     found = {}
     with LLM(run, device="cpu") as llm:
         assert llm.tokenizer is not None
-        eot = llm.tokenizer.eot
         marks = Sentinels.of(RunSpec().data.fim, llm.tokenizer)
-        params = [SamplingParams(temperature=0, max_tokens=len(middle) + 1) for _, middle, _ in asked]
         for name in ("prefix_first", "suffix_first"):
-            first = name == "suffix_first"
-            prompts = [marks.prompt(prefix, suffix, first) if fim else prefix for prefix, _, suffix in asked]
-            right = stopped = 0
-            results = llm.generate(prompts, params, progress=False)
-            for (_, middle, _), result in zip(asked, results, strict=True):
-                tokens = [token for token in result.token_ids if token != eot]
-                right += tokens[: len(middle)] == middle
-                stopped += tokens == middle and result.answers[0].finish_reason == "stop"
-            found |= {name: right / len(asked), "stopped": stopped / len(asked)}
+            prompts = [
+                marks.prompt(prefix, suffix, name == "suffix_first") if fim else prefix for prefix, _, suffix in asked
+            ]
+            middles = [middle for _, middle, _ in asked]
+            answers = answers_of(llm, prompts, middles)
+            after_first = answers_of(
+                llm,
+                [[*prompt, middle[0]] for prompt, middle in zip(prompts, middles, strict=True)],
+                [middle[1:] for middle in middles],
+            )
+            pairs = list(zip(answers, middles, strict=True))
+            found |= {
+                name: share(answer[: len(middle)] == middle for answer, middle in pairs),
+                f"{name}, first token": share(answer[:1] == middle[:1] for answer, middle in pairs),
+                f"{name}, given it": share(
+                    answer[: len(middle) - 1] == middle[1:]
+                    for answer, middle in zip(after_first, middles, strict=True)
+                    if middle[1:]
+                ),
+                f"{name}, stopped": share(answer == [*middle, llm.tokenizer.eot] for answer, middle in pairs),
+            }
     return found
+
+
+def answers_of(llm: LLM, prompts: list[list[int]], middles: list[list[int]]) -> list[list[int]]:
+    """Greedy answers, a token longer than the middles so that an end-of-text after them shows."""
+    params = [SamplingParams(temperature=0, max_tokens=len(middle) + 1) for middle in middles]
+    return [result.token_ids for result in llm.generate(prompts, params, progress=False)]
+
+
+def share(right: Iterable[bool]) -> float:
+    found = list(right)
+    return sum(found) / len(found)
 
 
 def one_run(job: tuple[float, int, int]) -> dict[str, Any]:
@@ -114,7 +137,7 @@ def main() -> None:
         rows = pool.map(one_run, jobs, chunksize=1)
     summary: dict[str, Any] = {}
     for rate in RATES:
-        for name in ("val_loss", "prefix_first", "suffix_first", "stopped"):
+        for name in [name for name in rows[0] if name not in ("rate", "seed")]:
             values = [row[name] for row in rows if row["rate"] == rate]
             summary[f"{name} at {rate:g}"] = [statistics.mean(values), statistics.stdev(values) if values[1:] else 0.0]
     pairs = [b["val_loss"] - a["val_loss"] for a, b in zip(rows[::2], rows[1::2], strict=True)]

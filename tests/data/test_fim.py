@@ -249,6 +249,20 @@ def test_every_middle_is_followed_by_end_of_text(code: Path, bpe: Tokenizer) -> 
         assert bpe.eot in row[last:]
 
 
+def test_every_token_of_an_example_is_trained(code: Path, bpe: Tokenizer) -> None:
+    """Sentinels, prefix, suffix, middle and the end after it: each is the target of the token before it."""
+    batches = Batches(data(code, {"rate": 1.0}), seed=0)
+    assert batches.fim is not None
+    for batch in batches.at(0):
+        for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
+            ignored = [at for at, target in enumerate(targets) if target == IGNORED]
+            last = ignored[0] if ignored else len(targets)
+            assert ignored == list(range(last, len(targets)))  # padding alone
+            seen = min(last, len(tokens) - 1)  # the last target is beyond the row
+            assert tokens[1 : seen + 1] == targets[:seen] and (last == len(targets) or tokens[last] == bpe.eot)
+            assert {batches.fim.sentinels.prefix, batches.fim.sentinels.middle} <= {tokens[0], *targets}
+
+
 def test_held_out_rows_are_left_to_right(code: Path) -> None:
     with_fim, without = (Batches(data(code, {"rate": rate}), seed=0, split="val") for rate in (1.0, 0.0))
     assert all(map(same, with_fim.stream(0, 4), without.stream(0, 4)))

@@ -164,5 +164,5 @@ def test_the_file_that_defines_the_names_is_found() -> None:
 
 def test_context_fits_and_ends_with_the_most_similar() -> None:
     files = {"a.py": "alpha beta", "b.py": "alpha " * 50, "c.py": "alpha", "now.py": "alpha beta"}
-    chosen = context_files(files, "now.py", "alpha beta", most_characters=40)
+    chosen = context_files(SimilarFiles(files), "now.py", "alpha beta", most_characters=40)
     assert [path for path, _ in chosen] == ["c.py", "a.py"]

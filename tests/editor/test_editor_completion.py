@@ -16,7 +16,8 @@ import pytest
 from lsprotocol import types
 from pygls.lsp.client import LanguageClient
 
-from lmworks.editor.project import LARGEST, ProjectFiles
+from lmworks.data.similar_files import SimilarFiles, context_files
+from lmworks.editor.project import LARGEST, ProjectIndex
 from lmworks.editor.prompt import Budget, build_prompt
 from lmworks.editor.stops import Stop, end_of_block, end_of_line, end_of_syntax
 
@@ -29,13 +30,17 @@ TEXT = "from geometry import area_of_circle\n\ndef total(radius):\n    return \n
 CURSOR = TEXT.index("return ") + len("return ")
 
 
+def similar(path: str, text: str, most: int) -> list[tuple[str, str]]:
+    return context_files(SimilarFiles(FILES), path, text, most)
+
+
 def test_prompt_has_similar_files_first_and_the_text_after_the_cursor() -> None:
-    made = build_prompt("main.py", TEXT, CURSOR, FILES, Budget())
+    made = build_prompt("main.py", TEXT, CURSOR, similar, Budget())
     assert made.prompt == f"<file_sep>geometry.py\n{FILES['geometry.py']}<file_sep>main.py\n{TEXT[:CURSOR]}"
     assert made.suffix == "\n\nprint(total(1))\n"
-    alone = build_prompt("main.py", TEXT, CURSOR, FILES, Budget(before=10, after=3, others=0))
+    alone = build_prompt("main.py", TEXT, CURSOR, similar, Budget(before=10, after=3, others=0))
     assert (alone.prompt, alone.suffix) == (TEXT[CURSOR - 10 : CURSOR], "\n\np")
-    short = build_prompt("main.py", TEXT, CURSOR, FILES, Budget(others=20))
+    short = build_prompt("main.py", TEXT, CURSOR, similar, Budget(others=20))
     assert short.prompt.startswith("<file_sep>main.py\n")  # none fits
 
 
@@ -82,10 +87,49 @@ def test_project_files(tmp_path: Path) -> None:
     for hidden in (".venv", "__pycache__"):
         (tmp_path / hidden).mkdir()
         (tmp_path / hidden / "d.py").write_text("hidden")
-    project = ProjectFiles(tmp_path)
-    assert dict(project.like("new.py")) == {"a.py": "one", "sub/b.py": "two"}
-    (tmp_path / "a.py").write_text("changed")
-    assert project.like("new.py")["a.py"] == "changed"
+    project = ProjectIndex(tmp_path, ".py")
+    project.scan()
+    assert project.index.texts == {"a.py": "one", "sub/b.py": "two"}
+
+
+def test_an_index_is_of_the_files_as_they_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On disk by their times, in the editor by what was typed; rankings are those of an index made anew."""
+    monkeypatch.setattr("lmworks.editor.project.RESCAN_S", 0.0)
+    words = ["alpha", "beta", "gamma", "delta", "alpha beta", "beta beta gamma", "delta alpha alpha"]
+    for number, text in enumerate(words):
+        (tmp_path / f"f{number}.py").write_text(text)
+    project = ProjectIndex(tmp_path, ".py")
+    project.scan()
+
+    def fresh(**other: str) -> SimilarFiles:
+        texts = {path.name: path.read_text() for path in tmp_path.glob("*.py")}
+        return SimilarFiles(texts | {f"{name}.py": text for name, text in other.items()})
+
+    def same(expected: SimilarFiles) -> None:
+        for query in ("alpha", "beta gamma", "delta alpha beta"):
+            assert project.context("new.py", query, 100) == context_files(expected, "new.py", query, 100)
+            for method in ("bm25", "jaccard"):
+                assert project.index.rank(query, 99, method) == expected.rank(query, 99, method)
+
+    same(fresh())
+    (tmp_path / "f0.py").write_text("gamma delta")
+    (tmp_path / "f1.py").unlink()
+    (tmp_path / "f9.py").write_text("beta alpha")
+    project.scan()
+    same(fresh())
+    project.show("f2.py", "alpha typed")  # not saved yet
+    same(fresh(f2="alpha typed"))
+    (tmp_path / "f2.py").write_text("delta")  # by somebody else, while it is open
+    project.scan()
+    same(fresh(f2="alpha typed"))
+    project.read("f2.py")  # closed
+    same(fresh())
+    reads: list[str] = []
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **words: (reads.append(self.name), read(self, **words))[1])
+    (tmp_path / "f3.py").write_text("changed alone")
+    project.scan()
+    assert reads == ["f3.py"]
 
 
 # --- an editor, a language server and a completion server ---------------------------------------------------
@@ -97,6 +141,8 @@ class Scripted(BaseHTTPRequestHandler):
     pieces: tuple[str, ...] = ()
     asked: list[dict[str, Any]]
     written: list[int]  # pieces of each answer that were sent before the client hung up
+    ended: list[bool]  # whether all of it was wanted
+    streaming = threading.Event()
 
     def do_GET(self) -> None:
         self.answer(200, "application/json", b'{"data": [{"id": "mine"}]}')
@@ -116,10 +162,12 @@ class Scripted(BaseHTTPRequestHandler):
                 self.wfile.write(f"data: {json.dumps({'choices': [{'index': 0, 'text': piece}]})}\n\n".encode())
                 self.wfile.flush()
                 self.written[-1] += 1
+                self.streaming.set()
                 time.sleep(0.02)
             self.wfile.write(b"data: [DONE]\n\n")
+            self.ended.append(True)
         except OSError:
-            return
+            self.ended.append(False)
 
     def answer(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
@@ -134,7 +182,7 @@ class Scripted(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def scripted() -> Iterator[tuple[type[Scripted], str]]:
-    handler = type("Handler", (Scripted,), {"asked": [], "written": []})
+    handler = type("Handler", (Scripted,), {"asked": [], "written": [], "ended": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield handler, f"http://127.0.0.1:{server.server_port}"
@@ -207,3 +255,40 @@ def test_a_server_that_fails_leaves_the_editor_usable(project: Path, scripted: t
     assert logged == ["lmworks: the server answered 404: no such model"] * 2
     inline, _, logged = asyncio.run(edit(project, ["--server", "http://127.0.0.1:9", "--model", "mine"]))
     assert not inline and logged[0].startswith("lmworks: no answer from http://127.0.0.1:9")
+
+
+async def type_on(project: Path, url: str) -> float:
+    """Seconds until the answer to a request that was cancelled, and then shutdown, are there."""
+    client = LanguageClient("editor", "1")
+    await client.start_io(sys.executable, "-m", "lmworks", "lsp", "--server", url, "--model", "mine")
+    root = project.as_uri()
+    await client.initialize_async(types.InitializeParams(types.ClientCapabilities(), root_uri=root))
+    client.initialized(types.InitializedParams())
+    item = types.TextDocumentItem(f"{root}/main.py", types.LanguageKind.Python, 1, TEXT)
+    client.text_document_did_open(types.DidOpenTextDocumentParams(item))
+    params = types.CompletionParams(types.TextDocumentIdentifier(item.uri), types.Position(0, 0))
+    asked = client.protocol.send_request_async(types.TEXT_DOCUMENT_COMPLETION, params, msg_id="first")
+    waiting = asyncio.ensure_future(asked)
+    await asyncio.sleep(0)
+    while not Scripted.streaming.is_set():
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    client.cancel_request(types.CancelParams(id="first"))
+    await asyncio.wait([waiting], timeout=20)
+    waiting.cancel()
+    seconds = time.monotonic() - began
+    await client.shutdown_async(None)
+    client.exit(None)
+    await client.stop()
+    return seconds
+
+
+def test_a_request_that_is_cancelled_ends_at_the_server(project: Path, scripted: tuple[type[Scripted], str]) -> None:
+    handler, url = scripted
+    Scripted.streaming.clear()
+    handler.pieces = ("x ",) * 1000  # 20 s
+    assert asyncio.run(type_on(project, url)) < 5
+    deadline = time.monotonic() + 5
+    while not handler.ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert handler.ended and handler.written[0] < 500

@@ -226,6 +226,33 @@ def test_imports_resolve() -> None:
             assert hasattr(importlib.import_module(one.group), str(one.answer))
 
 
+def test_all_values_of_a_key_are_asked_for(tmp_path: Path) -> None:
+    """Two of four in the answer are half of the score."""
+    suite = load_suite("needle-values", {"needles": {"lengths": [100], "depths": [0.0, 1.0], "repeats": 1}})
+    problems = load_problems(suite)
+    for one in problems:
+        assert len(set(one.answer)) == 4
+        text = one.prompt.partition("\n\n")[0]
+        assert all(text.count(f"is {value}.") == 1 for value in one.answer)
+        assert (text.index(one.answer[0]) > len(text) / 2) == one.group.endswith("1")
+    two = {one.prompt: " and ".join([*one.answer[:2], "12"]) for one in problems}
+    found = run_suite(ScriptedModel(lambda prompt, _: two[prompt.text]), suite, tmp_path / "out")
+    assert found["metrics"]["recall"]["value"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"prompt": 5}, r"line 1: prompt is '5' \(int\), and has to be a text"),
+        ({"test": ["assert False"]}, "line 1: its test is no program but list"),  # as an expression it would pass
+        ({"test": " "}, "line 1: its test is empty"),
+    ],
+)
+def test_rows_that_would_score_something_else(tmp_path: Path, change: dict[str, Any], error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        load_problems(suite_of("humaneval", [{**ADD, **change}], tmp_path))
+
+
 @pytest.mark.parametrize(("name", "asked"), [("needle-copy", "reads:"), ("needle-repository", "_LIMIT ==")])
 def test_copies_and_constants_lie_where_they_should(name: str, asked: str) -> None:
     suite = load_suite(name, {"needles": {"lengths": [100, 400], "depths": [0.0, 1.0], "repeats": 1}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lmworks.evals import load_suite, read_result, run_suite
 from lmworks.evals.models import Completion, OnCompletion, Prompt
 from lmworks.evals.suite import Suite
 from lmworks.spec import DataError, SpecError
+from lmworks.spec.errors import LMWorksError
 
 RIGHT = {ADD["prompt"]: "    return a + b\n", DOUBLE["prompt"]: "    return 2 * a\n"}
 
@@ -20,6 +22,26 @@ RIGHT = {ADD["prompt"]: "    return a + b\n", DOUBLE["prompt"]: "    return 2 * 
 def humaneval(tmp_path: Path, **changes: Any) -> Suite:
     data = write_rows(tmp_path / "problems.jsonl", [ADD, DOUBLE])
     return load_suite("humaneval", {"data": str(data), **changes})
+
+
+def test_a_mistyped_evaluation_leaves_the_folder_free(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SpecError, match="no such file"):
+        run_suite(ScriptedModel(lambda *_: ""), load_suite("humaneval", {"data": "none.jsonl"}), out)
+    run_suite(ScriptedModel(lambda *_: ""), humaneval(tmp_path), out)
+    with pytest.raises(SpecError, match=r"an evaluation with suite\.generation\.max_tokens = 512, not 9: give another"):
+        run_suite(ScriptedModel(lambda *_: ""), humaneval(tmp_path, generation={"max_tokens": 9}), out)
+
+
+def test_a_model_that_refuses_everything_has_no_score(tmp_path: Path) -> None:
+    class Refusing(ScriptedModel):
+        def generate(self, prompts: Sequence[Prompt], on_result: OnCompletion) -> None:
+            for place in range(len(prompts)):
+                on_result(place, Completion("", error="no template"))
+
+    with pytest.raises(LMWorksError, match="all 2 requests were refused: no template"):
+        run_suite(Refusing(lambda *_: ""), humaneval(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out/result.json").exists()
 
 
 def test_humaneval_scores_samples_and_verdicts(tmp_path: Path) -> None:

@@ -138,11 +138,20 @@ def test_the_gate_refuses_a_regression(run_dir: Path, tmp_path: Path, capsys: py
     lmworks(*words, "--gate", tmp_path / "better.json", code=1)
     assert "worse than" in (said := capsys.readouterr().err) and "loss nll" in said
     (tmp_path / "other.json").write_text(json.dumps({**result(scores), "suite": "humaneval"}))
-    lmworks(*words, "--gate", tmp_path / "other.json", code=2)
-    capsys.readouterr()
+    unused = [*words[:-2], tmp_path / "unused", "--gate", tmp_path / "other.json"]
+    lmworks(*unused, code=2)
+    assert "--gate: the baseline has no suite 'loss'" in capsys.readouterr().err
+    assert not (tmp_path / "unused").exists()  # said before the work, not after it
     lmworks("evals", "compare", tmp_path / "better.json", tmp_path / "out", "--json")
     (found,) = json.loads(capsys.readouterr().out)
     assert found["difference"] == pytest.approx(0.1) and found["p"] < 0.01 and found["worse"] == len(scores)
+
+
+def test_a_heat_map_needs_lengths_and_depths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loss.json").write_text(json.dumps({**result({"0": 1.0}), "groups": {}}))
+    lmworks("evals", "heatmap", tmp_path / "loss.json", "--out", tmp_path / "x.png", code=2)
+    assert "no suite in it has no scores" not in (said := capsys.readouterr().err)
+    assert "has no scores by several lengths or depths; evaluate e.g. --suite needle first" in said
 
 
 @pytest.mark.parametrize(

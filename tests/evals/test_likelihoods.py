@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from lmworks.data.fim import find_sentinels
 from lmworks.data.tokenizer import read_tokenizer, train_bpe
 from lmworks.evals import load_suite, run_suite
 from lmworks.evals.engine_model import EngineModel
-from lmworks.evals.models import Likelihood, Pair
+from lmworks.evals.models import Likelihood, Pair, Prompt
 from lmworks.evals.problem import Problem
 from lmworks.evals.scoring import score_choices
 from lmworks.spec.fim import FimSpec
@@ -138,5 +139,30 @@ def test_sentinels_are_those_of_training_or_of_the_tokenizer(tmp_path: Path) -> 
     assert found is not None and found.prompt([1], [2]) == [prefix, 1, suffix, 2, middle]
     own = find_sentinels(tokenizer, FimSpec(rate=0.5, sentinels="own", prefix="<a>", suffix="<b>", middle="<c>"))
     assert own is not None and own.prompt([1], [2]) == [a, 1, b, 2, c]
+    suffix_first = find_sentinels(tokenizer, FimSpec(rate=0.5, spm_rate=1.0))  # the only order it was trained with
+    assert suffix_first is not None and suffix_first.prompt([1], [2]) == [prefix, suffix, 2, middle, 1]
+    assert suffix_first.example([1], [3], [2], True)[:-1] == suffix_first.prompt([1], [2])
     assert find_sentinels(tokenizer, FimSpec()) is None  # trained without infilling
     assert find_sentinels(load_tokenizer("bytes")) is None
+
+
+def test_infilling_prompts_begin_as_other_prompts_do(folder: Path, tmp_path: Path) -> None:
+    """Code Llama's have begin-of-text, from the post-processor of its tokenizer."""
+    shutil.copytree(folder, tmp_path / "model")
+    table = json.loads(train_bpe(WORDS * 4, 296))
+    names = ["<s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
+    table["added_tokens"] += [
+        {"id": 296 + at, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False} for at, name in enumerate(names)
+    ]  # fmt: skip
+    table["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [296], "tokens": ["<s>"]}},
+    }
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(table))
+    with LLM(tmp_path / "model", dtype="fp32") as llm:
+        ids = EngineModel(llm, {}).encode(Prompt("alpha", 0, 4, 0.0, 1.0, (), " beta"))
+        assert next(iter(llm.encode("alpha"))) == 296 == ids[0]
+        assert ids[1] == 297 and ids.count(296) == 1 and ids[-1] == 299

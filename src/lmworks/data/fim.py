@@ -42,6 +42,7 @@ class Sentinels:
     middle: int
     end: int | None
     joined: bool
+    suffix_first: bool = False  # of prompts: the run has learned no other order
 
     @classmethod
     def of(cls, spec: FimSpec, tokenizer: Tokenizer) -> Sentinels:
@@ -54,15 +55,16 @@ class Sentinels:
                 "the data with one that has (bpe:N+code reserves StarCoder's), or name its own: sentinels = 'own'"
             )
         first, second, third = (int(found[name] or 0) for name in (names.prefix, names.suffix, names.middle))
-        return cls(first, second, third, found[names.end] if names.end else None, names.joined)
+        end = found[names.end] if names.end else None
+        return cls(first, second, third, end, names.joined, suffix_first=spec.spm_rate == 1)
 
     @property
     def ids(self) -> list[int]:
         return [self.prefix, self.suffix, self.middle, *([] if self.end is None else [self.end])]
 
-    def prompt(self, prefix: list[int], suffix: list[int], suffix_first: bool = False) -> list[int]:
+    def prompt(self, prefix: list[int], suffix: list[int], suffix_first: bool | None = None) -> list[int]:
         """What a model completes with the middle."""
-        if not suffix_first:
+        if not (self.suffix_first if suffix_first is None else suffix_first):
             return [self.prefix, *prefix, self.suffix, *suffix, self.middle]
         if self.joined:
             return [self.prefix, self.suffix, *suffix, self.middle, *prefix]

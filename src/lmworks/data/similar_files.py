@@ -20,13 +20,35 @@ def identifiers(text: str) -> list[str]:
 
 
 class SimilarFiles:
-    """An index of texts by path."""
+    """An inverted index of texts by path: a query costs what its names occur, not how many files there are."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self.counts = {path: Counter(identifiers(text)) for path, text in files.items()}
-        self.lengths = {path: sum(counts.values()) for path, counts in self.counts.items()}
-        self.mean_length = sum(self.lengths.values()) / max(1, len(files)) or 1.0
-        self.holders = Counter(name for counts in self.counts.values() for name in counts)
+    def __init__(self, files: Mapping[str, str] | None = None) -> None:
+        self.texts: dict[str, str] = {}
+        self.names: dict[str, tuple[str, ...]] = {}  # of a path, each once
+        self.lengths: dict[str, int] = {}
+        self.total_length = 0
+        self.holders: dict[str, dict[str, int]] = {}  # name → path → how often
+        for path, text in (files or {}).items():
+            self.put(path, text)
+
+    def put(self, path: str, text: str) -> None:
+        """Add a file, or the text that it has now."""
+        self.remove(path)
+        counts = Counter(identifiers(text))
+        for name, count in counts.items():
+            self.holders.setdefault(name, {})[path] = count
+        self.texts[path], self.names[path] = text, tuple(counts)
+        self.lengths[path] = counts.total()
+        self.total_length += counts.total()
+
+    def remove(self, path: str) -> None:
+        if self.texts.pop(path, None) is None:
+            return
+        self.total_length -= self.lengths.pop(path)
+        for name in self.names.pop(path):
+            del self.holders[name][path]
+            if not self.holders[name]:
+                del self.holders[name]
 
     def rank(self, query: str, most: int = 5, method: str = "bm25", but: str = "") -> list[tuple[str, float]]:
         """(path, score) of the most similar files, best first, ties by path; none that shares no name.
@@ -34,31 +56,37 @@ class SimilarFiles:
         `but`: the file that is being written.
         """
         names = set(identifiers(query))
-        score = self.bm25 if method == "bm25" else self.jaccard
-        scored = [(path, score(path, names)) for path in self.counts if path != but]
-        return sorted((one for one in scored if one[1] > 0), key=lambda one: (-one[1], one[0]))[:most]
+        scores = self.bm25(names) if method == "bm25" else self.jaccard(names)
+        scores.pop(but, None)
+        return sorted(scores.items(), key=lambda one: (-one[1], one[0]))[:most]
 
-    def bm25(self, path: str, names: set[str]) -> float:
-        counts, files = self.counts[path], len(self.counts)
-        norm = K1 * (1 - B + B * self.lengths[path] / self.mean_length)
-        total = 0.0
-        for name in sorted(names & counts.keys()):
-            rarity = math.log(1 + (files - self.holders[name] + 0.5) / (self.holders[name] + 0.5))
-            total += rarity * counts[name] * (K1 + 1) / (counts[name] + norm)
-        return total
+    def bm25(self, names: set[str]) -> dict[str, float]:
+        files = len(self.texts)
+        mean_length = self.total_length / max(1, files) or 1.0
+        norms: dict[str, float] = {}
+        scores: dict[str, float] = {}
+        for name in sorted(names & self.holders.keys()):  # in one order, so that sums are the same every time
+            holders = self.holders[name]
+            rarity = math.log(1 + (files - len(holders) + 0.5) / (len(holders) + 0.5))
+            for path, count in holders.items():
+                norm = norms.get(path)
+                if norm is None:
+                    norm = norms[path] = K1 * (1 - B + B * self.lengths[path] / mean_length)
+                scores[path] = scores.get(path, 0.0) + rarity * count * (K1 + 1) / (count + norm)
+        return scores
 
-    def jaccard(self, path: str, names: set[str]) -> float:
-        there = self.counts[path].keys()
-        return len(names & there) / max(1, len(names | there))
+    def jaccard(self, names: set[str]) -> dict[str, float]:
+        shared = Counter(path for name in names & self.holders.keys() for path in self.holders[name])
+        return {path: both / (len(names) + len(self.names[path]) - both) for path, both in shared.items()}
 
 
-def context_files(files: Mapping[str, str], path: str, text: str, most_characters: int) -> list[tuple[str, str]]:
+def context_files(index: SimilarFiles, path: str, text: str, most_characters: int) -> list[tuple[str, str]]:
     """(path, text) for a prompt that completes `text` in `path`: the most similar last, next to it, as many as fit."""
     chosen: list[tuple[str, str]] = []
     left = most_characters
-    for other, _ in SimilarFiles(files).rank(text, len(files), but=path):
-        size = len(other) + len(files[other]) + 1
+    for other, _ in index.rank(text, len(index.texts), but=path):
+        size = len(other) + len(index.texts[other]) + 1
         if size <= left:
-            chosen.append((other, files[other]))
+            chosen.append((other, index.texts[other]))
             left -= size
     return chosen[::-1]

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,7 +243,7 @@ def jsonl_texts(file: str, start: int, stop: int, field: str) -> Iterator[str]:
                 for number, line in enumerate(stream, 1):
                     if line.strip():
                         yield line_text(line, field, lambda number=number: f"{file} line {number}")  # type: ignore[misc]
-            except (OSError, EOFError) as error:
+            except damages(file) as error:
                 raise DataError(f"{file} is damaged: {error}") from None
         return
     with open(file, "rb") as stream:
@@ -285,6 +286,15 @@ def open_compressed(file: str) -> IO[bytes]:
     except ImportError:
         raise DataError(f"{file}: reading .zst needs zstandard: {EXTRA}") from None
     return io.BufferedReader(zstandard.open(file, "rb"))
+
+
+def damages(file: str) -> tuple[type[Exception], ...]:
+    """What reading a damaged file that `open_compressed` opened raises: the decoders have errors of their own."""
+    if file.endswith(".gz"):
+        return OSError, EOFError, zlib.error
+    import zstandard
+
+    return OSError, EOFError, zstandard.ZstdError
 
 
 def line_name(file: str, raw: mmap.mmap, at: int) -> str:

@@ -7,11 +7,10 @@ Other files come first, the most similar next to the cursor (`data.similar_files
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..data.repository import FILE
-from ..data.similar_files import context_files
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,16 @@ class CompletionPrompt:
     suffix: str
 
 
-def build_prompt(path: str, text: str, cursor: int, files: Mapping[str, str], budget: Budget) -> CompletionPrompt:
-    """For the text at `cursor`, an offset in characters; `files`: others of the project by path, as the model knows
-    them (relative to its root)."""
+ContextFiles = Callable[[str, str, int], list[tuple[str, str]]]
+"""Path and text of files like a text in a path, in at most so many characters; the most similar last."""
+
+
+def build_prompt(path: str, text: str, cursor: int, similar: ContextFiles, budget: Budget) -> CompletionPrompt:
+    """For the text at `cursor`, an offset in characters. Paths are relative to the project's root, as in training."""
     before, after = text[max(0, cursor - budget.before) : cursor], text[cursor : cursor + budget.after]
     if not budget.others:
         return CompletionPrompt(before, after)
     around = text[max(0, cursor - budget.before) : cursor + budget.after]
-    chosen = context_files(files, path, around, budget.others)
+    chosen = similar(path, around, budget.others)
     parts = [*(f"{FILE}{other}\n{content}" for other, content in chosen), f"{FILE}{path}\n{before}"]
     return CompletionPrompt("".join(parts), after)

@@ -95,11 +95,14 @@ def compare_results(first: Mapping[str, Any], second: Mapping[str, Any], metric:
     )
 
 
-def regressions(baseline: Mapping[str, Any], results: Mapping[str, Any], level: float) -> list[Comparison]:
-    """Suites that are worse than the baseline beyond noise. A suite that the baseline lacks is an error."""
-    missing = sorted(results.keys() - baseline.keys())
+def check_baseline(baseline: Mapping[str, Any], suites: Sequence[str]) -> None:
+    missing = sorted(set(suites) - baseline.keys())
     if missing:
         raise SpecError(f"--gate: the baseline has no suite {missing[0]!r}; it has {', '.join(sorted(baseline))}")
+
+
+def regressions(baseline: Mapping[str, Any], results: Mapping[str, Any], level: float) -> list[Comparison]:
+    """Suites that are worse than the baseline beyond noise."""
     compared = [compare_results(baseline[name], result) for name, result in results.items()]
     return [one for one in compared if is_worse(one) and one.p < level]
 

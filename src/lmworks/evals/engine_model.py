@@ -14,7 +14,7 @@ from ..spec.errors import SpecError
 from ..spec.fim import FimSpec
 from .models import Completion, Likelihood, OnCompletion, OnLikelihood, Pair, Prompt
 
-SENTINELS = 4  # tokens beside prefix and suffix, at most
+SENTINELS = 5  # tokens beside prefix and suffix, at most: three marks, begin-of-text, one to spare
 
 
 class TextEngine(Protocol):
@@ -73,9 +73,14 @@ class EngineModel:
         if prompt.suffix is not None and self.sentinels is not None:
             before, after = self.tokenizer.encode(prompt.text), self.tokenizer.encode(prompt.suffix)
             after = after[: room // 4] if len(before) + len(after) + SENTINELS > room else after
-            return self.sentinels.prompt(before[-(room - len(after) - SENTINELS) :], after)
+            return self.begin() + self.sentinels.prompt(before[-(room - len(after) - SENTINELS) :], after)
         ids = list(self.llm.encode(prompt.text)) if prompt.text else self.llm.empty_prompt()
         return ids[-(room - 1) :]  # the end of a text that is too long
+
+    def begin(self) -> list[int]:
+        """The begin-of-text token, where a prompt of this model has one."""
+        ids = list(self.llm.encode("a"))
+        return ids[: len(ids) - len(self.tokenizer.encode("a"))]
 
     def likelihoods(self, pairs: Sequence[Pair], on_result: OnLikelihood) -> None:
         """Context and continuation are encoded together, as in lm-evaluation-harness; the continuation begins where

@@ -30,25 +30,30 @@ class EvaluationFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SpecError(f"--out {path}: {error.strerror}") from None
-        self.check_settings(json.loads(json.dumps(settings)))
+        self.settings = json.loads(json.dumps(settings))
+        self.check_settings()
         self.samples = {key_of(one): one for one in read_lines(path / "samples.jsonl")}
         self.verdicts = {key_of(one): one for one in read_lines(path / "verdicts.jsonl")}
         self.sample_lines = LineWriter(path / "samples.jsonl")
         self.verdict_lines = LineWriter(path / "verdicts.jsonl")
 
-    def check_settings(self, settings: dict[str, Any]) -> None:
+    def check_settings(self) -> None:
         place = self.path / "settings.json"
         if not place.exists():
-            self.write("settings.json", settings)
             return
-        before = read_json_object(place, DataError)
-        other = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+        before, now = flat(read_json_object(place, DataError)), flat(self.settings)
+        other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         if other:
             name = other[0]
             raise SpecError(
                 f"{self.path} holds an evaluation with {name} = {shown(before.get(name))}, not "
-                f"{shown(settings.get(name))}: give another --out, or delete that folder"
+                f"{shown(now.get(name))}: give another --out, or delete that folder"
             )
+
+    def claim(self) -> None:
+        """From now on the folder is of these settings. Not before there is something to evaluate: what was mistyped
+        does not stand in the way of what was meant."""
+        self.write("settings.json", self.settings)
 
     def problems(self) -> list[Problem] | None:
         """Those that were asked before the evaluation stopped; None: it had not begun."""
@@ -56,6 +61,7 @@ class EvaluationFolder:
         return [Problem(**one) for one in read_lines(path)] if path.exists() else None
 
     def write_problems(self, problems: list[Problem]) -> None:
+        self.claim()
         lines = b"".join(encode(one.to_dict()) for one in problems)
         self.replace("problems.jsonl", lines)
 
@@ -88,6 +94,14 @@ class EvaluationFolder:
 
 def key_of(record: dict[str, Any]) -> Key:
     return record["problem"], record["sample"]
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"suite": {"data": …}} → {"suite.data": …}"""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def shown(value: Any) -> str:

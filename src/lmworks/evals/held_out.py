@@ -28,6 +28,7 @@ def held_out_result(
     try:
         if not folder.verdicts:
             trained = load_trained(run, step)
+            folder.claim()
             windows = loss_by_window(trained.model, held_out(trained.spec), trained.spec, limit)
             for number, (loss, tokens) in enumerate(windows):
                 scored = {"scores": {"nll": loss}, "weights": {"nll": tokens}}

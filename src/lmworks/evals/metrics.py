@@ -27,6 +27,7 @@ METRICS: Mapping[str, Metric] = {
     "resolves": Metric("the name that the answer begins with is there in what was imported"),
     "numeric": Metric("the final number is the reference's"),
     "contains": Metric("the answer holds the reference"),
+    "recall": Metric("share of the references that the answer holds"),
     "accuracy": Metric("the right choice has the highest log-likelihood"),
     "accuracy_norm": Metric("the same, of log-likelihood per character of the choice"),
     "nll": Metric("negative log-likelihood of a token, in nats: the mean over all tokens", higher_is_better=False),

@@ -42,9 +42,18 @@ def read_problems(suite: Suite, format: Format, source: str = "") -> Iterator[Pr
         for name in format.fields:
             field_of(known, name, place)
         try:
-            yield format.read(known, place, suite)
+            problem = format.read(known, place, suite)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{place} does not fit format {suite.format!r}: {type(error).__name__} {error}") from None
+        check_texts(problem, place)
+        yield problem
+
+
+def check_texts(problem: Problem, place: str) -> None:
+    for name in ("prompt", "suffix", "before", "after", "tests"):
+        value = getattr(problem, name)
+        if not isinstance(value, str | None):
+            raise DataError(f"{place}: {name} is {str(value)[:60]!r} ({type(value).__name__}), and has to be a text")
 
 
 def renamed(suite: Suite, row: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..data.progress import Progress, silent
 from ..sandbox import Sandbox
-from ..spec.errors import SpecError
+from ..spec.errors import LMWorksError, SpecError
 from .folder import EvaluationFolder, Key
 from .formats import FORMATS
 from .formats.format import CHOOSE, GENERATE, HELD_OUT, Format
@@ -60,6 +60,11 @@ def finish(
 ) -> dict[str, Any]:
     groups = {one.id: one.group for one in problems}
     result = {**facts, **summarize(suite, groups, list(folder.verdicts.values()))}
+    refused = [one["error"] for one in folder.verdicts.values() if one.get("error")]
+    if len(refused) == len(folder.verdicts):  # not a score of 0
+        raise LMWorksError(
+            f"suite {suite.name}: all {len(refused)} requests were refused: {refused[0]} (kept in {folder.path})"
+        )
     folder.write("result.json", result)
     return result
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..align.answers import final_number
 from ..align.verifiers import equal, gold_number
 from ..sandbox import Sandbox
@@ -35,6 +37,7 @@ def score_text(suite: Suite, problem: Problem, text: str, sandbox: Sandbox) -> t
     if problem.known:  # the answer is a name
         found = NAME.match(text)
         text = found[0] if found else ""
+    golds = problem.answer if isinstance(problem.answer, list) else [problem.answer]
     for name in suite.metrics:
         if name == "pass":
             if problem.tests or problem.cases:
@@ -44,8 +47,9 @@ def score_text(suite: Suite, problem: Problem, text: str, sandbox: Sandbox) -> t
             scores[name] = float(text in problem.known)
         elif name == "numeric":
             scores[name] = float(equal(final_number(text), gold_number(problem.answer), RELATIVE))
+        elif name == "recall":
+            scores[name] = float(np.mean([TEXT_METRICS["contains"](text, one) for one in golds]))
         elif name in TEXT_METRICS:
-            golds = problem.answer if isinstance(problem.answer, list) else [problem.answer]
             scores[name] = max(TEXT_METRICS[name](text, gold) for gold in golds)
     return scores, log
 

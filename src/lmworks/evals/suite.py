@@ -43,12 +43,13 @@ class Needles(Section):
 
     task: str = opt(
         "number",
-        "what is hidden: a number among sentences, a line to copy, a constant of a file that another one uses",
-        choices=("number", "copy", "repository"),
+        "what is hidden: a number among sentences, several of a key, a line to copy, a constant that a file uses",
+        choices=("number", "numbers", "copy", "repository"),
     )
     lengths: list[int] = opt([256, 1024, 4096], "words of the text, approximately")
     depths: list[float] = opt([0.0, 0.25, 0.5, 0.75, 1.0], "where the needle lies: 0 at the start, 1 at the end")
     keys: int = opt(1, "needles with keys of their own, of which one is asked for", ge=1)
+    values: int = opt(1, "task numbers: how many a key has, all of which are asked for", ge=1)
     repeats: int = opt(2, "problems of each length and depth", ge=1)
 
 

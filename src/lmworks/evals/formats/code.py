@@ -40,9 +40,11 @@ def infilling(row: dict[str, Any], place: str, suite: Suite) -> Problem:
 
 def check_call(row: dict[str, Any], place: str) -> str:
     test, name = row["test"], row["entry_point"]
-    if not str(test).strip():
+    if not isinstance(test, str):  # a list of assertions, as an expression, would pass whatever is in it
+        raise DataError(f"{place}: its test is no program but {type(test).__name__}; format 'mbpp' has lists of tests")
+    if not test.strip():
         raise DataError(f"{place}: its test is empty: every answer would pass")
-    return f"{test}\ncheck({name})" if "def check(" in test else str(test)
+    return f"{test}\ncheck({name})" if "def check(" in test else test
 
 
 def mbpp(row: dict[str, Any], place: str, suite: Suite) -> Problem:

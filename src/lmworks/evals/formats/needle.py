@@ -1,7 +1,7 @@
 """A fact in a long text, asked for at its end: by length and by depth, with distractors of the same form (RULER).
 
-Three kinds: a number among sentences, a line of words that is to be copied, and a constant of a module that another
-file of the same repository uses.
+Four kinds: a number among sentences, several numbers of one key, a line of words that is to be copied, and a constant
+of a module that another file of the same repository uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..problem import Problem
 from .format import Format
 
 if TYPE_CHECKING:
-    from ..suite import Suite
+    from ..suite import Needles, Suite
 
 FILLER = (
     "The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.",
@@ -54,6 +54,13 @@ TASKS = {
         "The special number of {key} is {value}.",
         "\n\nWhat is the special number of {key}? The special number of {key} is",
     ),
+    "numbers": Task(
+        FILLER,
+        " ",
+        number,
+        "One of the special numbers of {key} is {value}.",
+        "\n\nWhat are all special numbers of {key}? The special numbers of {key} are",
+    ),
     "copy": Task(
         FILLER,
         " ",
@@ -76,26 +83,29 @@ def needles(suite: Suite, limit: int) -> list[Problem]:
     for length in suite.needles.lengths:
         for depth in suite.needles.depths:
             for repeat in range(suite.needles.repeats):
-                found.append(haystack(length, depth, suite.needles.keys, repeat, TASKS[suite.needles.task]))
+                found.append(haystack(length, depth, repeat, suite.needles))
     return found[: limit or None]
 
 
-def haystack(length: int, depth: float, keys: int, repeat: int, task: Task) -> Problem:
-    draw = random.Random(f"{length} {depth} {keys} {repeat}")
-    facts = [(key, task.value(draw)) for key in draw.sample(KEYS, keys)]
+def haystack(length: int, depth: float, repeat: int, asked_for: Needles) -> Problem:
+    """The first of the key's values lies at `depth`, its others and other keys anywhere."""
+    task = TASKS[asked_for.task]
+    draw = random.Random(f"{length} {depth} {asked_for.keys} {repeat}")
+    facts = [(key, task.value(draw)) for key in draw.sample(KEYS, asked_for.keys)]
     lines: list[str] = []
     words = 0
     while words < length:
         lines.append(task.filler[len(lines) % len(task.filler)])
         words += len(lines[-1].split())
     asked, value = facts[0]
-    for key, other in facts[1:]:
+    values = [value, *(task.value(draw) for _ in range(asked_for.values - 1))]
+    for key, other in [*facts[1:], *((asked, other) for other in values[1:])]:
         lines.insert(draw.randint(0, len(lines)), filled(task.fact, key, other))
     lines.insert(round(depth * len(lines)), filled(task.fact, asked, value))
     return Problem(
         id=f"{length}/{depth:g}/{repeat}",
         prompt=task.between.join(lines) + filled(task.question, asked, value),
-        answer=value,
+        answer=value if len(values) == 1 else values,
         group=group_name(length, depth),
     )
 
