@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import watched_device_memory
 from datasets import Dataset
 from online_round import CUDA, SAMPLES, answer_lengths, model_config, parse, save, write_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,8 +38,9 @@ DTYPE = torch.bfloat16 if CUDA else torch.float32
 def main() -> None:
     options = parse(__doc__)
     for method in options.methods:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, watched_device_memory() as used:
             found = grpo(options, Path(folder)) if method == "grpo" else ppo(options, Path(folder))
+        found["peak_device_gib"] = used.gib
         print(found)
         if options.save:
             save(options, method, "trl", found)

@@ -9,7 +9,7 @@ import torch
 
 from lmworks.align.online_trainer import OnlineTrainer
 from lmworks.align.post_trainer import trainer_class
-from lmworks.align.residency import HostRest
+from lmworks.align.residency import HostOffload
 from lmworks.model import GPT
 from lmworks.record import read_metrics
 from lmworks.spec import SpecError
@@ -22,7 +22,7 @@ def test_memory_is_given_back_and_returns_with_its_numbers() -> None:
     whole = torch.arange(10.0)
     tensors = [whole, whole[2:5], torch.ones(3, dtype=torch.bfloat16), torch.zeros(())]
     expected = [tensor.clone() for tensor in tensors]
-    rest = HostRest(lambda: tensors, torch.device("cpu"), frozen=False)
+    rest = HostOffload(lambda: tensors, torch.device("cpu"), frozen=False)
     rest.release()
     rest.release()  # nothing is left to give back
     assert storage_bytes(tensors) == 0

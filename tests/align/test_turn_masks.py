@@ -12,7 +12,7 @@ from lmworks.align.post_trainer import trainer_class
 from lmworks.align.ppo import set_token_advantages
 from lmworks.align.reward_scorer import RewardScorer
 from lmworks.align.rollouts import Rollout, by_answer, load_round, packed_batch, save_round
-from lmworks.align.rounds import sampler_difference
+from lmworks.align.rounds import sampler_mismatch
 from lmworks.data import Batch
 from lmworks.data.loader import IGNORED
 from lmworks.model.reward_stats import RewardStats
@@ -78,7 +78,7 @@ def test_a_reward_model_reads_the_last_token_that_was_sampled() -> None:
 def test_differences_to_the_sampler_are_of_sampled_tokens() -> None:
     one = two_turns()
     one.old_logps = [-1.0, -2.0, 9.0, 9.0, -3.3]
-    found = sampler_difference([one])
+    found = sampler_mismatch([one])
     assert found["sampler_diff/max"] == pytest.approx(0.3) and found["sampler_diff/mean"] == pytest.approx(0.1)
 
 

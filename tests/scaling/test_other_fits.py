@@ -12,10 +12,10 @@ from planted import TRUTH, branches, ladder, planted
 from lmworks.scaling.bootstrap import correction, row_weights
 from lmworks.scaling.downstream import fit_downstream, metric
 from lmworks.scaling.fitting import fit_law
+from lmworks.scaling.hyperparameter_laws import fit_hyperparameter_law
 from lmworks.scaling.isoflop import fit_isoflop
 from lmworks.scaling.points import Points, read_points
 from lmworks.scaling.results import isoflop_result
-from lmworks.scaling.settings import fit_setting
 from lmworks.spec import SpecError
 
 DATA = Path(__file__).parents[2] / "validation" / "scaling"
@@ -71,14 +71,14 @@ def test_the_learning_rate_of_a_power_law_comes_back() -> None:
             rows += [(n, d, lr, 3 + 0.05 * np.log(lr / best) ** 2) for lr in best * np.array([0.3, 0.6, 1.1, 2.0, 4.0])]
     n, d, lr, loss = (np.array(column) for column in zip(*rows, strict=True))
     points = Points("made", loss, n, d, 6 * n * d, columns={"lr": [str(value) for value in lr]})
-    found = fit_setting(points, "lr")
+    found = fit_hyperparameter_law(points, "lr")
     assert found.params == pytest.approx({"c": 1.79, "n_exponent": -0.713, "d_exponent": 0.307}, rel=1e-6)
     assert found.at(1e9, 2e10)["lr"] == pytest.approx(1.79 * 1e9**-0.713 * 2e10**0.307, rel=1e-6)
     assert found.holdout_error == pytest.approx(0, abs=1e-9)
     edge = points.take(np.array([value < 1.5 * np.median(lr) for value in lr]))
-    assert any("at the edge of what was tried" in warning for warning in fit_setting(edge, "lr").warnings)
+    assert any("at the edge of what was tried" in warning for warning in fit_hyperparameter_law(edge, "lr").warnings)
     tuned = points.take(np.arange(len(lr)) % 5 == 2)  # one run a pair, at 1.1 times the best rate
-    found = fit_setting(tuned, "lr")
+    found = fit_hyperparameter_law(tuned, "lr")
     assert found.params["c"] == pytest.approx(1.1 * 1.79, rel=1e-6)
     assert found.warnings == ("12 of 12 pairs of n and d have one lr: it is taken as tuned already",)
 
@@ -86,7 +86,7 @@ def test_the_learning_rate_of_a_power_law_comes_back() -> None:
 def test_runs_of_one_learning_rate_give_no_law_of_it() -> None:
     points = replace(ladder(0.0, 0), columns={"lr": ["0.004"] * len(ladder(0.0, 0))})
     with pytest.raises(SpecError, match=r"all runs have lr = 0\.004; runs with others give a law of it"):
-        fit_setting(points, "lr")
+        fit_hyperparameter_law(points, "lr")
 
 
 def test_whole_trunks_are_weighted_together_and_few_of_them_say_so() -> None:

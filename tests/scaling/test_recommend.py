@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lmworks.plan.flops import model_flops_per_token
-from lmworks.scaling.choice import least_loss, least_total_cost, tokens_for_loss
+from lmworks.scaling.compute_optimal import least_loss, least_total_cost, tokens_for_loss
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.law_file import constants, law_from_dict, law_to_dict, read_law
 from lmworks.scaling.points import read_points

@@ -12,7 +12,7 @@ import pytest
 
 from lmworks.spec import SpecError
 from lmworks.sweep import slots
-from lmworks.sweep.slots import Resources, Slots, take_slots, visible_gpus, what_is_missing
+from lmworks.sweep.slots import Resources, Slots, missing_resources, take_slots, visible_gpus
 
 SWEEP, OTHER = Path("sweeps/lr"), Path("sweeps/other")
 FORK = multiprocessing.get_context("fork")
@@ -78,14 +78,14 @@ def test_a_killed_process_frees_its_cores() -> None:
 
 def test_who_has_what_a_trial_waits_for() -> None:
     four = Resources((0, 1, 2, 3))
-    assert what_is_missing(four, 4, 0, OTHER) == ""  # nothing was ever taken
+    assert missing_resources(four, 4, 0, OTHER) == ""  # nothing was ever taken
     first, second = must(take_slots(four, 2, 0, SWEEP)), must(take_slots(four, 1, 0, Path("/elsewhere/lr")))
-    assert what_is_missing(four, 1, 0, OTHER) == ""
-    assert what_is_missing(four, 2, 0, OTHER) == "2 cores: held by /elsewhere/lr and sweeps/lr"
-    assert what_is_missing(four, 2, 0, SWEEP) == "2 cores: held by /elsewhere/lr"
+    assert missing_resources(four, 1, 0, OTHER) == ""
+    assert missing_resources(four, 2, 0, OTHER) == "2 cores: held by /elsewhere/lr and sweeps/lr"
+    assert missing_resources(four, 2, 0, SWEEP) == "2 cores: held by /elsewhere/lr"
     second.release()
-    assert what_is_missing(four, 3, 0, SWEEP) == ""  # its own trials are in the way, and it shows those
-    assert what_is_missing(four, 3, 0, OTHER) == "3 cores: held by sweeps/lr"
+    assert missing_resources(four, 3, 0, SWEEP) == ""  # its own trials are in the way, and it shows those
+    assert missing_resources(four, 3, 0, OTHER) == "3 cores: held by sweeps/lr"
     first.release()
     assert must(take_slots(four, 4, 0, OTHER)).cores == [0, 1, 2, 3]  # who looked has kept nothing
 
@@ -94,8 +94,8 @@ def test_who_has_the_gpu_that_a_trial_waits_for() -> None:
     two = Resources(tuple(range(8)), ("0", "1"), trials_per_gpu=2)
     for _ in range(2):
         must(take_slots(Resources(tuple(range(8)), ("0",), trials_per_gpu=2), 1, 1, SWEEP))
-    assert what_is_missing(two, 1, 1, OTHER) == ""
-    assert what_is_missing(two, 2, 2, OTHER) == "2 GPUs: held by sweeps/lr"  # both shares of the other are one GPU
+    assert missing_resources(two, 1, 1, OTHER) == ""
+    assert missing_resources(two, 2, 2, OTHER) == "2 GPUs: held by sweeps/lr"  # both shares of the other are one GPU
 
 
 @pytest.mark.parametrize(

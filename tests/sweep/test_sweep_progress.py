@@ -56,7 +56,7 @@ def predict(sweep: Sweep, number: int, step_s: float | None) -> None:
 
 
 def eta(progress: Progress) -> float | None:
-    return progress.eta_s(progress.look(progress.sweep.trials()))
+    return progress.eta_s(progress.update(progress.sweep.trials()))
 
 
 def test_predictions_give_the_time_before_any_step(sweep: Sweep, clock: Clock) -> None:
@@ -119,19 +119,19 @@ def test_a_pipe_gets_a_line_for_each_trial_that_ends(
     sweep: Sweep, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Display(Progress(sweep, 2), quiet=False) as display:
-        display.look(sweep.trials())
+        display.update(sweep.trials())
         assert capsys.readouterr().out == "2 queued; ETA: known after the first steps\n"
         clock.now += 5
-        display.look(sweep.trials())
+        display.update(sweep.trials())
         assert capsys.readouterr().out == ""
         end(sweep, 0, "finished", result={"loss": 2.5, "val_loss": 2.25})
-        display.look(sweep.trials())
+        display.update(sweep.trials())
         assert "trial 0 finished: model.layers=1: val 2.2500   (1 queued, 1 finished; ETA" in capsys.readouterr().out
         end(sweep, 1, "failed", error="the loss is not finite")
-        display.look(sweep.trials())
+        display.update(sweep.trials())
         assert "trial 1 failed: model.layers=2: the loss is not finite" in capsys.readouterr().out
     with Display(Progress(sweep, 2), quiet=True) as display:
-        display.look(sweep.trials())
+        display.update(sweep.trials())
         assert capsys.readouterr().out == ""
 
 
@@ -147,7 +147,7 @@ def test_a_sweep_says_what_it_waits_for(
 
         def said() -> str:
             clock.now += 5
-            display.look(sweep.trials())
+            display.update(sweep.trials())
             return capsys.readouterr().out
 
         assert said() == "2 queued; ETA: known after the first steps\n"
@@ -158,13 +158,13 @@ def test_a_sweep_says_what_it_waits_for(
         assert held[0]
         held[0].release()
         claim, own = Claim.take(sweep.folder(0).path), take_slots(cores, 1, 0, sweep.path)
-        assert said() == "" and display.status(display.progress.look(sweep.trials()), "x").startswith(
+        assert said() == "" and display.status(display.progress.update(sweep.trials()), "x").startswith(
             "1 queued, 1 running"
         )
-        assert display.progress.waits_for(display.progress.look(sweep.trials())) == "1 core: held by sweeps/lr"
+        assert display.progress.waits_for(display.progress.update(sweep.trials())) == "1 core: held by sweeps/lr"
         assert held[1] and claim and own
         held[1].release()
-        assert display.progress.waits_for(display.progress.look(sweep.trials())) == ""
+        assert display.progress.waits_for(display.progress.update(sweep.trials())) == ""
         claim.release()
         own.release()
 
@@ -175,7 +175,7 @@ def test_tables(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
     sweep.propose({"model.layers": 3}, until=6)
     claim = Claim.take(sweep.folder(2).path)
     write_steps(sweep, 2, 4)
-    rows = Progress(sweep, 2).look(sweep.trials())
+    rows = Progress(sweep, 2).update(sweep.trials())
     assert counts(rows) == {"running": 1, "finished": 1, "failed": 1}
     assert claim is not None
     claim.release()

@@ -16,7 +16,7 @@ from lmworks.record.jsonl import LineWriter
 from lmworks.spec import LMWorksError
 from lmworks.sweep.folder import Sweep
 from lmworks.sweep.pool import Workers
-from lmworks.sweep.slots import Resources, what_is_missing
+from lmworks.sweep.slots import Resources, missing_resources
 from lmworks.sweep.worker import Launch, Worker
 
 ONE = {"seed": {"values": [1]}}
@@ -72,13 +72,13 @@ def test_slots_say_which_sweep_has_them(sweep: Sweep, tmp_path: Path) -> None:
     seen: list[str] = []
 
     def start(launch: Launch) -> Ended:
-        seen.append(what_is_missing(Resources((0,)), 1, 0, tmp_path / "another"))
+        seen.append(missing_resources(Resources((0,)), 1, 0, tmp_path / "another"))
         sweep.folder(0).event("finish", 12)
         return Ended(1)
 
     Worker(sweep, Resources((0,)), start).run()
     assert seen == [f"1 core: held by {sweep.path}"]
-    assert what_is_missing(Resources((0,)), 1, 0, tmp_path / "another") == ""
+    assert missing_resources(Resources((0,)), 1, 0, tmp_path / "another") == ""
 
 
 def test_a_killed_trial_is_started_again(sweep: Sweep) -> None:

@@ -31,7 +31,7 @@ class FormulaWorkers:
         self.sweep, self.count, self.left, self.every = sweep, 1, kill_after, every
         self.ran: list[tuple[int, int]] = []
 
-    def wait_any(self, numbers: Sequence[int], look: object = None) -> Trial:
+    def wait_any(self, numbers: Sequence[int], on_poll: object = None) -> Trial:
         number = numbers[0]
         trial = self.sweep.trial(number)
         assert trial.state == "queued"

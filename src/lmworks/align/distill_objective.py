@@ -12,7 +12,7 @@ from ..spec import AlignSpec, RunSpec, SpecError
 from ..train.objective import Forward
 from .frozen_model import model_of
 from .objectives import AnswerObjective
-from .policy_objective import agreement
+from .policy_objective import sampler_mismatch
 from .rollouts import by_answer
 
 KEY = "align.teacher"
@@ -58,7 +58,7 @@ class DistillObjective(AnswerObjective):
         if self.scores_sampler:
             extras = {name: tensor.to(states.device) for name, tensor in batch.extras.items()}
             fresh = extras.get("fresh", extras["mask"])
-            compared = agreement(by_answer(found.logps, batch), extras["sampler_logps"], fresh)
+            compared = sampler_mismatch(by_answer(found.logps, batch), extras["sampler_logps"], fresh)
             for name, value in compared.items():  # means over fresh tokens
                 self.sums.add(name, value, fresh.sum())
         return found.loss

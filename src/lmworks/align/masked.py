@@ -50,6 +50,6 @@ def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, unbiased: bo
     return zero_outside(whitened if shift_mean else whitened + mean, mask)
 
 
-def mean_or_share(losses: Tensor, denominator: Denominator) -> Tensor:
+def batch_mean(losses: Tensor, denominator: Denominator) -> Tensor:
     """Mean of a batch; with `denominator` its sum divided by that: the share of this batch in a mean of many."""
     return losses.sum() / (max(1, losses.numel()) if denominator is None else denominator)

@@ -165,7 +165,7 @@ class OnlineTrainer(PostTrainer):
         return self.rounds.take(cursor, ahead=1)
 
     def save(self, wait: bool = True) -> float:
-        self.rounds.sampler.settle()
+        self.rounds.sampler.finish_pending()
         return super().save(wait)
 
     def batch_stream(self) -> BatchStream:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .kl import KLKind, clamp_log_ratio, kl_penalty
 from .logprobs import Metrics
-from .masked import Denominator, at_least_fp32, masked_mean, masked_sum, masked_var, mean_or_share, zero_outside
+from .masked import Denominator, at_least_fp32, batch_mean, masked_mean, masked_sum, masked_var, zero_outside
 
 Aggregation = Literal["grpo", "dapo", "dr_grpo"]
 
@@ -129,7 +129,7 @@ def rloo_loss(
     metrics["approx_kl"] = masked_mean(0.5 * (logps - old).detach() ** 2, mask)
     if entropies is not None:
         metrics["entropy"] = masked_mean(entropies.detach(), mask)
-    return mean_or_share(losses, denominator), metrics
+    return batch_mean(losses, denominator), metrics
 
 
 def ppo_value_loss(
@@ -208,9 +208,9 @@ def aggregate(
     if aggregation == "dapo":
         return masked_mean(losses, mask) if denominator is None else masked_sum(losses, mask) / denominator
     if aggregation == "grpo":
-        return mean_or_share(masked_mean(losses, mask, dim=-1), denominator)
+        return batch_mean(masked_mean(losses, mask, dim=-1), denominator)
     if aggregation != "dr_grpo":
         raise ValueError(f"aggregation = {aggregation!r}: grpo, dapo or dr_grpo")
     if max_length is None:
         raise ValueError("aggregation = 'dr_grpo' needs max_length, the constant that it divides by")
-    return mean_or_share(masked_sum(losses, mask, dim=-1) / max_length, denominator)
+    return batch_mean(masked_sum(losses, mask, dim=-1) / max_length, denominator)

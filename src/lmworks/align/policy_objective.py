@@ -83,13 +83,13 @@ class PolicyObjective(AnswerObjective):
             )
         if "sampler_logps" in extras and "old_logps" not in extras:  # the policy is still the one that sampled
             fresh = extras.get("fresh", mask)
-            for name, value in agreement(logps.detach(), extras["sampler_logps"], fresh).items():
+            for name, value in sampler_mismatch(logps.detach(), extras["sampler_logps"], fresh).items():
                 self.sums.add(name, value, fresh.sum())  # means over fresh tokens
         self.add_metrics(metrics, batch.count())
         return loss
 
 
-def agreement(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def sampler_mismatch(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """How far the log-probabilities of trainer and sampler are apart."""
     differences = (logps - sampler_logps).abs() * mask
     return {"sampler_diff/mean": masked_mean(differences, mask), "sampler_diff/max": differences.max()}

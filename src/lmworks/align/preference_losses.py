@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logprobs import Metrics
-from .masked import Denominator, at_least_fp32, masked_mean, mean_or_share
+from .masked import Denominator, at_least_fp32, batch_mean, masked_mean
 
 CLOSEST_TO_ONE = -1e-7  # log of the largest probability whose odds ORPO takes: those of 1 are infinite
 
@@ -33,7 +33,7 @@ def dpo_loss(
     chosen = at_least_fp32(policy_chosen_logps) - at_least_fp32(ref_chosen_logps)
     rejected = at_least_fp32(policy_rejected_logps) - at_least_fp32(ref_rejected_logps)
     losses = smoothed_log_sigmoid(beta * (chosen - rejected), label_smoothing)
-    return mean_or_share(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
+    return batch_mean(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
 
 
 def ipo_loss(
@@ -48,7 +48,7 @@ def ipo_loss(
     chosen = at_least_fp32(policy_chosen_logps) - at_least_fp32(ref_chosen_logps)
     rejected = at_least_fp32(policy_rejected_logps) - at_least_fp32(ref_rejected_logps)
     losses = (chosen - rejected - 1 / (2 * beta)) ** 2
-    return mean_or_share(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
+    return batch_mean(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
 
 
 def simpo_loss(
@@ -62,7 +62,7 @@ def simpo_loss(
     """−log σ(β (chosen − rejected) − γ) of log-probabilities per token, without a reference (Meng et al. 2024)."""
     chosen, rejected = at_least_fp32(policy_chosen_logps), at_least_fp32(policy_rejected_logps)
     losses = smoothed_log_sigmoid(beta * (chosen - rejected) - gamma, label_smoothing)
-    return mean_or_share(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
+    return batch_mean(losses, denominator), reward_metrics(beta * chosen, beta * rejected)
 
 
 def orpo_loss(
@@ -78,7 +78,7 @@ def orpo_loss(
     """
     chosen, rejected = at_least_fp32(policy_chosen_logps), at_least_fp32(policy_rejected_logps)
     log_odds = chosen - rejected - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected))
-    odds_ratio = mean_or_share(-F.logsigmoid(log_odds), denominator)
+    odds_ratio = batch_mean(-F.logsigmoid(log_odds), denominator)
     metrics = reward_metrics(beta * chosen, beta * rejected)
     metrics |= {"log_odds_chosen": log_odds.detach().mean(), "nll": chosen_nll.detach()}
     return chosen_nll + beta * odds_ratio, metrics
@@ -106,7 +106,7 @@ def kto_loss(
     chosen, rejected = masked_mean(rewards, desirable), masked_mean(rewards, ~desirable)
     metrics = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
     metrics |= {"kl": kl, "desirable": desirable.float().mean()}
-    return mean_or_share(losses, denominator), metrics
+    return batch_mean(losses, denominator), metrics
 
 
 def kto_kl(policy_logps: Tensor, ref_logps: Tensor, denominator: Denominator = None) -> Tensor:
@@ -114,7 +114,7 @@ def kto_kl(policy_logps: Tensor, ref_logps: Tensor, denominator: Denominator = N
 
     With `denominator` a share of that mean, which may be negative: sum over micro-batches and ranks, then clamp.
     """
-    share = mean_or_share(at_least_fp32(policy_logps).detach() - at_least_fp32(ref_logps).detach(), denominator)
+    share = batch_mean(at_least_fp32(policy_logps).detach() - at_least_fp32(ref_logps).detach(), denominator)
     return share.clamp(min=0) if denominator is None else share
 
 
@@ -131,7 +131,7 @@ def reward_loss(
     """
     chosen, rejected = at_least_fp32(chosen_rewards), at_least_fp32(rejected_rewards)
     losses = -F.logsigmoid(chosen - rejected - margin) + center * (chosen + rejected) ** 2
-    return mean_or_share(losses, denominator), reward_metrics(chosen, rejected)
+    return batch_mean(losses, denominator), reward_metrics(chosen, rejected)
 
 
 def reward_metrics(chosen: Tensor, rejected: Tensor) -> Metrics:

@@ -38,7 +38,7 @@ UNKNOWN = -1  # version of weights that no round begins with
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleRequest:
     """What all rollout ranks do next."""
 
     draws: tuple[int, ...]
@@ -52,7 +52,7 @@ class Answers:
 
     rollouts: list[Rollout]
     seconds: float = 0.0  # of sampling; 0 where a run before this one had them
-    idle_s: float = 0.0  # that the rollout ranks had waited for the order
+    idle_s: float = 0.0  # that the rollout ranks had waited for the request
 
 
 def wire_format(spec: RunSpec) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -73,13 +73,13 @@ def ready_of(checkpoint: Path) -> list[int]:
     return found
 
 
-def answers_key(order: int, draw: int) -> str:
-    return f"answers/{order}/{draw}"
+def answers_key(request: int, draw: int) -> str:
+    return f"answers/{request}/{draw}"
 
 
-def arrived_key(order: int, draw: int) -> str:
+def arrived_key(request: int, draw: int) -> str:
     """Stays when the answers were taken: ranks of the trainer see it at different times."""
-    return f"arrived/{order}/{draw}"
+    return f"arrived/{request}/{draw}"
 
 
 class RemoteSampler:
@@ -90,9 +90,9 @@ class RemoteSampler:
         self.updates = WeightUpdates(spec, parallel_model)
         self.wire = wire_format(spec)
         self.indices = {name: index for index, name in enumerate(self.wire)}
-        self.orders = 0
+        self.requests = 0
         self.version = UNKNOWN  # of the rollout ranks' weights
-        self.pending: dict[int, int] = {}  # draw → its order
+        self.pending: dict[int, int] = {}  # draw → its request
         self.ready: dict[int, Answers] = {}  # sampled ahead
         self.number = 0  # of the round at hand
         self.staleness: list[int] = []  # of its answers
@@ -106,11 +106,11 @@ class RemoteSampler:
         self.number, self.staleness = number, []
         self.metrics = no_times()
         if not self.is_known(draw := self.first_draw(number)):
-            self.order([draw], number)
+            self.request_draws([draw], number)
 
     def sample(self, draw: int) -> list[Rollout]:
         if not self.is_known(draw):  # a further draw of dynamic sampling
-            self.order([draw], self.number)
+            self.request_draws([draw], self.number)
         answers = self.ready.pop(draw, None) or self.receive(draw)
         self.metrics["generate_s"] += answers.seconds
         self.metrics["rollout_idle_s"] += answers.idle_s
@@ -121,12 +121,12 @@ class RemoteSampler:
         """Let the next rounds be sampled while this one is trained on."""
         ahead = range(number + 1, min(number + self.spec.align.max_staleness, last) + 1)
         if missing := [draw for draw in map(self.first_draw, ahead) if not self.is_known(draw)]:
-            self.order(missing, number)
+            self.request_draws(missing, number)
         self.metrics["staleness/mean"] = sum(self.staleness) / len(self.staleness)
         self.metrics["staleness/max"] = float(max(self.staleness))
 
     def sample_held_out(self) -> list[Rollout]:
-        self.order([HELD_OUT_DRAW], UNKNOWN)  # maybe in the middle of a round
+        self.request_draws([HELD_OUT_DRAW], UNKNOWN)  # maybe in the middle of a round
         return self.receive(HELD_OUT_DRAW).rollouts
 
     def first_draw(self, number: int) -> int:
@@ -135,18 +135,18 @@ class RemoteSampler:
     def is_known(self, draw: int) -> bool:
         return draw in self.ready or draw in self.pending
 
-    # --- orders ---------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------
 
-    def order(self, draws: Sequence[int], version: int) -> None:
+    def request_draws(self, draws: Sequence[int], version: int) -> None:
         """Called by all ranks of the trainer: the weights are gathered where the rollout ranks have others."""
-        link, number, weights = self.link, self.orders, version != self.version or version == UNKNOWN
+        link, number, weights = self.link, self.requests, version != self.version or version == UNKNOWN
         self.wait_for(lambda: link.count(f"idle/{number}") == link.rollouts, "rollout ranks that are idle")
         if is_rank_zero():
             if number:
-                link.delete(f"order/{number - 1}")  # all have read it
-            link.put(f"order/{number}", Order(tuple(draws), version, weights))
+                link.delete(f"request/{number - 1}")  # all have read it
+            link.put(f"request/{number}", SampleRequest(tuple(draws), version, weights))
         self.pending |= dict.fromkeys(draws, number)
-        self.orders += 1
+        self.requests += 1
         if weights:
             self.send_weights()
             self.version = version
@@ -169,9 +169,9 @@ class RemoteSampler:
             self.metrics[name] += value
 
     def receive(self, draw: int) -> Answers:
-        link, order = self.link, self.pending[draw]
-        self.wait_for(lambda: link.has(arrived_key(order, draw)), "answers of the rollout ranks")
-        answers: Answers = run_on_rank_zero(lambda: self.take(answers_key(order, draw)))
+        link, request = self.link, self.pending[draw]
+        self.wait_for(lambda: link.has(arrived_key(request, draw)), "answers of the rollout ranks")
+        answers: Answers = run_on_rank_zero(lambda: self.take(answers_key(request, draw)))
         del self.pending[draw]
         return answers
 
@@ -186,12 +186,12 @@ class RemoteSampler:
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for the answers under way and write them: the weights that sample them are not in the checkpoint."""
         self.ready |= {draw: self.receive(draw) for draw in list(self.pending)}
-        run_on_rank_zero(self.keep)
+        run_on_rank_zero(self.save_ready)
 
-    def keep(self) -> None:
+    def save_ready(self) -> None:
         self.folder.mkdir(exist_ok=True)
         for draw, answers in self.ready.items():
             save_round(self.path(draw), draw, answers.rollouts)

@@ -23,7 +23,7 @@ class Residency:
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
-        self.parts: dict[Part, HostRest] = {}
+        self.parts: dict[Part, HostOffload] = {}
 
     def add_model(self, name: str, model: ParallelModel, frozen: bool) -> None:
         """The weights of a model that has them for itself."""
@@ -37,7 +37,7 @@ class Residency:
     def add(self, part: Part, tensors: Tensors, frozen: bool) -> None:
         """It rests from now on, until a phase needs it."""
         if self.enabled:
-            self.parts[part] = HostRest(tensors, self.device, frozen)
+            self.parts[part] = HostOffload(tensors, self.device, frozen)
             self.parts[part].release()
 
     def enter(self, phase: str, model: str) -> None:
@@ -51,7 +51,7 @@ class Residency:
                 rest.restore()
 
 
-class HostRest:
+class HostOffload:
     """Tensors and one host buffer for all of them, pinned where they lie on a GPU.
 
     Copies are queued on the current stream, like the kernels before and after them; the host does not wait.

@@ -38,9 +38,9 @@ from ..spec import LMWorksError, SpecError, TrainingError
 
 T = TypeVar("T")
 POLL_S = 0.01
-BEAT_S = 2.0  # every rank counts up an entry of the store this often
+HEARTBEAT_S = 2.0  # every rank counts up an entry of the store this often
 CHECK_S = 1.0  # between looks at the other side's ranks while waiting for them
-LOST_S = 60.0  # without a beat: the rank has ended, is stopped or cannot be reached
+HEARTBEAT_TIMEOUT_S = 60.0  # without a heartbeat: the rank has ended, is stopped or cannot be reached
 # Entries: the run folder is there; the trainer has ended; so many rollout ranks have.
 READY, END, ENDED = "ready", "end", "ended"
 
@@ -72,7 +72,7 @@ class RolloutLink:
         self.beats = {peer: (0, time.monotonic()) for peer in self.peers}  # count, and when it was seen to change
         self.processes: dict[int, Heartbeat] = {}
         self.put(f"process/{self.rank}", own_heartbeat(self.rank))
-        threading.Thread(target=self.beat, name="rollout-beat", daemon=True).start()
+        threading.Thread(target=self.send_heartbeats, name="rollout-heartbeat", daemon=True).start()
 
     def init_side(self, root: Store) -> None:
         if self.device.type == "cuda":
@@ -153,7 +153,7 @@ class RolloutLink:
             beats = self.count(f"beat/{peer}")
             if beats != self.beats[peer][0]:
                 self.beats[peer] = beats, now
-            if process_state(self.processes[peer]) == "gone" or now - self.beats[peer][1] > LOST_S:
+            if process_state(self.processes[peer]) == "gone" or now - self.beats[peer][1] > HEARTBEAT_TIMEOUT_S:
                 kind = "rollout rank" if self.trains else "rank"
                 return self.lost(f"{kind} {peer} on {self.processes[peer].host} has ended or does not answer")
         return None
@@ -165,11 +165,11 @@ class RolloutLink:
         collective_error(error)
         return error
 
-    def beat(self) -> None:
+    def send_heartbeats(self) -> None:
         with suppress(LMWorksError):
             while True:
                 self.count(f"beat/{self.rank}", 1)
-                time.sleep(BEAT_S)
+                time.sleep(HEARTBEAT_S)
 
     # --- the end --------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..spec.files import with_absolute_paths
 from ..train.device import make_deterministic, on_device, pick_device
 from .environments import load_environment
 from .prompts import open_prompts
-from .remote_sampler import END_OF_WEIGHTS, HELD_OUT_DRAW, Answers, Order, answers_key, arrived_key, wire_format
+from .remote_sampler import END_OF_WEIGHTS, HELD_OUT_DRAW, Answers, SampleRequest, answers_key, arrived_key, wire_format
 from .rewards import load_rewards
 from .rollout_engine import RolloutEngine
 from .rollout_link import END, ENDED, READY, RolloutLink
@@ -87,15 +87,15 @@ class RolloutWorker:
         while True:
             link.count(f"idle/{number}", 1)
             phase.enter("rollout_wait")
-            key = f"order/{number}"
+            key = f"request/{number}"
             idle_s = link.wait(lambda key=key: link.has(key) or link.has(END))  # type: ignore[misc]
             if not link.has(key):
                 return
-            order: Order = link.get(key)
-            if order.weights:
+            request: SampleRequest = link.get(key)
+            if request.weights:
                 self.load_weights()
-            self.sampler.version = order.version
-            for draw in order.draws:
+            self.sampler.version = request.version
+            for draw in request.draws:
                 answers = self.answer(draw, idle_s)
                 idle_s = 0.0
                 if self.sampler.rank == 0:

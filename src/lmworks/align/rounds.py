@@ -124,7 +124,7 @@ class Rounds:
             sampled = self.sampler.sample(number * (1 + align.dynamic_sampling) + attempt)
             self.finish_rewards(sampled)
             drawn += sampled
-            rollouts += with_signal(sampled, align.samples) if align.dynamic_sampling else sampled
+            rollouts += informative_groups(sampled, align.samples) if align.dynamic_sampling else sampled
             if len(rollouts) >= align.prompts * align.samples:
                 break
         self.sampler.end_round(number, last)
@@ -134,7 +134,7 @@ class Rounds:
         phase.enter("score")
         scored = time.perf_counter()
         self.score()
-        self.metrics |= sampler_difference(self.rollouts)
+        self.metrics |= sampler_mismatch(self.rollouts)
         if self.reference is not None:
             self.metrics["kl_answer"] = math.fsum(map(log_ratio, self.rollouts)) / len(self.rollouts)
         self.set_advantages()
@@ -152,16 +152,16 @@ class Rounds:
 
         self.residency.enter(SCORE, POLICY)
         if scores_policy(self.spec):
-            self.set_by_token("old_logps", logps_of(self.parallel_model.forward))
+            self.set_token_values("old_logps", logps_of(self.parallel_model.forward))
         if self.reference is not None:
             self.residency.enter(SCORE, REFERENCE)
-            self.set_by_token("ref_logps", logps_of(self.reference))
+            self.set_token_values("ref_logps", logps_of(self.reference))
         if self.critic is not None:
             self.residency.enter(SCORE, CRITIC)
-            self.set_by_token("values", self.critic)
+            self.set_token_values("values", self.critic)
 
     @torch.no_grad()
-    def set_by_token(self, name: str, compute: Callable[[Batch], Tensor]) -> None:
+    def set_token_values(self, name: str, compute: Callable[[Batch], Tensor]) -> None:
         """A number of every token of the answers, on all ranks; `compute` gives those of a micro-batch's rows."""
         own: list[tuple[int, list[float]]] = []
         for batch, numbers in self.batches(self.rollouts):
@@ -231,7 +231,7 @@ def round_of(checkpoint: Path) -> int:
     return int(read_committed(checkpoint).meta["align"]["rounds"]["number"])
 
 
-def with_signal(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
+def informative_groups(rollouts: Sequence[Rollout], samples: int) -> list[Rollout]:
     """Answers of groups whose rewards differ."""
     mask = dynamic_sampling_mask(torch.tensor([rollout.reward for rollout in rollouts]), samples)
     return [rollout for rollout, kept in zip(rollouts, mask.tolist(), strict=True) if kept]
@@ -243,7 +243,7 @@ def log_ratio(rollout: Rollout) -> float:
     return math.fsum(own) - math.fsum(rollout.ref_logps or ())
 
 
-def sampler_difference(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def sampler_mismatch(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """How far the trainer's log-probabilities are from the sampler's, where they were computed before the update."""
     if any(rollout.old_logps is None for rollout in rollouts):
         return {}

@@ -39,7 +39,7 @@ class Sampler(Protocol):
     def sample_held_out(self) -> list[Rollout]:
         """Answers to held-out prompts with the weights as they are."""
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Called before a checkpoint: write what a resumed run could not sample again."""
 
     def close(self) -> None: ...
@@ -150,7 +150,7 @@ class ColocatedSampler(EngineSampler):
         self.engine.sleep()
         return rollouts
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Nothing: a round that was not begun is sampled with the weights of the checkpoint."""
 
 

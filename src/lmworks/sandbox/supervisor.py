@@ -78,7 +78,7 @@ class Supervisor:
             os.close(write)
         watch = Watch(self, first, folder, limits, *(read for read, _ in pipes))
         try:
-            limit = watch.until_it_ends(started + limits.wall_seconds)
+            limit = watch.wait_for_exit(started + limits.wall_seconds)
             wall_s = time.monotonic() - started
         finally:
             cpu_s = processes.kill_descendants()
@@ -125,7 +125,7 @@ class Supervisor:
             if not program:
                 for target, source in enumerate((stdin, out, err)):
                     os.dup2(source, target)
-                self.become_program(folder, job["code"], limits)
+                self.run_confined(folder, job["code"], limits)
             while True:
                 pid, code = os.wait()
                 if pid == program:
@@ -136,7 +136,7 @@ class Supervisor:
         finally:
             os._exit(1)
 
-    def become_program(self, folder: str, code: str | list[str], limits: Limits) -> NoReturn:
+    def run_confined(self, folder: str, code: str | list[str], limits: Limits) -> NoReturn:
         os.setsid()
         os.umask(0o077)
         os.chdir(folder)
@@ -162,7 +162,7 @@ class Watch:
         self.open = {out, err, status}
         self.next_sweep = self.next_folder_sweep = time.monotonic() + SWEEP_S
 
-    def until_it_ends(self, deadline: float) -> str | None:
+    def wait_for_exit(self, deadline: float) -> str | None:
         """The limit that it has reached, or None: it has ended by itself."""
         channel = self.supervisor.channel.fileno()
         while True:

@@ -149,7 +149,7 @@ def fit_law(
         holdout(points, law, delta) if hold_out else None,
         int((found.objective < 1.001 * objective + 1e-15).sum()),
         len(found.objective),
-        tuple(doubts(points, fitted)),
+        tuple(fit_warnings(points, fitted)),
     )
 
 
@@ -239,7 +239,7 @@ def repeated(points: Points) -> int:
     return len(rows) - len(np.unique(rows, axis=0))
 
 
-def doubts(points: Points, fitted: FittedLaw) -> list[str]:
+def fit_warnings(points: Points, fitted: FittedLaw) -> list[str]:
     """What makes this fit less certain than its figures look."""
     found, law, draws = list(points.notes), fitted.law, fitted.draws
     for name, value in fitted.params.items():

@@ -23,11 +23,11 @@ from ..plan.serving.served_model import ServedModel
 from ..spec import Cluster, Gpu, RunSpec, SpecError
 from ..spec.hardware import parse_cluster
 from . import rules
-from .choice import Choice, least_loss, least_total_cost
+from .compute_optimal import Allocation, least_loss, least_total_cost
 from .downstream import Downstream
 from .fitting import FittedLaw
-from .rules import Chosen
-from .settings import SettingLaw
+from .hyperparameter_laws import HyperparameterLaw
+from .rules import Recommended
 from .shapes import Shape, family
 
 DAYS = 30.0  # that a run may take where only FLOPs or dollars are given
@@ -65,18 +65,21 @@ class Budget:
 
 @dataclass(frozen=True)
 class Recommendation:
-    choice: Choice
-    optimal: Choice  # of training alone; the same where nothing is served
+    choice: Allocation
+    optimal: Allocation  # of training alone; the same where nothing is served
     found: Found
     spec: RunSpec
-    lr: Chosen
-    batch: Chosen
-    compared: tuple[tuple[Choice, float, float], ...]  # with --serve: dollars of training and of serving
+    lr: Recommended
+    batch: Recommended
+    compared: tuple[tuple[Allocation, float, float], ...]  # with --serve: dollars of training and of serving
     notes: tuple[str, ...]
 
 
 def recommend(
-    fitted: FittedLaw, budget: Budget, lr_law: SettingLaw | None = None, batch_law: SettingLaw | None = None
+    fitted: FittedLaw,
+    budget: Budget,
+    lr_law: HyperparameterLaw | None = None,
+    batch_law: HyperparameterLaw | None = None,
 ) -> Recommendation:
     check(fitted, budget)
     planner = Planner.of(fitted, budget, lr_law, batch_law)
@@ -84,7 +87,7 @@ def recommend(
     flops = budget.flops or planner.flops_of_time(cluster)
     optimal = planner.best(flops)
     choice, notes = optimal, list[str]()
-    compared: list[tuple[Choice, float, float]] = []
+    compared: list[tuple[Allocation, float, float]] = []
     if budget.serve:
         choice, compared = planner.with_serving(optimal, cluster, budget.serve)
         if not budget.cluster:
@@ -120,12 +123,16 @@ class Planner:
     fitted: FittedLaw
     budget: Budget
     shapes: tuple[Shape, ...]
-    lr_law: SettingLaw | None
-    batch_law: SettingLaw | None
+    lr_law: HyperparameterLaw | None
+    batch_law: HyperparameterLaw | None
 
     @classmethod
     def of(
-        cls, fitted: FittedLaw, budget: Budget, lr_law: SettingLaw | None = None, batch_law: SettingLaw | None = None
+        cls,
+        fitted: FittedLaw,
+        budget: Budget,
+        lr_law: HyperparameterLaw | None = None,
+        batch_law: HyperparameterLaw | None = None,
     ) -> Planner:
         """A law with a term for the context length is used at the longest that its runs had."""
         flops = budget.flops or guess_flops(budget)
@@ -133,18 +140,20 @@ class Planner:
         shapes = family(budget.vocab or rules.vocabulary(flops), budget.seq or longest or rules.sequence(flops))
         return cls(fitted, budget, shapes, lr_law, batch_law)
 
-    def best(self, flops: float) -> Choice:
+    def best(self, flops: float) -> Allocation:
         return least_loss(self.fitted, self.shapes, flops)
 
-    def run(self, choice: Choice, cluster: str, pinned: dict[str, Any]) -> tuple[Found, RunSpec, Chosen, Chosen]:
+    def run(
+        self, choice: Allocation, cluster: str, pinned: dict[str, Any]
+    ) -> tuple[Found, RunSpec, Recommended, Recommended]:
         """The fastest layout that fits, and the spec of the run."""
         shape, tokens, gpus = choice.shape, choice.tokens, parse_cluster(cluster).gpus
         size = shape.size(self.fitted.convention)
         batch, lr = rules.batch_tokens(tokens), rules.learning_rate(shape.n_no_embed, tokens)
         if self.batch_law:
-            batch = Chosen(self.batch_law.at(size, tokens)["batch"], "fitted to the runs")
+            batch = Recommended(self.batch_law.at(size, tokens)["batch"], "fitted to the runs")
         if self.lr_law:
-            lr = Chosen(self.lr_law.at(size, tokens)["lr"], "fitted to the runs")
+            lr = Recommended(self.lr_law.at(size, tokens)["lr"], "fitted to the runs")
         sequences = rules.sequences_of_batch(batch.value, shape.seq, gpus)
         keys = {
             "name": f"scaling-{short_name(shape.n)}",
@@ -162,7 +171,7 @@ class Planner:
         request = Request(base, Cluster(), pinned, tokens, frozenset({"optim.lr", "data.seq", "data.global_batch"}))
         return result.front[0], run_of_layout(result.front[0], request), lr, batch
 
-    def days(self, choice: Choice, cluster: str) -> float:
+    def days(self, choice: Allocation, cluster: str) -> float:
         found, *_ = self.run(choice, cluster, QUICK)
         return float(found.bill(choice.tokens).hours) / 24
 
@@ -192,7 +201,7 @@ class Planner:
             gpus *= 2
         raise SpecError(f"that is more than {MOST_GPUS:,} {DEFAULT_GPU}s do in {days:g} days; name a --cluster")
 
-    def enough_gpus(self, choice: Choice, cluster: str) -> str:
+    def enough_gpus(self, choice: Allocation, cluster: str) -> str:
         """As many more, by doubling, as keep the days: a small model that is served trains for longer."""
         days, gpus = self.budget.days or DAYS, parse_cluster(cluster).gpus
         while self.days(choice, f"{gpus}x{DEFAULT_GPU}") > days:
@@ -202,8 +211,8 @@ class Planner:
         return f"{gpus}x{DEFAULT_GPU}"
 
     def with_serving(
-        self, optimal: Choice, cluster: str, tokens: float
-    ) -> tuple[Choice, list[tuple[Choice, float, float]]]:
+        self, optimal: Allocation, cluster: str, tokens: float
+    ) -> tuple[Allocation, list[tuple[Allocation, float, float]]]:
         """Dollars: training at the speed of the optimal run, serving by the planner's cheapest deployment."""
         found, *_ = self.run(optimal, cluster, QUICK)
         price = found.price_hour

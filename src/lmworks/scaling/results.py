@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from .fitting import Fit, outside, ranges_of
+from .hyperparameter_laws import HyperparameterLaw
 from .isoflop import IsoFlop
-from .settings import SettingLaw
 
 WORST = 3  # residuals that are named
 
@@ -93,7 +93,7 @@ def isoflop_result(found: IsoFlop, optimum: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def setting_result(found: SettingLaw, optimum: dict[str, Any]) -> dict[str, Any]:
+def hyperparameter_result(found: HyperparameterLaw, optimum: dict[str, Any]) -> dict[str, Any]:
     return finite(
         {
             "method": found.setting,

@@ -15,17 +15,17 @@ SEQUENCES = ((1e21, 4096), (1e19, 2048), (0.0, 1024))
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Recommended:
     value: float
     source: str
 
 
-def learning_rate(n_no_embed: float, tokens: float) -> Chosen:
-    return Chosen(1.79 * n_no_embed**-0.713 * tokens**0.307, LR_SOURCE)
+def learning_rate(n_no_embed: float, tokens: float) -> Recommended:
+    return Recommended(1.79 * n_no_embed**-0.713 * tokens**0.307, LR_SOURCE)
 
 
-def batch_tokens(tokens: float) -> Chosen:
-    return Chosen(0.58 * tokens**0.571, BATCH_SOURCE)
+def batch_tokens(tokens: float) -> Recommended:
+    return Recommended(0.58 * tokens**0.571, BATCH_SOURCE)
 
 
 def beyond_tested(n: float, tokens: float) -> list[str]:

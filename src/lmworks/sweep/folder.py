@@ -204,7 +204,7 @@ class Sweep:
         folder.path.mkdir(parents=True, exist_ok=True)
         write_whole(folder.path / "trial.toml", dump_toml(self.table(overrides, number)))
         if parent is not None:
-            remove_half_made(folder)
+            remove_incomplete(folder)
             fork_run(self.folder(parent[0]), parent[1], folder, with_absolute_paths(spec))
         begun = {"trial": parent[0], "step": parent[1]} if parent else None
         trial = Trial(number, dict(overrides), until=until, parent=begun, notes=dict(notes or {}))
@@ -368,7 +368,7 @@ def write_once(path: Path, content: str) -> bool:
     return True
 
 
-def remove_half_made(folder: RunFolder) -> None:
+def remove_incomplete(folder: RunFolder) -> None:
     """What a fork left that was killed before its trial counted."""
     folder.spec_path.unlink(missing_ok=True)
     shutil.rmtree(folder.checkpoints, ignore_errors=True)

@@ -44,7 +44,7 @@ def list_sweeps(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def summarize_sweep(path: Path) -> dict[str, Any]:
     sweep = Sweep.open(path)
-    rows = Progress(sweep, 1).look(sweep.trials())
+    rows = Progress(sweep, 1).update(sweep.trials())
     states, found = counts(rows), best(rows)
     open_ones = states.keys() & ({"queued"} if sweep.is_done else {"queued", "paused"})
     return {

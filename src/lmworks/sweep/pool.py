@@ -74,13 +74,15 @@ class Workers:
                 raise LMWorksError(f"workers of {self.sweep.path} fail: {last_line(self.sweep.path / 'workers.log')}")
             self.processes[index] = self.start()
 
-    def wait_for(self, done: Callable[[list[Trial]], bool], look: Callable[[list[Trial]], None] | None = None) -> None:
-        """Until `done` of the trials holds; `look` sees them in between."""
+    def wait_for(
+        self, done: Callable[[list[Trial]], bool], on_poll: Callable[[list[Trial]], None] | None = None
+    ) -> None:
+        """Until `done` of the trials holds; `on_poll` sees them in between."""
         while True:
             began = time.monotonic()
             trials = self.sweep.trials()
-            if look is not None:
-                look(trials)
+            if on_poll is not None:
+                on_poll(trials)
             if done(trials):
                 return
             self.check()
@@ -90,7 +92,7 @@ class Workers:
                 self.processes = self.start_all()  # somebody queued trials since they ended
             time.sleep(max(POLL_S, IDLE * (time.monotonic() - began)))
 
-    def wait_any(self, numbers: Sequence[int], look: Callable[[list[Trial]], None] | None = None) -> Trial:
+    def wait_any(self, numbers: Sequence[int], on_poll: Callable[[list[Trial]], None] | None = None) -> Trial:
         """The first of these trials that pauses or ends."""
         found: list[Trial] = []
 
@@ -99,7 +101,7 @@ class Workers:
             found[:] = [trial for trial in ended if not self.sweep.is_running(trial.number)]  # its worker has let it go
             return bool(found)
 
-        self.wait_for(one_has, look)
+        self.wait_for(one_has, on_poll)
         return found[0]
 
     def stop(self) -> None:

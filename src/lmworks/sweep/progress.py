@@ -18,7 +18,7 @@ from typing import Any
 
 from ..plan.predict import step_flops
 from .folder import Sweep, Trial
-from .slots import Resources, what_is_missing
+from .slots import Resources, missing_resources
 
 TAIL_BYTES = 16_384  # of metrics.jsonl: its last lines
 LEAST_SHARE = 0.02  # of the work, before which the pace says little
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass
 class Progress:
-    """Rows of all trials, and the time that is left; `look` is called every now and then."""
+    """Rows of all trials, and the time that is left; `update` is called every now and then."""
 
     sweep: Sweep
     workers: int
@@ -57,7 +57,7 @@ class Progress:
         self.predicted: dict[int, float] = {}
         self.at_start = 0.0  # work that was done before
 
-    def look(self, trials: Sequence[Trial]) -> list[Row]:
+    def update(self, trials: Sequence[Trial]) -> list[Row]:
         return [self.row(trial) for trial in trials]
 
     def row(self, trial: Trial) -> Row:
@@ -82,7 +82,7 @@ class Progress:
             return ""
         ranks = min(queued)
         gpus = ranks if self.resources.gpus else 0
-        return what_is_missing(self.resources, ranks * self.sweep.threads, gpus, self.sweep.path)
+        return missing_resources(self.resources, ranks * self.sweep.threads, gpus, self.sweep.path)
 
     # --- time -------------------------------------------------------------------------------------------
 

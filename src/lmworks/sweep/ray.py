@@ -27,7 +27,7 @@ def connect(cores: int, gpus: int) -> Any:
         raise SpecError("--ray needs Ray: pip install 'lmworks[ray]'") from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-    if not room(cores, gpus):
+    if not free_slots(cores, gpus):
         need = f"{cores} cores" + (f" and {gpus} GPUs" if gpus else "")
         raise SpecError(
             f"--ray: a trial needs {need}, and no machine of the Ray cluster has them"
@@ -36,7 +36,7 @@ def connect(cores: int, gpus: int) -> Any:
     return ray
 
 
-def room(cores: int, gpus: int) -> int:
+def free_slots(cores: int, gpus: int) -> int:
     """How many trials fit into the cluster at once."""
     import ray
 

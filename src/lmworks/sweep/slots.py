@@ -99,7 +99,7 @@ def take_slots(resources: Resources, cores: int, gpus: int, owner: Path) -> Slot
     return held
 
 
-def what_is_missing(resources: Resources, cores: int, gpus: int, owner: Path) -> str:
+def missing_resources(resources: Resources, cores: int, gpus: int, owner: Path) -> str:
     """Why a trial of `owner` finds no such slots now: "2 cores: held by sweeps/lr"; empty where it does, or where only
     trials of its own sweep are in the way."""
     shares = range(resources.trials_per_gpu)

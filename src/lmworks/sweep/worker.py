@@ -220,7 +220,7 @@ def start_forked(launch: Launch, command: Callable[[], object], variables: dict[
         return Forked(pid)
     code = 1
     try:
-        become_trial(launch, variables)
+        set_up_child(launch, variables)
         command()
         code = 0
     except SystemExit as ended:
@@ -236,7 +236,7 @@ def start_forked(launch: Launch, command: Callable[[], object], variables: dict[
         os._exit(code)
 
 
-def become_trial(launch: Launch, variables: dict[str, str]) -> None:
+def set_up_child(launch: Launch, variables: dict[str, str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
     try:

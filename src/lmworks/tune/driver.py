@@ -22,13 +22,13 @@ from .suggest import Suggestion, Suggestions
 MOST_REFUSED = 100  # points in a row
 
 
-Look = Callable[[list[Trial]], None]
+OnPoll = Callable[[list[Trial]], None]
 
 
 class WorkerPool(Protocol):
     count: int
 
-    def wait_any(self, numbers: Sequence[int], look: Look | None = None) -> Trial: ...
+    def wait_any(self, numbers: Sequence[int], on_poll: OnPoll | None = None) -> Trial: ...
 
 
 @dataclass
@@ -48,15 +48,15 @@ class Driver:
     def last(self) -> int:
         return self.stopper.rungs[-1]
 
-    def run(self, workers: WorkerPool, look: Look | None = None) -> None:
-        """Until nothing is left to start or to promote. `look` sees the trials while they run."""
+    def run(self, workers: WorkerPool, on_poll: OnPoll | None = None) -> None:
+        """Until nothing is left to start or to promote. `on_poll` sees the trials while they run."""
         self.read()
         while True:
             while len(self.results.running) < workers.count and self.start_next():
                 pass
             if not self.results.running:
                 return
-            self.judge(workers.wait_any(sorted(self.results.running), look))
+            self.judge(workers.wait_any(sorted(self.results.running), on_poll))
 
     # --- what is known ----------------------------------------------------------------------------------
 

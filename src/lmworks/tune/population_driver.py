@@ -16,7 +16,7 @@ from ..spec.resumed import refused_changes
 from ..sweep.folder import ENDS, Sweep, Trial
 from ..sweep.space import Point
 from .bandit import Interval, bandit_dimensions, choose
-from .driver import Look, WorkerPool, losses_of
+from .driver import OnPoll, WorkerPool, losses_of
 from .population import explore, quantiles
 from .storage import IN_MEMORY
 from .suggest import Suggestions
@@ -30,12 +30,12 @@ class PopulationDriver:
     interval: int  # steps between exchanges
     last: int
 
-    def run(self, workers: WorkerPool, look: Look | None = None) -> None:
+    def run(self, workers: WorkerPool, on_poll: OnPoll | None = None) -> None:
         self.check()
         self.start()
         for generation, step in enumerate(self.exchanges(), 1):
             trials = self.current(generation)
-            self.run_to(trials, step, workers, look)
+            self.run_to(trials, step, workers, on_poll)
             if step < self.last:
                 self.exchange(generation, step)
 
@@ -76,7 +76,7 @@ class PopulationDriver:
     def until(self, step: int) -> int | None:
         return None if step >= self.last else step
 
-    def run_to(self, trials: dict[int, Trial], step: int, workers: WorkerPool, look: Look | None) -> None:
+    def run_to(self, trials: dict[int, Trial], step: int, workers: WorkerPool, on_poll: OnPoll | None) -> None:
         """Until every member has come to `step` or has ended."""
         waiting = set()
         for trial in trials.values():
@@ -86,7 +86,7 @@ class PopulationDriver:
             elif trial.state == "queued":
                 waiting.add(trial.number)
         while waiting:
-            waiting.discard(workers.wait_any(sorted(waiting), look).number)
+            waiting.discard(workers.wait_any(sorted(waiting), on_poll).number)
 
     # --- exchanges --------------------------------------------------------------------------------------
 

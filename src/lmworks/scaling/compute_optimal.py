@@ -19,7 +19,7 @@ MOST_TOKENS = 1e16
 
 
 @dataclass(frozen=True)
-class Choice:
+class Allocation:
     shape: Shape
     tokens: float
     log_loss: float
@@ -33,7 +33,7 @@ class Choice:
         return self.tokens / self.shape.n
 
 
-def least_loss(fitted: FittedLaw, shapes: Sequence[Shape], flops: float) -> Choice:
+def least_loss(fitted: FittedLaw, shapes: Sequence[Shape], flops: float) -> Allocation:
     """By exact counts: every shape gets the tokens that the budget leaves it."""
     tokens = np.array([flops / shape.flops_per_token for shape in shapes])
     losses = law_at(fitted, shapes, tokens)
@@ -47,7 +47,7 @@ def least_loss(fitted: FittedLaw, shapes: Sequence[Shape], flops: float) -> Choi
         )
     close = [index for index, loss in enumerate(losses) if loss <= losses[best] + SAME_LOSS]
     index = min(close, key=lambda one: abs(np.log(shapes[one].aspect / USUAL_ASPECT)))
-    return Choice(shapes[index], float(tokens[index]), float(losses[index]))
+    return Allocation(shapes[index], float(tokens[index]), float(losses[index]))
 
 
 def law_at(fitted: FittedLaw, shapes: Sequence[Shape], tokens: Array) -> Array:
@@ -70,10 +70,10 @@ def tokens_for_loss(fitted: FittedLaw, shape: Shape, log_loss: float) -> float |
 def least_total_cost(
     fitted: FittedLaw,
     shapes: Sequence[Shape],
-    best: Choice,
+    best: Allocation,
     train_cost: Callable[[Shape, float], float],
     serve_cost: Callable[[Shape], float],
-) -> tuple[Choice, list[tuple[Choice, float, float]]]:
+) -> tuple[Allocation, list[tuple[Allocation, float, float]]]:
     """Of the shapes up to the compute-optimal one, trained until they are as good (Sardana et al. 2024).
 
     `train_cost` of a shape and its tokens, `serve_cost` of a shape. Also returned: what was compared, with both costs.
@@ -82,7 +82,7 @@ def least_total_cost(
     for shape in thinned([shape for shape in shapes if shape.n < best.shape.n], best.shape.n):
         tokens = tokens_for_loss(fitted, shape, best.log_loss)
         if tokens is not None:
-            compared.append((Choice(shape, tokens, best.log_loss), train_cost(shape, tokens), serve_cost(shape)))
+            compared.append((Allocation(shape, tokens, best.log_loss), train_cost(shape, tokens), serve_cost(shape)))
     compared.append((best, train_cost(best.shape, best.tokens), serve_cost(best.shape)))
     return min(compared, key=lambda one: one[1] + one[2])[0], compared
 

@@ -23,7 +23,7 @@ SAME = 0.02  # sizes and tokens that differ by less are one place
 
 
 @dataclass(frozen=True)
-class SettingLaw:
+class HyperparameterLaw:
     """setting = c · N^p · D^q; an exponent that the runs do not determine is left out (0)."""
 
     setting: str
@@ -48,9 +48,9 @@ class SettingLaw:
         return {name: interval(values, self.level) for name, values in self.draws.items() if len(values)}
 
 
-def fit_setting(
+def fit_hyperparameter_law(
     points: Points, setting: str, *, replicates: int = REPLICATES, seed: int = 0, level: float = LEVEL
-) -> SettingLaw:
+) -> HyperparameterLaw:
     n, d = points.need("n", f"--law {setting}"), points.need("d", f"--law {setting}")
     weights = np.concatenate([np.ones((1, len(points))), row_weights(len(points), replicates, seed, points.trunk)])
     kept, minima, warnings = best_settings(points, setting, weights)
@@ -70,7 +70,7 @@ def fit_setting(
     columns = dict(zip(["log_c", *names], solved.T, strict=True))
     zero = np.zeros(len(solved))
     values = {"c": np.exp(columns["log_c"]), "n_exponent": columns.get("n", zero), "d_exponent": columns.get("d", zero)}
-    return SettingLaw(
+    return HyperparameterLaw(
         setting,
         {name: float(found[0]) for name, found in values.items()},
         {name: found[1:] for name, found in values.items()},
@@ -79,16 +79,16 @@ def fit_setting(
             for row, at, rows in zip(first, minima[0], kept, strict=True)
         ),
         float(np.sqrt(np.mean((x @ solved[0] - minima[0]) ** 2))),
-        largest_left_out(x, minima[0], n[first] * d[first]),
+        largest_held_out(x, minima[0], n[first] * d[first]),
         tuple(warnings),
         level,
     )
 
 
-def tuned_setting(points: Points, setting: str) -> SettingLaw | None:
+def tuned_hyperparameter_law(points: Points, setting: str) -> HyperparameterLaw | None:
     """Its law, where the runs tried several values at enough sizes; None where they did not."""
     try:
-        found = fit_setting(points, setting)
+        found = fit_hyperparameter_law(points, setting)
     except SpecError:
         return None
     return found if all(place["runs"] >= 3 for place in found.places) else None
@@ -120,7 +120,7 @@ def best_settings(points: Points, setting: str, weights: Array) -> tuple[list[ND
     return kept, np.stack(best, 1) if best else np.zeros((len(weights), 0)), warnings
 
 
-def largest_left_out(x: Array, logs: Array, work: Array) -> float | None:
+def largest_held_out(x: Array, logs: Array, work: Array) -> float | None:
     """Relative error of the pair of most N × D, predicted from the others."""
     if len(x) <= x.shape[1] + 1:
         return None
