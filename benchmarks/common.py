@@ -6,7 +6,10 @@ import json
 import os
 import platform
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,36 @@ def write_result(name: str, result: dict[str, Any]) -> Path:
     stamp = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
     path.write_text(json.dumps({**stamp, **result}, indent=1) + "\n")
     return path
+
+
+class DevicePeak:
+    """Highest use of the GPU's memory while it is watched, whoever allocated it: a KV cache of mapped pages, CUDA
+    graphs and the context are not in `torch.cuda.max_memory_allocated`."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    @property
+    def gib(self) -> float | None:
+        return self.bytes / 2**30 if torch.cuda.is_available() else None
+
+
+@contextmanager
+def watched_device_memory(every: float = 0.02) -> Iterator[DevicePeak]:
+    """Sample the memory that is in use on the GPU by a thread of its own."""
+    peak, over = DevicePeak(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(every):
+            free, total = torch.cuda.mem_get_info()
+            peak.bytes = max(peak.bytes, total - free)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if torch.cuda.is_available():
+        thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()

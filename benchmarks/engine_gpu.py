@@ -39,10 +39,9 @@ from lmworks.loading import LoadedModel, make_engine, random_model
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 
 NAME = "engine_gpu"
-VLLM = {
-    "qwen3-0.6b": {"output_tokens_per_s": 23_879, "decode_ms": {"1": 1.94, "8": 1.93, "64": 3.70}, "startup_s": 78},
-    "llama3-8b": {"output_tokens_per_s": 9_823, "decode_ms": {"1": 5.09, "8": 5.77, "64": 9.56}, "startup_s": 68},
-}
+PEER = json.loads((RESULTS / "vllm_h200.json").read_text())
+VLLM = {name: sides["vllm"] for name, sides in PEER["models"].items()}
+MODELS = ("qwen3-0.6b", "llama3-8b")
 SCHEMES = ("int8", "int4", "fp8")
 GUESSERS, GUESSED = ("none", "ngram"), (1, 8)  # who guesses, and for how many at once
 CONTEXT = 2048  # the longest request of the workload
@@ -283,7 +282,7 @@ def markdown(models: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, parts in models.items():
-        lines.append(f"| {name} | vLLM, quoted | | | | {VLLM[name]['startup_s']} s |")
+        lines.append(f"| {name} | vLLM, quoted | | | | {'–'.join(map(str, PEER['startup_s']['vllm']))} s |")
         for case, ages in parts.get("startup", {}).items():
             told = " | ".join(
                 f"{ages[key]:.1f} s" for key in ("imported", "weights there", "engine ready", "first token")
@@ -306,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
     parser.add_argument("--case", default="", help=f"of quant: some of {', '.join(QUANT)}")
-    parser.add_argument("--model", default=",".join(VLLM), help="models, with commas between them")
+    parser.add_argument("--model", default=",".join(MODELS), help="models, with commas between them")
     parser.add_argument("--table", action="store_true", help="print what was kept as tables of Markdown")
     chosen = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
@@ -319,7 +318,6 @@ def main() -> None:
         parser.error(f"--case: there is no {', '.join(unknown)}; use some of {', '.join(QUANT)}")
     for name in chosen.model.split(","):
         kept = models.setdefault(name, {})
-        kept["vllm, quoted"] = VLLM[name]
         for part in chosen.only.split(","):
             began = time.perf_counter()
             try:

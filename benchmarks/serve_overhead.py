@@ -73,13 +73,14 @@ def byte_model() -> Iterator[str]:
 
 
 @contextmanager
-def served(model: str, *words: str) -> Iterator[Up]:
-    """`lmworks serve` on a free port, until it is ready. What it logs goes to a file, shown where it fails."""
+def served(model: str, *words: str, program: Path | None = None) -> Iterator[Up]:
+    """`lmworks serve`, or a program in its place, on a free port. What it logs goes to a file, shown where it fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = Path(f"/tmp/lmworks-serve-{port}.log")
-    command = [sys.executable, "-m", "lmworks", "serve", model, "--port", str(port), *words]
+    start = ["-m", "lmworks"] if program is None else [str(program)]
+    command = [sys.executable, *start, "serve", model, "--port", str(port), *words]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
         try:

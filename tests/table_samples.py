@@ -58,6 +58,31 @@ def markdown(name: str) -> tuple[list[str], list[list[str]]]:
     return rows[0], [row for row in rows[2:10] if len(row) == len(rows[0])]
 
 
+def planned_fleet(sample: Sample) -> None:
+    sample.prints("fleet", "plan", str(CONFIGS / "fleet.toml"))
+
+
+def fleet_status(sample: Sample) -> None:
+    from lmworks.cli.fleet import print_status
+
+    one = {"name": "chat-0", "url": "http://127.0.0.1:8081", "ready": True, "pid": 4711, "restarts": 0}
+    print_status([one, {**one, "name": "gateway", "url": "http://127.0.0.1:8080", "ready": False, "pid": None}])
+
+
+def lacking_fleet(sample: Sample) -> None:
+    from lmworks.cli.fleet import print_lacking
+    from lmworks.fleet.check import Finding
+
+    print_lacking([Finding("disruption", "Deployment/serve-code-editor", "a PodDisruptionBudget")], 32)
+
+
+def fitted_steps(sample: Sample) -> None:
+    from lmworks.cli.fleet import print_fitted
+
+    found = result("fleet_validation.json")["fit"]
+    print_fitted(found)
+
+
 def struck_run(folder: Path, name: str = "small") -> RunFolder:
     """Saved, hit by a spike, killed, and taken up again."""
     table = {"name": name, "model": {"preset": "tiny"}, "optim": {"steps": 6, "warmup": 0}, "checkpoint": {"every": 2}}
@@ -436,7 +461,7 @@ def sweeps(sample: Sample) -> None:
         trial = sweep.propose(point)
         result = {"step": 100_000, "val_step": 100_000, "val_loss": 12.3456, "loss": 12.3456, "tokens": 0}
         sweep.write(replace(trial, state="finished", step=100_000, result=result))
-    print_trials(f"Trials of {sweep.path}", Progress(sweep, 1).look(sweep.trials()))
+    print_trials(f"Trials of {sweep.path}", Progress(sweep, 1).update(sweep.trials()))
     print_outcome(outcome_of(sweep))
     print_rungs(stopper_of("hyperband", 81, 1_000, 81_000, 3), 81)
     sample.prints("runs")
@@ -544,6 +569,15 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (memory_snapshot, "profile_memory.print_snapshot"),
     (compared_recordings, "profile_compare.print_comparison"),
     (typed("evals", "list"), "evals.list_suites"),
+    (typed("fleet", "simulate", "llama3-8b", "--generate", "bursty", "--seconds", "20"), "fleet.print_run"),
+    (
+        typed("fleet", "simulate", "llama3-8b", "--generate", "bursty", "--seconds", "20", "--front", "--most", "2"),
+        "fleet.print_front",
+    ),
+    (fitted_steps, "fleet.print_fitted"),
+    (planned_fleet, "fleet.print_fleet"),
+    (lacking_fleet, "fleet.print_lacking"),
+    (fleet_status, "fleet.print_status"),
     (evaluated, "evals.print_results evals.print_comparisons"),
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),

@@ -23,13 +23,13 @@ FLOORS = [
     {"engine", "checkpoint"},
     {"train", "serve", "sweep"},
     {"align", "loading", "weight_prefetch"},  # the last two: files
-    {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway"},
+    {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway", "fleet"},
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
     *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune", "scaling"),
-    *("curate", "editor"),
+    *("curate", "editor", "fleet", "gateway"),
     "checkpoint/format",
 }
 

@@ -41,6 +41,8 @@ NOT_HERE = {
     r"^lmworks sweep .*--slurm": "needs Slurm: tests/sweep/test_sweep_slurm.py runs it",
     r"^lmworks sweep .*--ray": "needs Ray: tests/sweep/test_sweep_ray.py runs it",
     r"^lmworks tune .*--storage postgresql": "needs PostgreSQL: tests/tune/test_storage.py runs it",
+    r"^lmworks fleet (up|status|down)": "stays in the foreground: tests/fleet/test_up.py runs it",
+    r"^lmworks fleet fit": "needs a load test of minutes: tests/fleet/test_fit_server.py has one",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",
 }

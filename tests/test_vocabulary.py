@@ -239,6 +239,25 @@ RETIRED = {
     "Shot": "TimedRequest",
     "RankNow": "RankState",
     "busy_words": "busy_note",
+    # align, sandbox, sweep, tune, scaling, curate
+    "HostRest": "HostOffload",
+    "with_signal": "informative_groups",
+    "set_by_token": "set_token_values",
+    "mean_or_share": "batch_mean",
+    "LOST_S": "HEARTBEAT_TIMEOUT_S",
+    "until_it_ends": "wait_for_exit",
+    "become_program": "run_confined",
+    "become_trial": "set_up_child",
+    "remove_half_made": "remove_incomplete",
+    "what_is_missing": "missing_resources",
+    "Look": "OnPoll",
+    "Chosen": "Recommended",
+    "SettingLaw": "HyperparameterLaw",
+    "fit_setting": "fit_hyperparameter_law",
+    "doubts": "fit_warnings",
+    "telling": "is_distinctive",
+    "telling_hits": "distinctive_hits",
+    "two_loops": "two_loop_recursion",
 }
 # What somebody who knows the field greps for.
 SOUGHT = (

@@ -18,7 +18,7 @@ SMALL = ["tiny", "optim.lr=4e-3", "data.seq=32", "data.micro_batch=4"]
 def test_flat_under_mup_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A missing multiplier, initial scale or learning rate of any role gives a slope of at least a half."""
     plot = tmp_path / "check.png"
-    options = ["--widths", "64,128,256", "--depths", "2,4,8", "--seeds", "2", "--plot", str(plot), "--json"]
+    options = ["--widths", "64,128,256", "--depths", "2,4,8", "--seeds", "5", "--plot", str(plot), "--json"]
     code, out, err = lmworks(capsys, "study", "coordinate-check", *SMALL, *options)
     assert code == 0, err
     found = json.loads(out)

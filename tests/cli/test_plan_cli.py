@@ -80,6 +80,30 @@ def test_each_stage_is_priced_as_a_run_of_its_own(capsys: pytest.CaptureFixture[
     assert code == 0 and f"{first['hours'] + last['hours']:.3g} hours" in out
 
 
+def test_the_fullest_stage_decides_what_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first of these stages holds more than the last one, of longer sequences: it recomputes nothing."""
+    first = 'data.micro_batch = 32\nparallel.recompute = "none"\ndata.seq = 8192'
+    (tmp_path / "staged.toml").write_text(
+        STAGES.replace("data.seq = 8192\ndata.global_batch = 64", f"{first}\ndata.global_batch = 256")
+    )
+    (tmp_path / "alone.toml").write_text(STAGES.partition("[[stages]]")[0])
+    changes = ["data.seq=8192", "data.micro_batch=32", "data.global_batch=256", "parallel.recompute=none"]
+    alone, last = (
+        json.loads(lmworks(capsys, "plan", "memory", str(tmp_path / "alone.toml"), *given, "--json")[1])
+        for given in (changes, [])
+    )
+    _, out, _ = lmworks(capsys, "plan", "memory", str(tmp_path / "staged.toml"), "--json")
+    found = json.loads(out)
+    assert not alone["fits"] and last["fits"]
+    assert found["run_stages"] == {"fullest": 0, "reserved": [alone["reserved"], last["reserved"]]}
+    assert {key: found[key] for key in alone} == {**alone, "name": found["name"]}
+    _, out, _ = lmworks(capsys, "plan", "memory", str(tmp_path / "staged.toml"))
+    assert "stages[0] needs most" in out and "does NOT fit" in out
+    _, out, _ = lmworks(capsys, "plan", str(tmp_path / "staged.toml"), "--json")
+    assert json.loads(out)["fits"] is False
+    assert [stage["fits"] for stage in json.loads(out)["stages"]] == [False, True]
+
+
 def test_a_table_by_a_busy_machine_says_so_and_shows_the_range(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

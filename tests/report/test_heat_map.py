@@ -34,4 +34,4 @@ def test_scores_become_cells_of_the_image(tmp_path: Path, capsys: pytest.Capture
 def test_a_suite_without_depths_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "result.json").write_text(json.dumps({"suite": "x", "metric": "m", "scores": {}, "groups": {}}))
     code, _, error = lmworks(capsys, "evals", "heatmap", str(tmp_path), "--out", str(tmp_path / "map.png"))
-    assert code == 2 and "those with scores by length and depth: none" in error
+    assert code == 2 and "has no scores by several lengths or depths" in error

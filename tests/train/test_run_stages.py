@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from layouts import with_meshes
 from lmworks import checkpoint
 from lmworks.data import prepare
+from lmworks.parallel.local_ranks import RankFailed, on_ranks
 from lmworks.record import RunFolder
 from lmworks.spec import RunSpec, SpecError
 from lmworks.spec.load import dump_toml, load_run
@@ -71,6 +75,19 @@ def test_each_stage_trains_its_own_tokens(straight: Path) -> None:
     assert [line[0] for line in curve(straight)] == list(range(1, 13))
 
 
+def test_a_written_spec_has_the_same_stages(dataset: Path) -> None:
+    """A run folder's spec.toml: what follows from the keys of a stage is not that of the last one."""
+    spec = make_spec(dataset, "model.context=64", "data.seq=64", "data.global_batch=0", "data.micro_batch=1").replace(
+        stages=[
+            {"steps": 4, "data": {"seq": 16, "micro_batch": 4}, "model": {"context": 16}},
+            {"steps": 8, "model": {"rope_scaling": {"type": "yarn", "factor": 4.0}}},
+        ]
+    )
+    read = RunSpec.from_dict(spec.to_dict())
+    assert [read.stage(n) for n in range(2)] == [spec.stage(n) for n in range(2)]
+    assert [read.stage(n).data.global_batch for n in range(2)] == [4, 1]
+
+
 @pytest.mark.parametrize("at", [3, 5, 8, 10, 12])
 def test_a_kill_in_any_stage_changes_nothing(staged: RunSpec, straight: Path, tmp_path: Path, at: int) -> None:
     trainer = Trainer(staged, tmp_path / "run", quiet=True)
@@ -98,6 +115,37 @@ def test_a_stage_is_a_resumed_run(staged: RunSpec, straight: Path, tmp_path: Pat
     again.step = again.cursor = 4
     loss = again.train_step(again.batches.at(4))["loss"]
     assert loss == curve(straight)[4][1]
+
+
+KILLED_AT = (5, 6)  # the first step of the second stage, and within it
+
+
+@with_meshes
+def run_or_resume(rank: int, spec: RunSpec | None, run: Path, killed_at: int = 0) -> None:
+    trainer = Trainer(spec, run, quiet=True) if spec else Trainer.resume(run, quiet=True)
+    if rank == 1 and killed_at:
+        before_step(trainer, killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    trainer.run()
+
+
+def test_two_ranks_go_through_stages_as_one_does(dataset: Path, staged: RunSpec, tmp_path: Path) -> None:
+    """The same losses, and after kill -9 of a rank at the border of two stages the same bits as without it."""
+    stages = [{**staged.stages[0], "data": {"seq": 16}}, staged.stages[1], staged.stages[2]]
+    data = staged.data.replace(micro_batch=2, global_batch=4)
+    one = staged.replace(data=data, stages=stages)
+    two = one.replace(parallel=one.parallel.replace(dp=2, strategy="fsdp2"))
+    train(one, tmp_path / "one")
+    on_ranks(2, run_or_resume, two, tmp_path / "two")
+    for alone, many in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
+        assert (many[0], many[4]) == (alone[0], alone[4])  # step, tokens
+        assert many[1] == pytest.approx(alone[1], rel=1e-5)
+    for killed_at in KILLED_AT:
+        run = tmp_path / f"killed-{killed_at}"
+        with pytest.raises(RankFailed):
+            on_ranks(2, run_or_resume, two, run, killed_at)
+        on_ranks(2, run_or_resume, None, run)
+        assert curve(run) == curve(tmp_path / "two")
+        assert differences(saved(run), saved(tmp_path / "two")) == []
 
 
 def test_until_pauses_within_a_stage_and_at_its_end(staged: RunSpec, straight: Path, tmp_path: Path) -> None:

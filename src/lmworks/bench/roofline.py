@@ -159,7 +159,8 @@ class DecodeRoofline:
         return stored_bytes(self.model) - lookup_bytes(self.model) - routed * (1 - visited)
 
     def kv_bytes(self, batch: int, context: float) -> float:
-        reach = min(context, self.model.spec.sliding_window or context)
+        spec = self.model.spec
+        reach = sum(min(context, spec.window_of(layer) or context) for layer in range(spec.layers)) / spec.layers
         return batch * reach * self.cache.block_bytes / self.cache.size
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,9 @@ class Outcome:
             cached_tokens=details.get("cached_tokens") or 0,
             tokens=usage.get("completion_tokens") or len(reply.times),  # events, if the server does not count tokens
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     @property
     def kind(self) -> str:
@@ -255,6 +259,16 @@ def raise_open_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+
+
+def write_outcomes(outcomes: Iterable[Outcome], path: Path) -> None:
+    """A line of JSON for each request, with the time of each of its tokens."""
+    lines = [json.dumps(one.to_dict()) + "\n" for one in outcomes]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise LMWorksError(f"--save {path}: {error.strerror}") from None
 
 
 # --- serve plot ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import typer
 
 from ..data.progress import activity
 from ..record.formatting import binary_bytes, duration
+from ..spec.files import check_writable
 from ..weight_prefetch import prefetch_weights
 from . import options
 from .generate import EngineOverrides, engine_options
@@ -159,6 +160,10 @@ EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Do not send ignore_
 Key = Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Sent as a bearer token.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0.001, help="Longest time for one request.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it (.png, .svg or .pdf).")]
+Save = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="A line of JSON for each request, for `lmworks fleet fit`."),
+]
 
 
 def serve(
@@ -179,6 +184,7 @@ def serve(
     timeout: Seconds = 600.0,
     seed: Seed = 0,
     plot: Plot = None,
+    save: Save = None,
     json: Json = False,
 ) -> None:
     """Load-test a server: TTFT, TPOT, latency and goodput.
@@ -204,12 +210,18 @@ def serve(
         from ..report.plots import check_plot_path
 
         check_plot_path(plot, "--plot")
+    if save is not None:
+        check_writable(save, "--save")
     measured = bench_serve(url, load, objective, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
     facts = measured.to_dict()
     if plot is not None:
         from ..bench.serve import draw_bench
 
         draw_bench(measured, plot)
+    if save is not None:
+        from ..bench.serve import write_outcomes
+
+        write_outcomes(measured.outcomes, save)
     if json:
         print_json(facts)
     else:

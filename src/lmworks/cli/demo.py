@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MIN_STEPS, MAX_STEPS = 600, 3000  # steps: enough to beat a bigram table, and few enough to wait for
 SPEC = Path(__file__).with_name("demo.toml")
+GAP = ("def read(path):\n    with open(", ") as file:\n        return file.read()\n")  # before and after the cursor
+PROBLEMS = 20  # of the suite stdlib-infill
 PROMPTS = ("    for name in", "    def __init__(self, name):\n        self.name")
 
 
@@ -65,6 +67,7 @@ def demo(
     heading(5, "Use: let it complete some Python")
     for prompt in PROMPTS:
         typer.echo(complete(trainer.folder.path, prompt) + "\n")
+    show_infilling(trainer.folder.path, trainer.spec.data.seq)
 
     heading(6, "Results, and what to try next")
     run = trainer.folder.path
@@ -117,6 +120,34 @@ def compare(folder: RunFolder) -> None:
     for row in rows:
         if row.why:
             typer.secho(row.why, fg="yellow")
+
+
+def show_infilling(run: Path, context: int) -> None:
+    """One gap, with and without what follows it, and the score of a suite: whatever they are.
+
+    `context`: the length that it was trained on. Its examples end there, so beyond it nothing but their end is likely.
+    """
+    from ..evals import load_suite, run_suite
+    from ..evals.engine_model import EngineModel
+    from ..evals.models import Completion, Prompt
+    from ..llm import LLM
+    from ..loading import trained_fim
+
+    before, after = GAP
+    typer.echo(f"The same model has learned to fill gaps. Between\n{before}▁{after}")
+    answers: dict[int, Completion] = {}
+    with LLM(run, context=context) as llm:
+        model = EngineModel(llm, {"model": str(run)}, fim=trained_fim(run))
+        asked = [Prompt(before, 0, 12, 0.0, 1.0, ("\n",), suffix) for suffix in (after, None)]
+        model.generate(asked, answers.__setitem__)
+        result = run_suite(model, load_suite("stdlib-infill"), run / "evals/stdlib-infill", PROBLEMS)
+    typer.echo(f"it writes {answers[0].text!r}, and without the text after the cursor {answers[1].text!r}")
+    exact, edit = result["metrics"]["exact"]["value"], result["metrics"]["edit"]["value"]
+    typer.echo(
+        f"of {PROBLEMS} statements of the standard library, most of which it was trained on, {exact * PROBLEMS:.0f} "
+        f"are exactly as they were, edit similarity {edit:.2f}; more takes a larger model and more data "
+        "(docs/code-models.md)"
+    )
 
 
 def complete(run: Path, prompt: str) -> str:

@@ -109,7 +109,7 @@ def run(
     """
     suites = chosen_suites(suite, data, changes_of(samples, k, temperature, max_tokens))
     check_model(model, server, name, step, chat)
-    baseline = read_baseline(gate)
+    baseline = read_baseline(gate, [one.name for one in suites])
     target = out or Path("evals") / (name or Path(str(model)).name).replace("/", "_")
     from ..data.progress import console_progress
 
@@ -310,10 +310,15 @@ def print_comparisons(found: Sequence[Comparison]) -> None:
     print_table("Comparison", columns, rows, drop=["test", "problems", "better, worse"])
 
 
-def read_baseline(gate: Path | None) -> dict[str, Any]:
+def read_baseline(gate: Path | None, suites: Sequence[str]) -> dict[str, Any]:
+    from ..evals.compare import check_baseline
     from ..evals.results import read_result
 
-    return {} if gate is None else read_result(gate)
+    if gate is None:
+        return {}
+    baseline = read_result(gate)
+    check_baseline(baseline, suites)
+    return baseline
 
 
 def check_gate(baseline: Mapping[str, Any], gate: Path | None, results: Mapping[str, Any], level: float) -> None:
@@ -350,8 +355,8 @@ def heatmap(
     drawable = {name: one["groups"] for name, one in found.items() if any("depth" in group for group in one["groups"])}
     chosen = suite or next(iter(drawable), "")
     if chosen not in drawable:
-        there = ", ".join(drawable) or "none: it needs one with several lengths or depths"
-        raise SpecError(f"{evaluation}: no needle suite {chosen!r}; those with scores by length and depth: {there}")
+        there = f"; those that have: {', '.join(drawable)}" if drawable else "; evaluate e.g. --suite needle first"
+        raise SpecError(f"{evaluation}: {suite or 'what is in it'} has no scores by several lengths or depths{there}")
     scores = {length_and_depth(group): score for group, score in drawable[chosen].items()}
     draw_heat_map(scores, f"{chosen}: {found[chosen]['metric']}", out)
     typer.echo(f"drawn: {out}")

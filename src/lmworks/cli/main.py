@@ -28,6 +28,8 @@ from . import (
     diagnose,
     evals,
     finetune,
+    fleet,
+    gateway,
     generate,
     launch,
     lsp,
@@ -46,7 +48,7 @@ from .groups import RootGroup
 from .ranks import die_with_parent, write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already:
-# `gateway`, `fleet` (use and serve); `learn`, `ui` (learn).
+# `learn`, `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app, "scaling": scaling.app},
     "Data and training": {
@@ -71,6 +73,8 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "serve": serve.serve,
+        "gateway": gateway.gateway,
+        "fleet": fleet.app,
         "lsp": lsp.lsp,
         "eval": train.evaluate,
         "evals": evals.app,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..plan.devices.machine import Machine
     from ..plan.exact.exchanges import Collective
     from ..plan.memory.phases import ModelMemory, PhaseSheet
+    from ..plan.memory.sheet import Budget
     from ..plan.predict import Prediction
     from ..plan.round_time import RunTime
 
@@ -99,7 +100,8 @@ def run(
             facts["rounds"] = rounds.to_dict()
         if job.stages:
             facts["stages"] = stages_of(job, machine)
-        print_json({"name": job.name, **facts, "fits": fits(prediction), "collectives": calls})
+        verdict = fits_in_all([fits(prediction), *(stage["fits"] for stage in facts.get("stages", []))])
+        print_json({"name": job.name, **facts, "fits": verdict, "collectives": calls})
         return
     last = ", of the last stage" if job.stages else ""
     typer.echo(f"{job.name}: {job.model.params:,} parameters, {job.tokens_per_step:,} tokens a step{last}")
@@ -115,6 +117,11 @@ def run(
         print_rounds(job, rounds)
     if job.stages:
         print_run_stages(stages_of(job, machine), job)
+
+
+def fits_in_all(verdicts: list[bool | None]) -> bool | None:
+    """A run ends at the first stage that does not fit; None: unknown."""
+    return False if False in verdicts else None if None in verdicts else True
 
 
 def stages_of(job: RunSpec, machine: Machine | None) -> list[dict[str, Any]]:
@@ -355,7 +362,7 @@ def memory(
     """Show the memory of every rank in bytes, and whether it fits.
 
     Data parallelism takes the GPUs that tp, cp and pp leave, and shards everything unless --zero says otherwise. With a
-    pipeline the sheet is of the rank that needs most.
+    pipeline the sheet is of the rank that needs most, and of a run in [[stages]] of the stage that does.
 
     \b
     Examples:
@@ -372,13 +379,19 @@ def memory(
     request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = run_on_cluster(spec, overrides or (), request)
     _, gpu = cluster_and_gpu(run.cluster, "")
-    ranks, shared = ranks_on_host(run), None
-    if optimizer or run.parallel.engine != "native":  # priced, not run: in closed form
-        case = Case.of(run, gpu).replace(optimizer=optimizer or run.optim.optimizer)
-        found, stages = budget(case), [budget(case, stage).to_dict() for stage in range(run.parallel.pp)]
-    else:
-        found, stages = run_budget(run), [run_budget(run, stage).to_dict() for stage in range(run.parallel.pp)]
-        shared = machine_need(run, range(ranks), "cuda")
+    priced = optimizer or run.parallel.engine != "native"  # and not run: in closed form
+
+    def stage_budget(one: RunSpec, stage: int | None = None) -> Budget:
+        if priced:
+            return budget(Case.of(one, gpu).replace(optimizer=optimizer or one.optim.optimizer), stage)
+        return run_budget(one, stage)
+
+    by_stage = [float(stage_budget(run.stage(number)).reserved) for number in range(len(run.stages))]
+    fullest = by_stage.index(max(by_stage)) if by_stage else None
+    run = run if fullest is None else run.stage(fullest)
+    found, stages = stage_budget(run), [stage_budget(run, stage).to_dict() for stage in range(run.parallel.pp)]
+    ranks = ranks_on_host(run)
+    shared = None if priced else machine_need(run, range(ranks), "cuda")
     phases = run_phases(run, gpu) if run.align.method else None
     needed = max(float(found.reserved), float(reserved(phases.highest.peak)) if phases else 0.0)
     room, chance = usable(gpu), float(oom_probability(needed, gpu))
@@ -396,6 +409,8 @@ def memory(
         "oom_probability": chance,
         "stages": stages,
     }
+    if fullest is not None:
+        facts["run_stages"] = {"fullest": fullest, "reserved": by_stage}
     if phases:
         facts["post_training"] = phases.to_dict()
     if html:
@@ -411,6 +426,9 @@ def memory(
         f"sequences of {data.seq} in {run.precision.dtype}, {data.global_batch} a step: "
         f"{run.accumulation} micro-batch{'es' * (run.accumulation > 1)} a rank"
     )
+    if fullest is not None:
+        sizes = ", ".join(f"{size / 2**30:.1f}" for size in by_stage)
+        typer.echo(f"stages[{fullest}] needs most; GiB reserved by stage: {sizes}")
     print_budget(facts)
     print_stages(stages)
     if phases:

@@ -42,7 +42,7 @@ def show_sweep(path: Path, json: bool) -> None:
     from .sweep_display import print_trials
 
     sweep = Sweep.open(path)
-    rows = Progress(sweep, 1).look(sweep.trials())
+    rows = Progress(sweep, 1).update(sweep.trials())
     if json:
         print_json({**summarize_sweep(path), "trials": [row.to_dict() for row in rows]})
         return

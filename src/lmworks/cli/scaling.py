@@ -159,9 +159,9 @@ def default_seq(found: Fit) -> float:
 def other_method(
     points: Points, law: str, flops: float | None, more: dict[str, Any], plot: Path | None
 ) -> dict[str, Any]:
+    from ..scaling.hyperparameter_laws import fit_hyperparameter_law
     from ..scaling.isoflop import fit_isoflop
-    from ..scaling.results import isoflop_result, setting_result
-    from ..scaling.settings import fit_setting
+    from ..scaling.results import hyperparameter_result, isoflop_result
 
     if law == "isoflop":
         found = fit_isoflop(points, **more)
@@ -172,9 +172,9 @@ def other_method(
         return isoflop_result(found, found.optimum(flops or largest(points)))
     if plot:
         raise SpecError(f"--plot draws laws of the loss and iso-FLOP curves, not --law {law}")
-    setting = fit_setting(points, law, **more)
+    setting = fit_hyperparameter_law(points, law, **more)
     top = max(setting.places, key=lambda place: place["n"] * place["d"])
-    return setting_result(setting, {"n": top["n"], "d": top["d"], **setting.at(top["n"], top["d"])})
+    return hyperparameter_result(setting, {"n": top["n"], "d": top["d"], **setting.at(top["n"], top["d"])})
 
 
 def largest(points: Points) -> float:

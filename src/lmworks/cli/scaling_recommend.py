@@ -17,7 +17,7 @@ from .output import Json, print_json, print_table, write_file
 if TYPE_CHECKING:
     from ..scaling.downstream import Downstream
     from ..scaling.fitting import FittedLaw
-    from ..scaling.settings import SettingLaw
+    from ..scaling.hyperparameter_laws import HyperparameterLaw
 
 SHOWN = 6  # rows of the comparison of --serve
 
@@ -81,15 +81,15 @@ def recommend(
 
 def law_of_source(
     source: str, law: str, target: str, score: str
-) -> tuple[FittedLaw, SettingLaw | None, SettingLaw | None, Downstream | None]:
+) -> tuple[FittedLaw, HyperparameterLaw | None, HyperparameterLaw | None, Downstream | None]:
     """Runs are fitted, and laws of learning rate and batch with them where they were varied."""
     from dataclasses import replace
 
     from ..scaling.downstream import fit_downstream
     from ..scaling.fitting import fit_law
+    from ..scaling.hyperparameter_laws import tuned_hyperparameter_law
     from ..scaling.law_file import read_law
     from ..scaling.points import read_points
-    from ..scaling.settings import tuned_setting
 
     if not (source.endswith(".csv") or Path(source).is_dir()):
         for option, given in (("--law", law), ("--target", target), ("--score", score)):
@@ -100,7 +100,7 @@ def law_of_source(
     fit = fit_law(points, law or "chinchilla")
     fitted = replace(fit.fitted, warnings=fit.warnings)
     metric = fit_downstream(points, score) if score else None
-    return fitted, tuned_setting(points, "lr"), tuned_setting(points, "batch"), metric
+    return fitted, tuned_hyperparameter_law(points, "lr"), tuned_hyperparameter_law(points, "batch"), metric
 
 
 def print_recommendation(facts: dict[str, Any]) -> None:

@@ -102,9 +102,9 @@ def train(
     with stopped_by_signals("the same command goes on with the ladder"), sweep.driving(told_to_wait):
         driver.start()
         with workers, Display(Progress(sweep, workers.count, workers.resources), quiet) as display:
-            workers.wait_for(driver.advance, display.look)
+            workers.wait_for(driver.advance, display.update)
             prediction = driver.start_holdout(asked, spec, tokens) if asked.holdout else None
-            workers.wait_for(driver.advance, display.look)
+            workers.wait_for(driver.advance, display.update)
     return prediction
 
 
@@ -156,7 +156,7 @@ def print_outcome(sweep: Sweep, prediction: Prediction | None, json: bool) -> No
     from ..sweep.progress import Progress
     from .sweep_display import print_trials
 
-    rows = Progress(sweep, 1).look(sweep.trials())
+    rows = Progress(sweep, 1).update(sweep.trials())
     measured = None
     if prediction is not None:
         trial = sweep.trial(prediction.number)

@@ -132,7 +132,7 @@ def watch(workers: Workers, quiet: bool) -> None:
         workers,
         Display(Progress(workers.sweep, workers.count, workers.resources), quiet) as display,
     ):
-        workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.look)
+        workers.wait_for(lambda trials: all(trial.settled for trial in trials), display.update)
 
 
 def print_result(sweep: Sweep, json: bool) -> None:
@@ -140,7 +140,7 @@ def print_result(sweep: Sweep, json: bool) -> None:
     from ..sweep.progress import Progress, best
     from .sweep_display import print_trials
 
-    rows = Progress(sweep, 1).look(sweep.trials())
+    rows = Progress(sweep, 1).update(sweep.trials())
     if json:
         found = best(rows)
         trials = [row.to_dict() for row in rows]

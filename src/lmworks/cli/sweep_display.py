@@ -28,7 +28,7 @@ SHOWN = 20  # rows of the live table
 
 
 class Display:
-    """`look(trials)` often; `quiet` prints nothing."""
+    """`update(trials)` often; `quiet` prints nothing."""
 
     def __init__(self, progress: Progress, quiet: bool) -> None:
         self.progress, self.quiet = progress, quiet
@@ -49,13 +49,13 @@ class Display:
             self.live.update(Text(), refresh=True)
             self.live.stop()
 
-    def look(self, trials: Sequence[Trial]) -> None:
+    def update(self, trials: Sequence[Trial]) -> None:
         now = time.monotonic()
         ended = any(trial.state != self.states.get(trial.number, trial.state) for trial in trials)
         if self.quiet or (now - self.looked < REFRESH_S and not ended):
             return
         self.looked = now
-        rows = self.progress.look(trials)
+        rows = self.progress.update(trials)
         waiting = self.progress.waits_for(rows)
         status = self.status(rows, waiting)
         if self.live:

@@ -66,7 +66,7 @@ class WorkerOptions:
     def pool(self, sweep: Sweep, most: int, ranks: int, on_gpus: bool) -> Workers:
         """At most `most` workers, of trials with so many ranks."""
         from ..sweep.pool import Workers
-        from ..sweep.ray import RayWorkers, room
+        from ..sweep.ray import RayWorkers, free_slots
         from ..sweep.slots import own_resources, visible_gpus
         from ..sweep.slurm import SlurmWorkers
 
@@ -74,7 +74,7 @@ class WorkerOptions:
         if self.slurm:
             return SlurmWorkers(sweep, self.array(sweep, most, ranks, on_gpus))
         if self.ray:
-            return RayWorkers(sweep, self.workers or min(most, room(cores, gpus)), cores, gpus)
+            return RayWorkers(sweep, self.workers or min(most, free_slots(cores, gpus)), cores, gpus)
         resources = own_resources(visible_gpus() if on_gpus else (), self.trials_per_gpu)
         count = self.workers or min(most, resources.workers(ranks, sweep.threads))
         return Workers(sweep, count, ["--trials-per-gpu", str(self.trials_per_gpu)], resources)

@@ -277,7 +277,7 @@ def run_driver(
     ):
         driver = make()
         with workers, Display(search_progress(planned, workers), quiet) as display:
-            driver.run(workers, display.look)
+            driver.run(workers, display.update)
     return driver
 
 
