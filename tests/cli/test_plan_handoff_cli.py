@@ -131,7 +131,7 @@ def test_a_typed_part_of_a_layout_is_kept_and_a_written_one_is_searched(
         ),
         (["parallel.zero=1"], "parallel.zero is what the search decides"),
         (["parallel.dp=4"], "parallel.dp is what the search decides"),
-        (["parallel.async_tp=true"], "parallel.async_tp is what the search decides: set it in the spec"),
+        (["parallel.async_tp=true"], "parallel.async_tp = true is not supported"),
         (["parallel.recompute_every=2"], "parallel.recompute_every is what the search decides"),
         (["parallel.recompute=budget"], "recompute = 'budget': it can be none, selective, mlp, full"),
         (["parallel.engine=deepspeed"], "parallel.engine = 'deepspeed' is not searched"),

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from layouts import mesh_of
 from lmworks.kernels.training import cross_entropy
@@ -20,7 +18,7 @@ from lmworks.parallel import collectives
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.sharding_plan import ShardingPlan
-from lmworks.parallel.tensor_parallel import apply_tensor_parallel, enable_async_tp, local_heads
+from lmworks.parallel.tensor_parallel import apply_tensor_parallel, local_heads
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "context": 16, "init_std": 0.2}
@@ -176,29 +174,6 @@ def test_blocks_compile_whole() -> None:
     assert_exact(on_ranks(2, compare, changes, [{"tp": 2, "sp": True}], compile_blocks))
 
 
-def found_by_inductor(rank: int) -> tuple[int, int]:
-    from torch._inductor.fx_passes import micro_pipeline_tp
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
-    group = Mesh(Grid(), "cpu").group("tp")
-
-    def region(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
-        y = F.linear(collectives.all_gather(x, 1, group), columns)
-        return collectives.reduce_scatter(F.linear(y, rows), 1, group)
-
-    shapes = (2, 8, 16), (32, 16), (16, 32)
-    traced = make_fx(region, tracing_mode="fake")(*map(torch.ones, shapes))
-    view_to_reshape(traced)
-    gathers = micro_pipeline_tp.find_all_gather_patterns(traced.graph)
-    scatters = micro_pipeline_tp.find_reduce_scatter_patterns(traced.graph)
-    return len(gathers), len(scatters)
-
-
-def test_async_tp_recognises_our_collectives() -> None:
-    """What inductor looks for in a graph before it overlaps a product with its communication, which needs GPUs."""
-    assert on_ranks(1, found_by_inductor) == [(1, 1)]
-
-
 def errors_in_bf16(rank: int, changes: dict[str, Any], batches: int = 6) -> dict[str, tuple[float, float]]:
     """(error of one rank in bf16, error of two) of the loss and each gradient against one rank in fp32.
 
@@ -261,21 +236,16 @@ def test_the_parts_of_a_pipeline_are_cut_alike(model: str) -> None:
         assert max(found.values()) <= 1e-5, found
 
 
-def refusals(rank: int) -> list[str]:
+def logits_of_a_shard(rank: int) -> str:
     spec, parallel = ModelSpec(**SHAPE), ParallelSpec(tp=2)
-    mesh = Mesh(Grid.of(parallel), "cpu")
-    model, _ = make_part(spec, parallel, mesh)
+    model, _ = make_part(spec, parallel, Mesh(Grid.of(parallel), "cpu"))
     batch = make_batch(spec)
     assert model(batch["tokens"]).shape == (3, 16, spec.vocab // 2)
-    messages = []
-    for attempt in (lambda: model(**batch), lambda: enable_async_tp(mesh)):
-        with pytest.raises(SpecError) as error:
-            attempt()
-        messages.append(str(error.value))
-    return messages
+    with pytest.raises(SpecError) as error:
+        model(**batch)
+    return str(error.value)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    logits, overlap = on_ranks(2, refusals)[0]
-    assert "keep_logits=False" in logits
-    assert "parallel.async_tp" in overlap and "CUDA" in overlap
+def test_whole_logits_with_a_loss_are_refused() -> None:
+    for said in on_ranks(2, logits_of_a_shard):
+        assert "keep_logits=False" in said

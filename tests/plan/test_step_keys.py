@@ -184,15 +184,6 @@ def test_overlap_by_hand() -> None:
     assert overlap(12.0, 10.0, 0.4) == Traffic(exposed=pytest.approx(6.0), hidden=10.0)
 
 
-def test_async_tp_of_ours_was_not_measured() -> None:
-    """Blocks' collectives (of 4 · 32 layers; the vocabulary's 2 are not cut) at the contention of torchtitan's runs."""
-    plain, cut = (price(Case.of(run("parallel.compile=true", *key), H100)) for key in ((), ("parallel.async_tp=true",)))
-    contention = constants().async_tp_contention
-    assert contention < float(cut.parts["tp"] / plain.parts["tp"]) < contention + 0.05
-    assert not plain.notes
-    assert cut.notes == ("parallel.async_tp: not measured; its overlap is that of torchtitan's runs",)
-
-
 def test_a_budget_has_no_closed_form() -> None:
     with pytest.raises(SpecError, match="recompute = 'budget' has no closed form"):
         parts("parallel.recompute=budget", "parallel.recompute_budget=20")

@@ -68,7 +68,10 @@ ILLEGAL = {
         ["parallel.sync_each_pass=true", "parallel.dp=2", "precision.reduce=bf16"],
         "would round DDP's sums to precision.reduce = 'bf16' after every micro-batch",
     ),
-    "async without compile": (["parallel.async_tp=true", "parallel.tp=2"], "needs parallel.compile = true"),
+    "async tensor parallelism": (
+        ["parallel.async_tp=true", "parallel.tp=2", "parallel.compile=true"],
+        "use parallel.async_tp = false, which computes the same",
+    ),
     "profile": (["log.profile=[5, 2]"], "must be [first step, last step]"),
 }
 

@@ -16,6 +16,7 @@ import pytest
 from layouts import on_ranks
 from lmworks.cli.main import main
 from lmworks.record import RunFolder, read_metrics
+from lmworks.spec import SpecError
 from lmworks.train import Trainer
 from tiny import events, resume, saved
 
@@ -73,6 +74,18 @@ def test_one_rank_resumes_two_rank_checkpoint() -> None:
     assert hashes(run, 4) == EXPECTED["experts"]["saved"]
     last = read_metrics(RunFolder(run).metrics_path)[-1]
     assert last["loss"] == pytest.approx(EXPECTED["experts"]["steps"][-1]["loss"], rel=1e-5)
+
+
+def test_a_retired_key_that_was_used_names_what_to_write() -> None:
+    """Old specs have `async_tp = false`; a run that had it true is resumed without it, which computes the same."""
+    spec = RunFolder(Path("dense")).spec_path
+    text = spec.read_text()
+    assert "async_tp = false" in text
+    spec.write_text(text.replace("async_tp = false", "async_tp = true"))
+    with pytest.raises(SpecError, match=r"use parallel\.async_tp = false, which computes the same"):
+        resume(Path("dense"))
+    spec.write_text(text)
+    resume(Path("dense"))
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

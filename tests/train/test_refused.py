@@ -90,12 +90,6 @@ def test_unsupported_spec_creates_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-def test_overlap_of_tensor_parallel_products_needs_cuda(dataset: Path) -> None:
-    spec = make_spec(dataset, "parallel.tp=2", "parallel.compile=true", "parallel.async_tp=true", "model.vocab=258")
-    with pytest.raises(SpecError, match=r"parallel\.async_tp = true needs CUDA"):
-        check_requirements(spec, torch.device("cpu"))
-
-
 def go_on(rank: int, run: Path) -> str:
     with pytest.raises(LMWorksError) as error:
         Trainer.resume(run, quiet=True).run()

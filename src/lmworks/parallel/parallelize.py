@@ -40,7 +40,7 @@ from .parallel_model import ParallelModel
 from .precision import apply_float8, autocast_forward, cast_weights
 from .sharding_plan import ShardingPlan
 from .single_rank import SingleRank
-from .tensor_parallel import apply_tensor_parallel, enable_async_tp
+from .tensor_parallel import apply_tensor_parallel
 from .zero import Zero
 
 
@@ -119,8 +119,6 @@ def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
 
 def compile_blocks(part: GPT, spec: RunSpec, mesh: Mesh | None) -> None:
     """A block at a time: all blocks share one compiled graph, and collectives around them stay where they are."""
-    if spec.parallel.async_tp and mesh is not None:
-        enable_async_tp(mesh)
     without_collectives = mesh is None or mesh.size("tp") * mesh.size("cp") * mesh.size("ep") == 1
     if isinstance(part.norm, LayerNorm) and without_collectives:  # RMSNorm has kernels of its own
         part.norm.compile()

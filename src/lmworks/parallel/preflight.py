@@ -22,7 +22,6 @@ from ..spec import Cluster, RunSpec, SpecError
 from .deepspeed import load_deepspeed
 from .parallelize import with_device
 from .precision import check_float8
-from .tensor_parallel import check_async_tp
 
 
 def check_requirements(spec: RunSpec, device: torch.device, force: bool = False) -> None:
@@ -32,8 +31,6 @@ def check_requirements(spec: RunSpec, device: torch.device, force: bool = False)
         raise SpecError(
             f"model.attention = 'flash' needs a GPU, and this run is on {device.type}; use 'sdpa' or 'auto'"
         )
-    if layout.async_tp:
-        check_async_tp(device.type)
     if layout.pp > 1:
         from .pipeline import check_split_backward  # PyTorch's pipelining takes seconds to import
 

@@ -59,28 +59,6 @@ def local_heads(spec: ModelSpec, mesh: Mesh) -> slice:
     return slice(mesh.rank("tp") * count, (mesh.rank("tp") + 1) * count)
 
 
-def check_async_tp(device_type: str) -> None:
-    if device_type != "cuda":
-        raise SpecError(
-            f"parallel.async_tp = true needs CUDA devices with peer access, not '{device_type}'; "
-            "parallel.async_tp = false computes the same"
-        )
-
-
-def enable_async_tp(mesh: Mesh) -> None:
-    """Let torch.compile overlap a product with its all-gather or reduce-scatter.
-
-    It works on the collectives of sequence parallelism (an all-reduce is not split) and through symmetric memory, which
-    CUDA devices with peer access have. Not measured: no machine with two such devices was available.
-    """
-    check_async_tp(mesh.device_type)
-    import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.group("tp").group_name)
-
-
 @dataclass(frozen=True)
 class Region:
     """How a tensor-parallel region is entered and left."""

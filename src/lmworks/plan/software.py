@@ -52,7 +52,7 @@ class Software:
     bucket: float = math.inf  # parameters per collective, where fewer than a block
     # ZeRO-3 of 2021: gathers tensor by tensor, copies each rank's shard separately, and again for recompute.
     per_tensor_gather: bool = False
-    async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds
+    async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds; torchtitan's only
     even_stages: bool = False  # pipeline stages have as many blocks each, though the last has the head too
     selective_recompute_share: float = 0.0  # share of a block's GEMMs that selective recompute recomputes
 
@@ -137,7 +137,7 @@ SOFTWARE = {
 def software_of(spec: RunSpec) -> Software:
     """Our own trainer with the options of this run."""
     own = COMPILED if spec.parallel.compile else EAGER
-    return replace(with_precision(own, spec.precision), async_tp=spec.parallel.async_tp)
+    return with_precision(own, spec.precision)
 
 
 def with_precision(own: Software, precision: PrecisionSpec) -> Software:

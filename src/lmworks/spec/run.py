@@ -178,7 +178,7 @@ class ParallelSpec(Section):
         0.0, "GiB of a rank's kept activations that wait in host memory for the backward pass", ge=0
     )
     compile: bool = opt(False, "torch.compile each transformer block")
-    async_tp: bool = opt(False, "with compile: overlap tensor-parallel products with their communication (CUDA)")
+    async_tp: bool = opt(False, "not supported (async tensor parallelism); only false, which specs of older runs have")
 
     def check(self) -> None:
         if self.dp:
@@ -207,8 +207,11 @@ class ParallelSpec(Section):
                 "parallel.sync_each_pass = true needs strategy = 'ddp' or 'fsdp2' without pipeline and offload; "
                 "ZeRO-2 reduces after each micro-batch anyway"
             )
-        if self.async_tp and not (self.compile and self.tp > 1):
-            raise SpecError("parallel.async_tp = true needs parallel.compile = true and parallel.tp > 1")
+        if self.async_tp:
+            raise SpecError(
+                "parallel.async_tp = true is not supported: its gain was never measured, and it was removed; "
+                "use parallel.async_tp = false, which computes the same"
+            )
         if self.sp and self.tp == 1:
             raise SpecError("parallel.sp = true needs parallel.tp > 1: it splits what tensor parallelism leaves whole")
         if not self.virtual_stages:

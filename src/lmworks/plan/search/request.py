@@ -38,7 +38,6 @@ DECIDED = {  # by the search; with what can be given instead
     "parallel.sp": "it goes with tensor parallelism; leave it out",
     "parallel.recompute_every": "recompute is of every block; leave it out",
     "parallel.recompute_budget": "use parallel.recompute=none, selective, mlp or full",
-    "parallel.async_tp": "set it in the spec that --out writes, where that has tp > 1",
 }
 
 

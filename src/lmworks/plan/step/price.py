@@ -148,8 +148,6 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     gpu_fitted, notes = chip_family(case.gpu) in fitted.gemm, []
     if not (known := gpu_fitted and case.software.name in fitted.software):
         notes.append(f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider")
-    if case.software.async_tp and case.software.name.startswith("lmworks"):
-        notes.append("parallel.async_tp: not measured; its overlap is that of torchtitan's runs")
     margin = np.exp(1.645 * (fitted.spread if known else fitted.unseen))
     interval = (step_s / margin, step_s * margin)
     return Price(case, step_s, parts, tags(case, gpu_fitted, parts), dict(hidden), interval, tuple(notes))
