@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from lmworks.engine.core.block_events import StoredBlocks
 from lmworks.engine.core.block_manager import BlockManager, IntegrityError, block_hash, root_hash
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
@@ -201,3 +204,49 @@ def test_hash_collision_is_not_used() -> None:
     pool.cached_blocks[pool.block_hashes[a.blocks[0]]] = b.blocks[0]
     with pytest.raises(IntegrityError, match=f"block {b.blocks[0]} is cached under another hash"):
         pool.find_cached_prefix(sequence([1, 2, 3]))
+
+
+class Held:
+    """A listener: what the cache holds, by its events alone."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, int] = {}
+        self.tokens: dict[bytes, list[int]] = {}  # of each block
+        self.parents: dict[bytes, bytes | None] = {}
+        self.corrupt: list[bytes] = []
+
+    def stored(self, event: StoredBlocks) -> None:
+        size, parent = event.block_size, event.parent_hash
+        for i, (block, digest) in enumerate(zip(event.blocks, event.hashes, strict=True)):
+            self.blocks[digest], self.parents[digest] = block, parent
+            self.tokens[digest] = event.token_ids[i * size : (i + 1) * size]
+            parent = digest
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        assert self.blocks.pop(digest) == block
+
+    def corrupted(self, digest: bytes) -> None:
+        self.blocks.pop(digest, None)
+        self.corrupt.append(digest)
+
+    def cleared(self) -> None:
+        self.blocks.clear()
+
+
+def test_listener_knows_what_is_cached() -> None:
+    """After any order of stores and evictions its picture is the cache; it can recompute every hash from the events."""
+    pool, held = BlockManager(6, 2), Held()
+    pool.listeners.append(held)
+    chance = random.Random(0)
+    for _ in range(60):
+        each = computed(pool, [chance.randrange(2) for _ in range(chance.randrange(2, 12))])
+        assert held.blocks == pool.cached_blocks
+        pool.free(each)
+    root = root_hash(each)
+    for digest in held.blocks:
+        assert block_hash(held.parents[digest] or root, held.tokens[digest]) == digest
+    pool.uncache(each)
+    assert held.corrupt == each.hashes
+    assert held.blocks == pool.cached_blocks
+    pool.reset_prefix_cache()
+    assert held.blocks == {}

@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from ...spec import LMWorksError
+from .block_events import BlockListener, StoredBlocks
 from .request import Sequence
 
 DIGEST = 16  # bytes of a hash
@@ -50,6 +51,7 @@ class BlockManager:
         self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # least recently used first
         self.block_hashes: dict[int, bytes] = {}
         self.cached_blocks: dict[bytes, int] = {}
+        self.listeners: list[BlockListener] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -67,7 +69,10 @@ class BlockManager:
         taken = []
         for _ in range(count):
             block, _ = self.free_blocks.popitem(last=False)
-            self.evict(block)
+            digest = self.uncache_block(block)
+            if digest is not None:
+                for listener in self.listeners:
+                    listener.evicted(block, digest)
             self.ref_counts[block] = 1
             taken.append(block)
         return taken
@@ -91,22 +96,27 @@ class BlockManager:
         sequence.blocks.clear()
         sequence.num_cached_blocks = 0
 
-    def evict(self, block: int) -> None:
-        """Remove a block from the prefix cache."""
+    def uncache_block(self, block: int) -> bytes | None:
+        """Remove a block from the prefix cache; returns its hash, if it was there."""
         digest = self.block_hashes.pop(block, None)
         if digest is not None:
             del self.cached_blocks[digest]
+        return digest
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache: its content is of other weights."""
         self.block_hashes.clear()
         self.cached_blocks.clear()
+        for listener in self.listeners:
+            listener.cleared()
 
     def uncache(self, sequence: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, as their content is corrupted."""
         for digest in sequence.hashes:
             if digest in self.cached_blocks:
-                self.evict(self.cached_blocks[digest])
+                self.uncache_block(self.cached_blocks[digest])
+            for listener in self.listeners:
+                listener.corrupted(digest)
         sequence.num_cached_blocks = sys.maxsize
 
     def hashes(self, sequence: Sequence, blocks: int) -> list[bytes]:
@@ -137,11 +147,29 @@ class BlockManager:
         if not self.prefix_cache or full <= sequence.num_cached_blocks:
             return
         hashes = self.hashes(sequence, full)
+        new = []
         for i in range(sequence.num_cached_blocks, full):
             if hashes[i] not in self.cached_blocks and sequence.blocks[i] not in self.block_hashes:
                 self.cached_blocks[hashes[i]] = sequence.blocks[i]
                 self.block_hashes[sequence.blocks[i]] = hashes[i]
+                new.append(i)
         sequence.num_cached_blocks = full
+        if self.listeners and new:
+            self.tell_stored(sequence, new)
+
+    def tell_stored(self, sequence: Sequence, indices: list[int]) -> None:
+        """Tell listeners of newly cached blocks of a sequence, one event for each run of consecutive ones."""
+        begin = 0
+        for end in range(1, len(indices) + 1):
+            if end < len(indices) and indices[end] == indices[end - 1] + 1:
+                continue
+            run = slice(indices[begin], indices[end - 1] + 1)
+            event = StoredBlocks(
+                sequence, run.start, tuple(sequence.blocks[run]), tuple(sequence.hashes[run]), self.block_size
+            )
+            for listener in self.listeners:
+                listener.stored(event)
+            begin = end
 
     def fork(self, parent: Sequence, tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Blocks with the parent's first tokens, and (source, target) blocks to copy.
