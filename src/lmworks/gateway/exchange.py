@@ -9,6 +9,7 @@ from .config import ModelRule
 from .http_server import ClientConnection, HTTPRequest
 from .request_body import RequestBody
 from .servers import Server
+from .tenants.identity import ANYONE, Tenant
 
 
 @dataclass
@@ -38,8 +39,8 @@ class Exchange:
     failed: str | None = None  # code of the error that ended it
     chunks: int = 0  # events with content
     usage: Usage | None = None
-    tenant: str = ""
-    key: str = ""
+    tenant: Tenant = ANYONE
+    key: str = ""  # that it came with, as it is shown: its prefix
 
     @property
     def path(self) -> str:

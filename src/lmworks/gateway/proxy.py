@@ -303,6 +303,8 @@ def log_fields(exchange: Exchange) -> dict[str, Any]:
     return {
         "request_id": exchange.id,
         "path": exchange.path,
+        "tenant": exchange.tenant.name,
+        "tier": exchange.tenant.tier,
         "model": exchange.rule.name,
         "server": exchange.server.url if exchange.server else None,
         "status": exchange.status,

@@ -1,0 +1,1 @@
+"""Tenants of the gateway: who asks, what each may use, and what each has used."""
