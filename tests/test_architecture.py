@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 FLOORS = [
     {"spec"},
     {"plan", "record", "launch", "kernels", "data", "sandbox", "trace"},
-    {"model", "diagnose", "curate", "editor"},
+    {"model", "diagnose", "curate", "editor", "observability"},
     {"parallel", "report"},
     {"engine", "checkpoint"},
     {"train", "serve", "sweep"},
@@ -29,7 +29,7 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
     *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune", "scaling"),
-    *("curate", "editor", "fleet", "gateway"),
+    *("curate", "editor", "fleet", "gateway", "observability"),
     "checkpoint/format",
 }
 

@@ -9,6 +9,7 @@ import typer
 
 from ..record.formatting import duration
 from ..spec import SpecError
+from .fleet_monitoring import monitoring
 from .groups import CommandGroup
 from .output import Json, as_json, print_json, print_table, write_file
 
@@ -171,6 +172,9 @@ def manifests(
     for path in write_folder(plan_fleet(read_fleet(fleet)), cluster, out):
         typer.echo(f"wrote {path}")
     typer.echo("servers and gateway share a key: kubectl create secret generic fleet-keys --from-literal servers=…")
+
+
+app.command()(monitoring)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.core.metrics import BUCKETS
+from ..observability.catalog import BUCKETS
 from ..serve.limits import APIError
 from ..serve.telemetry import PREFIX
 from .exchange import Exchange

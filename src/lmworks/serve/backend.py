@@ -138,7 +138,7 @@ class State:
     asleep: bool = False  # without a KV cache: requests are refused until it wakes
     adapters: tuple[str, ...] | None = None  # names, where they are known
     # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
-    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `engine.core.metrics.BUCKETS`.
+    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `observability.catalog.BUCKETS`.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property

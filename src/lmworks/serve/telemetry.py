@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.core.metrics import BUCKETS
+from ..observability.catalog import BUCKETS
 from ..spec import LMWorksError
 from .backend import State
 

@@ -7,13 +7,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ...observability.catalog import BUCKETS
 from .request import Request, Sequence
 from .scheduler import Scheduler, Step
-
-# Upper bounds in seconds, 1–2.5–5 from 1 ms to 100 s.
-BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0,
-)  # fmt: skip
 
 
 @dataclass
