@@ -106,6 +106,7 @@ class FakeServer:
     behave: Behaviour
     models: tuple[str, ...] = ("m",)
     metrics: str = ""
+    tell_cache: Callable[[Answering], Awaitable[None]] | None = None  # answers GET /cache_events
     asked: list[Asked] = field(default_factory=list)
     left: int = 0  # clients that closed their connection before they had their answer
     healthy: bool = True
@@ -141,6 +142,10 @@ class FakeServer:
         if asked.path == "/metrics":
             answering.head(200, "text/plain", f"content-length: {len(self.metrics)}")
             answering.writer.write(self.metrics.encode())
+        elif asked.path == "/cache_events" and self.tell_cache is not None:
+            await self.tell_cache(answering)
+        elif asked.path == "/cache_events":
+            await answering.whole({}, 404)
         elif not self.healthy:
             await answering.whole({}, 503)
         else:

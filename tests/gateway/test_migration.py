@@ -14,12 +14,6 @@ import pytest
 
 from gateway_case import Answering, Asked, chunk, fake_server, pool_file, running, say, text_of
 from serve_processes import ServeProcess, start_server
-from tiny import make_spec, train
-
-TEMPLATE = """{%- if tools %}{{ tools | tojson }}{% endif %}
-{%- for message in messages %}<{{ message.role }}>{{ message.content }}
-{% endfor %}
-{%- if add_generation_prompt %}<assistant>{% endif %}"""
 
 MESSAGES = [{"role": "user", "content": "say something"}]
 LONG = {"type": "string", "minLength": 40, "maxLength": 60, "pattern": "^[a-z ]*$"}
@@ -41,15 +35,6 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/completions", {"prompt": ["def ", "return "], "n": 2, "temperature": 1, "seed": 8, "max_tokens": 300, **USAGE}),
     ("/completions", {"prompt": "x", "temperature": 1, "seed": 9, "max_tokens": 300, "logprobs": 1, "stop": ["zqx"]}),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    spec = make_spec(dataset, "model.context=512", "optim.steps=4")
-    train(spec, folder / "tiny")
-    (folder / "template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 def start(model: Path, name: str) -> ServeProcess:

@@ -195,6 +195,12 @@ class GatewayConfig(Section):
             if unknown is not None:
                 raise SpecError(f"models: {model.name!r}: no pool is called {unknown!r}{did_you_mean(unknown, pools)}")
 
+    def uses(self, policy: str) -> bool:
+        """Whether any model is routed by it."""
+        return any(policy in (model.policy or self.routing.policy) for model in self.models) or (
+            policy in self.routing.policy
+        )
+
     def rule(self, name: str) -> ModelRule:
         """The rule of what a client asks for; one of its own for a name that no rule has."""
         found = next((one for one in self.models if name == one.name or name in one.aliases), None)

@@ -8,14 +8,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from ..serve import telemetry
 from ..serve.limits import APIError
 from ..serve.reload import ReloadedFile
 from ..serve.server import NOTICE_S
 from ..spec import SpecError
+from .cache_follower import follow_forever
 from .config import GatewayConfig, Pool, read_config
 from .discovery import Discovery, discoveries, follow
 from .discovery.registration import Leases
@@ -96,9 +98,14 @@ class Gateway:
     def update(self, pool: Pool, source: str, urls: list[str]) -> None:
         config = self.settings.config
         for server in self.servers.update(pool, source, urls, config.timeouts.connect):
-            task = asyncio.create_task(probe_forever(server, lambda: self.settings.config.health))
-            self.probes.add(task)
-            task.add_done_callback(self.probes.discard)
+            self.spawn_probe(probe_forever(server, lambda: self.settings.config.health))
+            if pool.kind == "lmworks":
+                self.spawn_probe(follow_forever(server, lambda: self.settings.config.uses("prefix_cache")))
+
+    def spawn_probe(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.probes.add(task)
+        task.add_done_callback(self.probes.discard)
 
     async def maintain(self) -> None:
         """Once a second: the file, and leases of registered servers."""
@@ -214,5 +221,6 @@ def describe(server: Server) -> dict[str, object]:
         "queue": server.queue,
         "kv_used": server.load.kv_used,
         "models": sorted(server.models),
+        "cached_blocks": None if server.cached is None else sum(map(len, server.cached.values())),
         "last_error": server.last_error,
     }

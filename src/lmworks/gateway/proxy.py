@@ -17,6 +17,7 @@ from ..serve.sse import sse_event
 from ..serve.telemetry import request_id
 from ..spec.errors import near_names, suggestion
 from .attempt import Attempt
+from .cache_follower import ASK, TOLD, read_prompt_blocks
 from .config import GatewayConfig, ModelRule, Timeouts
 from .exchange import Exchange
 from .http_client import UpstreamError
@@ -143,6 +144,8 @@ class Proxy:
     def failure(self, exchange: Exchange, server: Server, error: UpstreamError) -> APIError:
         """Takes note of a try that failed."""
         self.metrics.try_failed(server, error.kind)
+        for policy in self.router.of(exchange):
+            policy.failed(server, exchange)
         health, refused = self.config().health, isinstance(error, RefusedTry) and error.api_error.status == 429
         if refused:  # a server that says that it is busy works
             server.breaker.abandoned()
@@ -166,6 +169,7 @@ class Proxy:
         try:
             content = exchange.body.with_changes(changes)
             await self.begin(attempt, exchange, content, timeouts)
+            self.learn_blocks(attempt, exchange)
             if attempt.streams:
                 await self.stream(attempt, exchange, relay, timeouts)
             elif relay.begun:
@@ -179,6 +183,12 @@ class Proxy:
         finally:
             attempt.close()
 
+    def learn_blocks(self, attempt: Attempt, exchange: Exchange) -> None:
+        told = attempt.headers.get(TOLD)
+        if attempt.status == 200 and told is not None and (blocks := read_prompt_blocks(told)) is not None:
+            for policy in self.router.of(exchange):
+                policy.answered(attempt.server, exchange, blocks)
+
     def changes(self, exchange: Exchange, rule: ModelRule) -> dict[str, Any]:
         """What a server is told differently than the client said it."""
         found: dict[str, Any] = {} if exchange.body.model == rule.serves else {"model": rule.serves}
@@ -191,6 +201,8 @@ class Proxy:
         seconds = timeouts.first_token if exchange.body.stream else timeouts.per_try
         headers = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode())]
         headers += attempt.server.headers()
+        if attempt.server.cached is not None:
+            headers.append(ASK)
         headers += [(name, found) for name in PASSED_ON if (found := exchange.request.headers.get(name)) is not None]
         path = attempt.server.path_of(exchange.path)
         try:

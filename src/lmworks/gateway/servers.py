@@ -72,6 +72,7 @@ class Server:
     open: int = 0  # requests of ours under way
     load: Load = field(default_factory=Load)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    cached: dict[str, set[bytes]] | None = None  # blocks of its prefix cache by model, where it tells of them
     since: float = field(default_factory=time.monotonic)
 
     @cached_property

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
+from .cache_events import CacheChange, CacheKeys
 from .channel import ENDED, encode_frame, read_frame
 from .engine_host import STATE_INTERVAL_S, APIProcessConfig, Call, Drain, Events, Reply, StateReport
 from .limits import Admission, APIError, KeyLimits, Limits, RequestMeter, Size
@@ -36,6 +37,7 @@ class EngineHostClient:
         self.request_ids = itertools.count()
         self.replies: dict[int, asyncio.Future[Any]] = {}
         self.queues: dict[int, EventQueue] = {}
+        self.cache_keys: dict[int, CacheKeys] = {}  # that are followed
         self.states: dict[str, State] = {}
         self.other_metrics: list[Metric] = []  # what the other API processes counted
 
@@ -56,7 +58,9 @@ class EngineHostClient:
                 self.on_reply(message)
             elif isinstance(message, Events):
                 for number, found in message.found:
-                    if number in self.queues:
+                    if number in self.cache_keys:
+                        self.cache_keys[number].apply(found)
+                    elif number in self.queues:
                         deliver(self.queues[number], found)
             elif isinstance(message, StateReport):
                 self.states, self.other_metrics = message
@@ -169,6 +173,18 @@ class RemoteBackend:
             del self.engine_host.queues[number]
             if not finished:
                 self.engine_host.notify("cancel", number)
+
+    async def follow_cache(self) -> AsyncGenerator[CacheChange, None]:
+        number, keys = next(self.engine_host.request_ids), CacheKeys()
+        self.engine_host.cache_keys[number] = keys
+        self.engine_host.notify("follow_cache", number, self.name)
+        try:
+            async with aclosing(keys.follow()) as changes:
+                async for change in changes:
+                    yield change
+        finally:
+            del self.engine_host.cache_keys[number]
+            self.engine_host.notify("cancel", number)
 
     async def profile(self, wanted: ProfileRequest | None) -> Path:
         found: Path = await self.engine_host.call("profile", self.name, wanted)

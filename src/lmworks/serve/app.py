@@ -32,6 +32,7 @@ from .backend import Backend, ProfileRequest, State
 from .batches.bodies import BatchRequest
 from .batches.routes import add_batch_routes
 from .body import read_body
+from .cache_routes import add_cache_routes
 from .errors import error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
@@ -121,6 +122,7 @@ def make_app(
     add_batch_routes(app, serving)
     add_tokenizer_routes(app, serving)
     add_admin_routes(app, serving)
+    add_cache_routes(app, serving)
     add_status_routes(app, serving)
     if serving.profile_dir is not None:
         add_profile_routes(app, serving, serving.profile_dir)

@@ -34,6 +34,7 @@ from ..data.tokenizer import FileTokenizer, Tokenizer
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SamplingParams
 from ..spec import LMWorksError, SpecError
+from .cache_events import CacheChange
 from .parsers.names import ParserNames
 
 Kind = Literal["busy", "dead", "timeout", "refused"]
@@ -121,6 +122,7 @@ class ModelCard:
     adapters: tuple[str, ...] = ()  # names that SamplingParams.adapter may have
     max_seqs: int = 0  # answers that are computed at once
     hidden: int = 0  # numbers of a vector of /v1/embeddings
+    block_size: int = 0  # tokens of a block of the prefix cache; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,10 @@ class Backend(Protocol):
 
     async def control(self, action: str, *arguments: Any) -> None:
         """An operation of `serve.admin` between two steps; raises APIError where it is refused."""
+        ...
+
+    def follow_cache(self) -> AsyncGenerator[CacheChange, None]:
+        """Of the prefix cache: a snapshot, then every change."""
         ...
 
     async def drain(self, seconds: float) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
 from .backend import EngineRequest
+from .cache_events import CacheChange
 from .parsers.names import ParserNames
 
 if TYPE_CHECKING:  # the API does without torch
@@ -69,6 +70,7 @@ class EngineReady(NamedTuple):
     sentinels: Sentinels | None
     parsers: ParserNames
     hidden: int
+    block_size: int  # 0: without a prefix cache
 
 
 class Submit(NamedTuple):
@@ -120,6 +122,7 @@ class StepReport(NamedTuple):
     refused: list[tuple[int, str]]
     events: list[tuple[int, tuple[Any, ...]]]  # by request: the fields of an Event
     metrics: dict[str, Any] | None  # every METRICS_INTERVAL_S
+    cache: CacheChange | None = None  # of the prefix cache
 
 
 class EngineFailed(NamedTuple):

@@ -111,6 +111,7 @@ class APIProcessHandle:
                 self.admit,
                 self.finish,
                 self.stream,
+                self.follow_cache,
                 self.cancel,
                 self.profile,
                 self.control,
@@ -191,6 +192,15 @@ class APIProcessHandle:
 
     def stream(self, number: int, model: str, request: EngineRequest) -> None:
         self.streams[number] = asyncio.create_task(self.forward_events(number, model, request))
+
+    def follow_cache(self, number: int, model: str) -> None:
+        self.streams[number] = asyncio.create_task(self.forward_changes(number, model))
+
+    async def forward_changes(self, number: int, model: str) -> None:
+        backend = next(each.backend for each in self.serving.local_models if each.backend.name == model)
+        async with aclosing(backend.follow_cache()) as changes:
+            async for change in changes:
+                self.put(number, change)
 
     def cancel(self, number: int) -> None:
         if (task := self.streams.pop(number, None)) is not None:

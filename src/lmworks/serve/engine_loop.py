@@ -27,6 +27,7 @@ from ..engine.core.request import Answer, OutputDelta, Request, Result
 from ..parallel.profiler import recorder, write_trace
 from ..spec import LMWorksError, SpecError
 from .backend import EngineRequest, Usage
+from .cache_events import CacheJournal
 from .channel import (
     Cancel,
     Control,
@@ -62,6 +63,7 @@ def serve(channel: SocketChannel) -> int:
         threading.Thread(target=read_messages, args=(loop, messages), name="listen", daemon=True).start()
         served: LoadedEngine = pickle.loads(assignment.factory)()
         loop.engine = served.engine
+        served.engine.scheduler.block_manager.listeners.append(loop.cache_journal)
         channel.send(ready_message(served))
         loop.report([])  # all metrics, as zeros
         loop.run()
@@ -105,6 +107,7 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         served.sentinels,
         served.parsers,
         engine.runner.hidden,
+        engine.spec.block if engine.spec.prefix_cache else 0,
     )
 
 
@@ -128,6 +131,7 @@ class EngineLoop:
 
     def __init__(self, channel: SocketChannel) -> None:
         self.channel = channel
+        self.cache_journal = CacheJournal()
         self.active: set[int] = set()  # requests that were not cancelled
         self.pending: list[Callable[[], None]] = []
         self.changed = threading.Condition()  # guards both
@@ -300,11 +304,12 @@ class EngineLoop:
             self.active.difference_update(over, (number for number, _ in refused))
         idle, now = not self.engine.busy, time.monotonic()
         with_metrics = idle or now - self.metrics_sent_at >= METRICS_INTERVAL_S
-        if with_metrics or started or compiled or refused or events:
+        cache = self.cache_journal.take()
+        if with_metrics or started or compiled or refused or events or cache:
             self.metrics_sent_at = now if with_metrics else self.metrics_sent_at
             metrics = asdict(self.engine.metrics) if with_metrics else None
             first, *rest = batches(events)
-            self.channel.send(StepReport(self.steps, compiled, started, refused, first, metrics))
+            self.channel.send(StepReport(self.steps, compiled, started, refused, first, metrics, cache))
             for batch in rest:
                 self.channel.send(StepReport(self.steps, [], [], [], batch, None))
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from ..spec import LMWorksError, SpecError
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
+from .cache_events import CacheChange, CacheKeys
 from .channel import (
     ENDED,
     Cancel,
@@ -108,6 +109,7 @@ class EngineProcess:
         self.restart_delay = FIRST_DELAY_S  # before the next start
         self.expected_ready = 0.0  # when it will probably be ready again
         self.metrics: dict[str, Any] = {}
+        self.cache_keys = CacheKeys()
         self.asleep = False
         self.adapters: tuple[str, ...] = ()  # that there are now
         self.changed_adapters: dict[str, Path | None] = {}  # since the start, for a new process; None: unloaded
@@ -122,9 +124,16 @@ class EngineProcess:
     def card(self) -> ModelCard:
         if self.ready_message is None:
             raise LMWorksError(f"the engine of {self.name!r} has not been started")
-        context, vocab, max_seqs, *_, hidden = self.ready_message
+        ready = self.ready_message
         return ModelCard(
-            self.name, self.created, context, vocab, adapters=self.adapters, max_seqs=max_seqs, hidden=hidden
+            self.name,
+            self.created,
+            ready.context,
+            ready.vocab,
+            adapters=self.adapters,
+            max_seqs=ready.max_seqs,
+            hidden=ready.hidden,
+            block_size=ready.block_size,
         )
 
     @property
@@ -275,6 +284,9 @@ class EngineProcess:
                 action = ("unload_adapter", (name,)) if folder is None else ("load_adapter", (name, folder))
                 handle.writer.write(encode_frame(Control(next(self.request_ids), *action)))
 
+    def follow_cache(self) -> AsyncGenerator[CacheChange, None]:
+        return self.cache_keys.follow()
+
     async def profile(self, wanted: ProfileRequest | None) -> Path:
         """Returns when steps are recorded, or when all of the trace is written."""
         handle = self.ready_process()
@@ -364,6 +376,7 @@ class EngineProcess:
             handle.exit_reason = f"{type(error).__name__}: {error}"
         watchdog.cancel()
         self.handle, self.stalled = None, 0.0
+        self.cache_keys.apply(CacheChange(snapshot=True))  # a new process has none of them
         self.end_profile_call("the engine stopped")
         for reply in self.control_replies.values():
             reply.set_result("the engine stopped")
@@ -439,6 +452,8 @@ class EngineProcess:
                 self.queues[number].put(event)
         if report.metrics is not None:
             self.metrics = report.metrics
+        if report.cache is not None:
+            self.cache_keys.apply(report.cache)
 
     async def watchdog(self, handle: ProcessHandle) -> None:
         """Counts time without a step tick by tick: time in which the API itself was blocked does not count."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ..engine.core.request import Logprob
 from ..engine.core.sampling_params import SEEDS, SamplingParams
 from .backend import EngineRequest, Event, Usage
+from .cache_events import PROMPT_BLOCKS, prompt_blocks
 from .limits import APIError, check_params, max_answer_tokens, size_of
 from .request_bodies import GUIDED, Continuation, Pooled, Sampling, StructuredOutputs
 from .response_bodies import PromptLogprob, TokenTexts, UsageObject, finite, top_tokens
@@ -152,6 +153,7 @@ class GenerationRequest:
         limits, card = self.caller.limits, self.local.backend.card
         log_fields = self.caller.log_fields
         log_fields["asked"] = time.time()
+        self.report_blocks()
         lengths = [len(prompt) for prompt in self.prompts]
         size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
         with await self.serving.admit(self.caller.meter, limits, card, self.params, size) as admission:
@@ -172,6 +174,19 @@ class GenerationRequest:
                     admission.use(now - made.get(place, 0))
                     made[place] = now
                     yield place, event
+
+    def report_blocks(self) -> None:
+        """For a router that asked: the blocks of the first prompt."""
+        caller, card, params = self.caller, self.local.backend.card, self.params
+        if caller.wants_prompt_blocks and card.block_size:
+            caller.answer_headers[PROMPT_BLOCKS] = prompt_blocks(
+                card.id,
+                card.block_size,
+                caller.config.tenant(caller.key),
+                params.adapter,
+                params.cache_salt,
+                self.prompts[0],
+            )
 
     def journal(self, place: int, event: Event) -> bytes:
         """A comment before an event in a stream that can be continued: the answer's number, and its new tokens."""

@@ -108,6 +108,7 @@ class KeyLimits(Section):
     n: int = opt(0, "answers to one prompt", ge=0)
     priority: int = opt(0, "the smallest is served first", ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     admin: bool = opt(False, "may put engines to sleep, reset caches, and load and unload adapters")
+    gateway: bool = opt(False, "of a gateway: may continue streams of other servers, and follow the prefix caches")
     models: list[str] = opt(list, "names of the models it may use (empty: all)")
 
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import error_response, to_api_error
 from .limits import APIError
-from .serving import METER, Serving
+from .serving import ANSWER_HEADERS, METER, Serving
 from .telemetry import LogFields, Tracing, log, log_fields_of, request_id
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -58,6 +58,7 @@ class RequestMiddleware:
                 response.status = message["status"]
                 sent = MutableHeaders(scope=message)
                 sent["x-request-id"] = log_fields["request_id"]
+                sent.update(scope.get(ANSWER_HEADERS, {}))
                 if request_incomplete() or self.serving.draining:
                     sent["connection"] = "close"  # the rest of the request is not read, or the server drains
             for part in split_body(message):

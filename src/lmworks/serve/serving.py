@@ -22,6 +22,7 @@ from ..engine.core.sampling_params import SamplingParams
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from .backend import Backend, ModelCard, State
+from .cache_events import PROMPT_BLOCKS
 from .keys import Config, Settings, sent_key
 from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
 from .parsers.names import ParserNames
@@ -118,6 +119,7 @@ def card_of(model: dict[str, Any]) -> ModelCard:
 
 
 STORED_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+ANSWER_HEADERS = "lmworks.answer_headers"  # in a request's scope
 METER = "lmworks.meter"  # in a request's scope: released when its response has been sent
 BATCH_KEY = "lmworks.batch_key"  # in the scope of a batch's line: the name of the key that it is charged to
 
@@ -131,10 +133,17 @@ class Caller:
     log_fields: LogFields  # what is logged of this request
     meter: RequestMeter  # what it is charged by
     share: str = ""  # key, or without keys the address: fairness is between these
+    answer_headers: dict[str, str] = field(default_factory=dict)  # that its answer gets
+    wants_prompt_blocks: bool = False  # see `cache_events`
 
     @property
     def limits(self) -> Limits:
         return self.config.limits
+
+    def check_gateway(self, what: str) -> None:
+        """Raises APIError for a key that is not a gateway's."""
+        if self.config.keys and not self.key.gateway:
+            raise APIError(403, "gateway_only", f"{what} for keys with gateway = true in the config")
 
     @property
     def tenant(self) -> str:
@@ -263,7 +272,9 @@ class Serving:
             RequestMeter(self.rate_limiter, key) if self.engine_host is None else self.engine_host.meter(key)
         )
         address = request.client.host if request.client else ""
-        return Caller(key, config, log_fields, meter, key.name if config.keys else address)
+        share = key.name if config.keys else address
+        headers = request.scope.setdefault(ANSWER_HEADERS, {})
+        return Caller(key, config, log_fields, meter, share, headers, PROMPT_BLOCKS in request.headers)
 
     def has_valid_key(self, request: Request) -> bool:
         """Whether it has a valid key."""

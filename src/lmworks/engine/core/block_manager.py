@@ -15,7 +15,7 @@ import hashlib
 import sys
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...spec import LMWorksError
 from .block_events import BlockListener, StoredBlocks
@@ -29,9 +29,14 @@ class IntegrityError(LMWorksError):
 
 
 def root_hash(sequence: Sequence) -> bytes:
-    """Start of a sequence's hash chain: lengths come first, so that no two lists of names collide."""
+    """Start of a sequence's hash chain."""
+    return chain_root(sequence.request.tenant, sequence.params.adapter, sequence.params.cache_salt)
+
+
+def chain_root(tenant: str, adapter: str | None, cache_salt: str | None) -> bytes:
+    """Lengths come first, so that no two lists of names collide."""
     root = hashlib.blake2b(digest_size=DIGEST)
-    for name in (sequence.request.tenant, sequence.params.adapter or "", sequence.params.cache_salt or ""):
+    for name in (tenant, adapter or "", cache_salt or ""):
         data = name.encode("utf-8", errors="surrogatepass")
         root.update(len(data).to_bytes(8, "little") + data)
     return root.digest()
@@ -39,6 +44,13 @@ def root_hash(sequence: Sequence) -> bytes:
 
 def block_hash(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST).digest()
+
+
+def chain_hashes(root: bytes, tokens: list[int], block_size: int) -> Iterator[bytes]:
+    """Of all full blocks of these tokens, as `BlockManager.hashes` has them."""
+    for end in range(block_size, len(tokens) + 1, block_size):
+        root = block_hash(root, tokens[end - block_size : end])
+        yield root
 
 
 class BlockManager:

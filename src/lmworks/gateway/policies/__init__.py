@@ -7,16 +7,22 @@ taken in turn. A policy that has no preference for a request leaves the servers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from ..exchange import Exchange
+from ..prompt_index import PromptBlocks
 from ..servers import Server
 
 
-class Policy(Protocol):
+class Policy:
     def narrow(self, servers: Sequence[Server], exchange: Exchange) -> Sequence[Server]:
         """At least one of `servers`, which are never none."""
-        ...
+        raise NotImplementedError
+
+    def answered(self, server: Server, exchange: Exchange, blocks: PromptBlocks) -> None:
+        """The server has begun to answer, and says which blocks the prompt has."""
+
+    def failed(self, server: Server, exchange: Exchange) -> None:
+        """It did not answer."""
 
 
 def make_policy(name: str) -> Policy:
@@ -53,3 +59,7 @@ class Router:
                 policy = self.made[exchange.rule.name, name] = make_policy(name)
             servers = policy.narrow(servers, exchange)
         return servers[0]
+
+    def of(self, exchange: Exchange) -> list[Policy]:
+        """Policies that have seen requests like this one."""
+        return [policy for (model, _), policy in self.made.items() if model == exchange.rule.name]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from ..exchange import Exchange
 from ..servers import Server
+from . import Policy
 
 QUEUE = 32
 
 
-class Cost:
+class Cost(Policy):
     def narrow(self, servers: Sequence[Server], exchange: Exchange) -> Sequence[Server]:
         free = [server for server in servers if server.queue < QUEUE] or servers
         least = min(map(price, free))

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from ..exchange import Exchange
 from ..servers import Server
+from . import Policy
 
 KV_FULL = 0.9
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     def narrow(self, servers: Sequence[Server], exchange: Exchange) -> Sequence[Server]:
         loads = [load(server) for server in servers]
         least = min(loads)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from ..exchange import Exchange
 from ..servers import Server
+from . import Policy
 from .least_loaded import load
 
 
-class PowerOfTwo:
+class PowerOfTwo(Policy):
     def __init__(self, seed: int | None = None) -> None:
         self.random = random.Random(seed)
 

@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 from ..exchange import Exchange
 from ..servers import Server
+from . import Policy
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     def __init__(self) -> None:
         self.turn = itertools.count(1)
         self.last: WeakKeyDictionary[Server, int] = WeakKeyDictionary()

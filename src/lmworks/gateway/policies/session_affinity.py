@@ -12,12 +12,13 @@ from hashlib import blake2b
 
 from ..exchange import Exchange
 from ..servers import Server
+from . import Policy
 
 BOUND = 1.25
 FIELDS = ("prompt_cache_key", "user")
 
 
-class SessionAffinity:
+class SessionAffinity(Policy):
     def narrow(self, servers: Sequence[Server], exchange: Exchange) -> Sequence[Server]:
         session = session_of(exchange)
         if session is None:
