@@ -24,12 +24,13 @@ FLOORS = [
     {"train", "serve", "sweep"},
     {"align", "loading", "weight_prefetch"},  # the last two: files
     {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway", "fleet"},
+    {"drill"},
     {"cli", "ui", "learn"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
     *("spec", "plan", "record", "launch", "diagnose", "report", "sandbox", "trace", "sweep", "tune", "scaling"),
-    *("curate", "editor", "fleet", "gateway", "observability"),
+    *("curate", "editor", "fleet", "gateway", "drill", "observability"),
     "checkpoint/format",
 }
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from lmworks.fleet import up
 from lmworks.fleet.up import Process, status
 from lmworks.spec import SpecError
 
@@ -99,9 +98,8 @@ def restarts(folder: Path) -> dict[str, int]:
     return {one["name"]: one["restarts"] for one in status(folder)}
 
 
-def test_delays_double_and_begin_anew_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "MAX_DELAY_S", 3.0)
-    one = Process("x", "", [sys.executable, "-S", "-c", ""], tmp_path / "log")
+def test_delays_double_and_begin_anew_after_a_while(tmp_path: Path) -> None:
+    one = Process("x", "", [sys.executable, "-S", "-c", ""], tmp_path / "log", longest_delay=3.0)
     waits = []
     for _ in range(4):
         assert one.watch(os.environ, now=one.due)

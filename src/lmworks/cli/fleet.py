@@ -141,6 +141,24 @@ def down(folder: FleetFolder = FOLDER) -> None:
     down(folder)
 
 
+@app.command()
+def restart(
+    name: Annotated[str, typer.Argument(metavar="PROCESS", help="As `fleet status` names it.")],
+    folder: FleetFolder = FOLDER,
+    now: Annotated[bool, typer.Option("--now", help="Kill it: its requests are not finished, others go on.")] = False,
+) -> None:
+    """Restart one process of a fleet; returns when it is ready.
+
+    \b
+    Examples:
+      lmworks fleet restart chat-0
+      lmworks fleet restart chat-0 --now
+    """
+    from ..fleet.up import restart
+
+    restart(folder, name, now)
+
+
 # --- manifests and check ---------------------------------------------------------------------------------
 
 

@@ -49,6 +49,8 @@ class Fleet:
     gpus: tuple[str, ...] = ("h100",)
     quantile: float = 0.95
     port: int = 8080  # of the gateway; the servers have the next ones
+    restart_seconds: float = 30.0  # longest delay before `fleet up` starts a process again that keeps ending
+    gateway: dict[str, Any] = field(default_factory=dict)  # sections of the gateway's file that `fleet up` adds
 
     def tenants_of(self, model: FleetModel) -> list[Tenant]:
         return [tenant for tenant in self.tenants if tenant.model == model.name]
@@ -82,7 +84,8 @@ def table(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         raise SpecError(f"{where}: {', '.join(missing)} must be given")
     for key, value in data.items():
         kind = str(fields[key].type)
-        right: Any = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[str]": list}.get(kind)
+        right: Any = {"str": str, "int": int, "float": (int, float), "bool": bool, "list[str]": list,
+                      "dict[str, Any]": dict}.get(kind)  # fmt: skip
         if right is not None and (not isinstance(value, right) or (isinstance(value, bool) and kind != "bool")):
             raise SpecError(f"{where}: {key} = {value!r} must be {kind}")
     return cls(**data)

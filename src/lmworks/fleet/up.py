@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ..spec import LMWorksError, SpecError, dump_toml
+from ..spec.errors import did_you_mean
 from .config import Fleet
 
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0  # before a process is started again
+FIRST_DELAY_S = 0.5  # before a process is started again
 STEADY_S = 60.0  # one that lasted so long starts at the first delay again
 POLL_S = 0.2
 GRACE_S = 40.0  # that processes get to finish their requests: more than `serve --drain-seconds`
@@ -42,6 +43,7 @@ class Process:
     started: float = 0.0  # monotonic seconds
     due: float = 0.0  # when it is started (again)
     delay: float = FIRST_DELAY_S
+    longest_delay: float = 30.0
     restarts: int = 0
 
     def start(self, environment: Mapping[str, str]) -> None:
@@ -63,7 +65,7 @@ class Process:
             return False
         if now - self.started > STEADY_S:
             self.delay = FIRST_DELAY_S
-        self.due, self.delay = now + self.delay, min(MAX_DELAY_S, 2 * self.delay)
+        self.due, self.delay = now + self.delay, min(self.longest_delay, 2 * self.delay)
         self.restarts += 1
         self.popen = None
         return True
@@ -86,6 +88,8 @@ class Supervisor:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self.servers = local_servers(fleet, folder)
         self.gateway = local_gateway(fleet, folder, self.servers)
+        for one in self.processes:
+            one.longest_delay = fleet.restart_seconds
 
     @property
     def processes(self) -> list[Process]:
@@ -152,8 +156,10 @@ def local_gateway(fleet: Fleet, folder: Path, servers: list[Process]) -> Process
         {"name": model.name, "urls": [f"{one.url}/v1" for one in servers if one.name.rpartition("-")[0] == model.name]}
         for model in fleet.models
     ]
+    own = dict(fleet.gateway)  # what the fleet's file says of it; its port and pools follow from the rest
+    sections = {"pools": pools, **own, "listen": {**own.get("listen", {}), "port": fleet.port}}
     config = folder / "gateway.toml"
-    config.write_text(dump_toml({"listen": {"port": fleet.port}, "pools": pools}), encoding="utf-8")
+    config.write_text(dump_toml(sections), encoding="utf-8")
     command = [sys.executable, "-m", "lmworks", "gateway", str(config)]
     return Process(GATEWAY, f"http://127.0.0.1:{fleet.port}", command, folder / "logs" / "gateway.log")
 
@@ -180,6 +186,32 @@ def ready(url: str) -> bool:
     with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/ready", timeout=2.0) as answer:
         return bool(answer.status == 200)
     return False
+
+
+def restart(folder: Path, name: str, now: bool, patience: float = 180.0) -> None:
+    """Ends one process, which the supervisor starts again; returns when it is ready. `now`: requests are not finished,
+    which is all that helps against one that hangs."""
+    before = process_of(folder, name)
+    if before["pid"] is not None:
+        if now:
+            os.killpg(before["pid"], signal.SIGKILL)  # a server and its engine, which are one group
+        else:
+            os.kill(before["pid"], signal.SIGTERM)
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        found = process_of(folder, name)
+        if found["pid"] not in (None, before["pid"]) and ready(found["url"]):
+            return
+        time.sleep(POLL_S)
+    raise LMWorksError(f"{name} is not ready after {patience:.0f} s; see {before['log']}")
+
+
+def process_of(folder: Path, name: str) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = read_state(folder)["processes"]
+    found = next((one for one in rows if one["name"] == name), None)
+    if found is None:
+        raise SpecError(f"no process is called {name!r}{did_you_mean(name, [one['name'] for one in rows])}")
+    return found
 
 
 def down(folder: Path, patience: float = 2 * GRACE_S + 10.0) -> None:

@@ -1,0 +1,1 @@
+"""Incidents planted in a real local fleet under load: what users see, which alert fires, whether its runbook helps."""

@@ -1,0 +1,30 @@
+"""Drills in a real fleet. A drill must pass, and one whose promise is broken must not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lmworks.drill.drills import DRILLS
+from lmworks.drill.incident import Stage
+from lmworks.drill.run import BY_NAME, run_drills
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_killed_server_is_not_noticed_and_a_killed_fleet_is(tmp_path: Path) -> None:
+    def kill_all(stage: Stage) -> None:
+        for name in stage.fleet.names:
+            stage.fleet.kill(name)
+
+    broken = replace(BY_NAME["server-killed"], name="broken", plant=kill_all)  # promises what cannot be kept
+    passed, failed = run_drills([BY_NAME["server-killed"], broken], tmp_path, None, print, print)
+    assert passed.ok, passed.checks
+    assert passed.tenants["blue"]["during"]["requests"] > 5
+    assert {one.name for one in failed.checks if not one.ok} & {"lost streams", "failed requests", "refused requests"}
+
+
+def test_names_are_unique() -> None:
+    assert len({one.name for one in DRILLS}) == len(DRILLS) >= 14
