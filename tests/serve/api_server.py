@@ -27,6 +27,7 @@ from lmworks.serve.engine_process import EngineProcess, StallTimeouts
 from lmworks.serve.keys import Settings
 from lmworks.serve.server import Server, bind_socket, make_server
 from lmworks.serve.serving import LocalModel, Serving, Upstream
+from lmworks.serve.tls import TLSFiles
 from lmworks.serve.workers import PromptProcessor
 
 MODEL = "tiny"
@@ -99,7 +100,7 @@ class House:
         config: Path | None = None,
         keys: Sequence[str] = (),
         upstream: Upstream | list[Upstream] | None = None,
-        tls: tuple[str, str] | None = None,
+        tls: TLSFiles | None = None,
         prompt_tokenizer: PromptTokenizer | None = None,
         profile_dir: Path | None = None,
         batch_dir: Path | None = None,
@@ -115,7 +116,7 @@ class House:
             self.run(one.start())
         serving.batches = BatchService(batch_dir) if batch_dir is not None else None
         listening, app = bind_socket("127.0.0.1", 0), make_app(serving, **options)
-        server = make_server(app, serving, 30.0, *(tls or ()))
+        server = make_server(app, serving, 30.0, tls)
         if serving.batches is not None:
             self.loop.call_soon_threadsafe(serving.batches.start, serving, app)
         # The engine is the house's own: not started and closed with each server.

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import ssl
-import subprocess
-from pathlib import Path
-
-import httpx
 import pytest
 from api_server import MODEL, House, until
 
@@ -40,18 +34,3 @@ def test_spans(house: House, stream: bool) -> None:
     assert (whole.start_time or 0) <= edges[0] and edges[-1] <= (whole.end_time or 0)
     assert parts[2].end_time - parts[2].start_time > 1e6, "twenty tokens take more than a millisecond"  # type: ignore
     assert "secret" not in whole.to_json()
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
-def test_tls(house: House, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    api = house.open(tls=(str(cert), str(key)))
-    trust = ssl.create_default_context(cafile=str(cert))
-    assert httpx.get(f"https://127.0.0.1:{api.port}/ready", verify=trust, trust_env=False).status_code == 200
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{api.port}/ready", trust_env=False)

@@ -40,7 +40,7 @@ def gateway(
     with bind_socket(listen.host if host is None else host, listen.port if port is None else port) as listening:
         log_as_json()
         address, number = listening.getsockname()[:2]
-        typer.echo(f"http://{address}:{number}", err=True)
+        typer.echo(f"{'http' if listen.tls is None else 'https'}://{address}:{number}", err=True)
 
         async def main() -> None:
             await Gateway(settings).run(listening)

@@ -69,6 +69,9 @@ def serve(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Authorities (PEM): clients must show a certificate of theirs (mutual TLS).")
+    ] = None,
     cors: Annotated[
         list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may call this API; off by default.")
     ] = None,
@@ -116,9 +119,11 @@ def serve(
         raise SpecError("--adapter is of one model: serve one")
     if (tls_cert is None) != (tls_key is None):
         raise SpecError("--tls-cert and --tls-key go together")
+    if tls_client_ca is not None and tls_cert is None:
+        raise SpecError("--tls-client-ca needs --tls-cert and --tls-key")
     if batch_dir is not None and api_processes > 1:
         raise SpecError("--batch-dir is of one process: leave out --api-processes, or serve batches by another server")
-    check_files(config, tls_cert, tls_key)
+    check_files(config, tls_cert, tls_key, tls_client_ca)
     templates = read_templates(chat_template or [], names)
     parsers = read_parsers(tool_parser or [], reasoning_parser or [], names)
     import_server()
@@ -128,6 +133,7 @@ def serve(
     from ..serve.middleware import loopback
     from ..serve.server import NOTICE_S, bind_socket, make_server
     from ..serve.telemetry import log_as_json, tracing_from_environment
+    from ..serve.tls import TLSFiles
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
     upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own
@@ -147,7 +153,7 @@ def serve(
         typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
         for source in names.values():
             typer.echo(loading(source, step), err=True)
-        tls = tuple(str(path) for path in (tls_cert, tls_key) if path)
+        tls = TLSFiles(tls_cert, tls_key, tls_client_ca) if tls_cert is not None else None
         if api_processes > 1:
             process_config = APIProcessConfig(
                 processes=api_processes,
@@ -167,7 +173,7 @@ def serve(
             EngineHost(serving, process_config, listening, min(NOTICE_S, drain_seconds)).run()
         else:
             app = make_app(serving, cors or (), tracing, loopback(host))
-            make_server(app, serving, drain_seconds, *tls).run([listening])
+            make_server(app, serving, drain_seconds, tls).run([listening])
     if tracing is not None:
         tracing.close()
 

@@ -33,6 +33,7 @@ from typing import ClassVar
 from urllib.parse import urlsplit
 
 from ..serve.keys import read_toml
+from ..serve.tls import TLSFiles
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from ..spec.schema import Section, opt
@@ -58,6 +59,20 @@ class Listen(Section):
     header_bytes: int = opt(32 * 2**10, "all headers of a request together", ge=1024)
     connections: int = opt(16384, "connections of clients at once", ge=1)
     drain_seconds: float = opt(30.0, "how long requests under way may take after SIGTERM", ge=0)
+    depth: int = opt(128, "levels of nesting in a body", ge=8)
+    values: int = opt(2**18, "objects, lists and strings in a body", ge=64)
+    tls_cert: str = opt("", "certificate (PEM): serve HTTPS")
+    tls_key: str = opt("", "its private key (PEM)")
+    tls_client_ca: str = opt("", "authorities (PEM): clients must show a certificate of theirs (mutual TLS)")
+
+    def check(self) -> None:
+        check_pair("listen", self.tls_cert, self.tls_key)
+        if self.tls_client_ca and not self.tls_cert:
+            raise SpecError("listen: tls_client_ca needs tls_cert and tls_key")
+
+    @property
+    def tls(self) -> TLSFiles | None:
+        return tls_files(self.tls_cert, self.tls_key, self.tls_client_ca) if self.tls_cert else None
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,11 @@ class Pool(Section):
     models: list[str] = opt(list, "what its servers have (empty: they are asked)")
     key_env: str = opt("", "environment variable with the key for its servers")
     key_file: str = opt("", "file with that key, read again when it changes")
+    tls: bool = opt(False, "HTTPS to the servers that dns and kubernetes find")
+    tls_ca: str = opt("", "authorities (PEM) of its servers' certificates (empty: the system's)")
+    tls_name: str = opt("", "name in its servers' certificates (empty: the host of each address)")
+    tls_cert: str = opt("", "certificate (PEM) that its servers want to see (mutual TLS)")
+    tls_key: str = opt("", "its private key (PEM)")
     price_in: float = opt(0.0, "dollars for a million prompt tokens", ge=0)
     price_out: float = opt(0.0, "dollars for a million generated tokens", ge=0)
 
@@ -122,6 +142,7 @@ class Pool(Section):
             service = self.kubernetes.partition("/")[2]
             if not service.partition(":")[2] or not self.kubernetes.partition("/")[0]:
                 raise SpecError(f"{where}: kubernetes = {self.kubernetes!r}: write NAMESPACE/SERVICE:PORT")
+        check_pair(where, self.tls_cert, self.tls_key)
         if self.key_env and self.key_file:
             raise SpecError(f"{where} has key_env and key_file: give one of them")
         if self.key_env and self.key_env not in os.environ:
@@ -132,6 +153,10 @@ class Pool(Section):
             raise SpecError(f"{where}: who registers a server reads prompts and gets its key: set register_env")
         if self.register_env and self.register_env not in os.environ:
             raise SpecError(f"{where}: register_env = {self.register_env!r}: there is no such environment variable")
+
+    @property
+    def tls_files(self) -> TLSFiles:
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca)
 
     def server_key(self) -> str | None:
         """The key for its servers."""
@@ -218,6 +243,15 @@ def check_url(where: str, url: str) -> None:
         raise SpecError(f"{where}: {url!r} is not an address, e.g. http://host:8000/v1")
     if parts.username or parts.query:
         raise SpecError(f"{where}: addresses are shown in logs: give its key as key_env or key_file")
+
+
+def check_pair(where: str, cert: str, key: str) -> None:
+    if bool(cert) != bool(key):
+        raise SpecError(f"{where}: tls_cert and tls_key go together")
+
+
+def tls_files(cert: str, key: str, ca: str) -> TLSFiles:
+    return TLSFiles(*(Path(path) if path else None for path in (cert, key, ca)))
 
 
 def check_policies(where: str, names: list[str]) -> None:

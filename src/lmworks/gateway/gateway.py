@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..serve import telemetry
+from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
-from ..serve.reload import ReloadedFile
+from ..serve.reload import ReloadedFile, has_terminal
 from ..serve.server import NOTICE_S
+from ..serve.tls import Certificates, listening_context
 from ..spec import SpecError
 from .cache_follower import follow_forever
 from .config import GatewayConfig, Pool, read_config
@@ -52,6 +54,8 @@ class GatewaySettings(ReloadedFile[GatewayConfig]):
         old, new = self.config.listen, config.listen
         if (old.host, old.port) != (new.host, new.port):
             raise SpecError("listen: host and port cannot change: restart the gateway for that")
+        if (old.tls_cert, old.tls_key, old.tls_client_ca) != (new.tls_cert, new.tls_key, new.tls_client_ca):
+            raise SpecError("listen: names of TLS files cannot change: replace the files, or restart the gateway")
 
 
 class Gateway:
@@ -59,7 +63,9 @@ class Gateway:
         self.settings = settings
         self.servers = Servers()
         self.leases = Leases(time.monotonic)
-        self.metrics = Metrics(self.servers)
+        tls = settings.config.listen.tls
+        self.certificates = Certificates(tls, server=True) if tls is not None else None
+        self.metrics = Metrics(self.servers, self.certificates)
         self.proxy = Proxy(settings.current, self.servers, self.metrics)
         self.connections: set[ClientConnection] = set()
         self.draining = False
@@ -167,7 +173,26 @@ class Gateway:
 
     def edge_limits(self) -> EdgeLimits:
         listen = self.settings.config.listen
-        return EdgeLimits(listen.body_bytes, listen.header_bytes, listen.connections)
+        return EdgeLimits(listen.body_bytes, listen.header_bytes, listen.connections, listen.depth, listen.values)
+
+    def check_files(self) -> None:
+        """Reads files that have changed, at once."""
+        self.settings.check_files()
+        for one in (self.certificates, *self.servers.certificates.values()):
+            if one is not None:
+                one.check_files()
+
+    async def listen(self, listening: socket.socket) -> asyncio.Server:
+        tls, context = self.certificates, None
+        if tls is not None:
+            context = listening_context(tls.tls, tls.context)
+        return await asyncio.get_running_loop().create_server(
+            lambda: ClientConnection(self.handle, self.edge_limits, self.connections),
+            sock=listening,
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=HEADER_SECONDS if context is not None else None,
+        )
 
     async def run(self, listening: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Ends at once at a second one."""
@@ -183,13 +208,13 @@ class Gateway:
 
         for one in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(one, on_signal, one)
+        if not has_terminal():
+            loop.add_signal_handler(signal.SIGHUP, self.check_files)
         # Connections in TIME_WAIT must not block the next gateway (see `bind_socket`).
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.apply_config()
         maintaining = asyncio.create_task(self.maintain())
-        server = await loop.create_server(
-            lambda: ClientConnection(self.handle, self.edge_limits, self.connections), sock=listening, backlog=BACKLOG
-        )
+        server = await self.listen(listening)
         await stop.wait()
         await self.drain(server, notice)
         maintaining.cancel()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import httptools
+
+from ..spec import SpecError
 
 MAX_IDLE = 256  # connections that are kept for later
 
@@ -51,11 +54,18 @@ class ServerConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self.pool.forget(self)
-        if self.receiver is None or self.ended_by_closing():
+        if self.receiver is None:
+            return
+        if isinstance(exc, ssl.SSLError):
+            self.fail(UpstreamError("connect", f"the server broke off TLS: {exc.reason}"))
+            return
+        if self.ended_by_closing():
             return
         # A server may close an idle connection while a request is on its way: that is no failure of the server.
         kind = "stale" if self.untouched and self.served else "lost"
-        self.fail(UpstreamError(kind, "the server closed the connection before its answer had ended"))
+        # With TLS 1.3 a server says only now that it does not believe our certificate; some just hang up.
+        why = " (at once: is the certificate one that it believes?)" if self.untouched and self.pool.tls else ""
+        self.fail(UpstreamError(kind, f"the server closed the connection before its answer had ended{why}"))
 
     def ended_by_closing(self) -> bool:
         """An answer without length or chunks ends with its connection."""
@@ -130,9 +140,13 @@ class ServerConnection(asyncio.Protocol):
 class ConnectionPool:
     """Connections to one address."""
 
-    def __init__(self, url: str, tls: ssl.SSLContext | None = None, connect_seconds: float = 5.0) -> None:
+    def __init__(
+        self, url: str, connect_seconds: float = 5.0, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context
+    ) -> None:
+        """`tls` is asked at each connection to an https address: certificates change."""
         parts = urlsplit(url)
-        self.tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        self.tls = tls if parts.scheme == "https" else None
+        self.tls_name: str | None = None  # in the server's certificate; None: its host
         self.host, self.port = parts.hostname or "", parts.port or (443 if self.tls else 80)
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_seconds = connect_seconds
@@ -148,12 +162,16 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(self.connect_seconds):
                 _, connection = await loop.create_connection(
-                    lambda: ServerConnection(self), self.host, self.port, ssl=self.tls
+                    lambda: ServerConnection(self),
+                    self.host,
+                    self.port,
+                    ssl=self.tls() if self.tls else None,
+                    server_hostname=self.tls_name if self.tls else None,
                 )
         except TimeoutError:
             raise UpstreamError("connect", f"no connection within {self.connect_seconds:g} s") from None
-        except OSError as error:
-            raise UpstreamError("connect", f"no connection: {error.strerror or error}") from None
+        except (OSError, SpecError) as error:
+            raise UpstreamError("connect", f"no connection: {getattr(error, 'strerror', None) or error}") from None
         return connection
 
     def release(self, connection: ServerConnection) -> None:

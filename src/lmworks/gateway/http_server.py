@@ -16,8 +16,8 @@ from typing import Any
 
 import httptools
 
-from ..serve.body import BODY_SECONDS
-from ..serve.connection import HEADER_SECONDS, LINGER_SECONDS, MAX_HEADERS, WRITE_SECONDS
+from ..serve.body import BODY_SECONDS, NestingLimiter
+from ..serve.connection import HEADER_SECONDS, LINGER_SECONDS, MAX_HEADERS, SINGLE, WRITE_SECONDS
 from ..serve.errors import error_body
 from ..serve.limits import APIError
 from ..serve.server import KEEP_ALIVE_S
@@ -57,6 +57,8 @@ class EdgeLimits:
     body_bytes: int
     header_bytes: int
     connections: int
+    depth: int
+    values: int
 
 
 class ClientConnection(asyncio.Protocol):
@@ -77,6 +79,8 @@ class ClientConnection(asyncio.Protocol):
         self.request = HTTPRequest()
         self.parts: list[bytes] = []
         self.size = 0  # of the headers, then of the body
+        self.lines = 0  # of the headers
+        self.nesting = NestingLimiter(0, 0)  # of the body
         self.task: asyncio.Task[None] | None = None
         self.waiting: list[bytes] = []  # what a client sent before its last answer had ended
         self.keep_alive = True
@@ -154,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
         if self.task is not None:
             raise APIError(400, "invalid_http", "requests must not be pipelined: wait for the answer")
         self.request = HTTPRequest(client=self.address)
-        self.parts, self.size = [], 0
+        self.parts, self.size, self.lines = [], 0, 0
         self.set_deadline(HEADER_SECONDS)
 
     def on_url(self, url: bytes) -> None:
@@ -165,8 +169,12 @@ class ClientConnection(asyncio.Protocol):
         if self.request.method:  # after the body: trailers change nothing
             return
         self.count(len(name) + len(value))
-        self.request.headers[name.lower()] = value
-        if len(self.request.headers) > MAX_HEADERS:
+        name = name.lower()
+        if name in SINGLE and name in self.request.headers:  # the next server may believe the other one
+            raise APIError(400, "invalid_http", f"the header {name.decode()} is there twice")
+        self.request.headers[name] = value
+        self.lines += 1
+        if self.lines > MAX_HEADERS:
             raise APIError(431, "headers_too_large", f"more than {MAX_HEADERS} headers")
 
     def count(self, more: int) -> None:
@@ -179,8 +187,15 @@ class ClientConnection(asyncio.Protocol):
         self.request.method = self.parser.get_method().decode("latin-1")
         self.keep_alive = self.parser.should_keep_alive()
         self.size = 0
+        version = self.parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise APIError(400, "invalid_http", "this gateway speaks HTTP/1.1")
+        if b"host" not in self.request.headers and version == "1.1":
+            raise APIError(400, "invalid_http", "a request needs a host header")
+        limits = self.limits()
+        self.nesting = NestingLimiter(limits.depth, limits.values)
         declared = self.request.headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > (limit := self.limits().body_bytes):
+        if declared.isdigit() and int(declared) > (limit := limits.body_bytes):
             raise APIError(413, "body_too_large", f"the body has more than {limit} bytes, the limit")
         if self.request.headers.get(b"expect", b"").lower() == b"100-continue":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -190,6 +205,7 @@ class ClientConnection(asyncio.Protocol):
         self.size += len(part)
         if self.size > (limit := self.limits().body_bytes):
             raise APIError(413, "body_too_large", f"the body has more than {limit} bytes, the limit")
+        self.nesting.feed(part)
         self.parts.append(part)
 
     def on_message_complete(self) -> None:

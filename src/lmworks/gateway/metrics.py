@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from ..observability.catalog import BUCKETS
 from ..serve.limits import APIError
 from ..serve.telemetry import PREFIX
+from ..serve.tls import METRIC, Certificates
 from .exchange import Exchange
 from .servers import Server, Servers
 
@@ -18,7 +19,7 @@ NAME = f"{PREFIX}gateway_"
 
 
 class Metrics:
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, certificates: Certificates | None = None) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = Counter(f"{NAME}requests", "requests", ["model_name", "path", "status"], registry=registry)
         self.open = Gauge(f"{NAME}requests_open", "requests under way", registry=registry)
@@ -46,6 +47,7 @@ class Metrics:
             buckets=BUCKETS,
         )
         registry.register(ServerCollector(servers))
+        registry.register(CertificateCollector(servers, certificates))
 
     def ended(self, exchange: Exchange) -> None:
         model = exchange.rule.name
@@ -84,6 +86,19 @@ class ServerCollector(Collector):
         yield gauge("server_requests_open", "requests of this gateway under way", [(one, one.open) for one in found])
         yield gauge("server_queue", "requests that it has to do, as far as is known", [(o, o.queue) for o in found])
         yield gauge("server_kv_cache_usage_perc", "of its KV blocks, 0 to 1", [(o, o.load.kv_used) for o in found])
+
+
+class CertificateCollector(Collector):
+    """When certificates end: those shown to clients, and those shown to servers."""
+
+    def __init__(self, servers: Servers, listening: Certificates | None) -> None:
+        self.servers, self.listening = servers, listening
+
+    def collect(self) -> Iterator[Metric]:
+        used = [("clients", self.listening), *(("servers", one) for one in self.servers.certificates.values())]
+        for use, certificates in used:
+            if certificates is not None:
+                yield certificates.metric(NAME + METRIC, {"side": use})
 
 
 def gauge(name: str, what: str, values: list[tuple[Server, float]]) -> Metric:

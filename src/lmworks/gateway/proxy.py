@@ -36,6 +36,7 @@ PASSED_ON = (b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-be
 PASSED_BACK = (b"content-type", b"retry-after")
 TRIES = 3
 MIGRATIONS = 8  # of one stream
+MOST_ANSWERS = 4096  # of a stream that can be continued
 USAGE_PATHS = {"/v1/chat/completions", "/v1/completions"}  # whose streams have usage only where it is asked for
 END_PATHS = {*USAGE_PATHS, "/v1/responses", "/v1/messages"}  # whose streams say which event is the last
 
@@ -278,7 +279,8 @@ class RefusedTry(UpstreamError):
 
 def can_continue(server: Server, exchange: Exchange) -> bool:
     """Whether a stream of this server names its tokens, and another one's can be continued there."""
-    return server.pool.kind == "lmworks" and exchange.body.stream and exchange.path in USAGE_PATHS
+    ours = server.pool.kind == "lmworks" and exchange.body.stream and exchange.path in USAGE_PATHS
+    return ours and answers_of(exchange.body) <= MOST_ANSWERS
 
 
 def answers_of(body: RequestBody) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from ..serve.tls import Certificates, TLSFiles
 from .config import GatewayConfig, Pool
 from .http_client import ConnectionPool, UpstreamError
 from .outcomes import CircuitBreaker
@@ -120,8 +120,8 @@ class Server:
 class Servers:
     """All servers of all pools; who discovers them calls `update`."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        self.tls = tls
+    def __init__(self) -> None:
+        self.certificates: dict[TLSFiles, Certificates] = {}  # that this gateway shows servers, and believes of them
         self.by_pool: dict[str, dict[str, dict[str, Server]]] = {}  # pool → who found them → address → server
 
     def __iter__(self) -> Iterator[Server]:
@@ -140,9 +140,10 @@ class Servers:
         for url in found:
             known = before.get(url) or next((one[url] for one in sources.values() if url in one), None)
             if known is None:
-                known = Server(url, pool, ConnectionPool(url, self.tls, connect_seconds), frozenset(pool.models))
+                known = Server(url, pool, ConnectionPool(url, connect_seconds), frozenset(pool.models))
                 new.append(known)
             known.pool = pool
+            self.set_tls(known)
             now[url] = known
         sources[source] = now
         for url, server in before.items():
@@ -150,6 +151,18 @@ class Servers:
                 server.draining = True  # its requests are finished, it gets no others
                 server.connections.close()
         return new
+
+    def set_tls(self, server: Server) -> None:
+        if server.connections.tls is not None:
+            files = server.pool.tls_files
+            server.connections.tls = lambda: self.client_certificates(files).context()
+            server.connections.tls_name = server.pool.tls_name or None
+
+    def client_certificates(self, files: TLSFiles) -> Certificates:
+        """Raises SpecError: a server without certificates is down, not the gateway."""
+        if files not in self.certificates:
+            self.certificates[files] = Certificates(files, server=False)
+        return self.certificates[files]
 
     def keep(self, config: GatewayConfig) -> None:
         """Pools that the file has no more are let go."""

@@ -217,7 +217,7 @@ async def serve(channel: socket.socket, listening: socket.socket) -> None:
 
     tracing = tracing_from_environment()
     app = make_app(serving, spec.origins, tracing, spec.local)
-    server: Server = make_server(app, serving, spec.drain_seconds, *spec.tls, processes=spec.processes)
+    server: Server = make_server(app, serving, spec.drain_seconds, spec.tls, processes=spec.processes)
     serving_task = asyncio.create_task(server.serve([listening]))
     counting = asyncio.create_task(report_metrics(engine_host, serving))
     await asyncio.wait([listening_task, serving_task], return_when=asyncio.FIRST_COMPLETED)
@@ -262,8 +262,8 @@ async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> Non
 
 if __name__ == "__main__":
     # Signals are for the engine host, which then sends Drain.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
     log_as_json()
     channel, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for one in (channel, listening):

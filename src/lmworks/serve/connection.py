@@ -34,6 +34,10 @@ SLICE = 4096  # bytes that are parsed at once: some hundred chunks, or headers
 MAX_CHUNKS = 8192  # of one body: each costs as much as 4 KiB of it
 MAX_HEADERS = 256
 HEADERS_END = re.compile(rb"\n\r?\n")
+FOLDED = re.compile(rb"\n[ \t]|\r[^\n]")
+MAX_CHUNK_DIGITS = 16
+# Of these two say two things, and which one counts differs between servers.
+SINGLE = {b"host", b"authorization", b"x-api-key", b"content-type", b"content-length", b"transfer-encoding"}
 SPARE_FILES = 128  # descriptors that are needed for other things than connections
 
 
@@ -102,27 +106,56 @@ class StrictH11Connection(h11.Connection):
     """Rejects requests that are valid for h11 but too expensive, or ambiguous (request smuggling)."""
 
     chunks = 0
+    before_chunk = False  # what comes next is the line of a chunk's size
     error: APIError | None = None
 
     def next_event(self) -> Any:
+        self.check_lines()
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.chunks = 0
-            names = {name for name, _ in event.headers}
-            if b"content-length" in names and b"transfer-encoding" in names:  # RFC 9112 6.1: request smuggling
-                self.reject(
-                    APIError(400, "invalid_http", "a request has content-length or transfer-encoding, not both")
-                )
-        elif isinstance(event, h11.Data) and event.chunk_start:
+            self.check_request(event)
+        elif isinstance(event, h11.Data):
+            self.before_chunk = event.chunk_end
+        if isinstance(event, h11.EndOfMessage):
+            self.before_chunk = False
+        if isinstance(event, h11.Data) and event.chunk_start:
             self.chunks += 1
             if self.chunks > MAX_CHUNKS:
                 message = f"the body comes in more than {MAX_CHUNKS} chunks: send larger ones, or content-length"
                 self.reject(APIError(413, "body_too_large", message))
         return event
 
+    def check_lines(self) -> None:
+        """Lines that h11 reads generously: others may end them elsewhere."""
+        if self.their_state is h11.IDLE:
+            waiting, _ = self.trailing_data
+            end = HEADERS_END.search(waiting)
+            if FOLDED.search(waiting, 0, end.start() if end else len(waiting)):
+                self.reject(invalid_http("a header goes on in a second line, or has a carriage return"))
+        elif self.before_chunk:
+            line = self.trailing_data[0].removeprefix(b"\r\n").partition(b"\n")[0]
+            if b"\r" in line[:-1] or len(line.partition(b";")[0]) > MAX_CHUNK_DIGITS:
+                self.reject(invalid_http("the size of a chunk is not a line of its own"))
+
+    def check_request(self, request: h11.Request) -> None:
+        names = [name for name, _ in request.headers]
+        if b"content-length" in names and b"transfer-encoding" in names:  # RFC 9112 6.1: request smuggling
+            self.reject(invalid_http("a request has content-length or transfer-encoding, not both"))
+        twice = next((name for name in SINGLE if names.count(name) > 1), None)
+        if twice is not None:
+            self.reject(invalid_http(f"the header {twice.decode()} is there twice"))
+        if request.http_version not in (b"1.1", b"1.0"):
+            self.reject(invalid_http("this server speaks HTTP/1.1"))
+        self.before_chunk = b"transfer-encoding" in names
+
     def reject(self, error: APIError) -> None:
         self.error = error
         raise h11.RemoteProtocolError(str(error))
+
+
+def invalid_http(message: str) -> APIError:
+    return APIError(400, "invalid_http", message)
 
 
 class TransportProxy:

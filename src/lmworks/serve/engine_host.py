@@ -32,7 +32,9 @@ from .channel import ENDED, encode_frame, read_frame, spawn
 from .engine_process import EngineProcess
 from .errors import to_api_error
 from .limits import Admission, KeyLimits, Limits, RequestMeter, Size
+from .reload import has_terminal
 from .serving import Serving
+from .tls import TLSFiles
 from .workers import PromptProcessor
 
 log = logging.getLogger("lmworks.serve")
@@ -53,7 +55,7 @@ class APIProcessConfig:
     origins: tuple[str, ...]
     local: bool
     drain_seconds: float
-    tls: tuple[str, ...]
+    tls: TLSFiles | None
     processes: int
     pooling: str | None = None
     profile_dir: Path | None = None
@@ -268,6 +270,8 @@ class EngineHost:
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self.stop, sign)
+        if not has_terminal():  # the API processes look at the files themselves, within a second
+            loop.add_signal_handler(signal.SIGHUP, self.serving.check_files)
         try:
             self.listening.listen(2048)
             models = [

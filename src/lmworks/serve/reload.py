@@ -1,4 +1,4 @@
-"""A configuration file that is read again when it changes; an invalid one is logged, and the old one stays."""
+"""Files that are read again when they change (configuration, certificates); if they are invalid, the old ones stay."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ class ReloadedFile(Generic[Config]):
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self.clock = path, clock
-        self.stamp = self.file_stamp()
+        self.stamp = self.file_stamps()
         self.config = self.read()
         self.checked_at = clock()
+
+    @property
+    def watched(self) -> tuple[Path, ...]:
+        return () if self.path is None else (self.path,)
 
     def read(self) -> Config:
         raise NotImplementedError
@@ -34,28 +38,41 @@ class ReloadedFile(Generic[Config]):
         """Raises SpecError where a running server cannot take this one over."""
 
     def current(self) -> Config:
-        """Checks the file every POLL_S: cheap enough for every request."""
-        if self.path is not None and self.clock() - self.checked_at >= POLL_S:
-            self.checked_at = self.clock()
-            stamp = self.file_stamp()
-            if stamp != self.stamp:
-                self.stamp = stamp
-                self.reload()
+        """Checks the files every POLL_S: cheap enough for every request."""
+        if self.clock() - self.checked_at >= POLL_S:
+            self.check_files()
         return self.config
 
+    def check_files(self) -> None:
+        self.checked_at = self.clock()
+        stamp = self.file_stamps()
+        if stamp != self.stamp:
+            self.stamp = stamp
+            self.reload()
+
     def reload(self) -> None:
+        path = ", ".join(map(str, self.watched))
         try:
             config = self.read()
             self.check_change(config)
             self.config = config
-            log.info("config reloaded", extra={"path": str(self.path)})
+            log.info("config reloaded", extra={"path": path})
         except SpecError as error:
-            log.error("config not reloaded: the old one stays", extra={"path": str(self.path), "reason": str(error)})
+            log.error("config not reloaded: the old one stays", extra={"path": path, "reason": str(error)})
 
-    def file_stamp(self) -> tuple[int, ...] | None:
-        """Changes when the file is edited or replaced; None: there is no file."""
-        try:
-            found = os.stat(self.path) if self.path is not None else None
-        except OSError:
-            return None
-        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+    def file_stamps(self) -> list[tuple[int, ...] | None]:
+        return [file_stamp(path) for path in self.watched]
+
+
+def file_stamp(path: Path) -> tuple[int, ...] | None:
+    """Changes when the file is edited or replaced; None: there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def has_terminal() -> bool:
+    """A closed terminal sends SIGHUP, which must end the process; a service manager sends it to have files read."""
+    return os.isatty(0)

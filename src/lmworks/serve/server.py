@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,8 +19,10 @@ from fastapi import FastAPI
 
 from ..spec import LMWorksError
 from .connection import Connection, ConnectionLimiter
+from .reload import has_terminal
 from .serving import Serving
 from .telemetry import log
+from .tls import Certificates, TLSFiles, listening_context
 
 KEEP_ALIVE_S = 75  # longer than proxies' own keep-alive, so that they close first
 NOTICE_S = 3.0
@@ -40,6 +43,8 @@ class Server(uvicorn.Server):
         if self.serving.engine_host is not None:
             yield
             return
+        if not has_terminal() and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGHUP, lambda *_: self.serving.check_files())
         with super().capture_signals():
             yield
 
@@ -95,13 +100,16 @@ def make_server(
     app: FastAPI,
     serving: Serving,
     drain_seconds: float = 30.0,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
+    tls: TLSFiles | None = None,
     *,
     processes: int = 1,
 ) -> Server:
     """One of so many `processes` on a socket: each takes its share of the connections."""
     protocol: Any = partial(Connection, limiter=ConnectionLimiter(serving.settings, processes))
+    factory: Any = None
+    if tls is not None:
+        certificates = serving.certificates = Certificates(tls, server=True)
+        factory = lambda *_: listening_context(tls, certificates.context)  # noqa: E731
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -113,7 +121,7 @@ def make_server(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_seconds + CLOSE_GRACE_S),
-        ssl_certfile=tls_cert,
-        ssl_keyfile=tls_key,
+        ssl_context_factory=factory,
+        proxy_headers=False,  # anybody can send X-Forwarded-For
     )
     return Server(config, serving, drain_seconds)

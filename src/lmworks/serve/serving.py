@@ -30,6 +30,7 @@ from .parsers.registry import choose
 from .protocols.responses.store import ResponseStore
 from .response_bodies import TokenTexts
 from .telemetry import HTTPMetrics, LogFields, log, log_fields_of
+from .tls import Certificates
 from .workers import PromptProcessor, WorkerPool
 
 if TYPE_CHECKING:
@@ -238,7 +239,14 @@ class Serving:
     generation_config: bool = True  # whether requests without sampling parameters take those of the model's folder
     adapter_root: Path | None = None  # adapters below it can be loaded; None: none can
     batches: BatchService | None = None  # files and batches of --batch-dir; None: there are none
+    certificates: Certificates | None = None  # None: plain HTTP
     profile_dir: Path | None = None  # where /start_profile and /stop_profile write; None: there are no such routes
+
+    def check_files(self) -> None:
+        """Reads files that have changed: keys and limits, certificates."""
+        self.settings.check_files()
+        if self.certificates is not None:
+            self.certificates.check_files()
 
     def sampling_defaults(self, local: LocalModel) -> dict[str, float]:
         return local.stored_sampling if self.generation_config else {}

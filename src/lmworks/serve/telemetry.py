@@ -32,6 +32,7 @@ from prometheus_client.registry import Collector
 from ..observability.catalog import BUCKETS
 from ..spec import LMWorksError
 from .backend import State
+from .tls import METRIC
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -159,6 +160,8 @@ class EngineCollector(Collector):
             yield times(name, what, {model: metrics[name] for model, metrics in found.items()})
         yield finished(found)
         yield from health(states)
+        if self.serving.certificates is not None:
+            yield self.serving.certificates.metric(f"{PREFIX}{METRIC}")
 
 
 def family(kind: type[Any], name: str, what: str, values: Mapping[str, float]) -> Metric:

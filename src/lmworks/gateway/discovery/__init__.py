@@ -27,10 +27,11 @@ def discoveries(pool: Pool) -> list[Discovery]:
     from .kubernetes import Kubernetes
 
     found: list[Discovery] = []
+    scheme = "https" if pool.tls else "http"
     if pool.dns:
-        found.append(DNS(pool.dns))
+        found.append(DNS(pool.dns, scheme))
     if pool.kubernetes:
-        found.append(Kubernetes.in_cluster(pool.kubernetes))
+        found.append(Kubernetes.in_cluster(pool.kubernetes, scheme))
     return found
 
 

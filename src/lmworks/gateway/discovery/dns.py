@@ -10,10 +10,10 @@ INTERVAL_S = 5.0
 
 
 class DNS:
-    def __init__(self, target: str, interval: float = INTERVAL_S) -> None:
+    def __init__(self, target: str, scheme: str = "http", interval: float = INTERVAL_S) -> None:
         self.name = f"dns {target}"
         self.host, _, port = target.rpartition(":")
-        self.port, self.interval = int(port), interval
+        self.port, self.scheme, self.interval = int(port), scheme, interval
 
     async def watch(self) -> AsyncIterator[list[str]]:
         while True:
@@ -22,8 +22,8 @@ class DNS:
 
     async def resolve(self) -> list[str]:
         found = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        return sorted({server_url(str(address[0]), self.port) for *_, address in found})
+        return sorted({server_url(self.scheme, str(address[0]), self.port) for *_, address in found})
 
 
-def server_url(address: str, port: int) -> str:
-    return f"http://[{address}]:{port}/v1" if ":" in address else f"http://{address}:{port}/v1"
+def server_url(scheme: str, address: str, port: int) -> str:
+    return f"{scheme}://[{address}]:{port}/v1" if ":" in address else f"{scheme}://{address}:{port}/v1"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
 
+from ...serve.tls import Certificates, TLSFiles
 from ...spec import SpecError
 from ..http_client import ConnectionPool, UpstreamError, fetch
 from .dns import server_url
@@ -45,30 +45,31 @@ class Kubernetes:
     api: EndpointAPI
     service: str
     port: str  # a number, or the name of one of the service's ports
+    scheme: str = "http"
 
     @property
     def name(self) -> str:
         return f"kubernetes {self.service}"
 
     @classmethod
-    def in_cluster(cls, target: str) -> Kubernetes:
+    def in_cluster(cls, target: str, scheme: str = "http") -> Kubernetes:
         """NAMESPACE/SERVICE:PORT, with the account of the pod that this runs in."""
         namespace, _, rest = target.partition("/")
         service, _, port = rest.partition(":")
-        return cls(HTTPEndpointAPI.in_cluster(namespace, service), f"{namespace}/{service}", port)
+        return cls(HTTPEndpointAPI.in_cluster(namespace, service), f"{namespace}/{service}", port, scheme)
 
     async def watch(self) -> AsyncIterator[list[str]]:
         while True:
             listing = await self.api.list()
             slices: Slices = {one["metadata"]["name"]: one for one in listing["items"]}
             version = listing["metadata"]["resourceVersion"]
-            yield addresses(slices, self.port)
+            yield addresses(slices, self.port, self.scheme)
             try:
                 while True:
                     async for event in self.api.watch(version):
                         version = event["object"]["metadata"]["resourceVersion"]
                         if apply(slices, event):
-                            yield addresses(slices, self.port)
+                            yield addresses(slices, self.port, self.scheme)
             except Gone:
                 continue
 
@@ -84,7 +85,7 @@ def apply(slices: Slices, event: dict[str, Any]) -> bool:
     return kind != "BOOKMARK"
 
 
-def addresses(slices: Slices, port: str) -> list[str]:
+def addresses(slices: Slices, port: str, scheme: str) -> list[str]:
     """Of endpoints that are ready; one that does not say is."""
     found = set()
     for one in slices.values():
@@ -93,7 +94,7 @@ def addresses(slices: Slices, port: str) -> list[str]:
         ]
         for endpoint in one.get("endpoints") or ():
             if (endpoint.get("conditions") or {}).get("ready") is not False:
-                found |= {server_url(address, number) for address in endpoint["addresses"] for number in ports}
+                found |= {server_url(scheme, address, number) for address in endpoint["addresses"] for number in ports}
     return sorted(found)
 
 
@@ -112,9 +113,11 @@ class HTTPEndpointAPI:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise SpecError("pools: kubernetes is for gateways in a cluster: KUBERNETES_SERVICE_HOST is not set")
-        tls = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
+        certificates = Certificates(TLSFiles(ca=ACCOUNT / "ca.crt"), server=False)
         host = f"[{host}]" if ":" in host else host
-        return cls(ConnectionPool(f"https://{host}:{port}", tls), namespace, service, ACCOUNT / "token")
+        return cls(
+            ConnectionPool(f"https://{host}:{port}", tls=certificates.context), namespace, service, ACCOUNT / "token"
+        )
 
     def path(self, **query: str) -> str:
         query["labelSelector"] = f"kubernetes.io/service-name={self.service}"
