@@ -165,9 +165,9 @@ def test_a_talk_with_two_models(visit, url, tmp_path):
     assert re.fullmatch(r"[\d.]+ tokens/s · \d+ tokens · first after \d+ ms", page.inner_text("#figures"))
     page.select_option("#model", "talk")
     words = f"bench serve --url {url} --model talk --concurrency 4 --requests 150 --input 40:90 --output 60:120 --json"
-    extra = ["--shared-prefix", "48", "--api-key", "sk-browser"]
+    extra = ["--shared-prefix", "48"]
     command = [sys.executable, "-m", "lmworks", *words.split(), *extra]
-    with subprocess.Popen(command, env=ALONE, stdout=subprocess.PIPE) as load:
+    with subprocess.Popen(command, env={**ALONE, "LMWORKS_API_KEY": "sk-browser"}, stdout=subprocess.PIPE) as load:
         until(page, "Number(document.getElementById('running').textContent) >= 2")
         until(page, "parseFloat(document.getElementById('hits').textContent) > 5")
         say(page, third)

@@ -131,7 +131,8 @@ def test_the_curl_line_of_the_help_works(api: Api, capsys: pytest.CaptureFixture
         (["tiny", "--config", "missing.toml"], "missing.toml"),
         (["tiny", "a=tiny", "a=tiny"], "two models are called 'a'"),
         (["tiny", "--tls-cert", __file__], "--tls-key"),
-        (["tiny", "--api-key", "short"], "easy to guess"),
+        (["tiny", "--api-key-file", __file__], "easy to guess"),
+        (["tiny", "--api-key-file", "missing"], "missing: cannot be read"),
         (["tiny", "--host", "203.0.113.1"], "203.0.113.1"),
         (
             ["tiny", "--chat-template", "missing.jinja"],

@@ -157,7 +157,7 @@ Prefix = Annotated[
 ]
 SLO = Annotated[str, typer.Option("--slo", help="Latency objectives in seconds: ttft=0.5,tpot=0.05,e2e=10.")]
 EarlyEnd = Annotated[bool, typer.Option("--early-end", help="Do not send ignore_eos, which not every server supports.")]
-Key = Annotated[str | None, typer.Option("--api-key", envvar="LMWORKS_API_KEY", help="Sent as a bearer token.")]
+KeyVariable = Annotated[str, typer.Option(metavar="NAME", help="Environment variable with the key that is sent.")]
 Seconds = Annotated[float, typer.Option("--timeout", min=0.001, help="Longest time for one request.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it (.png, .svg or .pdf).")]
 Save = Annotated[
@@ -180,7 +180,7 @@ def serve(
     shared_prefix: Prefix = "0",
     slo: SLO = "",
     early_end: EarlyEnd = False,
-    api_key: Key = None,
+    key_variable: KeyVariable = "LMWORKS_API_KEY",
     timeout: Seconds = 600.0,
     seed: Seed = 0,
     plot: Plot = None,
@@ -212,7 +212,9 @@ def serve(
         check_plot_path(plot, "--plot")
     if save is not None:
         check_writable(save, "--save")
-    measured = bench_serve(url, load, objective, model=model, endpoint=endpoint.value, key=api_key, timeout=timeout)
+    measured = bench_serve(
+        url, load, objective, model=model, endpoint=endpoint.value, key=os.environ.get(key_variable), timeout=timeout
+    )
     facts = measured.to_dict()
     if plot is not None:
         from ..bench.serve import draw_bench

@@ -42,8 +42,9 @@ def serve(
     config: Annotated[
         Path | None, typer.Option(help="TOML file of keys and limits, read again when it changes (docs/serving.md).")
     ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help=f"A key that clients must show; may be repeated. Or set {KEY}.")
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File of keys that clients must show, one a line; -: standard input. Or set {KEY}."),
     ] = None,
     upstream: Annotated[
         list[str] | None,
@@ -130,12 +131,13 @@ def serve(
     from ..serve.app import make_app
     from ..serve.batches.service import BatchService
     from ..serve.engine_host import APIProcessConfig, EngineHost
+    from ..serve.keys import read_secrets
     from ..serve.middleware import loopback
     from ..serve.server import NOTICE_S, bind_socket, make_server
     from ..serve.telemetry import log_as_json, tracing_from_environment
     from ..serve.tls import TLSFiles
 
-    keys = [*(api_key or ()), *filter(None, [os.environ.get(KEY)])]
+    keys = [*(read_secrets(api_key_file) if api_key_file else ()), *filter(None, [os.environ.get(KEY)])]
     upstream_urls = [] if api_processes > 1 else upstream or []  # several API processes have their own
     serving = make_serving(names, options, step, seed, adapter or [], templates, parsers, upstream_urls, config, keys)
     serving.profile_dir, serving.adapter_root = profile_dir, adapter_root

@@ -12,8 +12,8 @@ from .channel import SocketChannel
 
 if __name__ == "__main__":
     # Service managers signal every process of a group: this one ends when the API closes its socket.
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_IGN)
     role, descriptor = sys.argv[1:]
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)

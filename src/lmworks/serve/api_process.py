@@ -262,8 +262,8 @@ async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> Non
 
 if __name__ == "__main__":
     # Signals are for the engine host, which then sends Drain.
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, signal.SIG_IGN)
     log_as_json()
     channel, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for one in (channel, listening):

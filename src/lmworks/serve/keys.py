@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -150,6 +151,18 @@ def check_key_table(key: Any) -> dict[str, Any]:
     if not isinstance(key, dict) or not isinstance(key.get("secret", ""), str):
         raise SpecError("keys: each must be a table, [[keys]], and its secret a string")
     return key
+
+
+def read_secrets(path: Path) -> list[str]:
+    """Keys, one a line; "-" is standard input. Command lines are no place for them: every process can read those."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'it is no text'})") from None
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    if not found:
+        raise SpecError(f"{path}: there is no key in it")
+    return found
 
 
 def read_toml(path: Path) -> dict[str, Any]:
