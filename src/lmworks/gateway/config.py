@@ -37,6 +37,7 @@ from ..serve.tls import TLSFiles
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from ..spec.schema import Section, opt
+from .slo import ServiceLevel, find_level
 
 KINDS = ("lmworks", "vllm", "sglang", "llamacpp", "openai")
 POLICIES = (
@@ -46,6 +47,9 @@ POLICIES = (
     "session_affinity",
     "prefix_cache",
     "cost",
+    "model_size",
+    "tier",
+    "priority",
 )  # see `gateway.policies`
 
 
@@ -127,6 +131,9 @@ class Pool(Section):
     tls_key: str = opt("", "its private key (PEM)")
     price_in: float = opt(0.0, "dollars for a million prompt tokens", ge=0)
     price_out: float = opt(0.0, "dollars for a million generated tokens", ge=0)
+    size: float = opt(0.0, "billions of parameters of its model, for the policy model_size", ge=0)
+    up_to_tokens: int = opt(0, "longest prompt and answer that model_size sends there (0: any)", ge=0)
+    tiers: list[str] = opt(list, "tiers that it is for, for the policy tier (empty: those that no pool names)")
 
     def check(self) -> None:
         if not self.name:
@@ -205,6 +212,7 @@ class GatewayConfig(Section):
     routing: Routing = opt(Routing, "how a server is chosen")
     health: Health = opt(Health, "which servers get requests")
     timeouts: Timeouts = opt(Timeouts, "how long anything may take")
+    slos: list[ServiceLevel] = opt(list, "how soon requests are to be answered")
 
     def check(self) -> None:
         if not self.pools:
@@ -219,6 +227,10 @@ class GatewayConfig(Section):
             unknown = next((name for name in model.pools if name not in pools), None)
             if unknown is not None:
                 raise SpecError(f"models: {model.name!r}: no pool is called {unknown!r}{did_you_mean(unknown, pools)}")
+
+    def level(self, model: str, tier: str) -> ServiceLevel | None:
+        """The objective of a tier's requests for a model."""
+        return find_level(self.slos, model, tier) if self.slos else None
 
     def uses(self, policy: str) -> bool:
         """Whether any model is routed by it."""

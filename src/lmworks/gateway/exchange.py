@@ -40,6 +40,7 @@ class Exchange:
     chunks: int = 0  # events with content
     usage: Usage | None = None
     tenant: Tenant = ANYONE
+    priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
 
     @property

@@ -245,6 +245,7 @@ def describe(server: Server) -> dict[str, object]:
         "open": server.open,
         "queue": server.queue,
         "kv_used": server.load.kv_used,
+        "forecast": server.forecast(1024)._asdict(),  # of a request of 1 KiB, in seconds
         "models": sorted(server.models),
         "cached_blocks": None if server.cached is None else sum(map(len, server.cached.values())),
         "last_error": server.last_error,

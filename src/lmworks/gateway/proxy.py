@@ -16,6 +16,7 @@ from ..serve.limits import APIError
 from ..serve.sse import sse_event
 from ..serve.telemetry import request_id
 from ..spec.errors import near_names, suggestion
+from .admission import in_time
 from .attempt import Attempt
 from .cache_follower import ASK, TOLD, read_prompt_blocks
 from .config import GatewayConfig, ModelRule, Timeouts
@@ -102,9 +103,14 @@ class Proxy:
         failed: set[Server] = set()
         relay = StreamRelay(exchange, not wants_usage(exchange.body))
         self.retries.earn()
+        exchange.priority = self.priority(exchange)
         for rule in (exchange.rule, *map(self.config().rule, exchange.rule.fallback)):
             for _ in range(TRIES):
-                server = self.choose(exchange, rule, failed)
+                try:
+                    server = self.choose(exchange, rule, failed)
+                except APIError as refused:  # a model that it falls back to may be in time
+                    last = refused
+                    break
                 if server is None or (exchange.tries and not self.retries.spend()):
                     break
                 exchange.tries += 1
@@ -139,7 +145,9 @@ class Proxy:
         raise last
 
     def choose(self, exchange: Exchange, rule: ModelRule, failed: set[Server]) -> Server | None:
+        """Raises APIError where there are servers, and none would answer in time."""
         found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in failed]
+        found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
         return self.router.pick(found, exchange, rule.policy or self.config().routing.policy) if found else None
 
     def failure(self, exchange: Exchange, server: Server, error: UpstreamError) -> APIError:
@@ -163,7 +171,8 @@ class Proxy:
     async def attempt(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
         """One try; raises UpstreamError where another server may do better."""
         timeouts = self.config().timeouts
-        attempt, changes = Attempt(server), self.changes(exchange, rule)
+        attempt, changes = Attempt(server), self.changes(exchange, server, rule)
+        work = server.begin_work(len(exchange.body.raw))
         server.breaker.begin()
         if can_continue(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
@@ -172,6 +181,7 @@ class Proxy:
             await self.begin(attempt, exchange, content, timeouts)
             self.learn_blocks(attempt, exchange)
             if attempt.streams:
+                server.rates.answered(work)
                 await self.stream(attempt, exchange, relay, timeouts)
             elif relay.begun:
                 raise RefusedTry(attempt)
@@ -182,6 +192,7 @@ class Proxy:
             server.breaker.abandoned()
             raise
         finally:
+            server.rates.end(work, exchange.chunks if attempt.streams else int(attempt.status == 200))
             attempt.close()
 
     def learn_blocks(self, attempt: Attempt, exchange: Exchange) -> None:
@@ -190,9 +201,18 @@ class Proxy:
             for policy in self.router.of(exchange):
                 policy.answered(attempt.server, exchange, blocks)
 
-    def changes(self, exchange: Exchange, rule: ModelRule) -> dict[str, Any]:
+    def priority(self, exchange: Exchange) -> int:
+        """As the objective has it; a client may say that it can wait longer."""
+        level, own = self.config().level(exchange.rule.name, exchange.tenant.tier), exchange.body.get("priority")
+        if level is None or not level.priority:
+            return own if isinstance(own, int) else 0
+        return max(level.priority, own) if isinstance(own, int) else level.priority
+
+    def changes(self, exchange: Exchange, server: Server, rule: ModelRule) -> dict[str, Any]:
         """What a server is told differently than the client said it."""
         found: dict[str, Any] = {} if exchange.body.model == rule.serves else {"model": rule.serves}
+        if exchange.priority and server.pool.kind in ("lmworks", "vllm"):
+            found["priority"] = exchange.priority
         if exchange.body.stream and exchange.path in USAGE_PATHS and not wants_usage(exchange.body):
             options = exchange.body.get("stream_options")
             found["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}

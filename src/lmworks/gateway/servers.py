@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from ..serve.tls import Certificates, TLSFiles
 from .config import GatewayConfig, Pool
+from .forecast import KV_FULL, Forecast, ServiceRates, Work
 from .http_client import ConnectionPool, UpstreamError
 from .outcomes import CircuitBreaker
 
@@ -73,6 +74,7 @@ class Server:
     load: Load = field(default_factory=Load)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     cached: dict[str, set[bytes]] | None = None  # blocks of its prefix cache by model, where it tells of them
+    rates: ServiceRates = field(default_factory=ServiceRates)
     since: float = field(default_factory=time.monotonic)
 
     @cached_property
@@ -104,6 +106,19 @@ class Server:
     def queue(self) -> float:
         """Requests that it has to do: as it reported at its last probe, and what we have sent and got back since."""
         return max(float(self.open), self.load.running + self.load.waiting + self.open - self.load.open_then)
+
+    @property
+    def waiting(self) -> float:
+        """Requests that wait on it: where some do, or its cache is full, those that we sent since its probe do too."""
+        full = self.load.waiting > 0 or self.load.kv_used > KV_FULL
+        return max(0.0, self.load.waiting + self.open - self.load.open_then) if full else 0.0
+
+    def forecast(self, size: int) -> Forecast:
+        """Of a request of so many bytes."""
+        return self.rates.forecast(size, self.waiting, self.queue - self.waiting + 1, not self.open)
+
+    def begin_work(self, size: int) -> Work:
+        return self.rates.begin(size, self.waiting, self.queue - self.waiting + 1)
 
     def probed(self, error: str | None, fall: int, rise: int) -> None:
         """Takes note of a probe. The first one decides at once."""

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from .cache_events import HEARTBEAT_S, CacheChange, split_keys
-from .openapi import STREAM, error_responses
 from .serving import LocalModel, Serving
 from .sse import sse_event, start_stream
 
@@ -19,7 +18,7 @@ KEYS_AN_EVENT = 4096
 
 
 def add_cache_routes(app: FastAPI, serving: Serving) -> None:
-    @app.get("/cache_events", responses={200: {"content": STREAM}, **error_responses(401)})
+    @app.get("/cache_events", include_in_schema=False)  # between servers and gateways; it has no end
     async def cache_events(request: Request) -> Response:
         """What the prefix caches hold, for routers."""
         serving.authenticate(request).check_gateway("the events of caches are")

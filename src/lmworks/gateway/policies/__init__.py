@@ -28,10 +28,13 @@ class Policy:
 def make_policy(name: str) -> Policy:
     from .cost import Cost
     from .least_loaded import LeastLoaded
+    from .model_size import ModelSize
     from .power_of_two import PowerOfTwo
     from .prefix_cache import PrefixCache
+    from .priority import Priority
     from .round_robin import RoundRobin
     from .session_affinity import SessionAffinity
+    from .tier import Tier
 
     kinds: dict[str, type[Policy]] = {
         "round_robin": RoundRobin,
@@ -40,6 +43,9 @@ def make_policy(name: str) -> Policy:
         "session_affinity": SessionAffinity,
         "prefix_cache": PrefixCache,
         "cost": Cost,
+        "model_size": ModelSize,
+        "tier": Tier,
+        "priority": Priority,
     }
     return kinds[name]()
 
