@@ -230,7 +230,9 @@ async def running(file: Path, wait: bool = True) -> AsyncGenerator[Running, None
         lambda: ClientConnection(gateway.handle, gateway.edge_limits, gateway.connections), "127.0.0.1", 0
     )
     gateway.apply_config()
-    maintaining = asyncio.create_task(gateway.maintain())
+    background = [asyncio.create_task(gateway.maintain())]
+    if gateway.proxy.tenancy is not None:
+        background.append(asyncio.create_task(gateway.proxy.tenancy.run()))
     address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with httpx.AsyncClient(base_url=address, timeout=20, trust_env=False) as http:
         found = Running(gateway, http, file)
@@ -239,10 +241,13 @@ async def running(file: Path, wait: bool = True) -> AsyncGenerator[Running, None
         try:
             yield found
         finally:
-            tasks = [maintaining, *gateway.probes, *(task for _, tasks in gateway.watched.values() for task in tasks)]
+            tasks = [*background, *gateway.probes, *(task for _, tasks in gateway.watched.values() for task in tasks)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             server.close()
             for connection in list(gateway.connections):
                 connection.transport.abort()
+            if gateway.proxy.tenancy is not None:
+                await asyncio.sleep(0)  # requests that were cut off are counted
+                await gateway.proxy.tenancy.close()

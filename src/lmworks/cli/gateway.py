@@ -8,9 +8,30 @@ from typing import Annotated
 import typer
 
 from ..spec.errors import LMWorksError
+from . import gateway_tenants
+from .groups import DefaultCommandGroup
 
 
-def gateway(
+class ConfigOrCommand(DefaultCommandGroup):
+    """`lmworks gateway CONFIG …` is `lmworks gateway run CONFIG …`."""
+
+    default_command = "run"
+
+
+app = typer.Typer(
+    cls=ConfigOrCommand,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Route requests to many OpenAI-compatible servers; keys, limits and usage of tenants.",
+)
+app.add_typer(gateway_tenants.keys, name="keys")
+app.add_typer(gateway_tenants.tenants, name="tenants")
+app.command()(gateway_tenants.usage)
+app.command()(gateway_tenants.audit)
+
+
+@app.command()
+def run(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of pools, models and rules.")],
     host: Annotated[str | None, typer.Option(help="Where to listen, instead of listen.host.")] = None,
     port: Annotated[

@@ -74,7 +74,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "serve": serve.serve,
-        "gateway": gateway.gateway,
+        "gateway": gateway.app,
         "fleet": fleet.app,
         "drill": drill.drill,
         "lsp": lsp.lsp,

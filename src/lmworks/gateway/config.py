@@ -38,6 +38,7 @@ from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from ..spec.schema import Section, opt
 from .slo import ServiceLevel, find_level
+from .tenants.config import Tenants, Tier
 
 KINDS = ("lmworks", "vllm", "sglang", "llamacpp", "openai")
 POLICIES = (
@@ -213,13 +214,16 @@ class GatewayConfig(Section):
     health: Health = opt(Health, "which servers get requests")
     timeouts: Timeouts = opt(Timeouts, "how long anything may take")
     slos: list[ServiceLevel] = opt(list, "how soon requests are to be answered")
+    tenants: Tenants = opt(Tenants, "keys of clients, their limits and usage")
+    tiers: list[Tier] = opt(list, "levels of service of tenants")
 
     def check(self) -> None:
         if not self.pools:
             raise SpecError("pools: there are none: a gateway needs servers, [[pools]] with urls")
         pools = [pool.name for pool in self.pools]
         names = [name for model in self.models for name in (model.name, *model.aliases)]
-        for what, given in (("pools", pools), ("models", names)):
+        tiers = [tier.name for tier in self.tiers]
+        for what, given in (("pools", pools), ("models", names), ("tiers", tiers)):
             twice = next((name for name in given if given.count(name) > 1), None)
             if twice is not None:
                 raise SpecError(f"{what}: the name {twice!r} is there twice")

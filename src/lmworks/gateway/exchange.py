@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .config import ModelRule
-from .http_server import ClientConnection, HTTPRequest
+from .http_server import ClientConnection, Headers, HTTPRequest
 from .request_body import RequestBody
 from .servers import Server
 from .tenants.identity import ANYONE, Tenant
+
+if TYPE_CHECKING:
+    from .tenants.tenancy import Meter
 
 
 @dataclass
@@ -39,9 +43,23 @@ class Exchange:
     failed: str | None = None  # code of the error that ended it
     chunks: int = 0  # events with content
     usage: Usage | None = None
+    usage_counts: bool = False  # `usage` has the generated tokens, not only the prompt's
+    prompt_tokens: int | None = None  # as a server of ours said before its first token
+    generated: int = 0  # tokens that were read so far; where a server does not name them, events with content
+    unnamed: int = 0  # such events
+    headers: Headers = field(default_factory=list)  # of the answer, whoever gives it
+    meter: Meter | None = None  # counts tokens for the tenant, where there are tenants
     tenant: Tenant = ANYONE
     priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
+
+    def __post_init__(self) -> None:
+        self.headers.append((b"x-request-id", self.id.encode()))
+
+    def count(self) -> None:
+        """What is known of its tokens has changed: before its client sees them they are in the journal."""
+        if self.meter is not None:
+            self.meter.count(self)
 
     @property
     def path(self) -> str:

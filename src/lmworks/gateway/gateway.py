@@ -28,6 +28,7 @@ from .http_server import ClientConnection, EdgeLimits, HTTPRequest
 from .metrics import Metrics
 from .proxy import Proxy
 from .servers import Server, Servers
+from .tenants.tenancy import Tenancy
 
 log = logging.getLogger("lmworks.gateway")
 
@@ -56,6 +57,8 @@ class GatewaySettings(ReloadedFile[GatewayConfig]):
             raise SpecError("listen: host and port cannot change: restart the gateway for that")
         if (old.tls_cert, old.tls_key, old.tls_client_ca) != (new.tls_cert, new.tls_key, new.tls_client_ca):
             raise SpecError("listen: names of TLS files cannot change: replace the files, or restart the gateway")
+        if self.config.tenants.fixed != config.tenants.fixed:
+            raise SpecError("tenants: stores, journal and listener cannot change: restart the gateway for that")
 
 
 class Gateway:
@@ -67,6 +70,8 @@ class Gateway:
         self.certificates = Certificates(tls, server=True) if tls is not None else None
         self.metrics = Metrics(self.servers, self.certificates)
         self.proxy = Proxy(settings.current, self.servers, self.metrics)
+        if settings.config.tenants.on:
+            self.proxy.tenancy = Tenancy(settings.current, self.servers)
         self.connections: set[ClientConnection] = set()
         self.draining = False
         self.watched: dict[str, tuple[Pool, list[asyncio.Task[None]]]] = {}
@@ -156,10 +161,15 @@ class Gateway:
         connection.respond(200, [(b"content-type", telemetry.CONTENT_TYPE.encode())], self.metrics.render())
 
     async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
-        data = [{"id": n, "object": "model", "created": 0, "owned_by": "lmworks"} for n in sorted(self.proxy.names())]
+        tenancy = self.proxy.tenancy
+        caller = None if tenancy is None else tenancy.authentication.caller(request)
+        names = sorted(name for name in self.proxy.names() if caller is None or caller.may_use(name))
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lmworks"} for name in names]
         connection.respond_json(200, {"object": "list", "data": data})
 
     async def list_servers(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        if self.proxy.tenancy is not None:
+            self.proxy.tenancy.authentication.caller(request).check_role("admin", "the list of servers")
         connection.respond_json(200, {"servers": [describe(server) for server in self.servers]})
 
     async def register(self, request: HTTPRequest, connection: ClientConnection) -> None:
@@ -213,11 +223,17 @@ class Gateway:
         # Connections in TIME_WAIT must not block the next gateway (see `bind_socket`).
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.apply_config()
-        maintaining = asyncio.create_task(self.maintain())
+        background = [asyncio.create_task(self.maintain())]
+        tenancy = self.proxy.tenancy
+        if tenancy is not None:
+            background.append(asyncio.create_task(tenancy.run()))
         server = await self.listen(listening)
         await stop.wait()
         await self.drain(server, notice)
-        maintaining.cancel()
+        for task in background:
+            task.cancel()
+        if tenancy is not None:
+            await tenancy.close()
 
     async def drain(self, server: asyncio.Server, notice: float) -> None:
         """/ready says no, then nobody can connect; requests under way are finished."""

@@ -30,6 +30,8 @@ from .relay import StreamRelay
 from .request_body import RequestBody
 from .servers import Server, Servers
 from .stream_events import UsageFields
+from .tenants.identity import ANYONE
+from .tenants.tenancy import Tenancy
 
 log = logging.getLogger("lmworks.gateway")
 
@@ -53,23 +55,30 @@ class Proxy:
     def __init__(self, config: Callable[[], GatewayConfig], servers: Servers, metrics: Metrics) -> None:
         self.config, self.servers, self.metrics = config, servers, metrics
         self.router = Router()
+        self.tenancy: Tenancy | None = None  # where clients need keys
         self.retries = RetryBudget(lambda: self.config().health.retry_share)
 
     async def handle(self, request: HTTPRequest, connection: ClientConnection) -> None:
         """From a request to the end of its answer."""
         id = request_id(request.header("x-request-id"))
         try:
+            caller = self.tenancy.identify(request) if self.tenancy is not None else None
             body = RequestBody(request.body)
             rule = self.config().rule(body.model)
+            if caller is not None:
+                caller.check_model(body.model)
             self.check_model(rule, body.model)
         except APIError as error:
             connection.respond_error(error, [(b"x-request-id", id.encode())])
             self.metrics.refused(request.path, error)
             return
-        exchange = Exchange(request, connection, body, rule, id)
+        tenant, key = (caller.tenant, caller.key.prefix) if caller is not None else (ANYONE, "")
+        exchange = Exchange(request, connection, body, rule, id, tenant=tenant, key=key)
         self.metrics.open.inc()
         try:
             async with asyncio.timeout(self.config().timeouts.total or None):
+                if self.tenancy is not None and caller is not None:
+                    await self.tenancy.admit(exchange, caller)
                 await self.answer(exchange)
         except (APIError, TimeoutError) as error:
             self.fail(exchange, error if isinstance(error, APIError) else timed_out("in all"))
@@ -81,6 +90,8 @@ class Proxy:
             self.fail(exchange, APIError(500, "internal_error", "the gateway failed on this request; see its log"))
         finally:
             self.metrics.open.dec()
+            if self.tenancy is not None:
+                self.tenancy.settle(exchange)
             exchange.seconds = time.perf_counter() - exchange.began
             self.metrics.ended(exchange)
             log.info("request", extra=log_fields(exchange))
@@ -171,6 +182,7 @@ class Proxy:
     async def attempt(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
         """One try; raises UpstreamError where another server may do better."""
         timeouts = self.config().timeouts
+        exchange.count()
         attempt, changes = Attempt(server), self.changes(exchange, server, rule)
         work = server.begin_work(len(exchange.body.raw))
         server.breaker.begin()
@@ -242,7 +254,9 @@ class Proxy:
         if attempt.status == 200:
             exchange.first_token = time.perf_counter() - exchange.began
             exchange.usage = usage_of(content)
-        headers: Headers = [(b"x-request-id", exchange.id.encode())]
+            exchange.usage_counts = exchange.usage is not None
+            exchange.count()
+        headers: Headers = list(exchange.headers)
         headers += [(name, found) for name in PASSED_BACK if (found := attempt.headers.get(name)) is not None]
         exchange.connection.respond(attempt.status, headers, content)
 
@@ -276,7 +290,7 @@ class Proxy:
                 connection.end()
             return
         exchange.status = error.status
-        connection.respond_error(error, [(b"x-request-id", exchange.id.encode())])
+        connection.respond_error(error, exchange.headers)
 
 
 class RefusedTry(UpstreamError):

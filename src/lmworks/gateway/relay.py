@@ -59,11 +59,15 @@ class StreamRelay:
             raise UpstreamError("failed", "the server ended its answer with an error")
         self.done = self.done or fields.error is not None
         self.note(event, fields)
+        if event.prompt_tokens is not None:
+            exchange.prompt_tokens = event.prompt_tokens
         found = fields.usage or (fields.message and fields.message.usage) or (fields.response and fields.response.usage)
         if found:
             before, exchange.usage = exchange.usage, found.usage()
             if before is not None and not exchange.usage.prompt_tokens:  # Anthropic counts them at the beginning
                 exchange.usage.prompt_tokens = before.prompt_tokens
+            exchange.usage_counts = fields.message is None  # Anthropic's first event counts the prompt
+        exchange.count()
         if event.only_usage:
             if self.hide_usage or self.usage_shown:
                 return False
@@ -74,9 +78,12 @@ class StreamRelay:
     def note(self, event: StreamEvent, fields: EventFields) -> None:
         if event.tokens is not None:
             self.journal.setdefault(event.answer, []).extend(event.tokens)
+            self.exchange.generated += len(event.tokens)
             self.identity = self.identity or {"id": fields.id, "created": fields.created}
-        elif fields.choices:
+        elif fields.choices or (fields.type.endswith("delta") and fields.type != "message_delta"):
             self.complete = False
+            self.exchange.generated += not event.empty
+            self.exchange.unnamed += 1
 
     def continuation(self, answers: int) -> dict[str, Any]:
         """What another server needs to go on: see `request_bodies.Continuation`."""
@@ -87,7 +94,7 @@ class StreamRelay:
         self.begun = True
         exchange.status = 200
         exchange.first_token = time.perf_counter() - exchange.began
-        exchange.connection.begin(200, [*STREAM_HEADERS, (b"x-request-id", exchange.id.encode())])
+        exchange.connection.begin(200, [*STREAM_HEADERS, *exchange.headers])
 
     def restart(self) -> None:
         """Another server answers: what the one before it had begun to say is dropped."""

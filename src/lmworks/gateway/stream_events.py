@@ -15,6 +15,7 @@ from .http_client import UpstreamError
 
 DATA = b"data:"
 TOKENS = b": tokens "  # serve's `GenerationRequest.journal`
+PROMPT = b": prompt "  # before a stream's first event: how many tokens its prompts have
 
 
 class Details(msgspec.Struct):
@@ -84,6 +85,7 @@ class StreamEvent:
     fields: EventFields | None = None  # None: [DONE], a comment, or nothing that is known
     answer: int = 0  # in a stream of ours: the number of the answer that it belongs to, and its tokens
     tokens: list[int] | None = None
+    prompt_tokens: int | None = None
     last: bool = False  # the answer is complete
 
     @property
@@ -91,6 +93,12 @@ class StreamEvent:
         """The chunk that `include_usage` asks for; Anthropic's events have a type, and say more than their usage."""
         fields = self.fields
         return fields is not None and fields.usage is not None and not fields.choices and not fields.type
+
+    @property
+    def empty(self) -> bool:
+        """A chunk of OpenAI's that begins or ends an answer, and says nothing."""
+        choices = self.fields.choices if self.fields is not None else []
+        return bool(choices) and all(one.text == "" or (one.delta and one.delta.content == "") for one in choices)
 
 
 class EventSplitter:
@@ -112,6 +120,13 @@ class EventSplitter:
 
 def read_event(text: bytes) -> StreamEvent:
     """`text`: without the empty line that ends it."""
+    if text.startswith(PROMPT):
+        comment, _, text = text.partition(b"\n")
+        found = read_event(text)
+        if not (count := comment[len(PROMPT) :]).isdigit():
+            raise UpstreamError("invalid", "the server's count of prompt tokens is no number")
+        found.prompt_tokens = int(count)
+        return found
     if text.startswith(TOKENS):
         comment, _, text = text.partition(b"\n")
         answer, *tokens = map(int, comment[len(TOKENS) :].split())

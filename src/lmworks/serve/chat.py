@@ -201,6 +201,7 @@ class ChatHandler:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         usage, include_usage = Usage(0, 0, 0), bool(self.body.stream_options and self.body.stream_options.include_usage)
         writers: dict[int, DeltaWriter] = {}
+        comment = self.generation.prompt_comment()
         async with aclosing(self.chat.events()) as events:
             async for event, pieces, parser in events:
                 usage = usage if event.final is None else add_usage(usage, event.final)
@@ -211,7 +212,8 @@ class ChatHandler:
                 if self.body.return_token_ids and len(writers) == 1 and is_first:
                     made["prompt_token_ids"] = list(self.generation.prompts[0])
                 if not event.replayed:
-                    yield self.generation.journal(0, event) + sse_event(made)
+                    yield comment + self.generation.journal(0, event) + sse_event(made)
+                    comment = b""
         if include_usage:
             yield sse_event(self.make_chunk([], include_usage, usage))
         yield DONE

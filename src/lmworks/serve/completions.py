@@ -183,13 +183,15 @@ class CompletionHandler:
                 yield sse_event({**self.completion([one]), **more})
         else:
             offsets: dict[int, Offsets] = {}  # by answer: those that have begun
+            comment = self.generation.prompt_comment()
             async with aclosing(self.generation.events()) as events:
                 async for place, event in events:
                     usage = usage if event.final is None else add_usage(usage, event.final)
                     found_choice = self.chunk_choice(place, event, offsets)
                     if not event.replayed:
                         journal = self.generation.journal(place, event)
-                        yield journal + sse_event({**self.completion([found_choice]), **more})
+                        yield comment + journal + sse_event({**self.completion([found_choice]), **more})
+                        comment = b""
         if include_usage:
             yield sse_event({**self.completion([]), "usage": usage_object(self.shown_usage(usage))})
         yield DONE

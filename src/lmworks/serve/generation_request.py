@@ -188,6 +188,10 @@ class GenerationRequest:
                 self.prompts[0],
             )
 
+    def prompt_comment(self) -> bytes:
+        """A comment before the first event of such a stream: the tokens of its prompts, for who counts them."""
+        return b"" if self.continuation is None else b": prompt %d\n" % sum(map(len, self.prompts))
+
     def journal(self, place: int, event: Event) -> bytes:
         """A comment before an event in a stream that can be continued: the answer's number, and its new tokens."""
         if self.continuation is None:
