@@ -22,7 +22,7 @@ app = typer.Typer(
     cls=ConfigOrCommand,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Route requests to many OpenAI-compatible servers; keys, limits and usage of tenants.",
+    help="Route requests to many servers; keys and usage of tenants.",
 )
 app.add_typer(gateway_tenants.keys, name="keys")
 app.add_typer(gateway_tenants.tenants, name="tenants")

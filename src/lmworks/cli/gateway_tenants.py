@@ -271,7 +271,7 @@ def usage(
     last: Annotated[str, typer.Option("--last", metavar="TIME", help="Only what began in this time, e.g. 30d.")] = "",
     json: Json = False,
 ) -> None:
-    """Show requests, tokens and dollars by tenant, key, model, pool or outcome.
+    """Show requests, tokens and dollars.
 
     \b
     Examples:
