@@ -17,6 +17,7 @@ from .data.tokenizer import read_tokenizer
 from .engine.core.engine import Engine
 from .engine.core.kernel_warmup import warm_up_kernels
 from .engine.core.model_runner import DTYPES, ModelRunner
+from .engine.kv_tiers.open import open_tiers
 from .engine.quantization.folder import (
     QuantizedWeights,
     check_digests,
@@ -249,7 +250,7 @@ def make_engine(loaded: LoadedModel, spec: EngineSpec, seed: int, tp_rank: Tenso
     """Takes ownership of the model, and loads the draft model."""
     draft = load_draft(spec, seed) if spec.speculate == "draft" else None
     runner = make_runner(loaded, spec, draft, tp_rank)
-    return Engine(runner, loaded.tokenizer, loaded.eos, seed, make_speculator(runner.spec))
+    return Engine(runner, loaded.tokenizer, loaded.eos, seed, make_speculator(runner.spec), open_tiers(runner))
 
 
 def load_draft(spec: EngineSpec, seed: int) -> DraftModel:

@@ -246,6 +246,11 @@ engine.context                      0               [0, inf)
 engine.max_seqs                     256             [1, 16384]
 engine.max_batch_tokens             0               [0, inf)
 engine.prefix_cache                 true
+engine.kv_host_gib                  0.0             [0, inf)
+engine.kv_disk                      ""
+engine.kv_disk_gib                  0.0             [0, inf)
+engine.kv_shared                    ""
+engine.kv_shared_gib                0.0             [0, inf)
 engine.graphs                       true
 engine.graph_prompts                true
 engine.batch_invariant              false

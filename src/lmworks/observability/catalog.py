@@ -60,6 +60,7 @@ def tokens(name: str, help: str, buckets: tuple[float, ...] = TOKEN_BUCKETS) -> 
     return engine(name, "histogram", help, "tokens", buckets=buckets)
 
 
+TIER = ("model_name", "tier")
 ENGINE = (
     engine("num_requests_running", "gauge", "running sequences", "sequences"),
     engine("num_requests_waiting", "gauge", "waiting sequences", "sequences"),
@@ -68,6 +69,15 @@ ENGINE = (
     engine("generation_tokens", "counter", "generated tokens", "tokens"),
     engine("prefix_cache_queries", "counter", "prompt tokens looked up in the prefix cache", "tokens"),
     engine("prefix_cache_hits", "counter", "prompt tokens found in the prefix cache", "tokens"),
+    engine("external_prefix_cache_queries", "counter",
+           "prompt tokens that the device did not have, looked up in the tiers below it", "tokens"),
+    engine("external_prefix_cache_hits", "counter", "prompt tokens found in the tiers below the device", "tokens"),
+    engine("kv_tier_hits", "counter", "blocks loaded to the device, by the tier that had them", "blocks",
+           labels=TIER, vllm=False),
+    engine("kv_tier_stored", "counter", "blocks stored in a tier", "blocks", labels=TIER, vllm=False),
+    engine("kv_tier_errors", "counter", "blocks not stored or not used, by why", "blocks",
+           labels=("model_name", "error"), vllm=False),
+    engine("kv_tier_bytes", "gauge", "bytes of the blocks of a tier", "bytes", labels=TIER, vllm=False),
     engine("num_preemptions", "counter", "sequences that were preempted and recomputed", "sequences"),
     engine("request_success", "counter", "finished sequences", "sequences", labels=("model_name", "finished_reason"),
            engine="finished"),

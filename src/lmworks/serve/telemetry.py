@@ -29,7 +29,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..observability.catalog import BUCKETS
+from ..observability.catalog import BUCKETS, METRICS
 from ..spec import LMWorksError
 from .backend import State
 from .tls import METRIC
@@ -109,11 +109,14 @@ COUNTERS = {
     "generation_tokens": "generated tokens",
     "prefix_cache_queries": "prompt tokens looked up in the prefix cache",
     "prefix_cache_hits": "prompt tokens found in the prefix cache",
+    "external_prefix_cache_queries": "prompt tokens that the device did not have, looked up in the tiers below it",
+    "external_prefix_cache_hits": "prompt tokens found in the tiers",
     "num_preemptions": "sequences that were preempted and recomputed",
     "steps": "engine steps",
     "proposed_guesses": "draft tokens proposed",
     "accepted_guesses": "draft tokens accepted",
 }
+TIERS = ("kv_tier_hits", "kv_tier_stored", "kv_tier_errors", "kv_tier_bytes")
 TIMES = {
     "time_to_first_token_seconds": "from arrival at the engine to the first token",
     "inter_token_latency_seconds": "between two tokens of a sequence",
@@ -159,6 +162,7 @@ class EngineCollector(Collector):
         for name, what in TIMES.items():
             yield times(name, what, {model: metrics[name] for model, metrics in found.items()})
         yield finished(found)
+        yield from tiers(found)
         yield from health(states)
         if self.serving.certificates is not None:
             yield self.serving.certificates.metric(f"{PREFIX}{METRIC}")
@@ -188,6 +192,17 @@ def finished(found: Mapping[str, Mapping[str, Any]]) -> Metric:
         for reason, count in metrics["finished"].items():
             metric_family.add_metric([model, reason], count)
     return metric_family
+
+
+def tiers(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+    """Of the KV cache."""
+    for spec in (METRICS[name] for name in TIERS):
+        metric_family = Metric(spec.exported, spec.help, spec.kind)
+        suffix, label = "_total" if spec.kind == "counter" else "", spec.labels[1]
+        for model, metrics in found.items():
+            for value, count in metrics[spec.engine].items():
+                metric_family.add_sample(spec.exported + suffix, {"model_name": model, label: value}, count)
+        yield metric_family
 
 
 def health(states: Mapping[str, State]) -> Iterator[Metric]:

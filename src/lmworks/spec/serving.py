@@ -29,6 +29,11 @@ class EngineSpec(Section):
         0, "tokens of one step, prompts and answers together (0: 8192 on a GPU, 512 on a CPU)", ge=0
     )
     prefix_cache: bool = opt(True, "keep the blocks of finished sequences for others that begin alike")
+    kv_host_gib: float = opt(0.0, "GiB of host memory below the cache, for blocks that it evicts (0: none)", ge=0)
+    kv_disk: str = opt("", "folder below host memory, of this server alone; found again by the next one")
+    kv_disk_gib: float = opt(0.0, "GiB of it", ge=0)
+    kv_shared: str = opt("", "folder of blocks that servers share, whoever computed them")
+    kv_shared_gib: float = opt(0.0, "GiB of a shared folder (0: no limit)", ge=0)
     graphs: bool = opt(True, "replay decoding steps as CUDA graphs")
     graph_prompts: bool = opt(True, "record small steps that compute prompts too, when their kind comes again")
     batch_invariant: bool = opt(False, "a request gives bitwise the same result alone and in any batch")
@@ -41,6 +46,19 @@ class EngineSpec(Section):
     def check(self) -> None:
         if (self.speculate == "draft") != bool(self.draft):
             raise SpecError("engine.speculate = 'draft' and engine.draft = FOLDER go together: give both or neither")
+        self.check_tiers()
+
+    def check_tiers(self) -> None:
+        """Of the KV cache, below the device."""
+        if bool(self.kv_disk) != bool(self.kv_disk_gib):
+            raise SpecError("engine.kv_disk = FOLDER and engine.kv_disk_gib go together: give both or neither")
+        given = [name for name in ("kv_host_gib", "kv_disk", "kv_shared") if getattr(self, name)]
+        if given and not self.kv_host_gib:
+            raise SpecError(f"engine.{given[0]}: blocks pass through host memory on their way; set engine.kv_host_gib")
+        if given and self.tp > 1:
+            raise SpecError(f"engine.{given[0]}: tiers of the KV cache are for engine.tp = 1, not {self.tp}")
+        if given and not self.prefix_cache:
+            raise SpecError(f"engine.{given[0]}: tiers extend the prefix cache; use engine.prefix_cache = true")
 
 
 # --- slo -------------------------------------------------------------------------------------------------

@@ -139,12 +139,16 @@ class BlockManager:
             known.append(block_hash(parent, sequence.tokens[i * self.block_size : (i + 1) * self.block_size]))
         return known[:blocks]
 
+    def prefix_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Of the blocks that it may take from a cache."""
+        return self.hashes(sequence, (sequence.num_known_tokens - 1) // self.block_size)
+
     def find_cached_prefix(self, sequence: Sequence) -> list[int]:
         """The longest cached prefix of its tokens, in blocks. At least one token is left to compute."""
         if not self.prefix_cache:
             return []
         matched = []
-        for digest in self.hashes(sequence, (sequence.num_known_tokens - 1) // self.block_size):
+        for digest in self.prefix_hashes(sequence):
             block = self.cached_blocks.get(digest)
             if block is None:
                 break

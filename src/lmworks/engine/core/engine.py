@@ -22,6 +22,7 @@ from ...spec import EngineSpec, LMWorksError, SpecError
 from ...spec.errors import did_you_mean
 from ..grammars.grammar import Grammars
 from . import sampler
+from .block_events import PrefixTiers
 from .block_manager import IntegrityError
 from .metrics import Metrics
 from .output_processor import FinishReason, attach_detokenizer_and_grammar, close, no_token_error, push, refusal, result
@@ -45,6 +46,7 @@ from .step_output import PromptLogprobs, StepTokens, record_pooled
 from .token_filter import token_filter
 
 DRIVEN = "an AsyncEngine runs it; send requests to that, or close it first"
+FETCH_POLL_S = 0.05  # an engine that only waits for blocks of a store looks after requests so often
 NEXT_SEED = 0x1E3779B97F4A7C15  # between the seeds of a request's answers: odd, so all differ
 
 
@@ -120,8 +122,12 @@ class Engine:
         eos: Iterable[int] = (),
         seed: int | None = None,
         speculator: Speculator | None = None,
+        tiers: PrefixTiers | None = None,
     ) -> None:
-        """`eos`: end-of-text tokens beside the tokenizer's. `seed`: for requests without one."""
+        """`eos`: end-of-text tokens beside the tokenizer's. `seed`: for requests without one.
+
+        `tiers`: where blocks of the prefix cache are kept beside the device.
+        """
         self.runner = runner
         self.spec = runner.spec
         self.tokenizer = tokenizer
@@ -129,7 +135,8 @@ class Engine:
         runner.grammars = None if tokenizer is None else Grammars(tokenizer, runner.valid_vocab, self.eos)
         self.seeds = random.Random(seed)
         self.speculator = speculator
-        self.scheduler = Scheduler(runner.spec, runner.blocks)
+        self.tiers = tiers
+        self.scheduler = Scheduler(runner.spec, runner.blocks, tiers)
         self.adapters: set[str] = set()  # by name
         self.leaving_adapters: set[str] = set()  # unloaded when the requests under way have finished with them
         self.metrics = Metrics()
@@ -183,8 +190,10 @@ class Engine:
             self.leaving_adapters.discard(name)
 
     def reset_prefix_cache(self) -> None:
-        """Cached prefixes are found no more; sequences keep the blocks that they hold."""
+        """Cached prefixes are found no more; sequences keep the blocks that they hold. A shared store is left alone."""
         self.scheduler.block_manager.reset_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.clear()
 
     def weights_changed(self) -> None:
         """Forget keys and values of the weights before: the prefix cache. No request may be running."""
@@ -199,6 +208,8 @@ class Engine:
         if self.requests or self.in_flight:
             raise LMWorksError("an engine cannot sleep while requests are running: let them finish, or cancel them")
         self.scheduler.block_manager.reset_prefix_cache()
+        if self.tiers is not None:
+            self.tiers.settle()
         released = self.runner.sleep()
         self.asleep = True
         return released
@@ -216,6 +227,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop the runner's workers. The engine cannot be used afterwards."""
+        if self.tiers is not None:
+            self.tiers.close()
         self.runner.close()
 
     def limit(self, request: Request) -> int:
@@ -327,13 +340,19 @@ class Engine:
             for sequence in self.scheduler.admitted:
                 self.runner.admit(sequence)
                 self.metrics.note_start(sequence.request, now)
+            if self.tiers is not None:
+                self.tiers.before_launch()
             self.in_flight = InFlightStep(step, self.runner.launch(step))
+        elif before is None and self.scheduler.is_fetching():
+            self.scheduler.wait_for_fetch(FETCH_POLL_S)
         elif before is None and self.scheduler.waiting:
             raise IntegrityError(f"{len(self.scheduler.waiting)} sequences wait, none runs, and none can be admitted")
         if before is not None:
             self.process_output(before)
         if self.runner.synchronous:
             self.read_in_flight()
+        if self.tiers is not None:
+            self.tiers.after_launch()
         self.metrics.note_step(step, self.scheduler)
         if not self.requests and self.in_flight is None:
             self.scheduler.block_manager.check(self.scheduler.running)

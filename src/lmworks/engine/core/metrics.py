@@ -43,6 +43,8 @@ class Metrics:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0  # tokens looked up
     prefix_cache_hits: int = 0  # tokens found
+    external_prefix_cache_queries: int = 0  # tokens that the device did not have, looked up in the tiers below it
+    external_prefix_cache_hits: int = 0
     num_preemptions: int = 0
     steps: int = 0
     computed_tokens: int = 0  # recomputed ones included
@@ -52,6 +54,10 @@ class Metrics:
     accepted_guesses: int = 0
     graph_recaptures: int = 0  # CUDA graphs that a wake-up invalidated: the cache came to another address
     finished: dict[str, int] = field(default_factory=dict)  # answers by reason
+    kv_tier_hits: dict[str, int] = field(default_factory=dict)  # blocks by the tier that they came from
+    kv_tier_stored: dict[str, int] = field(default_factory=dict)  # blocks by tier
+    kv_tier_errors: dict[str, int] = field(default_factory=dict)  # blocks not stored or not used, by why
+    kv_tier_bytes: dict[str, int] = field(default_factory=dict)  # now
     # seconds
     request_queue_time_seconds: Histogram = field(default_factory=Histogram)
     time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
@@ -102,6 +108,12 @@ class Metrics:
         self.kv_cache_usage_peak = max(self.kv_cache_usage_peak, self.kv_cache_usage_perc)
         self.prefix_cache_queries = scheduler.prefix_queries
         self.prefix_cache_hits = scheduler.prefix_hits
+        self.external_prefix_cache_queries = scheduler.tier_queries
+        self.external_prefix_cache_hits = scheduler.tier_hits
+        if scheduler.tiers is not None:
+            report = scheduler.tiers.report()
+            self.kv_tier_hits, self.kv_tier_stored = report.hits, report.stored
+            self.kv_tier_errors, self.kv_tier_bytes = report.errors, report.bytes_used
         self.num_preemptions = scheduler.preemptions
         if step.chunks:
             self.steps += 1

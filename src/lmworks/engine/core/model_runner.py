@@ -124,8 +124,11 @@ class ModelRunner:
     def live_weights(self) -> LiveWeights:
         """The network's weights on this rank, to be replaced while it runs."""
         served = self.tp_rank is not None and not self.tp_rank.called_on_all_ranks
-        if served or self.draft is not None:
-            raise SpecError("weights can be replaced with engine.tp = 1 and without a draft model")
+        if served or self.draft is not None or self.spec.kv_host_gib:
+            raise SpecError(
+                "weights can be replaced with engine.tp = 1, without a draft model, and without tiers of the KV cache, "
+                "whose blocks are of other weights (engine.kv_host_gib = 0)"
+            )
         return LiveWeights(self.model)
 
     def sleep(self) -> int:

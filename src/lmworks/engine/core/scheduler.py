@@ -32,6 +32,7 @@ from operator import attrgetter
 import numpy as np
 
 from ...spec import EngineSpec
+from .block_events import PrefixTiers
 from .block_manager import BlockManager
 from .request import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
 
@@ -100,10 +101,11 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, spec: EngineSpec, blocks: int) -> None:
+    def __init__(self, spec: EngineSpec, blocks: int, tiers: PrefixTiers | None = None) -> None:
         """`spec`: resolved; `blocks`: of the pool."""
-        self.spec = spec
+        self.spec, self.tiers = spec, tiers
         self.block_manager = BlockManager(blocks, spec.block, spec.prefix_cache)
+        self.block_manager.listeners += [] if tiers is None else [tiers]
         self.watermark = blocks // 100  # blocks that stay free at admission, as running sequences will need some soon
         self.waiting: list[Sequence] = []  # both ordered by rank
         self.running: list[Sequence] = []
@@ -114,6 +116,8 @@ class Scheduler:
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache, and found
         self.prefix_hits = 0
+        self.tier_queries = 0  # tokens that the device did not have, looked up in the tiers, and found
+        self.tier_hits = 0
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request."""
@@ -121,6 +125,20 @@ class Scheduler:
         for each in sequences:
             each.rank = (self.steps + AGEING * each.request.priority, self.arrivals, each.index)
             bisect.insort(self.waiting, each, key=RANK)
+        self.begin_fetch(sequences[0])
+
+    def begin_fetch(self, sequence: Sequence) -> None:
+        if self.tiers is not None and self.may_match_prefix(sequence):
+            matched = self.block_manager.find_cached_prefix(sequence)
+            self.tiers.begin_fetch(sequence, self.block_manager.prefix_hashes(sequence), len(matched))
+
+    def is_fetching(self) -> bool:
+        """Whether a sequence waits for its blocks."""
+        return self.tiers is not None and any(map(self.tiers.is_fetching, self.waiting))
+
+    def wait_for_fetch(self, seconds: float) -> None:
+        if self.tiers is not None:
+            self.tiers.wait(seconds)
 
     def finish(self, sequence: Sequence) -> None:
         """Free the blocks and the slot of a sequence that has finished."""
@@ -129,6 +147,8 @@ class Scheduler:
             self.release(sequence)
         elif sequence.state is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+            if self.tiers is not None:
+                self.tiers.end_fetch(sequence)
         sequence.state = SequenceStatus.FINISHED
 
     def release(self, sequence: Sequence) -> None:
@@ -200,6 +220,8 @@ class Scheduler:
             )
             if siblings and parent is None:
                 continue  # the prompt is being computed, and can be shared afterwards
+            if self.tiers is not None and self.tiers.is_fetching(sequence):
+                continue  # others need not wait for its blocks
             if not (self.fork_from(sequence, parent, copies) if parent else self.allocate_prompt(sequence)):
                 break
             self.waiting.remove(sequence)
@@ -219,13 +241,24 @@ class Scheduler:
         manager.add_reference(matched)
         sequence.blocks = matched + manager.allocate(manager.blocks_for(sequence.num_known_tokens) - len(matched))
         sequence.num_cached_blocks = len(matched)
-        sequence.num_computed_tokens = sequence.num_shared_tokens = len(matched) * manager.block_size
+        found = len(matched) + self.load_from_tiers(sequence, len(matched))
+        sequence.num_computed_tokens = sequence.num_shared_tokens = found * manager.block_size
         if manager.prefix_cache:
             self.prefix_queries += sequence.num_known_tokens
-            self.prefix_hits += sequence.num_computed_tokens
+            self.prefix_hits += len(matched) * manager.block_size
         if not sequence.preempted and not sequence.index:
             sequence.request.cached_tokens = sequence.num_computed_tokens
         return True
+
+    def load_from_tiers(self, sequence: Sequence, matched: int) -> int:
+        """Blocks that follow those of the device's prefix cache; they are loaded before the step."""
+        if self.tiers is None or not self.may_match_prefix(sequence):
+            return 0
+        digests = self.block_manager.prefix_hashes(sequence)[matched:]
+        loaded = self.tiers.load(sequence, digests, sequence.blocks[matched:])
+        self.tier_queries += len(digests) * self.block_manager.block_size
+        self.tier_hits += loaded * self.block_manager.block_size
+        return loaded
 
     def fork_from(self, sequence: Sequence, parent: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Share the prompt of another sequence of the same request; false if there are too few blocks."""
@@ -239,11 +272,13 @@ class Scheduler:
         sequence.num_computed_tokens = sequence.num_shared_tokens = start
         return True
 
-    def find_cached_prefix(self, sequence: Sequence) -> list[int]:
+    def may_match_prefix(self, sequence: Sequence) -> bool:
         # prompt_logprobs need the logits of the whole prompt, and a mean its states: no block may be skipped.
         whole = sequence.skip_prefix_cache or sequence.params.prompt_logprobs is not None
-        whole = whole or sequence.request.pooling == "mean"
-        return [] if whole else self.block_manager.find_cached_prefix(sequence)
+        return not whole and sequence.request.pooling != "mean"
+
+    def find_cached_prefix(self, sequence: Sequence) -> list[int]:
+        return self.block_manager.find_cached_prefix(sequence) if self.may_match_prefix(sequence) else []
 
     def free_blocks_needed(self, sequence: Sequence, matched: list[int]) -> int:
         """Blocks that it would take off the free list: new ones, and cached ones that nobody holds."""

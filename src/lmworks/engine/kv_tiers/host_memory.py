@@ -1,0 +1,143 @@
+"""Blocks in host memory: slots of one allocation, the least recently used evicted first.
+
+A slot is pinned while something reads or writes it: a copy from or to the device, a write to a disk, a reader at
+another server. The engine's thread and those of the stores share it; what they copy, they copy without the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...spec import LMWorksError
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    index: int
+    digest: bytes
+    pins: int = 1
+    ready: bool = False  # its content is there
+    source: str = "host"  # the tier that it was fetched from
+
+
+class HostMemory:
+    def __init__(self, size: int, block_bytes: int, pinned: bool) -> None:
+        """`size`: bytes. `pinned`: page-locked, for asynchronous copies to a GPU."""
+        self.block_bytes = block_bytes
+        slots = size // block_bytes
+        if not slots:
+            raise LMWorksError(
+                f"engine.kv_host_gib = {size / 2**30:g}: one block takes {block_bytes:,} bytes, so none fits"
+            )
+        self.memory = torch.empty((slots, block_bytes), dtype=torch.uint8)
+        self.registered = pinned
+        if pinned:
+            # Registered, as torch's pinned allocator would round the size up to a power of two.
+            status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
+            if int(status) != 0:
+                raise LMWorksError(
+                    f"engine.kv_host_gib = {size / 2**30:g}: it cannot be page-locked (CUDA error {int(status)})"
+                )
+        self.slots: OrderedDict[bytes, Slot] = OrderedDict()  # least recently used first
+        self.free = list(range(slots - 1, -1, -1))
+        self.changed = threading.Condition()  # guards slots and free; notified when a slot is filled or given up
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self.memory.shape[0]
+
+    def view(self, slot: Slot) -> memoryview:
+        return self.memory[slot.index].numpy().data
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Also while it is being filled."""
+        return digest in self.slots
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether it is found under its hash: neither given up nor dropped since."""
+        return self.slots.get(slot.digest) is slot
+
+    def pin_prefix(self, digests: Sequence[bytes]) -> list[Slot]:
+        """Slots of the first blocks, up to one that is not there, pinned."""
+        found = []
+        with self.changed:
+            for digest in digests:
+                slot = self.slots.get(digest)
+                if slot is None or not slot.ready:
+                    break
+                slot.pins += 1
+                self.slots.move_to_end(digest)
+                found.append(slot)
+        return found
+
+    def reserve(self, digest: bytes) -> Slot | None:
+        """A pinned slot to be filled; None if the block is there already, or all slots are pinned."""
+        with self.changed:
+            if digest in self.slots:
+                self.slots.move_to_end(digest)
+                return None
+            if not self.free and not self.evict():
+                return None
+            slot = self.slots[digest] = Slot(self.free.pop(), digest)
+            return slot
+
+    def evict(self) -> bool:
+        for digest, slot in self.slots.items():
+            if not slot.pins:
+                del self.slots[digest]
+                self.free.append(slot.index)
+                return True
+        return False
+
+    def fill(self, slots: Sequence[Slot]) -> None:
+        """Their content is there. They stay pinned."""
+        with self.changed:
+            for slot in slots:
+                slot.ready = True
+            self.changed.notify_all()
+
+    def unpin(self, slots: Sequence[Slot]) -> None:
+        """A slot that is not filled by then is given up."""
+        with self.changed:
+            for slot in slots:
+                slot.pins -= 1
+                known = self.holds(slot)
+                if slot.pins:
+                    continue
+                if known and not slot.ready:
+                    del self.slots[slot.digest]
+                    known = False
+                if not known:
+                    self.free.append(slot.index)
+            self.changed.notify_all()
+
+    def wait(self, digest: bytes, seconds: float) -> None:
+        """Until nobody fills this block."""
+        with self.changed:
+            self.changed.wait_for(lambda: (slot := self.slots.get(digest)) is None or slot.ready, seconds)
+
+    def drop(self, digest: bytes) -> None:
+        """It is found no more; its slot is free once nobody uses it."""
+        with self.changed:
+            slot = self.slots.pop(digest, None)
+            if slot is not None and not slot.pins:
+                self.free.append(slot.index)
+
+    def clear(self) -> None:
+        with self.changed:
+            digests = list(self.slots)
+        for digest in digests:
+            self.drop(digest)
+
+    def close(self) -> None:
+        if self.registered:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
+            self.registered = False

@@ -1,0 +1,326 @@
+"""The tiers of the KV cache below the device: blocks are written through to host memory, disk and a shared store.
+
+A full block is copied to host memory after the step that computes it, and from there to the stores, in the background.
+So nothing has to be copied when the device evicts it, and a process that is killed has lost no more than its last
+steps. A new sequence takes the longest prefix that the device has, continues with blocks of host memory, and computes
+the rest. Blocks that only a store has are fetched to host memory while the sequence waits in the queue and others run.
+
+No failure of a tier fails a request: a block that is missing, late or corrupted is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence as Many
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ..core.block_events import StoredBlocks, TierReport
+from ..core.kv_cache import KVCache
+from ..core.request import Request, Sequence
+from .device_copies import DeviceCopies, block_bytes
+from .disk import DiskStore
+from .fingerprint import block_key
+from .host_memory import HostMemory, Slot
+from .store import BlockStore, CorruptBlock, StoreError
+
+log = logging.getLogger("lmworks.engine")
+
+FETCH_TIMEOUT_S = 10.0  # a sequence that waited so long for a store is computed
+FETCH_BLOCKS = 32  # that are asked for at once
+READERS = 4  # threads
+WRITE_SHARE = 4  # one slot in so many may wait to be written
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Blocks of one sequence on their way from a store to host memory."""
+
+    deadline: float
+    slots: list[Slot] = field(default_factory=list)  # pinned until the sequence is admitted
+    over: bool = False
+    given_up: bool = False
+
+
+@dataclass
+class TierCounts:
+    """Since the start. Blocks, by tier; errors by what went wrong."""
+
+    hits: Counter[str] = field(default_factory=Counter)  # blocks loaded to the device, by the tier they came from
+    stored: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class KVTiers:
+    """The engine's thread calls it, but for what is marked."""
+
+    def __init__(
+        self, caches: Many[KVCache], fingerprint: bytes, host_bytes: int, stores: Many[tuple[str, BlockStore]] = ()
+    ) -> None:
+        """`stores`: by name, nearest first."""
+        self.fingerprint, self.stores = fingerprint, list(stores)
+        device = caches[0].store.device
+        self.host = HostMemory(host_bytes, block_bytes(caches), pinned=device.type == "cuda")
+        self.copies = DeviceCopies(caches, self.host.memory)
+        self.counts = TierCounts()
+        self.fresh: dict[int, bytes] = {}  # blocks that became full, to be saved after the step is launched
+        self.urgent: dict[int, bytes] = {}  # those that the step overwrites: before it is
+        self.loads: list[tuple[Slot, int]] = []  # to blocks, before the step is launched
+        self.fetches: dict[Request, Fetch] = {}  # of requests that wait in the queue
+        self.finished = threading.Condition()  # notified when a fetch is over
+        self.queued_writes = 0
+        self.writes: queue.SimpleQueue[Slot | bytes | None] = queue.SimpleQueue()
+        self.readers = ThreadPoolExecutor(READERS, "kv-fetch") if self.stores else None
+        if self.stores:
+            self.writer = threading.Thread(target=self.write_blocks, name="kv-write", daemon=True)
+            self.writer.start()
+
+    # --- events of the prefix cache -----------------------------------------------------------------------
+
+    def stored(self, event: StoredBlocks) -> None:
+        self.fresh.update(zip(event.blocks, event.hashes, strict=True))
+
+    def evicted(self, block: int, digest: bytes) -> None:
+        """It became full in an earlier step, and has not been saved yet."""
+        if self.fresh.pop(block, None) is not None:
+            self.urgent[block] = digest
+
+    def corrupted(self, digest: bytes) -> None:
+        self.host.drop(digest)
+        for pending in (self.fresh, self.urgent):
+            for block in [block for block, found in pending.items() if found == digest]:
+                del pending[block]
+        if self.stores:
+            self.writes.put(digest)
+
+    def cleared(self) -> None:
+        """The device's blocks alone: the engine sleeps."""
+
+    # --- around a step ------------------------------------------------------------------------------------
+
+    def before_launch(self) -> None:
+        """Save what the step overwrites, then load what it reads."""
+        self.save(self.urgent)
+        if self.loads:
+            loads, self.loads = self.loads, []
+            slots = [slot for slot, _ in loads]
+            self.counts.hits.update(slot.source for slot in slots)
+            self.copies.load(
+                [slot.index for slot in slots], [block for _, block in loads], lambda: self.host.unpin(slots)
+            )
+
+    def after_launch(self) -> None:
+        self.save(self.fresh)
+
+    def save(self, pending: dict[int, bytes]) -> None:
+        """Copy blocks to host memory, unless they are there."""
+        if not pending:
+            return
+        blocks, slots = [], []
+        for block, digest in pending.items():
+            slot = self.host.reserve(digest)
+            if slot is not None:
+                blocks.append(block)
+                slots.append(slot)
+            elif digest not in self.host:
+                self.counts.errors["host memory busy"] += 1
+        pending.clear()
+        if slots:
+            self.counts.stored["host"] += len(slots)
+            self.copies.save(blocks, [slot.index for slot in slots], lambda: self.on_saved(slots))
+
+    def on_saved(self, slots: list[Slot]) -> None:
+        """Also called by the thread of the copies."""
+        self.host.fill(slots)
+        for slot in slots:
+            self.write_later(slot)
+
+    # --- sequences ----------------------------------------------------------------------------------------
+
+    def begin_fetch(self, sequence: Sequence, digests: list[bytes], on_device: int) -> None:
+        """Fetch what follows the blocks that the device has, where a store has it. The sequence waits meanwhile."""
+        if self.readers is None:
+            return
+        first = on_device
+        while first < len(digests) and digests[first] in self.host:
+            first += 1
+        if first == len(digests):
+            return
+        key = block_key(self.fingerprint, digests[first])
+        if not any(store.may_have(key) for _, store in self.stores):
+            return
+        fetch = self.fetches[sequence.request] = Fetch(time.monotonic() + FETCH_TIMEOUT_S)
+        # From the device's blocks on, so that those in host memory are not evicted meanwhile.
+        self.readers.submit(self.fetch_blocks, fetch, digests[on_device:])
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        fetch = self.fetches.get(sequence.request)
+        if fetch is None or fetch.over:
+            return False
+        if time.monotonic() > fetch.deadline:
+            self.counts.errors["fetch timeout"] += 1
+            self.end_fetch(sequence)
+            return False
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Until a fetch is over."""
+        with self.finished:
+            self.finished.wait_for(lambda: any(each.over for each in self.fetches.values()), seconds)
+
+    def load(self, sequence: Sequence, digests: list[bytes], blocks: list[int]) -> int:
+        """Have host memory's blocks loaded to these, up to the first that it does not have; returns how many."""
+        slots = self.host.pin_prefix(digests[: len(blocks)])
+        self.loads += zip(slots, blocks, strict=False)
+        self.end_fetch(sequence)
+        return len(slots)
+
+    def end_fetch(self, sequence: Sequence) -> None:
+        """It was admitted, or has ended."""
+        fetch = self.fetches.pop(sequence.request, None)
+        if fetch is not None:
+            with self.finished:
+                fetch.given_up = True
+                slots, fetch.slots = fetch.slots, []
+            self.host.unpin(slots)
+
+    # --- threads of the stores ----------------------------------------------------------------------------
+
+    def fetch_blocks(self, fetch: Fetch, digests: list[bytes]) -> None:
+        try:
+            while digests and not fetch.given_up:
+                count = self.fetch_some(fetch, digests[:FETCH_BLOCKS])
+                if not count:
+                    break
+                digests = digests[count:]
+        except Exception:
+            log.exception("blocks could not be fetched")
+        finally:
+            with self.finished:
+                fetch.over = True
+                self.finished.notify_all()
+
+    def fetch_some(self, fetch: Fetch, digests: list[bytes]) -> int:
+        """The first of these blocks, from host memory or from one store; returns how many."""
+        self.host.wait(digests[0], fetch.deadline - time.monotonic())  # another sequence may be fetching it
+        slots = self.host.pin_prefix(digests)
+        if slots:
+            return self.keep(fetch, slots)
+        slots = []
+        for digest in digests:
+            slot = self.host.reserve(digest)
+            if slot is None:
+                break
+            slots.append(slot)
+        found = 0
+        for name, store in self.stores:
+            if slots and not found:
+                found = self.read(name, store, slots)
+        self.host.fill(slots[:found])
+        self.host.unpin(slots[found:])
+        for slot in self.host.pin_prefix([slot.digest for slot in slots[:found]]):
+            self.write_later(slot)
+        return self.keep(fetch, slots[:found])
+
+    def read(self, name: str, store: BlockStore, slots: list[Slot]) -> int:
+        keys = [block_key(self.fingerprint, slot.digest) for slot in slots]
+        try:
+            found = store.read(keys, [self.host.view(slot) for slot in slots])
+        except StoreError as error:
+            self.on_error(name, error)
+            found = error.read
+        for slot in slots[:found]:
+            slot.source = name
+        return found
+
+    def keep(self, fetch: Fetch, slots: list[Slot]) -> int:
+        """Pinned for the sequence, if it still waits."""
+        with self.finished:
+            given_up = fetch.given_up
+            if not given_up:
+                fetch.slots += slots
+        if given_up:
+            self.host.unpin(slots)
+        return len(slots)
+
+    def write_later(self, slot: Slot) -> None:
+        """The slot is pinned, and unpinned when it has been written. Where too many wait, it is not."""
+        with self.finished:
+            if self.stores and self.queued_writes < max(1, self.host.num_slots // WRITE_SHARE):
+                self.queued_writes += 1
+                self.writes.put(slot)
+                return
+        if self.stores:
+            self.counts.errors["writes behind"] += 1
+        self.host.unpin([slot])
+
+    def write_blocks(self) -> None:
+        while (item := self.writes.get()) is not None:
+            if isinstance(item, bytes):
+                for _, store in self.stores:
+                    store.delete(block_key(self.fingerprint, item))
+                continue
+            if self.host.holds(item):
+                self.write_block(item)
+            self.host.unpin([item])
+            with self.finished:
+                self.queued_writes -= 1
+                self.finished.notify_all()
+
+    def write_block(self, slot: Slot) -> None:
+        key, block = block_key(self.fingerprint, slot.digest), self.host.view(slot)
+        for name, store in self.stores:
+            try:
+                if slot.source != name and store.write(key, block):
+                    self.counts.stored[name] += 1
+            except StoreError as error:
+                self.on_error(name, error)
+            except Exception:
+                log.exception("a block could not be written", extra={"tier": name})
+
+    def on_error(self, name: str, error: StoreError) -> None:
+        kind = "corrupt" if isinstance(error, CorruptBlock) else "failed"
+        self.counts.errors[f"{name} {kind}"] += 1
+        if self.counts.errors[f"{name} {kind}"] in (1, 10, 100) or kind == "corrupt":
+            log.warning("a tier of the KV cache failed: %s", error, extra={"tier": name, "kind": kind})
+
+    def report(self) -> TierReport:
+        used = {"host": len(self.host) * self.host.block_bytes}
+        used |= {name: store.used for name, store in self.stores if isinstance(store, DiskStore)}
+        return TierReport(dict(self.counts.hits), dict(self.counts.stored), dict(self.counts.errors), used)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all blocks are written; false if some are not by then."""
+        with self.finished:
+            return self.finished.wait_for(lambda: not self.queued_writes, seconds)
+
+    def settle(self) -> None:
+        self.copies.settle()
+
+    def clear(self) -> None:
+        for fetch in self.fetches.values():
+            fetch.given_up = True
+        for pending in (self.fresh, self.urgent):
+            pending.clear()
+        self.host.clear()
+        self.flush(FETCH_TIMEOUT_S)  # blocks that were dropped are not written
+        for _, store in self.stores:
+            if isinstance(store, DiskStore):
+                store.clear()
+
+    def close(self) -> None:
+        self.copies.close()
+        if self.readers is not None:
+            self.flush(FETCH_TIMEOUT_S)
+            self.readers.shutdown(wait=True, cancel_futures=True)
+            self.writes.put(None)
+            self.writer.join(FETCH_TIMEOUT_S)
+        for _, store in self.stores:
+            store.close()
+        self.host.close()
