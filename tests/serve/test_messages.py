@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import Anthropic
-from anthropic.types import MessageParam
 from api_server import MODEL, Api, House, say
 from test_reasoning import CALLS, CITY
+
+if TYPE_CHECKING:  # two seconds of imports, for the worker that runs these tests alone
+    from anthropic import Anthropic
+    from anthropic.types import MessageParam
 
 WEATHER = {"name": "weather", "description": "The weather.", "input_schema": CITY}
 SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 3}
@@ -19,8 +20,12 @@ HM = "<think>\nHm.\n</think>\n\nRome."
 
 
 def client_of(api: Api, key: str = "none needed") -> Anthropic:
+    import anthropic
+
     http = anthropic.DefaultHttpxClient(verify=False)
-    return Anthropic(base_url=api.url, api_key=key, max_retries=0, http_client=http, _strict_response_validation=True)
+    return anthropic.Anthropic(
+        base_url=api.url, api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +146,8 @@ def test_count_tokens(client: Anthropic) -> None:
 
 
 def test_errors_are_anthropics(scripted: House, api: Api, client: Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="max_tokens") as refused:
         create(client, "x", max_tokens=0)
     assert refused.value.body["type"] == "error"  # type: ignore[index]

@@ -23,7 +23,7 @@ def test_the_former_word_is_still_read() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("speed=1", "'speed' is not promised here, ttft, tpot, e2e are"),
+        ("speed=1", "'speed' is not an SLO here, ttft, tpot, e2e are"),
         ("ttft", "'ttft' is not KEY=SECONDS"),
         ("ttft=nan", "'ttft=nan' is not KEY=SECONDS"),
         ("e2e=0", "'e2e=0' must be more than 0"),

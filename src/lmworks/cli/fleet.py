@@ -348,23 +348,23 @@ def simulate(
 
         check_plot_path(plot, "--plot")
         front = True
-    promised = Slo.parse(slo)
+    objectives = Slo.parse(slo)
     pool = find_pool(Path(source), of) if source.endswith(".toml") else None
     if pool is not None:
-        promised, asked = pool.plan.demand.slo, pool.plan.demand
+        objectives, asked = pool.plan.demand.slo, pool.plan.demand
         rate, replicas = rate or (0.0 if trace else asked.rate), replicas or pool.plan.replicas
         prompt, answer = prompt or asked.lengths.input, answer or asked.lengths.output
     replicas = replicas or 1
     found = arrivals(trace, generate, rate, seconds, day, prompt or 512, answer or 128, seed)
-    model = ServerModel.of_plan(pool.plan) if pool else server_model(source, found, promised, gpu, tp, weights)
+    model = ServerModel.of_plan(pool.plan) if pool else server_model(source, found, objectives, gpu, tp, weights)
     if startup >= 0:
         model = model.replace(startup_s=startup)
     if front:
-        tried = policies(found, model, promised, most, day if generate == "diurnal" else 0.0)
+        tried = policies(found, model, objectives, most, day if generate == "diurnal" else 0.0)
     else:
-        tried = [make_policy(autoscale, replicas, found, model, promised, day if generate == "diurnal" else 0.0)]
+        tried = [make_policy(autoscale, replicas, found, model, objectives, day if generate == "diurnal" else 0.0)]
     sheets = [
-        results.sheet(run(found, model, make_router(router, seed), policy, most, replicas), model, promised)
+        results.sheet(run(found, model, make_router(router, seed), policy, most, replicas), model, objectives)
         for policy in tried
     ]
     points = results.front(sheets)
@@ -427,14 +427,14 @@ def server_model(source: str, trace: Trace, slo: Any, gpu: str, tp: int, weights
     return ServerModel.of_plan(choose(served, accelerator, demand, weights=weights, tp=tp)[0])
 
 
-def print_run(sheet: dict[str, Any], trace: Trace, model: ServerModel, promised: bool) -> None:
+def print_run(sheet: dict[str, Any], trace: Trace, model: ServerModel, has_slo: bool) -> None:
     good = sheet["goodput"]
     rows = [
         ["completed", f"{sheet['completed']:,}", f"{sheet['requests_per_s']:.3g} a second"],
         ["rejected", f"{sheet['rejected']:,}", "longer than the KV cache"] if sheet["rejected"] else None,
         ["tokens out", f"{sheet['output_tokens']:,}", f"{sheet['output_tokens_per_s']:,.0f} a second"],
         ["tokens in", f"{sheet['input_tokens']:,}", f"{sheet['cached_tokens']:,} found in a prefix cache"],
-        ["goodput", f"{good['requests_per_s']:.3g}/s", f"{good['share']:.1%} within the SLO"] if promised else None,
+        ["goodput", f"{good['requests_per_s']:.3g}/s", f"{good['share']:.1%} within the SLO"] if has_slo else None,
         ["preemptions", f"{sheet['preemptions']:,}", ""],
         ["servers", sheet["most_servers"], f"at most; {sheet['policy']}"],
         ["GPU-hours", f"{sheet['gpu_hours']:.3g}", f"${sheet['dollars']:.2f}" if model.price_hour else ""],

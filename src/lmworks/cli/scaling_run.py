@@ -95,11 +95,11 @@ def train(
 ) -> Prediction | None:
     """Until all runs have ended. Ctrl-C and SIGTERM stop them with a checkpoint."""
     from ..sweep.progress import Progress
-    from .sweep_display import Display, stopped_by_signals, told_to_wait
+    from .sweep_display import Display, print_waiting, stopped_by_signals
 
     sweep = driver.sweep
     workers = where.pool(sweep, len(driver.runs), spec.ranks, spec.cluster.device != "cpu")
-    with stopped_by_signals("the same command goes on with the ladder"), sweep.driving(told_to_wait):
+    with stopped_by_signals("the same command goes on with the ladder"), sweep.driving(print_waiting):
         driver.start()
         with workers, Display(Progress(sweep, workers.count, workers.resources), quiet) as display:
             workers.wait_for(driver.advance, display.update)
@@ -167,13 +167,13 @@ def print_outcome(sweep: Sweep, prediction: Prediction | None, json: bool) -> No
     else:
         print_trials(f"Runs of {sweep.path}", rows)
         if prediction is not None:
-            typer.echo(told(prediction, measured))
+            typer.echo(prediction_text(prediction, measured))
         typer.echo(f"fit: lmworks scaling fit {sweep.path}")
     if all(row.state == "failed" for row in rows):
         raise typer.Exit(1)
 
 
-def told(prediction: Prediction, measured: float | None) -> str:
+def prediction_text(prediction: Prediction, measured: float | None) -> str:
     spread = "too few trunks for an interval"
     if prediction.low is not None:
         spread = f"{prediction.low:.5g} to {prediction.high:.5g} at {prediction.level:.0%}"

@@ -69,7 +69,7 @@ class Display:
             row for row in rows if row.trial.settled and self.states.get(row.trial.number, "queued") != row.state
         ]
         for row in changed if self.states else []:
-            print(f"trial {row.trial.number} {told(row)}   ({status})", flush=True)
+            print(f"trial {row.trial.number} {trial_text(row)}   ({status})", flush=True)
         news = bool(waiting) and waiting != self.waiting
         if changed or news or now - self.said > STATUS_EVERY_S:
             if news or not changed or not self.states:
@@ -101,12 +101,12 @@ def stopped_by_signals(advice: str) -> Iterator[None]:
         raise typer.Exit(PREEMPTED if received else 130) from None
 
 
-def told_to_wait(why: str) -> None:
+def print_waiting(why: str) -> None:
     """Where another process drives the same sweep."""
     typer.echo(f"lmworks: {why}", err=True)
 
 
-def told(row: Row) -> str:
+def trial_text(row: Row) -> str:
     if row.state == "failed":
         return f"failed: {where(row)}: {row.trial.error}"
     loss = f": val {row.val_loss:.4f}" if row.val_loss is not None else ""

@@ -267,13 +267,13 @@ def run_driver(
     sweep: Sweep, make: Callable[[], AnyDriver], trials: int, planned: int, where: WorkerOptions, quiet: bool
 ) -> AnyDriver:
     """Until nothing is left to do. Ctrl-C and SIGTERM stop trials with a checkpoint."""
-    from .sweep_display import Display, stopped_by_signals, told_to_wait
+    from .sweep_display import Display, print_waiting, stopped_by_signals
 
     spec = sweep.spec({})
     workers = where.pool(sweep, trials, spec.ranks, spec.cluster.device != "cpu")
     with (
         stopped_by_signals("the same command goes on with the search"),
-        sweep.driving(told_to_wait),
+        sweep.driving(print_waiting),
     ):
         driver = make()
         with workers, Display(search_progress(planned, workers), quiet) as display:

@@ -38,7 +38,7 @@ class ClusterRequest:
 
 
 def run_on_cluster(source: str, overrides: Iterable[str], request: ClusterRequest) -> RunSpec:
-    """The spec, with the wish laid over it and the overrides over both."""
+    """The spec, with the request laid over it and the overrides over both."""
     data = read_source(source)
     data.setdefault("name", source if source in PRESETS else Path(source).stem)
     overrides = list(overrides)

@@ -86,9 +86,9 @@ function searchPage() {
     at("exchanges").hidden = !sums.size;
     put("collectives", table(["kind", "over", "ranks", "calls a step", "bytes a step"],
       [...sums.values()].map(call => [call.kind, call.group, ...line(call)]), 3));
-    const told = ["kind", "group", "what", "when", "link"].filter(key => calls.some(call => key in call));
-    put("all-collectives", table([...told, "ranks", "calls a step", "bytes a step"],
-      calls.map(call => [...told.map(key => call[key]), ...line(call)]), 3));
+    const present = ["kind", "group", "what", "when", "link"].filter(key => calls.some(call => key in call));
+    put("all-collectives", table([...present, "ranks", "calls a step", "bytes a step"],
+      calls.map(call => [...present.map(key => call[key]), ...line(call)]), 3));
   }
 
   function drawChosen() {

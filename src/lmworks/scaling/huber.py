@@ -23,7 +23,7 @@ DELTA = 1e-3  # Hoffmann et al. 2022, section 3.3
 WIDEST = 0.1  # δ of the first stage
 FASTER = 0.25  # δ of a stage over that of the stage before it
 STEPS = 100  # of a stage, at most
-TOLERANCE = 1e-10  # a fit is done when a step promises less of its objective
+TOLERANCE = 1e-10  # a fit is done when a step is predicted to gain less of its objective
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,16 @@ def newton(terms: Terms, y: Array, w: Array, start: Array, delta: float) -> Arra
         roots, basis = np.linalg.eigh(hessian / scale[:, :, None] / scale[:, None, :])
         along = np.einsum("kpq,kp->kq", basis, gradient / scale)
         step = along / (np.abs(roots) + damping[alive, None])
-        promised = (along * step - 0.5 * np.abs(roots) * step**2).sum(1)
+        predicted_gain = (along * step - 0.5 * np.abs(roots) * step**2).sum(1)
         trial = here - np.einsum("kpq,kq->kp", basis, step) / scale
         with np.errstate(over="ignore", invalid="ignore"):
             after = (weights * huber(terms.log_loss(trial) - targets, delta)).sum(1)
-        gain = (value[alive] - after) / np.maximum(promised, 1e-300)
+        gain = (value[alive] - after) / np.maximum(predicted_gain, 1e-300)
         better = gain > 1e-4  # False where `after` is not a number
         theta[alive[better]], value[alive[better]] = trial[better], after[better]
         faster = np.where(gain > 0.75, 0.2, np.where(gain > 0.25, 0.7, 4.0))
         damping[alive] = np.clip(damping[alive] * np.where(better, faster, 5.0), 1e-12, 1e12)
-        done = (promised < TOLERANCE * value[alive]) | (damping[alive] >= 1e12)
+        done = (predicted_gain < TOLERANCE * value[alive]) | (damping[alive] >= 1e12)
         alive = alive[~done]
         if not alive.size:
             break

@@ -52,8 +52,8 @@ function request(text) {
   const body = { model: element("model").value };
   if (mode === "chat") {
     const system = element("system").value.trim();
-    const told = system ? [{ role: "system", content: system }] : [];
-    body.messages = [...told, ...messages, ...(text ? [{ role: "user", content: text }] : [])];
+    const systemMessages = system ? [{ role: "system", content: system }] : [];
+    body.messages = [...systemMessages, ...messages, ...(text ? [{ role: "user", content: text }] : [])];
   } else {
     body.prompt = text;
   }

@@ -76,7 +76,7 @@ def parse_slo(text: str) -> dict[str, float]:
         typed, _, value = (word.strip() for word in part.partition("="))
         name = FORMER.get(typed, typed)
         if name not in OBJECTIVES:
-            raise SpecError(f"--slo {part!r}: {typed!r} is not promised here, {', '.join(OBJECTIVES)} are; {EXAMPLE}")
+            raise SpecError(f"--slo {part!r}: {typed!r} is not an SLO here, {', '.join(OBJECTIVES)} are; {EXAMPLE}")
         if name in found:
             raise SpecError(f"--slo {text!r}: {name} is given twice")
         found[name] = seconds(part, value)

@@ -273,7 +273,7 @@ class CudaPages:
         self.mapping.unmap()
 
     def clear(self, whole: Tensor) -> None:
-        """The driver does not promise zeros."""
+        """The driver does not zero new memory."""
         whole.zero_()
         torch.cuda.synchronize(self.device)  # whatever stream is next
 

@@ -119,8 +119,8 @@ def sentence(name: str, each: Sequence[int], rows: Iterable[Row], limits: Limits
     for row in rows:
         merged[row.name] = merged.get(row.name, 0) + row.bytes
     largest = sorted(merged.items(), key=lambda item: -item[1])[:SHOWN]
-    told = ", ".join(f"{what} {gib(size)}" for what, size in largest)
-    return f"{name} needs {much}, and {gib(there)} are free: {told}; {would_fit}; --force starts it all the same"
+    parts = ", ".join(f"{what} {gib(size)}" for what, size in largest)
+    return f"{name} needs {much}, and {gib(there)} are free: {parts}; {would_fit}; --force starts it all the same"
 
 
 # --- what would fit -------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ def joined_changes(*several: Change) -> Change:
 
 def words(spec: RunSpec, change: Change) -> str:
     """As they are typed after the spec; GPUs beyond those of the spec are named."""
-    told = " ".join(
+    typed = " ".join(
         f"{name}.{key}={value}".replace("=False", "=false")
         for name, keys in change.items()
         for key, value in keys.items()
     )
     other = changed(spec, change)
-    return told + (f" on {other.parallel.world} GPUs" if other and other.parallel.world > spec.parallel.world else "")
+    return typed + (f" on {other.parallel.world} GPUs" if other and other.parallel.world > spec.parallel.world else "")
 
 
 def changes(spec: RunSpec, device: str, ranks: Sequence[int], own_layout: bool) -> Iterator[Iterable[Change]]:

@@ -71,7 +71,7 @@ UNLOADED = 0.01  # sequences in flight, on average, of a replica that has hardly
 
 @dataclass(frozen=True)
 class Slo:
-    """Promised seconds, kept for `quantile` of requests; infinity promises nothing."""
+    """Seconds that `quantile` of requests must meet; infinity is no objective."""
 
     ttft: float = math.inf
     tpot: float = math.inf
@@ -110,7 +110,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Times:
-    """What requests see, in seconds: on average, and at the promised quantile."""
+    """What requests see, in seconds: on average, and at the SLO's quantile."""
 
     ttft: Any
     tpot: Any
@@ -131,7 +131,7 @@ class Plan:
     max_context: int  # tokens of one sequence alone
     idle: Times  # one request at a time
     refused: str = ""
-    full: Point | None = None  # as many as fit, no promise kept
+    full: Point | None = None  # as many as fit, whatever the SLO
     point: Point | None = None  # the steady state of each replica
     times: Times | None = None
     replicas: int = 0
@@ -165,7 +165,7 @@ class Plan:
 
 
 def plan(deployment: Deployment, demand: Demand, price_hour: float = 0.0) -> Plan:
-    """Every batch is tried, in steps of less than 2%; the largest that keeps the promise says what a replica yields."""
+    """Every batch is tried, in steps of less than 2%; the largest that meets the SLO says what a replica yields."""
     lengths, slo = demand.lengths, demand.slo
     space, cache = serving_memory(deployment), deployment.cache
     most = min(demand.max_batch, cache.sequences(space.cache, lengths.total))
@@ -308,7 +308,7 @@ def advice(found: list[Plan], served: ServedModel, gpu: Gpu, demand: Demand, opt
     else:
         fastest = min(fitting, key=lambda plan: excess(plan, demand.slo))
         tp = fastest.deployment.tp
-        problem = f"{served.name} on {gpu.name} cannot keep the promise: with tp = {tp}, {fastest.refused}"
+        problem = f"{served.name} on {gpu.name} cannot meet the SLO: with tp = {tp}, {fastest.refused}"
         ways = [f"--slo {slo_misses(fastest, demand.slo)}", *others]
     nearest = f"nearest that work: {', or '.join(ways)}" if ways else "nothing in the catalogue does it"
     return f"{problem}; {nearest}"
@@ -319,7 +319,7 @@ def excess(plan: Plan, slo: Slo) -> float:
 
 
 def slo_misses(plan: Plan, slo: Slo) -> str:
-    """What could be promised instead, a tenth above what an idle replica does."""
+    """The SLO that could be met instead, a tenth above what an idle replica does."""
     kept = {name: max(getattr(slo, name), 1.1 * getattr(plan.idle, f"{name}_quantile")) for name in OBJECTIVES}
     return ",".join(f"{key}={value:.2g}" for key, value in kept.items() if value != float("inf"))
 

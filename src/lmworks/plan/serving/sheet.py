@@ -14,7 +14,7 @@ def sheet(plans: list[Plan], engine: str) -> dict[str, Any]:
     """The chosen plan first among `candidates`; bytes are of one accelerator, seconds of one request."""
     best = plans[0]
     demand, deployment = best.demand, best.deployment
-    promised = {key: value for key, value in asdict(demand.slo).items() if value != float("inf")}
+    objectives = {key: value for key, value in asdict(demand.slo).items() if value != float("inf")}
     return {
         "model": deployment.served.name,
         "parameters": round(deployment.served.params),
@@ -26,7 +26,7 @@ def sheet(plans: list[Plan], engine: str) -> dict[str, Any]:
         "input": demand.lengths.input,
         "output": demand.lengths.output,
         "rate": demand.rate,
-        "slo": promised,
+        "slo": objectives,
         "chosen": figures(best),
         "candidates": [figures(plan) for plan in plans],
         "tags": tags(best),
@@ -80,7 +80,7 @@ def seconds(times: Times) -> dict[str, float]:
 
 
 def throughput(plan: Plan, point: Point) -> dict[str, float]:
-    """Of one replica with as many sequences as fit, whatever was promised."""
+    """Of one replica with as many sequences as fit, whatever the SLO."""
     lengths, rate = plan.demand.lengths, float(point.rate)
     return {
         "batch": float(point.batch),
