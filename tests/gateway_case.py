@@ -129,6 +129,7 @@ class FakeServer:
                 if not work.done():
                     self.left += 1
                     work.cancel()
+                    await asyncio.gather(work, gone, return_exceptions=True)
                     return
                 gone.cancel()
                 await asyncio.gather(work, gone, return_exceptions=True)

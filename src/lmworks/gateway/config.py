@@ -130,6 +130,7 @@ class Pool(Section):
     tls_name: str = opt("", "name in its servers' certificates (empty: the host of each address)")
     tls_cert: str = opt("", "certificate (PEM) that its servers want to see (mutual TLS)")
     tls_key: str = opt("", "its private key (PEM)")
+    max_open: int = opt(0, "requests at once to each of its servers; those beyond wait, by weight (0: any)", ge=0)
     price_in: float = opt(0.0, "dollars for a million prompt tokens", ge=0)
     price_out: float = opt(0.0, "dollars for a million generated tokens", ge=0)
     size: float = opt(0.0, "billions of parameters of its model, for the policy model_size", ge=0)
@@ -198,6 +199,8 @@ class Routing(Section):
     section: ClassVar[str] = "routing"
 
     policy: list[str] = opt(["least_loaded"], "policies, in their order: filters, scorers, and what picks")
+    queue: int = opt(256, "requests of one tenant that may wait for a pool with max_open", ge=0)
+    queue_seconds: float = opt(30.0, "longest wait for such a pool (0: any)", ge=0)
 
     def check(self) -> None:
         check_policies("routing.policy", self.policy)

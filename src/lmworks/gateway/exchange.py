@@ -13,6 +13,7 @@ from .servers import Server
 from .tenants.identity import ANYONE, Tenant
 
 if TYPE_CHECKING:
+    from .tenants.fair_queue import Ticket
     from .tenants.tenancy import Meter
 
 
@@ -49,7 +50,9 @@ class Exchange:
     unnamed: int = 0  # such events
     headers: Headers = field(default_factory=list)  # of the answer, whoever gives it
     meter: Meter | None = None  # counts tokens for the tenant, where there are tenants
+    ticket: Ticket | None = None  # its place in a pool with max_open
     tenant: Tenant = ANYONE
+    weight: float = 1.0  # of the tenant's tier
     priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
 

@@ -124,6 +124,7 @@ class Gateway:
             before = self.settings.config
             if self.settings.current() is not before:
                 self.apply_config()
+            self.proxy.fair_queue.dispatch()  # servers may have come up
             for pool in self.settings.config.pools:
                 if pool.register:
                     self.update(pool, "registered", self.leases.current(pool.name))

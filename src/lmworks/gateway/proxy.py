@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from .relay import StreamRelay
 from .request_body import RequestBody
 from .servers import Server, Servers
 from .stream_events import UsageFields
+from .tenants.fair_queue import FairQueue
 from .tenants.identity import ANYONE
 from .tenants.tenancy import Tenancy
 
@@ -56,6 +58,7 @@ class Proxy:
         self.config, self.servers, self.metrics = config, servers, metrics
         self.router = Router()
         self.tenancy: Tenancy | None = None  # where clients need keys
+        self.fair_queue = FairQueue(self.room)
         self.retries = RetryBudget(lambda: self.config().health.retry_share)
 
     async def handle(self, request: HTTPRequest, connection: ClientConnection) -> None:
@@ -79,6 +82,7 @@ class Proxy:
             async with asyncio.timeout(self.config().timeouts.total or None):
                 if self.tenancy is not None and caller is not None:
                     await self.tenancy.admit(exchange, caller)
+                await self.wait_for_place(exchange)
                 await self.answer(exchange)
         except (APIError, TimeoutError) as error:
             self.fail(exchange, error if isinstance(error, APIError) else timed_out("in all"))
@@ -90,6 +94,11 @@ class Proxy:
             self.fail(exchange, APIError(500, "internal_error", "the gateway failed on this request; see its log"))
         finally:
             self.metrics.open.dec()
+            if exchange.ticket is not None:
+                usage = exchange.usage
+                prompt = exchange.ticket.prompt_tokens if usage is None else usage.prompt_tokens
+                made = exchange.generated if usage is None else max(usage.completion_tokens, exchange.generated)
+                self.fair_queue.leave(exchange.ticket, *((prompt, made) if exchange.chunks or usage else (0, 0)))
             if self.tenancy is not None:
                 self.tenancy.settle(exchange)
             exchange.seconds = time.perf_counter() - exchange.began
@@ -105,6 +114,27 @@ class Proxy:
         """All that clients may ask for."""
         rules = {name for rule in self.config().models for name in (rule.name, *rule.aliases)}
         return rules | {model for server in self.servers for model in server.models}
+
+    async def wait_for_place(self, exchange: Exchange) -> None:
+        """Where all pools that may answer have a `max_open`: tenants take turns."""
+        config = self.config()
+        if not any(pool.max_open for pool in config.pools):
+            return
+        pools = {server.pool.name: server.pool for server in self.servers.up(exchange.rule.serves, exchange.rule.pools)}
+        if not pools or not all(pool.max_open for pool in pools.values()):
+            return
+        prompt = exchange.meter.demand.prompt_tokens if exchange.meter is not None else len(exchange.body.raw) // 4
+        limit, seconds = config.routing.queue, config.routing.queue_seconds
+        exchange.ticket = await self.fair_queue.enter(
+            exchange.tenant.name, exchange.weight, prompt, list(pools), limit, seconds
+        )
+
+    def room(self, pool: str) -> int | None:
+        """Requests that a pool may have under way."""
+        able = [server for server in self.servers if server.pool.name == pool and server.up and not server.draining]
+        if not able:
+            return None
+        return sum(server.pool.max_open for server in able) if able[0].pool.max_open else sys.maxsize
 
     # --- tries ------------------------------------------------------------------------------------------
 
@@ -158,6 +188,8 @@ class Proxy:
     def choose(self, exchange: Exchange, rule: ModelRule, failed: set[Server]) -> Server | None:
         """Raises APIError where there are servers, and none would answer in time."""
         found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in failed]
+        if exchange.ticket is not None:
+            found = [server for server in found if server.pool.name == exchange.ticket.pool] or found
         found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
         return self.router.pick(found, exchange, rule.policy or self.config().routing.policy) if found else None
 
@@ -225,6 +257,8 @@ class Proxy:
         found: dict[str, Any] = {} if exchange.body.model == rule.serves else {"model": rule.serves}
         if exchange.priority and server.pool.kind in ("lmworks", "vllm"):
             found["priority"] = exchange.priority
+        if self.tenancy is not None:
+            found |= self.tenancy.salt(exchange, server)
         if exchange.body.stream and exchange.path in USAGE_PATHS and not wants_usage(exchange.body):
             options = exchange.body.get("stream_options")
             found["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}

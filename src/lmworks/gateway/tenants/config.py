@@ -50,8 +50,6 @@ class Tenants(Section):
     )
     assumed_output: int = opt(512, "generated tokens that are reserved where a request sets no limit", ge=0)
     auth_failures: int = opt(20, "wrong keys in a minute from one address, or for one key, until it is refused", ge=1)
-    queue: int = opt(256, "requests of one tenant that may wait for a pool with max_open", ge=0)
-    queue_seconds: float = opt(30.0, "longest wait for such a pool (0: any)", ge=0)
     admin_port: int = opt(0, "a listener of its own for /admin (0: on the port of clients)", ge=0, le=65535)
     admin_host: str = opt("127.0.0.1", "its address")
 

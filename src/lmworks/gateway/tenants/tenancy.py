@@ -8,6 +8,8 @@ tenancy.settle(exchange)                # when it has ended, however it did
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import secrets
 import time
@@ -16,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from ...serve.limits import APIError
 from ..config import GatewayConfig, Pool
@@ -37,6 +41,13 @@ from .usage import Spending, UsageRecord, money
 log = logging.getLogger("lmworks.gateway")
 
 STORE_RETRY_S = 1.0
+GENERATED = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+# Servers that know `cache_salt`, and on which paths.
+SALTED = {
+    "lmworks": {*GENERATED, "/v1/messages", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank"},
+    "vllm": GENERATED,
+    "sglang": GENERATED - {"/v1/responses"},
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +90,8 @@ class Tenancy:
         self.ledger.start()
         self.rates: Rates = LocalRates()
         self.sizes = PromptSizes()
+        self.salt_key = self.store.salt()
+        self.salts: dict[tuple[str, str], str] = {}  # of tenants and groups whose requests name none
 
     # --- a request ----------------------------------------------------------------------------------------
 
@@ -118,6 +131,7 @@ class Tenancy:
                 raise APIError(503, "usage_unavailable", "usage cannot be recorded", None, STORE_RETRY_S) from None
         self.ledger.budgets.reserve(places, reserved)
         exchange.meter = meter
+        exchange.weight = caller.weight
 
     def settle(self, exchange: Exchange) -> None:
         meter = exchange.meter
@@ -136,6 +150,24 @@ class Tenancy:
         used = amounts_of(1, record.prompt_tokens, record.completion_tokens) if record else amounts_of(0, 0, 0)
         if meter.lines:
             self.rates.settle(exchange.id, meter.lines, used)
+
+    def salt(self, exchange: Exchange, server: Server) -> dict[str, str]:
+        """What separates the cached prefixes of one tenant, or of its group, from others' at this server.
+
+        A salt of the client's own separates its prefixes further; it cannot lead to another tenant's.
+        """
+        if server.pool.kind not in SALTED or exchange.path not in SALTED[server.pool.kind]:
+            return {}
+        tenant = exchange.tenant
+        whose = ("group", tenant.cache_group) if tenant.cache_group else ("tenant", tenant.name)
+        own = exchange.body.get("cache_salt")
+        if own is None and whose in self.salts:
+            return {"cache_salt": self.salts[whose]}
+        said = msgspec.json.encode([*whose, own])
+        made = hmac.new(self.salt_key, said, hashlib.sha256).hexdigest()[:32]
+        if own is None:
+            self.salts[whose] = made
+        return {"cache_salt": made}
 
     def record(self, exchange: Exchange, meter: Meter) -> UsageRecord | None:
         """None where no server was asked."""

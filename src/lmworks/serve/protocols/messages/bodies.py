@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...request_bodies import BIGGEST, Count, Name, Strict
+from ...request_bodies import BIGGEST, LONGEST_NAME, Count, Name, Strict
 
 
 class Block(BaseModel):
@@ -105,6 +105,9 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=BIGGEST)
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=LONGEST_NAME, description="share cached prefixes with equal salts alone"
+    )
     # Accepted, and of no effect here.
     metadata: UserMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...request_bodies import BIGGEST, Effort, Name, ObjectFormat, StreamOptions, Strict, TextFormat
+from ...request_bodies import BIGGEST, LONGEST_NAME, Effort, Name, ObjectFormat, StreamOptions, Strict, TextFormat
 
 
 class Returned(BaseModel):
@@ -117,6 +117,9 @@ class ResponsesRequest(Strict):
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = Field(None, description="there are no background responses")
     metadata: dict[str, str] | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=LONGEST_NAME, description="share cached prefixes with equal salts alone"
+    )
     # Accepted, and of no effect here.
     user: str | None = None
     service_tier: str | None = None

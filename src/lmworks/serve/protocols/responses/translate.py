@@ -31,6 +31,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem], limits: Lim
         "model": body.model,
         "messages": system + chat_messages(items),
         "max_completion_tokens": body.max_output_tokens,
+        "cache_salt": body.cache_salt,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": [function_tool({name: value for name, value in tool if name != "type"}) for tool in body.tools or ()]
