@@ -136,3 +136,26 @@ def test_how_much_of_a_prompt_is_held() -> None:
     index.learn([b"1", b"12", b"123"], 1000, blocks)
     assert index.parts_held([b"1", b"12", b"x"], {"m": set(keys)}) == pytest.approx(2 * 0.48 / 0.512)
     assert index.parts_held([b"y"], {"m": set(keys)}) == 0
+
+
+def test_a_server_registers_itself_and_leaves(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lmworks serve --register`: with the secret, to a gateway that is there, until it is told to end."""
+    monkeypatch.setenv("REGISTER_SECRET", "a secret of the pool")
+    monkeypatch.setenv("LMWORKS_REGISTER_SECRET", "a secret of the pool")
+
+    async def main() -> None:
+        own = "register = true\nregister_env = 'REGISTER_SECRET'"
+        file = pool_file(tmp_path / "g.toml", kind="lmworks", pool=own)
+        async with running(file) as case:
+            gateway = str(case.http.base_url).rstrip("/")
+            options = ("--register", gateway, "--register-pool", "fake", "--drain-seconds", "1")
+            server = start_server(model / "tiny", model / "template.jinja", tmp_path / "log", *options)
+            try:
+                await case.until(lambda: [one.url for one in case.gateway.servers if one.up] == [server.url], 120)
+                assert (await ask(case.http, gateway + "/v1", "registered")) == 0
+                server.process.terminate()
+                await case.until(lambda: not list(case.gateway.servers), 20)
+            finally:
+                server.kill()
+
+    asyncio.run(main())

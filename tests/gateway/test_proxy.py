@@ -161,3 +161,26 @@ def test_bodies_and_headers_beyond_their_limits(tmp_path: Path) -> None:
             assert not server.asked
 
     asyncio.run(main())
+
+
+def test_errors_of_messages_have_anthropics_form(tmp_path: Path) -> None:
+    """The gateway's own, before a stream and in it."""
+
+    async def dies(asked: Asked, answering: Answering) -> None:
+        answering.begin_stream()
+        await answering.send(b'event: message_start\ndata: {"type": "message_start", "message": {}}\n\n')
+        answering.die()
+
+    async def main() -> None:
+        async with fake_server(dies) as server, running(pool_file(tmp_path / "g.toml", server)) as case:
+            unknown = await case.http.post("/v1/messages", json={"model": "other", "messages": []})
+            assert unknown.status_code == 404
+            assert unknown.json()["type"] == "error" and unknown.json()["error"]["type"] == "not_found_error"
+            stream = await case.http.post("/v1/messages", json={"model": "m", "messages": [], "stream": True})
+            *_, last = [one for one in stream.text.split("\n\n") if one]
+            name, data = last.split("\n")
+            error = json.loads(data.removeprefix("data: "))
+            assert name == "event: error" and error["type"] == "error" and error["error"]["type"] == "api_error"
+            assert "error" in (await case.http.post("/v1/chat/completions", json={"model": "other"})).json()
+
+    asyncio.run(main())

@@ -20,6 +20,7 @@ from lmworks.serve.telemetry import JSONFormatter
 
 ALICE, BOB, CAROL, DAVE = "alice-alice", "bob-bob-bob", "carol-carol", "dave-dave-dave"
 FRANK = "frank-frank"  # of whom nothing is refused before: that would be charged, too
+GATEWAY = "gateway-key"
 CONFIG = f"""
 [limits]
 n = 4
@@ -44,6 +45,10 @@ max_tokens = 10
 name = "frank"
 secret = "{FRANK}"
 tokens_per_minute = 1000
+[[keys]]
+name = "gateway"
+secret = "{GATEWAY}"
+gateway = true
 """
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
 
@@ -99,6 +104,19 @@ def test_model_not_allowed_for_key(locked: Api) -> None:
     assert list(client.models.list()) == []
     with pytest.raises(openai.PermissionDeniedError):
         client.completions.create(**BODY)  # type: ignore[call-overload]
+
+
+def test_what_only_gateways_may(locked: Api) -> None:
+    """To say what another server has answered, and to follow the prefix caches."""
+    going_on = BODY | {"stream": True, "continuation": {"answers": [[65, 66]]}}
+    for key, status in ((ALICE, 403), (GATEWAY, 200)):
+        answer = locked.http.post("/v1/completions", json=going_on, headers=header(key))
+        assert answer.status_code == status, answer.text
+        with locked.http.stream("GET", "/cache_events", headers=header(key)) as events:
+            assert events.status_code == status
+            assert status != 200 or next(events.iter_lines()).startswith(":")
+    begun = locked.http.post("/v1/completions", json=BODY | {"stream": True, "continuation": {}}, headers=header(ALICE))
+    assert begun.status_code == 200 and ": tokens 0 " in begun.text
 
 
 def test_limits_of_one_request(locked: Api) -> None:

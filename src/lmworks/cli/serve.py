@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..serve.serving import Serving
 
 KEY, UPSTREAM_KEY = "LMWORKS_API_KEY", "LMWORKS_UPSTREAM_KEY"
+REGISTER_SECRET = "LMWORKS_REGISTER_SECRET"
 TOOLS = ", ".join((*TOOL_PARSER_NAMES, NONE))
 REASONING = ", ".join((*REASONING_PARSER_NAMES, NONE))
 ALL_INTERFACES = ("0.0.0.0", "::")
@@ -93,6 +94,14 @@ def serve(
     batch_dir: Annotated[
         Path | None, typer.Option(help="Folder of /v1/files and /v1/batches, kept over restarts; off by default.")
     ] = None,
+    register: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GATEWAY", help="Register at this gateway, http://host:8080; may be repeated."),
+    ] = None,
+    register_pool: Annotated[str, typer.Option(help="The gateway's pool to register in.")] = "local",
+    register_as: Annotated[
+        str | None, typer.Option(metavar="URL", help="This server's address for gateways; default: --host and --port.")
+    ] = None,
     profile_dir: Annotated[
         Path | None, typer.Option(help="Where POST /start_profile and /stop_profile write traces; off by default.")
     ] = None,
@@ -124,6 +133,8 @@ def serve(
         raise SpecError("--tls-client-ca needs --tls-cert and --tls-key")
     if batch_dir is not None and api_processes > 1:
         raise SpecError("--batch-dir is of one process: leave out --api-processes, or serve batches by another server")
+    if register and register_as is None and host in ALL_INTERFACES:
+        raise SpecError(f"--register: gateways cannot reach {host}: give --register-as http://ADDRESS:{port}/v1")
     check_files(config, tls_cert, tls_key, tls_client_ca)
     templates = read_templates(chat_template or [], names)
     parsers = read_parsers(tool_parser or [], reasoning_parser or [], names)
@@ -133,6 +144,7 @@ def serve(
     from ..serve.engine_host import APIProcessConfig, EngineHost
     from ..serve.keys import read_secrets
     from ..serve.middleware import loopback
+    from ..serve.registration import Registration
     from ..serve.server import NOTICE_S, bind_socket, make_server
     from ..serve.telemetry import log_as_json, tracing_from_environment
     from ..serve.tls import TLSFiles
@@ -152,7 +164,11 @@ def serve(
     with bind_socket(host, port) as listening:
         log_as_json()
         scheme = "http" if tls_cert is None else "https"
-        typer.echo(f"{scheme}://{host}:{listening.getsockname()[1]} (models are being loaded)", err=True)
+        address = f"{scheme}://{host}:{listening.getsockname()[1]}"
+        typer.echo(f"{address} (models are being loaded)", err=True)
+        if register:
+            own = register_as or f"{address}/v1"
+            serving.registration = Registration(register, own, register_pool, os.environ.get(REGISTER_SECRET))
         for source in names.values():
             typer.echo(loading(source, step), err=True)
         tls = TLSFiles(tls_cert, tls_key, tls_client_ca) if tls_cert is not None else None

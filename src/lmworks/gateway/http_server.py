@@ -18,7 +18,7 @@ import httptools
 
 from ..serve.body import BODY_SECONDS, NestingLimiter
 from ..serve.connection import HEADER_SECONDS, LINGER_SECONDS, MAX_HEADERS, SINGLE, WRITE_SECONDS
-from ..serve.errors import error_body
+from ..serve.errors import error_json
 from ..serve.limits import APIError
 from ..serve.server import KEEP_ALIVE_S
 
@@ -276,7 +276,8 @@ class ClientConnection(asyncio.Protocol):
             more.append((b"retry-after", b"%d" % math.ceil(error.retry_after)))
         if error.status == 401:
             more.append((b"www-authenticate", b"Bearer"))
-        self.respond_json(error.status, error_body(error), more)
+        more.append((b"content-type", b"application/json"))
+        self.respond(error.status, more, error_json(error, self.request.path).encode())
 
     def refuse(self, error: APIError) -> None:
         """A request that is not read to its end: the answer, then nothing that the client still sends is looked at."""

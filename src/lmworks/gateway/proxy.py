@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from ..serve.errors import error_body
+from ..serve.errors import error_event
 from ..serve.limits import APIError
-from ..serve.sse import sse_event
 from ..serve.telemetry import request_id
 from ..spec.errors import near_names, suggestion
 from .admission import in_time
@@ -320,7 +319,7 @@ class Proxy:
         exchange.failed, connection = error.code, exchange.connection
         if connection.started:
             if not connection.ended:
-                connection.write(sse_event(error_body(error)))
+                connection.write(error_event(error, exchange.path))
                 connection.end()
             return
         exchange.status = error.status

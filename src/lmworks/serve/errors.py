@@ -116,11 +116,23 @@ def error_response(error: Exception, path: str = "") -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers  # which methods are allowed
-    # ASCII JSON: a message may quote text that cannot be encoded as UTF-8.
-    body = error_body(api_error)
-    anthropic = path == messages.PATH or path.startswith(f"{messages.PATH}/")
-    content = json.dumps(messages.anthropic_error(api_error, body["error"]["message"]) if anthropic else body)
-    return Response(content, api_error.status, headers, media_type="application/json")
+    return Response(error_json(api_error, path), api_error.status, headers, media_type="application/json")
+
+
+def error_json(error: APIError, path: str) -> str:
+    """ASCII: a message may quote text that cannot be encoded as UTF-8."""
+    body = error_body(error)
+    return json.dumps(messages.anthropic_error(error, body["error"]["message"]) if of_messages(path) else body)
+
+
+def error_event(error: APIError, path: str) -> bytes:
+    """In a stream that has begun."""
+    name = b"event: error\n" if of_messages(path) else b""
+    return name + f"data: {error_json(error, path)}\n\n".encode()
+
+
+def of_messages(path: str) -> bool:
+    return path == messages.PATH or path.startswith(f"{messages.PATH}/")
 
 
 # --- unknown fields --------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ def sampling_params(
         given["seed"] = body.seed % SEEDS
     if body.continuation is not None and not body.stream:
         raise APIError(400, "invalid_request", "continuation is for streams: set stream = true", "continuation")
+    if body.continuation is not None and body.continuation.answers:
+        caller.check_gateway("streams of other servers are continued")
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "invalid_request", "stream_options are for streams: set stream = true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:

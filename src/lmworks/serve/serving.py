@@ -28,6 +28,7 @@ from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, Request
 from .parsers.names import ParserNames
 from .parsers.registry import choose
 from .protocols.responses.store import ResponseStore
+from .registration import Registration
 from .response_bodies import TokenTexts
 from .telemetry import HTTPMetrics, LogFields, log, log_fields_of
 from .tls import Certificates
@@ -240,6 +241,7 @@ class Serving:
     adapter_root: Path | None = None  # adapters below it can be loaded; None: none can
     batches: BatchService | None = None  # files and batches of --batch-dir; None: there are none
     certificates: Certificates | None = None  # None: plain HTTP
+    registration: Registration | None = None  # at gateways
     profile_dir: Path | None = None  # where /start_profile and /stop_profile write; None: there are no such routes
 
     def check_files(self) -> None:
@@ -350,13 +352,19 @@ class Serving:
         for model in self.local_models:
             found = {"tool_parser": model.parsers.tool, "reasoning_parser": model.parsers.reasoning}
             log.info("parsers of answers", extra={"model": model.backend.name, **found})
+        if self.registration is not None:
+            self.registration.start()
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; returns how many were cut off."""
         self.draining = True
+        if self.registration is not None:
+            await self.registration.leave()
         return sum(await asyncio.gather(*(model.backend.drain(seconds) for model in self.local_models)))
 
     async def close(self) -> None:
+        if self.registration is not None:
+            await self.registration.leave()
         if self.batches is not None:
             await self.batches.close()
         await asyncio.gather(
