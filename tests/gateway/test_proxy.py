@@ -59,7 +59,9 @@ def test_usage_is_asked_for_and_hidden_from_who_did_not_ask(tmp_path: Path) -> N
             assert text_of(plain) == text_of(asked) == "Hello"
             assert all(one.json["stream_options"]["include_usage"] for one in server.asked)
             metrics = (await case.http.get("/metrics")).text
-            assert 'lmworks:gateway_generation_tokens_total{model_name="m"} 4.0' in metrics
+            assert (
+                'lmworks:gateway_generation_tokens_total{model_name="m",tenant="anyone",tier="default"} 4.0' in metrics
+            )
 
     asyncio.run(main())
 

@@ -162,8 +162,10 @@ def test_streams_of_messages_keep_every_event_and_their_usage_counts(tmp_path: P
             assert [json.loads(one) for one in data] == events
             assert server.asked[0].path == "/v1/messages" and "stream_options" not in server.asked[0].json
             metrics = (await case.http.get("/metrics")).text
-            assert 'lmworks:gateway_prompt_tokens_total{model_name="m"} 7.0' in metrics
-            assert 'lmworks:gateway_generation_tokens_total{model_name="m"} 5.0' in metrics
+            assert 'lmworks:gateway_prompt_tokens_total{model_name="m",tenant="anyone",tier="default"} 7.0' in metrics
+            assert (
+                'lmworks:gateway_generation_tokens_total{model_name="m",tenant="anyone",tier="default"} 5.0' in metrics
+            )
 
     asyncio.run(main())
 

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lmworks.observability.tables import alert_table
+from lmworks.observability.tables import alert_table, metric_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
-TABLES: dict[str, Callable[[], Iterator[str]]] = {"alerts": alert_table}
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "server": lambda: metric_table("server"),
+    "gateway": lambda: metric_table("gateway"),
+    "alerts": alert_table,
+}
 
 
 def made(name: str) -> re.Pattern[str]:
@@ -29,5 +33,5 @@ if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     for name, lines in TABLES.items():
         content = "\n".join([*lines(), ""])
-        text = made(name).sub(lambda _, content=content: content, text)
+        text = made(name).sub(lambda _, content=content: content, text, count=1)
     PAGE.write_text(text, encoding="utf-8")

@@ -226,7 +226,8 @@ class GatewayConfig(Section):
         pools = [pool.name for pool in self.pools]
         names = [name for model in self.models for name in (model.name, *model.aliases)]
         tiers = [tier.name for tier in self.tiers]
-        for what, given in (("pools", pools), ("models", names), ("tiers", tiers)):
+        slos = [slo.label for slo in self.slos]
+        for what, given in (("pools", pools), ("models", names), ("tiers", tiers), ("slos", slos)):
             twice = next((name for name in given if given.count(name) > 1), None)
             if twice is not None:
                 raise SpecError(f"{what}: the name {twice!r} is there twice")

@@ -55,6 +55,14 @@ class Exchange:
     weight: float = 1.0  # of the tenant's tier
     priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
+    trace_id: str | None = None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of a streamed answer: the mean time between its tokens."""
+        if self.usage is None or self.usage.completion_tokens < 2 or self.first_token is None or not self.body.stream:
+            return None
+        return (self.seconds - self.first_token) / (self.usage.completion_tokens - 1)
 
     def __post_init__(self) -> None:
         self.headers.append((b"x-request-id", self.id.encode()))

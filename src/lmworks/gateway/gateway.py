@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..serve import telemetry
 from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
 from ..serve.reload import ReloadedFile, has_terminal
@@ -68,7 +67,7 @@ class Gateway:
         self.leases = Leases(time.monotonic)
         tls = settings.config.listen.tls
         self.certificates = Certificates(tls, server=True) if tls is not None else None
-        self.metrics = Metrics(self.servers, self.certificates)
+        self.metrics = Metrics(self.servers, lambda: self.settings.config.slos, self.certificates)
         self.proxy = Proxy(settings.current, self.servers, self.metrics)
         if settings.config.tenants.on:
             self.proxy.tenancy = Tenancy(settings.current, self.servers)
@@ -125,6 +124,7 @@ class Gateway:
             if self.settings.current() is not before:
                 self.apply_config()
             self.proxy.fair_queue.dispatch()  # servers may have come up
+            self.metrics.config_reload.set(self.settings.error is None)
             for pool in self.settings.config.pools:
                 if pool.register:
                     self.update(pool, "registered", self.leases.current(pool.name))
@@ -159,7 +159,8 @@ class Gateway:
         connection.respond_json(200 if ok else 503, {"status": "ok" if ok else "draining" if up else "no_server"})
 
     async def show_metrics(self, request: HTTPRequest, connection: ClientConnection) -> None:
-        connection.respond(200, [(b"content-type", telemetry.CONTENT_TYPE.encode())], self.metrics.render())
+        text, kind = self.metrics.render(request.header("accept"))
+        connection.respond(200, [(b"content-type", kind.encode())], text)
 
     async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
         tenancy = self.proxy.tenancy

@@ -1,77 +1,143 @@
-"""Metrics of the gateway for Prometheus, under names beginning with `lmworks:gateway_`."""
+"""Metrics of the gateway, as `observability.catalog` lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ..observability.catalog import BUCKETS
+from ..observability.families import Labels, counter, exemplar, family, gauge, histogram, render
 from ..serve.limits import APIError
-from ..serve.telemetry import PREFIX
 from ..serve.tls import METRIC, Certificates
+from .attainment import SLOs
 from .exchange import Exchange
 from .servers import Server, Servers
+from .slo import ServiceLevel
 
-NAME = f"{PREFIX}gateway_"
+MAX_TENANTS = 500  # with series of their own, at 60 series a tenant and model
+OTHER_TENANTS = "(other)"
+REASONS = ("error", "ttft", "tpot", "e2e")
+LOST = "upstream_lost"
+
+
+@dataclass(slots=True)
+class Series:
+    """Of a model, tenant and tier. Kept, as finding a series by its labels is most of what counting costs."""
+
+    prompt_tokens: Counter
+    generation_tokens: Counter
+    cached_tokens: Counter
+    first_token: Histogram
+    per_token: Histogram
+    seconds: Histogram
 
 
 class Metrics:
-    def __init__(self, servers: Servers, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        objectives: Callable[[], list[ServiceLevel]] = list,
+        certificates: Certificates | None = None,
+    ) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(f"{NAME}requests", "requests", ["model_name", "path", "status"], registry=registry)
-        self.open = Gauge(f"{NAME}requests_open", "requests under way", registry=registry)
-        self.failures = Counter(f"{NAME}try_failures", "tries that failed", ["server", "reason"], registry=registry)
-        self.retries = Counter(f"{NAME}retries", "tries beyond a request's first", ["model_name"], registry=registry)
-        self.migrations = Counter(
-            f"{NAME}migrations", "streams that another server went on with", ["model_name"], registry=registry
-        )
-        self.prompt_tokens = Counter(f"{NAME}prompt_tokens", "prompt tokens", ["model_name"], registry=registry)
-        self.generation_tokens = Counter(
-            f"{NAME}generation_tokens", "generated tokens", ["model_name"], registry=registry
-        )
-        self.first_token = Histogram(
-            f"{NAME}time_to_first_token_seconds",
-            "from the request to the first event of its answer",
-            ["model_name"],
-            registry=registry,
-            buckets=BUCKETS,
-        )
-        self.seconds = Histogram(
-            f"{NAME}e2e_request_latency_seconds",
-            "from the request to the last byte of its answer",
-            ["model_name"],
-            registry=registry,
-            buckets=BUCKETS,
-        )
+        self.requests = counter("gateway_requests", registry)
+        self.open = gauge("gateway_requests_open", registry)
+        self.request_failures = counter("gateway_request_failures", registry)
+        self.failures = counter("gateway_try_failures", registry)
+        self.retries = counter("gateway_retries", registry)
+        self.migrations = counter("gateway_migrations", registry)
+        self.prompt_tokens = counter("gateway_prompt_tokens", registry)
+        self.generation_tokens = counter("gateway_generation_tokens", registry)
+        self.cached_tokens = counter("gateway_cached_tokens", registry)
+        self.first_token = histogram("gateway_time_to_first_token_seconds", registry)
+        self.per_token = histogram("gateway_time_per_output_token_seconds", registry)
+        self.seconds = histogram("gateway_e2e_request_latency_seconds", registry)
+        self.server_first_token = histogram("gateway_server_time_to_first_token_seconds", registry)
+        self.slo_requests = counter("gateway_slo_requests", registry)
+        self.slo_missed = counter("gateway_slo_missed", registry)
+        self.quality = gauge("gateway_quality_score", registry)
+        self.store_up = gauge("gateway_store_up", registry)
+        self.config_reload = gauge("gateway_config_reload_success", registry)
+        self.config_reload.set(1)
+        self.slos = SLOs(objectives)
+        self.series: dict[tuple[str, str, str], Series] = {}
+        self.tenants: set[str] = set()
         registry.register(ServerCollector(servers))
+        registry.register(SLOCollector(self.slos))
         registry.register(CertificateCollector(servers, certificates))
+        ProcessCollector(registry=registry)
+
+    def series_of(self, model: str, tenant: str, tier: str) -> Series:
+        found = self.series.get((model, tenant, tier))
+        if found is None:
+            found = self.series[model, tenant, tier] = Series(
+                self.prompt_tokens.labels(model, tenant, tier),
+                self.generation_tokens.labels(model, tenant, tier),
+                self.cached_tokens.labels(model, tenant, tier),
+                self.first_token.labels(model, tenant, tier),
+                self.per_token.labels(model, tenant, tier),
+                self.seconds.labels(model, tenant, tier),
+            )
+            # From 0: the first increase of a series that was not there before is none to Prometheus.
+            self.migrations.labels(model)
+            self.retries.labels(model)
+            self.request_failures.labels(model, tenant, tier, LOST)
+            for slo in self.slos.objectives():
+                for reason in REASONS:
+                    self.slo_missed.labels(slo.label, tenant, tier, reason)
+        return found
+
+    def tenant_of(self, exchange: Exchange) -> str:
+        """Its label: as many tenants as there may be series for."""
+        name = exchange.tenant.name
+        if name in self.tenants:
+            return name
+        if len(self.tenants) >= MAX_TENANTS:
+            return OTHER_TENANTS
+        self.tenants.add(name)
+        return name
 
     def ended(self, exchange: Exchange) -> None:
-        model = exchange.rule.name
-        self.requests.labels(model, exchange.path, str(exchange.status or exchange.failed)).inc()
+        model, tenant, tier = exchange.rule.name, self.tenant_of(exchange), exchange.tenant.tier
+        series, shown = self.series_of(model, tenant, tier), exemplar(exchange.trace_id)
+        self.requests.labels(model, exchange.path, str(exchange.status or exchange.failed), tenant, tier).inc()
+        if exchange.failed:
+            self.request_failures.labels(model, tenant, tier, exchange.failed).inc()
         if exchange.tries > 1:
             self.retries.labels(model).inc(exchange.tries - 1)
         if exchange.migrations:
             self.migrations.labels(model).inc(exchange.migrations)
         if exchange.first_token is not None:
-            self.first_token.labels(model).observe(exchange.first_token)
-            self.seconds.labels(model).observe(exchange.seconds)
+            series.first_token.observe(exchange.first_token, shown)
+            series.seconds.observe(exchange.seconds, shown)
+            if exchange.server is not None and exchange.tries == 1 and not exchange.migrations:
+                place = exchange.server.pool.name, exchange.server.url
+                self.server_first_token.labels(*place).observe(exchange.first_token, shown)
+        if exchange.seconds_per_token is not None:
+            series.per_token.observe(exchange.seconds_per_token, shown)
         if exchange.usage is not None:
-            self.prompt_tokens.labels(model).inc(exchange.usage.prompt_tokens)
-            self.generation_tokens.labels(model).inc(exchange.usage.completion_tokens)
+            series.prompt_tokens.inc(exchange.usage.prompt_tokens)
+            series.generation_tokens.inc(exchange.usage.completion_tokens)
+            series.cached_tokens.inc(exchange.usage.cached_tokens)
+        if (judged := self.slos.judge(exchange)) is not None:
+            slo, reason = judged
+            self.slo_requests.labels(slo.label, tenant, tier).inc()
+            if reason:
+                self.slo_missed.labels(slo.label, tenant, tier, reason).inc()
 
     def refused(self, path: str, error: APIError) -> None:
         """A request for no model that there is: its name stays out of the labels, clients may send any."""
-        self.requests.labels("", path, str(error.status)).inc()
+        self.requests.labels("", path, str(error.status), "", "").inc()
 
     def try_failed(self, server: Server, reason: str) -> None:
         self.failures.labels(server.url, reason).inc()
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, accept: str | None = None) -> tuple[bytes, str]:
+        """The text of /metrics, and its type."""
+        return render(self.registry, accept)
 
 
 class ServerCollector(Collector):
@@ -81,11 +147,19 @@ class ServerCollector(Collector):
         self.servers = servers
 
     def collect(self) -> Iterator[Metric]:
-        found = list(self.servers)
-        yield gauge("server_up", "1: it gets requests", [(one, float(one.up and not one.draining)) for one in found])
-        yield gauge("server_requests_open", "requests of this gateway under way", [(one, one.open) for one in found])
-        yield gauge("server_queue", "requests that it has to do, as far as is known", [(o, o.queue) for o in found])
-        yield gauge("server_kv_cache_usage_perc", "of its KV blocks, 0 to 1", [(o, o.load.kv_used) for o in found])
+        found = {(one.pool.name, one.url): one for one in self.servers}
+
+        def of(name: str, value: Callable[[Server], float]) -> Metric:
+            return family(f"gateway_server_{name}", {place: value(one) for place, one in found.items()})
+
+        yield of("up", lambda one: float(one.up and not one.draining))
+        yield of("requests_open", lambda one: one.open)
+        yield of("queue", lambda one: one.queue)
+        yield of("kv_cache_usage_perc", lambda one: one.load.kv_used)
+        skews: dict[Labels, float] = {
+            place: one.clock_skew for place, one in found.items() if one.clock_skew is not None
+        }
+        yield family("gateway_server_clock_skew_seconds", skews)
 
 
 class CertificateCollector(Collector):
@@ -96,13 +170,29 @@ class CertificateCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         used = [("clients", self.listening), *(("servers", one) for one in self.servers.certificates.values())]
-        for use, certificates in used:
-            if certificates is not None:
-                yield certificates.metric(NAME + METRIC, {"side": use})
+        ends: dict[Labels, float] = {
+            (side, path): end
+            for side, found in used
+            if found is not None
+            for path, end in found.current().expiry.items()
+        }
+        yield family(f"gateway_{METRIC}", ends)
 
 
-def gauge(name: str, what: str, values: list[tuple[Server, float]]) -> Metric:
-    family = GaugeMetricFamily(NAME + name, what, labels=["pool", "server"])
-    for server, value in values:
-        family.add_metric([server.pool.name, server.url], value)
-    return family
+class SLOCollector(Collector):
+    def __init__(self, slos: SLOs) -> None:
+        self.slos = slos
+
+    def collect(self) -> Iterator[Metric]:
+        objectives = self.slos.objectives()
+        attained: dict[Labels, tuple[float, float]] = {
+            (slo.label, window): (share, slo.objective)
+            for slo in objectives
+            for window, share in self.slos.attainment(slo).items()
+        }
+        yield family("gateway_slo_objective", {(slo.label,): slo.objective for slo in objectives})
+        yield family("gateway_slo_attainment", {place: share for place, (share, _) in attained.items()})
+        burning: dict[Labels, float] = {
+            place: (1 - share) / (1 - objective) for place, (share, objective) in attained.items()
+        }
+        yield family("gateway_slo_burn_rate", burning)

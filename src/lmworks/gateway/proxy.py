@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ..observability.tracing import trace_id_of
 from ..serve.errors import error_event
 from ..serve.limits import APIError
 from ..serve.telemetry import request_id
@@ -76,6 +77,7 @@ class Proxy:
             return
         tenant, key = (caller.tenant, caller.key.prefix) if caller is not None else (ANYONE, "")
         exchange = Exchange(request, connection, body, rule, id, tenant=tenant, key=key)
+        exchange.trace_id = trace_id_of(request.header("traceparent"))
         self.metrics.open.inc()
         try:
             async with asyncio.timeout(self.config().timeouts.total or None):

@@ -70,6 +70,7 @@ class Server:
     good_probes: int = 0  # in a row
     bad_probes: int = 0
     last_error: str | None = None
+    clock_skew: float | None = None  # seconds: its clock less ours, by the Date of its last probe; None: not known
     open: int = 0  # requests of ours under way
     load: Load = field(default_factory=Load)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)

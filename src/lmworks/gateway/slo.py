@@ -17,16 +17,23 @@ class ServiceLevel(Section):
 
     section: ClassVar[str] = "slos"
 
+    name: str = opt("", "in metrics and alerts (empty: its model and tier)")
     model: str = opt("", "what clients ask for (empty: every model)")
     tier: str = opt("", "of tenants (empty: every tier)")
     ttft: float = opt(0.0, "seconds until the first token (0: none)", ge=0)
     tpot: float = opt(0.0, "seconds for each token after it (0: none)", ge=0)
+    e2e: float = opt(0.0, "seconds until the end of an answer (0: none)", ge=0)
+    objective: float = opt(0.99, "share of requests that are to meet all of these", gt=0, lt=1)
     admit_below: float = opt(1.0, "admitted while the forecast is below this share of both (0: always)", ge=0)
     priority: int = opt(0, "of its requests, in servers of ours and vLLM's: the smallest goes first (0: not said)")
 
     def check(self) -> None:
-        if not (self.ttft or self.tpot or self.priority):
-            raise SpecError("slos: one has neither ttft, tpot nor priority")
+        if not (self.ttft or self.tpot or self.e2e or self.priority):
+            raise SpecError("slos: one has neither ttft, tpot, e2e nor priority")
+
+    @property
+    def label(self) -> str:
+        return self.name or " ".join(filter(None, (self.model, self.tier))) or "all"
 
     def late(self, found: Forecast) -> float:
         """By how many seconds it would be missed; 0: it would not, as far as is known."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from .alerts import ALERTS
+from .catalog import METRICS
 
 
 def table(*rows: tuple[str, ...]) -> Iterator[str]:
@@ -22,3 +23,12 @@ def plain(summary: str) -> str:
     """`{{ $labels.server }} …` → `SERVER …`."""
     labels = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: found[1].upper(), summary)
     return re.sub(r"\{\{.*?\}\}", "N", labels)
+
+
+def metric_table(process: str) -> Iterator[str]:
+    rows = [
+        (f"`{one.series}`{'' if not one.vllm else ' +'}", one.kind, ", ".join(one.labels), one.help)
+        for one in METRICS.values()
+        if one.process == process
+    ]
+    return table(("metric", "kind", "labels", "what"), *rows)

@@ -34,10 +34,12 @@ def is_oom(error: BaseException) -> bool:
     """Whether an allocation failed; torch.OutOfMemoryError is a RuntimeError with such a text."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    message = str(error).lower()
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in message for text in OOM_MESSAGES)
-    )
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_oom_message(str(error)))
+
+
+def is_oom_message(message: str) -> bool:
+    """Of an error in another process, which left no more than its text."""
+    return any(text in message.lower() for text in (*OOM_MESSAGES, "memoryerror"))
 
 
 def as_oom(error: Exception) -> Exception:

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from .. import __version__
 from ..spec import LMWorksError
-from . import chat, completions, embeddings, prompts, rerank, telemetry
+from . import chat, completions, embeddings, prompts, rerank
 from .admin import add_admin_routes
 from .backend import Backend, ProfileRequest, State
 from .batches.bodies import BatchRequest
@@ -37,6 +37,7 @@ from .errors import error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .limits import APIError
+from .metrics import render_metrics
 from .middleware import RequestMiddleware
 from .openapi import STREAM, error_responses, request_body
 from .protocols.messages.bodies import CountTokensRequest, MessagesRequest
@@ -335,9 +336,10 @@ def add_status_routes(app: FastAPI, serving: Serving) -> None:
         return Response(page().html, headers=dict(page().headers))
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Metrics for Prometheus."""
-        return Response(telemetry.render_metrics(serving), media_type=telemetry.CONTENT_TYPE)
+        text, kind = render_metrics(serving, request.headers.get("accept"))
+        return Response(text, headers={"content-type": kind})
 
 
 MAX_PROFILE_STEPS, MAX_PROFILE_S = 1000, 60.0

@@ -135,12 +135,13 @@ class State:
     stalled: float = 0.0  # seconds since it last advanced, while it has work; 0: it advances, or has none
     stuck: bool = False  # stalled for longer than the limit: it hangs
     restarts: int = 0
+    ooms: int = 0  # of these: the process had run out of memory
     last_error: str | None = None
     draining: bool = False
     asleep: bool = False  # without a KV cache: requests are refused until it wakes
     adapters: tuple[str, ...] | None = None  # names, where they are known
     # Engine.metrics, at most a second old while there is work: numbers by their names; `finished` by reason;
-    # times as {"counts": [...], "count": n, "seconds": s} with the upper edges `observability.catalog.BUCKETS`.
+    # histograms as {"counts": [...], "count": n, "total": x} with the upper edges of `observability.catalog`.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..record.oom import is_oom_message
 from ..spec import LMWorksError, SpecError
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
 from .cache_events import CacheChange, CacheKeys
@@ -104,6 +105,7 @@ class EngineProcess:
         self.closed = asyncio.Event()
         self.stalled = 0.0
         self.restarts = 0
+        self.ooms = 0
         self.last_error: str | None = None
         self.startup_s = 1.0  # of the last start
         self.restart_delay = FIRST_DELAY_S  # before the next start
@@ -155,6 +157,7 @@ class EngineProcess:
             stalled=self.stalled,
             stuck=self.stalled >= self.stall_timeouts.stuck,
             restarts=self.restarts,
+            ooms=self.ooms,
             last_error=self.last_error,
             draining=self.draining,
             asleep=self.asleep,
@@ -356,6 +359,7 @@ class EngineProcess:
                 return
             log.error("engine process ended: %s", error, extra={"model": self.name, "restarts": self.restarts})
             self.restarts += 1
+            self.ooms += is_oom_message(self.last_error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.closed.wait(), self.restart_delay)
 

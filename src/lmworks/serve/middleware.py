@@ -12,6 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..observability.families import exemplar
+from ..observability.tracing import trace_id_of
 from .errors import error_response, to_api_error
 from .limits import APIError
 from .serving import ANSWER_HEADERS, METER, Serving
@@ -98,7 +100,8 @@ class RequestMiddleware:
         log_fields["status"] = response.status or CLIENT_CLOSED_REQUEST
         method = scope["method"] if scope["method"] in METHODS else "OTHER"  # bounded: clients may send any method
         self.serving.http_metrics.requests.labels(method, path, str(log_fields["status"])).inc()
-        self.serving.http_metrics.seconds.labels(path).observe(took)
+        trace_id = trace_id_of(headers.get("traceparent"))
+        self.serving.http_metrics.seconds.labels(path).observe(took, exemplar(trace_id))
         if path not in QUIET:
             log.info("request", extra={**log_fields, "method": method, "path": path, "seconds": round(took, 6)})
         if self.tracing is not None and path not in QUIET:

@@ -26,6 +26,7 @@ class ReloadedFile(Generic[Config]):
         self.stamp = self.file_stamps()
         self.config = self.read()
         self.checked_at = clock()
+        self.error: str | None = None  # why the file as it is now is not in use
 
     @property
     def watched(self) -> tuple[Path, ...]:
@@ -55,9 +56,10 @@ class ReloadedFile(Generic[Config]):
         try:
             config = self.read()
             self.check_change(config)
-            self.config = config
+            self.config, self.error = config, None
             log.info("config reloaded", extra={"path": path})
         except SpecError as error:
+            self.error = str(error)
             log.error("config not reloaded: the old one stays", extra={"path": path, "reason": str(error)})
 
     def file_stamps(self) -> list[tuple[int, ...] | None]:

@@ -25,12 +25,13 @@ from .backend import Backend, ModelCard, State
 from .cache_events import PROMPT_BLOCKS
 from .keys import Config, Settings, sent_key
 from .limits import Admission, APIError, KeyLimits, Limits, RateLimiter, RequestMeter, Size, check_model
+from .metrics import HTTPMetrics
 from .parsers.names import ParserNames
 from .parsers.registry import choose
 from .protocols.responses.store import ResponseStore
 from .registration import Registration
 from .response_bodies import TokenTexts
-from .telemetry import HTTPMetrics, LogFields, log, log_fields_of
+from .telemetry import LogFields, log, log_fields_of
 from .tls import Certificates
 from .workers import PromptProcessor, WorkerPool
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from prometheus_client.core import GaugeMetricFamily, Metric
 
 from ..spec import SpecError
 from .reload import ReloadedFile, log
@@ -61,14 +60,6 @@ class Certificates(ReloadedFile[Loaded]):
 
     def context(self) -> ssl.SSLContext:
         return self.current().context
-
-    def metric(self, name: str, labels: dict[str, str] | None = None) -> Metric:
-        """When each file's certificates end."""
-        labels = labels or {}
-        family = GaugeMetricFamily(name, "when the certificates of a file end", labels=[*labels, "file"])
-        for path, end in self.current().expiry.items():
-            family.add_metric([*labels.values(), path], end)
-        return family
 
 
 def listening_context(files: TLSFiles, current: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:

@@ -6,28 +6,45 @@ import bisect
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from ...observability.catalog import BUCKETS
+from ...observability.catalog import BUCKETS, N_BUCKETS, STEP_BUCKETS, TOKEN_BUCKETS
 from .request import Request, Sequence
 from .scheduler import Scheduler, Step
 
 
 @dataclass
 class Histogram:
-    """Durations in buckets; the last counts those above all bounds."""
+    """Values in buckets; the last counts those above all bounds."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    bounds: ClassVar[tuple[float, ...]] = BUCKETS
+    counts: list[int] = field(default_factory=list)
     count: int = 0
-    seconds: float = 0.0
+    total: float = 0.0
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        self.counts[bisect.bisect_left(BUCKETS, seconds)] += times
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.count += times
-        self.seconds += seconds * times
+        self.total += value * times
 
     @property
     def mean(self) -> float:
-        return self.seconds / self.count if self.count else 0.0
+        return self.total / self.count if self.count else 0.0
+
+
+class TokenHistogram(Histogram):
+    bounds: ClassVar = TOKEN_BUCKETS
+
+
+class StepHistogram(Histogram):
+    bounds: ClassVar = STEP_BUCKETS
+
+
+class AnswerHistogram(Histogram):
+    bounds: ClassVar = N_BUCKETS
 
 
 @dataclass
@@ -62,7 +79,19 @@ class Metrics:
     request_queue_time_seconds: Histogram = field(default_factory=Histogram)
     time_to_first_token_seconds: Histogram = field(default_factory=Histogram)
     inter_token_latency_seconds: Histogram = field(default_factory=Histogram)
+    request_time_per_output_token_seconds: Histogram = field(default_factory=Histogram)
     e2e_request_latency_seconds: Histogram = field(default_factory=Histogram)
+    request_prefill_time_seconds: Histogram = field(default_factory=Histogram)
+    request_decode_time_seconds: Histogram = field(default_factory=Histogram)
+    request_inference_time_seconds: Histogram = field(default_factory=Histogram)
+    # of a request, and of a step
+    request_prompt_tokens: Histogram = field(default_factory=TokenHistogram)
+    request_generation_tokens: Histogram = field(default_factory=TokenHistogram)
+    request_max_num_generation_tokens: Histogram = field(default_factory=TokenHistogram)
+    request_prefill_kv_computed_tokens: Histogram = field(default_factory=TokenHistogram)
+    request_params_max_tokens: Histogram = field(default_factory=TokenHistogram)
+    request_params_n: Histogram = field(default_factory=AnswerHistogram)
+    iteration_tokens_total: Histogram = field(default_factory=StepHistogram)
 
     @property
     def mean_batch(self) -> float:
@@ -100,6 +129,25 @@ class Metrics:
     def note_end(self, request: Request) -> None:
         """All its sequences have finished."""
         self.e2e_request_latency_seconds.add(time.monotonic() - request.arrival_time)
+        if request.first_token_time:  # or it was cancelled before
+            self.note_phases(request)
+
+    def note_phases(self, request: Request) -> None:
+        scheduled, first = request.scheduled_time, request.first_token_time
+        last = max(sequence.last_token_time for sequence in request.sequences)
+        answers = [len(sequence.tokens) - sequence.num_prompt_tokens for sequence in request.sequences]
+        prompt = len(request.prompt)
+        self.request_prefill_time_seconds.add(first - scheduled)
+        self.request_decode_time_seconds.add(last - first)
+        self.request_inference_time_seconds.add(last - scheduled)
+        if max(answers) > 1:
+            self.request_time_per_output_token_seconds.add((last - first) / (max(answers) - 1))
+        self.request_prompt_tokens.add(prompt)
+        self.request_generation_tokens.add(sum(answers))
+        self.request_max_num_generation_tokens.add(max(answers))
+        self.request_prefill_kv_computed_tokens.add(prompt - request.cached_tokens)
+        self.request_params_max_tokens.add(request.params.max_tokens)
+        self.request_params_n.add(request.params.n)
 
     def note_step(self, step: Step, scheduler: Scheduler) -> None:
         self.num_requests_running = len(scheduler.running)
@@ -118,4 +166,5 @@ class Metrics:
         if step.chunks:
             self.steps += 1
             self.computed_tokens += step.tokens
+            self.iteration_tokens_total.add(step.tokens)
             self.computed_sequences += len(step.chunks)
