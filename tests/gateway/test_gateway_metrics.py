@@ -64,7 +64,6 @@ def test_names_types_and_labels(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_server(five) as server, running(pool_file(tmp_path / "g.toml", server, extra=SLOS)) as case:
             await case.events()
-            case.gateway.metrics.quality.labels("m", server.url).set(1)
             found = await scrape(case)
             for spec in GATEWAY:
                 short = spec.name.removeprefix("gateway_")
@@ -179,6 +178,51 @@ def test_an_invalid_file_shows(tmp_path: Path) -> None:
             assert value(await scrape(case), "config_reload_success") == 0
             file.write_text(good + "\n")
             await case.until(lambda: case.gateway.settings.error is None)
+
+    asyncio.run(main())
+
+
+CHECKS = """
+[[quality_checks]]
+model = "m"
+prompt = "1, 2, 3,"
+expect = "^ 4, 5"
+every = 0.1
+[[quality_checks]]
+model = "m"
+prompt = "the capital of France is"
+expect = "Paris"
+every = 0.1
+"""
+
+
+def test_quality_checks(tmp_path: Path) -> None:
+    """Each server is asked; one that answers nonsense shows, one that does not answer is no wrong answer."""
+
+    def answers(*texts: str) -> Callable[[Asked, Answering], object]:
+        async def behave(asked: Asked, answering: Answering) -> None:
+            assert (asked.path, asked.json["temperature"]) == ("/v1/completions", 0)
+            text = texts["France" in asked.json["prompt"]]
+            await answering.whole({"choices": [{"index": 0, "text": text}]}, 200 if text else 503)
+
+        return behave
+
+    async def main() -> None:
+        file = tmp_path / "g.toml"
+        async with (
+            fake_server(answers(" 4, 5, 6", " Paris, which")) as good,  # type: ignore[arg-type]
+            fake_server(answers(" 4, 5, 6", " pink pink")) as bad,  # type: ignore[arg-type]
+            fake_server(answers("", "")) as busy,  # type: ignore[arg-type]
+            running(pool_file(file, good, bad, busy, extra=CHECKS)) as case,
+        ):
+            checking = asyncio.create_task(case.gateway.quality.run())
+            await case.until(lambda: len(good.asked) >= 2 and len(bad.asked) >= 2 and len(busy.asked) >= 2)
+            await case.until(lambda: len(case.gateway.quality.results) == 4)
+            found = await scrape(case)
+            assert value(found, "quality_score", model_name="m", server=good.url) == 1
+            assert value(found, "quality_score", model_name="m", server=bad.url) == 0.5
+            assert value(found, "quality_score", model_name="m", server=busy.url) is None
+            checking.cancel()
 
     asyncio.run(main())
 

@@ -37,6 +37,7 @@ from ..serve.tls import TLSFiles
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from ..spec.schema import Section, opt
+from .quality import QualityCheck
 from .slo import ServiceLevel, find_level
 from .tenants.config import Tenants, Tier
 
@@ -217,6 +218,7 @@ class GatewayConfig(Section):
     health: Health = opt(Health, "which servers get requests")
     timeouts: Timeouts = opt(Timeouts, "how long anything may take")
     slos: list[ServiceLevel] = opt(list, "how soon requests are to be answered")
+    quality_checks: list[QualityCheck] = opt(list, "prompts whose answers are known")
     tenants: Tenants = opt(Tenants, "keys of clients, their limits and usage")
     tiers: list[Tier] = opt(list, "levels of service of tenants")
 

@@ -26,6 +26,7 @@ from .health import probe_forever
 from .http_server import ClientConnection, EdgeLimits, HTTPRequest
 from .metrics import Metrics
 from .proxy import Proxy
+from .quality import QualityChecks
 from .servers import Server, Servers
 from .tenants.tenancy import Tenancy
 
@@ -67,7 +68,8 @@ class Gateway:
         self.leases = Leases(time.monotonic)
         tls = settings.config.listen.tls
         self.certificates = Certificates(tls, server=True) if tls is not None else None
-        self.metrics = Metrics(self.servers, lambda: self.settings.config.slos, self.certificates)
+        self.quality = QualityChecks(lambda: self.settings.config.quality_checks, self.servers)
+        self.metrics = Metrics(self.servers, lambda: self.settings.config.slos, self.certificates, self.quality.scores)
         self.proxy = Proxy(settings.current, self.servers, self.metrics)
         if settings.config.tenants.on:
             self.proxy.tenancy = Tenancy(settings.current, self.servers)
@@ -125,6 +127,10 @@ class Gateway:
                 self.apply_config()
             self.proxy.fair_queue.dispatch()  # servers may have come up
             self.metrics.config_reload.set(self.settings.error is None)
+            if self.proxy.tenancy is not None:
+                ledger = self.proxy.tenancy.ledger
+                self.metrics.store_up.labels("database").set(ledger.store_error is None)
+                self.metrics.store_up.labels("journal").set(ledger.journal_error is None)
             for pool in self.settings.config.pools:
                 if pool.register:
                     self.update(pool, "registered", self.leases.current(pool.name))
@@ -225,7 +231,7 @@ class Gateway:
         # Connections in TIME_WAIT must not block the next gateway (see `bind_socket`).
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.apply_config()
-        background = [asyncio.create_task(self.maintain())]
+        background = [asyncio.create_task(self.maintain()), asyncio.create_task(self.quality.run())]
         tenancy = self.proxy.tenancy
         if tenancy is not None:
             background.append(asyncio.create_task(tenancy.run()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -41,6 +41,7 @@ class Metrics:
         servers: Servers,
         objectives: Callable[[], list[ServiceLevel]] = list,
         certificates: Certificates | None = None,
+        quality: Callable[[], Mapping[Labels, float]] = dict,
     ) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = counter("gateway_requests", registry)
@@ -58,7 +59,6 @@ class Metrics:
         self.server_first_token = histogram("gateway_server_time_to_first_token_seconds", registry)
         self.slo_requests = counter("gateway_slo_requests", registry)
         self.slo_missed = counter("gateway_slo_missed", registry)
-        self.quality = gauge("gateway_quality_score", registry)
         self.store_up = gauge("gateway_store_up", registry)
         self.config_reload = gauge("gateway_config_reload_success", registry)
         self.config_reload.set(1)
@@ -67,6 +67,7 @@ class Metrics:
         self.tenants: set[str] = set()
         registry.register(ServerCollector(servers))
         registry.register(SLOCollector(self.slos))
+        registry.register(QualityCollector(quality))
         registry.register(CertificateCollector(servers, certificates))
         ProcessCollector(registry=registry)
 
@@ -177,6 +178,14 @@ class CertificateCollector(Collector):
             for path, end in found.current().expiry.items()
         }
         yield family(f"gateway_{METRIC}", ends)
+
+
+class QualityCollector(Collector):
+    def __init__(self, scores: Callable[[], Mapping[Labels, float]]) -> None:
+        self.scores = scores
+
+    def collect(self) -> Iterator[Metric]:
+        yield family("gateway_quality_score", self.scores())
 
 
 class SLOCollector(Collector):
