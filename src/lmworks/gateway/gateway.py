@@ -15,7 +15,7 @@ from typing import Any
 from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
 from ..serve.reload import ReloadedFile, has_terminal
-from ..serve.server import NOTICE_S
+from ..serve.server import NOTICE_S, bind_socket
 from ..serve.tls import Certificates, listening_context
 from ..spec import SpecError
 from .cache_follower import follow_forever
@@ -28,6 +28,7 @@ from .metrics import Metrics
 from .proxy import Proxy
 from .quality import QualityChecks
 from .servers import Server, Servers
+from .tenants.admin_api import PREFIX as ADMIN_PATHS
 from .tenants.tenancy import Tenancy
 
 log = logging.getLogger("lmworks.gateway")
@@ -73,6 +74,9 @@ class Gateway:
         self.proxy = Proxy(settings.current, self.servers, self.metrics)
         if settings.config.tenants.on:
             self.proxy.tenancy = Tenancy(settings.current, self.servers)
+        tenancy = self.proxy.tenancy  # the admin API, where it has no listener of its own
+        own = settings.config.tenants.admin_port
+        self.serves_admin = None if tenancy is None or own else tenancy.admin_api.handle
         self.connections: set[ClientConnection] = set()
         self.draining = False
         self.watched: dict[str, tuple[Pool, list[asyncio.Task[None]]]] = {}
@@ -141,6 +145,8 @@ class Gateway:
     async def handle(self, request: HTTPRequest, connection: ClientConnection) -> None:
         route = self.routes.get((request.method, request.path))
         try:
+            if route is None and self.serves_admin and request.path.startswith(ADMIN_PATHS):
+                route = self.serves_admin
             if self.draining and request.method == "POST":
                 raise APIError(503, "shutting_down", "the gateway is shutting down", retry_after=1)
             if route is None:
@@ -200,12 +206,12 @@ class Gateway:
             if one is not None:
                 one.check_files()
 
-    async def listen(self, listening: socket.socket) -> asyncio.Server:
+    async def listen(self, listening: socket.socket, handle: Route) -> asyncio.Server:
         tls, context = self.certificates, None
         if tls is not None:
             context = listening_context(tls.tls, tls.context)
         return await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self.handle, self.edge_limits, self.connections),
+            lambda: ClientConnection(handle, self.edge_limits, self.connections),
             sock=listening,
             backlog=BACKLOG,
             ssl=context,
@@ -235,9 +241,14 @@ class Gateway:
         tenancy = self.proxy.tenancy
         if tenancy is not None:
             background.append(asyncio.create_task(tenancy.run()))
-        server = await self.listen(listening)
+        server = await self.listen(listening, self.handle)
+        config, admin = self.settings.config.tenants, None
+        if tenancy is not None and config.admin_port:
+            admin = await self.listen(bind_socket(config.admin_host, config.admin_port), tenancy.admin_api.handle)
         await stop.wait()
         await self.drain(server, notice)
+        if admin is not None:
+            admin.close()
         for task in background:
             task.cancel()
         if tenancy is not None:

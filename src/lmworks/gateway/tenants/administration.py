@@ -15,6 +15,11 @@ from .identity import MARK, ROLES, Key, Tenant, digest, new_secret, prefix_of
 from .limits import NANO, Limits
 from .store import GROUPS, Entry, Store
 
+
+class NotFound(SpecError):
+    """A tenant or key that is not there."""
+
+
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DAY_S = 86400.0
 
@@ -39,7 +44,7 @@ class Administration:
     def tenant(self, name: str) -> Tenant:
         found = {one.name: one for one in self.tenants()}
         if name not in found:
-            raise SpecError(f"there is no tenant {name!r}{did_you_mean(name, found)}")
+            raise NotFound(f"there is no tenant {name!r}{did_you_mean(name, found)}")
         return found[name]
 
     def create_tenant(self, name: str, tier: str, limits: Limits, cache_group: str = "") -> Tenant:
@@ -89,7 +94,7 @@ class Administration:
             raise SpecError("a whole key was given: its prefix is enough, and no secret")
         found = {key.prefix: key for key in self.keys()}
         if prefix not in found:
-            raise SpecError(f"there is no key {prefix[:40]!r}: give its prefix, {MARK}- and eight characters")
+            raise NotFound(f"there is no key {prefix[:40]!r}: give its prefix, {MARK}- and eight characters")
         return found[prefix]
 
     def create_key(

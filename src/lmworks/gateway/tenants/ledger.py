@@ -77,6 +77,9 @@ class Ledger:
                 self.waiting = records[at:] + self.waiting
                 self.down(error)
                 return
+            except asyncio.CancelledError:  # `close` writes them once more
+                self.waiting = records[at:] + self.waiting
+                raise
             for record in batch:
                 self.budgets.written(record.places(), record.spending())
         self.journal.forget(files)

@@ -26,6 +26,7 @@ from ..config import GatewayConfig, Pool
 from ..exchange import Exchange
 from ..http_server import HTTPRequest
 from ..servers import Server, Servers
+from .admin_api import AdminAPI
 from .authentication import Authentication
 from .budgets import Place
 from .database import StoreDown, open_database
@@ -90,6 +91,7 @@ class Tenancy:
         self.ledger.start()
         self.rates: Rates = LocalRates()
         self.sizes = PromptSizes()
+        self.admin_api = AdminAPI(self)
         self.salt_key = self.store.salt()
         self.salts: dict[tuple[str, str], str] = {}  # of tenants and groups whose requests name none
 
@@ -225,6 +227,7 @@ class Tenancy:
 
     async def close(self) -> None:
         """After the last request."""
+        await asyncio.sleep(0)  # those that were cut off are counted
         with suppress(StoreDown):
             await self.ledger.flush()
         self.thread.shutdown()
