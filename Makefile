@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-clients test-hta test-datatrove notebook lint bench gpu-test clean
+.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-clients test-hta test-datatrove sbom notebook lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -93,6 +93,15 @@ $(VENV)-datatrove/.ready: pyproject.toml
 test-datatrove: $(VENV)-datatrove/.ready  ## rules for documents against datatrove, in an environment of its own
 	PYTHONPATH=src:tests/curate $(VENV)-datatrove/bin/python -m pytest --noconftest -m datatrove tests/curate/test_datatrove.py
 
+# An environment of its own: it lists what is in the other one.
+$(VENV)-sbom/.ready: Makefile
+	$(PYTHON) -m venv $(VENV)-sbom
+	$(VENV)-sbom/bin/pip install --quiet --disable-pip-version-check "cyclonedx-bom==7.5.0"
+	@touch $@
+
+sbom: $(READY) $(VENV)-sbom/.ready  ## every installed package with version and licence, as CycloneDX: sbom.json
+	$(VENV)-sbom/bin/cyclonedx-py environment --validate --output-reproducible --of JSON -o sbom.json $(BIN)/python
+
 notebook: $(READY)  ## run notebooks/scaling-laws.ipynb on its ladder (minutes), outputs into the file; LADDER=… takes another
 	$(if $(LADDER),LADDER=$(LADDER)) $(BIN)/python notebooks/execute.py notebooks/scaling-laws.ipynb
 
@@ -108,4 +117,4 @@ gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-clients $(VENV)-hta $(VENV)-datatrove .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-deepspeed $(VENV)-trl $(VENV)-trl-ppo $(VENV)-clients $(VENV)-hta $(VENV)-datatrove $(VENV)-sbom .pytest_cache .mypy_cache .ruff_cache
