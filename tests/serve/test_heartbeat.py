@@ -146,7 +146,8 @@ def answered(**fields: Any) -> bytes:
 ATTACKS |= {
     "reasoning of a megabyte": (CHATS, lambda: answered(reasoning_content=LONG), 400),
     "half of 128 tools long": (CHATS, lambda: chat(tools=[tool()] * 64 + [tool(description=TEXT * 360)] * 64), 400),
-    "a schema of 700,000 numbers": (CHATS, lambda: chat(tools=[tool(parameters={"enum": [1] * 700_000})]), 400),
+    "a schema of 1,200,000 numbers": (CHATS, lambda: chat(tools=[tool(parameters={"enum": [1] * 1_200_000})]), 400),
+    "variables of 1,200,000 numbers": (CHATS, lambda: chat(chat_template_kwargs={"a": [1] * 1_200_000}), 400),
     "200,000 tokens allowed": (COMPLETIONS, lambda: body(prompt="a", allowed_token_ids=[1] * 200_000), 200),
     "2,000 parts of one answer": (
         RESPONSES,

@@ -306,3 +306,28 @@ def test_answers_count_until_sent() -> None:
         assert refusal.value.status == 429
     with house.inside() as other:
         house.rate_limiter.admit(other, limits, CARD, params, size)
+
+
+def test_lines_of_batches_take_no_live_requests_place() -> None:
+    """Neither in the queue nor of the key: a batch that fills its own room leaves all of the other."""
+    house = House(Limits(queue=2), concurrent=3)  # and 4 that run
+    params = SamplingParams(max_tokens=1, n=1)
+    size = size_of(params, [1], 0, True)
+    with ExitStack() as stack:
+
+        def batch_line() -> None:
+            meter = RequestMeter(house.rate_limiter, house.key, batch=True)
+            meter.begin()
+            stack.callback(meter.release)
+            stack.enter_context(house.rate_limiter.admit(meter, house.limits, CARD, params, size))
+
+        for _ in range(6):
+            batch_line()
+        with pytest.raises(APIError, match="as many as may be"):
+            batch_line()
+        for _ in range(3):
+            stack.enter_context(house.entered())
+        with pytest.raises(APIError, match="under way"):
+            house.enter()
+    assert not any(house.rate_limiter.open.values()) and not any(house.rate_limiter.batched.values())
+    house.enter()

@@ -25,6 +25,7 @@ BODY_SECONDS = 60.0  # for a body to arrive
 LARGE_BODY_BYTES = 65_536  # bytes that take milliseconds to parse
 MAX_DETOKENIZED = 2**18  # tokens of /detokenize: they pass between processes, which holds the GIL
 MAX_GRAMMAR_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
+MAX_TOOLS_CHARS = 2**20  # of all tools together: more would block the event loop, and is no prompt
 # A string, closed; or open (group 1) at the end of what came so far.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(")(?:[^"\\]++|\\.)*+\\?\Z', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -176,6 +177,8 @@ def item_counts(body: dict[str, Any], limits: Limits) -> Iterator[tuple[str, int
     yield "allowed_token_ids", len(items(body.get("allowed_token_ids"))), MAX_DETOKENIZED, "tokens"
     yield "metadata", len(items(body.get("metadata"))), limits.metadata, "entries"
     yield "tokens", len(items(body.get("tokens"))), MAX_DETOKENIZED, "tokens"
+    yield "tools", characters(body.get("tools")), MAX_TOOLS_CHARS, "characters"
+    yield "chat_template_kwargs", characters(body.get("chat_template_kwargs")), MAX_GRAMMAR_CHARS, "characters"
     for param, found in grammar_fields(body):
         yield param, characters(found), MAX_GRAMMAR_CHARS, "characters"
 

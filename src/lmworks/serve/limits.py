@@ -254,6 +254,7 @@ class RateLimiter:
         self.clock = clock
         self.usage_by_key: defaultdict[str, KeyUsage] = defaultdict(KeyUsage)  # by the key's name
         self.open: defaultdict[str, int] = defaultdict(int)  # answers under way, by model
+        self.batched: defaultdict[str, int] = defaultdict(int)  # …of batches, which have room of their own
         self.kept = 0  # bytes of echoes and log-probabilities that answers under way may come to
 
     def admit(
@@ -264,16 +265,17 @@ class RateLimiter:
         check_size(limits, key, card, params, size)
         tokens = size.tokens(params)
         others = usage.open - meter.open
-        if key.concurrent and others + size.answers > key.concurrent:
+        if key.concurrent and not meter.batch and others + size.answers > key.concurrent:
             message = f"this key has {others} answers under way and may have {key.concurrent}"
             raise rate_limit_error("concurrent_requests", message, RETRY_S)
         if key.tokens_per_minute and usage.tokens.wait(now, tokens - meter.charged_tokens, key.tokens_per_minute):
             # A retry is tokenized again: what tokenizing cost is not refunded.
             wait = usage.tokens.wait(now, tokens, key.tokens_per_minute)
             raise rate_limit_error("tokens_per_minute", f"this key has {key.tokens_per_minute} tokens a minute", wait)
-        if self.open[card.id] + size.answers > max_open_answers(limits, card):
+        under_way = self.batched if meter.batch else self.open
+        if under_way[card.id] + size.answers > max_open_answers(limits, card):
             raise rate_limit_error(
-                "queue_full", f"{self.open[card.id]} answers are under way, as many as may be", RETRY_S
+                "queue_full", f"{under_way[card.id]} answers are under way, as many as may be", RETRY_S
             )
         if self.kept and self.kept + size.extra > limits.kept_bytes:
             message = f"{self.kept} bytes of echoes and log-probabilities are under way, as many as are kept at once"
@@ -288,8 +290,9 @@ def rate_limit_error(code: str, message: str, wait: float) -> APIError:
 class RequestMeter:
     """Meters a request from its headers to the last byte of its response, on behalf of its key."""
 
-    def __init__(self, rate_limiter: RateLimiter, key: KeyLimits) -> None:
-        self.rate_limiter, self.key = rate_limiter, key
+    def __init__(self, rate_limiter: RateLimiter, key: KeyLimits, batch: bool = False) -> None:
+        """`batch`: a line of one, which takes no live request's place."""
+        self.rate_limiter, self.key, self.batch = rate_limiter, key, batch
         self.usage = rate_limiter.usage_by_key[key.name]
         self.open = 0  # answers that count as in progress
         self.bytes = 0  # of the body, not charged as tokens so far
@@ -299,7 +302,7 @@ class RequestMeter:
     def begin(self) -> None:
         """Before anything of the body is read."""
         key, usage, now = self.key, self.usage, self.rate_limiter.clock()
-        if key.concurrent and usage.open >= key.concurrent:
+        if key.concurrent and not self.batch and usage.open >= key.concurrent:
             raise rate_limit_error(
                 "concurrent_requests", f"this key has {key.concurrent} requests under way already", RETRY_S
             )
@@ -318,7 +321,8 @@ class RequestMeter:
         self.begin()
 
     def set_open(self, answers: int) -> None:
-        self.usage.open += answers - self.open
+        if not self.batch:
+            self.usage.open += answers - self.open
         self.open = answers
 
     def reserve_bytes(self, size: int) -> None:
@@ -353,7 +357,8 @@ class Admission:
         meter.bytes = 0
         meter.set_open(size.answers)
         meter.reserve_bytes(size.extra)
-        meter.rate_limiter.open[model] += size.answers
+        self.under_way = meter.rate_limiter.batched if meter.batch else meter.rate_limiter.open
+        self.under_way[model] += size.answers
         charged = bool(meter.key.tokens_per_minute)
         self.charge = meter.usage.tokens.add(now, max(0, tokens - meter.charged_tokens)) if charged else None
 
@@ -366,6 +371,6 @@ class Admission:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.meter.set_open(min(1, self.meter.open))
-        self.meter.rate_limiter.open[self.model] -= self.answers
+        self.under_way[self.model] -= self.answers
         if self.charge is not None and self.used < self.tokens:
             self.meter.usage.tokens.refund(self.charge, min(self.charge.amount, self.tokens - self.used))

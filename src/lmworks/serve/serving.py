@@ -280,7 +280,9 @@ class Serving:
         if self.draining:
             raise APIError(503, "shutting_down", "the server is shutting down", retry_after=1)
         meter = request.scope[METER] = (
-            RequestMeter(self.rate_limiter, key) if self.engine_host is None else self.engine_host.meter(key)
+            RequestMeter(self.rate_limiter, key, batch_key is not None)
+            if self.engine_host is None
+            else self.engine_host.meter(key)
         )
         address = request.client.host if request.client else ""
         share = key.name if config.keys else address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -38,16 +38,16 @@ def encode_in_slices(value: Any) -> str:
     return f"[{','.join(parts)}]"
 
 
-def sse_event(chunk: Any) -> bytes:
+def sse_event(chunk: Any, to_text: Callable[[Any], str] = encode) -> bytes:
     """Three characters are escaped: they do not end a line in SSE, but many clients split there."""
-    text = encode(chunk)
+    text = to_text(chunk)
     text = text.replace("\u0085", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return f"data: {text}\n\n".encode()
 
 
-def named_event(name: str, data: Any) -> bytes:
+def named_event(name: str, data: Any, to_text: Callable[[Any], str] = encode) -> bytes:
     """An event of the APIs that name them."""
-    return f"event: {name}\n".encode() + sse_event(data)
+    return f"event: {name}\n".encode() + sse_event(data, to_text)
 
 
 class EventStream(Response):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from ...errors import to_api_error
 from ...generation_request import CompletionOutput, RequestOutput, add_usage
 from ...parsers.base import parse_whole
 from ...reasoning_tokens import count_reasoning_tokens
-from ...sse import named_event
+from ...sse import encode, encode_in_slices, named_event
 from ...telemetry import log
 from .bodies import ResponsesRequest
 from .writer import ItemWriter, Status
@@ -27,6 +28,7 @@ class ResponseHandler:
 
     chat: ChatGeneration
     body: ResponsesRequest
+    large: bool = False  # its instructions and tools, which each whole response repeats, take milliseconds to encode
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     done: dict[str, Any] | None = None  # the response, when it is complete
@@ -44,10 +46,14 @@ class ResponseHandler:
         number, usage, answer = 0, Usage(0, 0, 0), CompletionOutput()
         writer: ItemWriter | None = None
 
-        def numbered(event: dict[str, Any]) -> bytes:
+        def numbered(event: dict[str, Any], to_text: Callable[[Any], str] = encode) -> bytes:
             nonlocal number
             number += 1
-            return named_event(event["type"], event | {"sequence_number": number - 1})
+            return named_event(event["type"], event | {"sequence_number": number - 1}, to_text)
+
+        async def whole(kind: str, response: dict[str, Any]) -> bytes:
+            event = {"type": kind, "response": response}
+            return await asyncio.to_thread(numbered, event, encode_in_slices) if self.large else numbered(event)
 
         try:
             async with aclosing(self.chat.events()) as events:
@@ -55,7 +61,7 @@ class ResponseHandler:
                     if writer is None:
                         writer = ItemWriter(parser)
                         for kind in ("response.created", "response.in_progress"):
-                            yield numbered({"type": kind, "response": self.response([], "in_progress")})
+                            yield await whole(kind, self.response([], "in_progress"))
                     usage = usage if event.final is None else add_usage(usage, event.final)
                     answer.add(event)
                     for written in writer.add(pieces):
@@ -64,7 +70,7 @@ class ResponseHandler:
                 response, ends = self.finished(writer, answer, usage)
                 for written in ends:
                     yield numbered(written)
-                yield numbered({"type": f"response.{response['status']}", "response": response})
+                yield await whole(f"response.{response['status']}", response)
         except Exception as error:
             if writer is None:
                 raise
@@ -75,7 +81,7 @@ class ResponseHandler:
             failed = {"code": "server_error", "message": str(api_error)}
             response = self.response(writer.items, "failed") | {"error": failed}
             yield numbered({"type": "error", "code": api_error.code, "message": str(api_error), "param": None})
-            yield numbered({"type": "response.failed", "response": response})
+            yield await whole("response.failed", response)
 
     def finished(
         self, writer: ItemWriter, answer: CompletionOutput, usage: Usage

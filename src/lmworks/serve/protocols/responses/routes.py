@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Literal
@@ -11,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from ...body import read_body
+from ...body import LARGE_BODY_BYTES, read_body
 from ...chat import make_generation
 from ...generation_request import collect_output
 from ...openapi import STREAM, error_responses, request_body
 from ...serving import Serving
-from ...sse import encode, start_stream, while_connected
+from ...sse import encode_in_slices, start_stream, while_connected
 from ..local import find_local
 from .bodies import InputItem, ResponsesRequest
 from .handler import ResponseHandler
@@ -67,7 +68,7 @@ def add_responses_routes(app: FastAPI, serving: Serving) -> None:
         """A response that was stored."""
         caller = serving.authenticate(request)
         found: Stored = await serving.stored_responses("get", caller.tenant, response_id)
-        return Response(encode(found.response), media_type="application/json")
+        return Response(await asyncio.to_thread(encode_in_slices, found.response), media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", name="delete_response", responses=error_responses(401, 404, 503))
     async def delete(request: Request, response_id: str) -> DeletedResponse:
@@ -79,7 +80,7 @@ def add_responses_routes(app: FastAPI, serving: Serving) -> None:
 
 async def create_response(serving: Serving, request: Request) -> Response:
     caller = serving.authenticate(request)
-    body, _ = await read_body(serving, request, caller, ResponsesRequest)
+    body, raw = await read_body(serving, request, caller, ResponsesRequest)
     local, adapter = find_local(serving, caller, body.model)
     tenant, limits = caller.tenant, caller.limits
     own = (
@@ -91,11 +92,12 @@ async def create_response(serving: Serving, request: Request) -> Response:
     chat = await make_generation(
         serving, caller, local, adapter, chat_request(body, ITEMS.validate_python([*earlier, *own]), limits)
     )
-    handler = ResponseHandler(chat, body)
+    handler = ResponseHandler(chat, body, len(raw) > LARGE_BODY_BYTES)
 
     async def store() -> None:
         if body.store is not False and handler.done is not None:
-            await serving.stored_responses("put", tenant, handler.done, own, limits)
+            size = len(await asyncio.to_thread(encode_in_slices, [handler.done, own]))
+            await serving.stored_responses("put", tenant, Stored(handler.done, own, size), limits)
 
     async def lines() -> AsyncGenerator[bytes, None]:
         async with aclosing(handler.stream()) as events:
@@ -109,6 +111,6 @@ async def create_response(serving: Serving, request: Request) -> Response:
     if body.stream:
         return await start_stream(request, lines())
     output = await while_connected(request.receive, collect_output(chat.generation))
-    content = encode(handler.full_response(output))
+    content = await asyncio.to_thread(lambda: encode_in_slices(handler.full_response(output)))
     await store()
     return Response(content, media_type="application/json")

@@ -5,7 +5,6 @@ A response holds its own input and output, and the id of the one before it.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from ...limits import APIError, Limits
 class Stored:
     response: dict[str, Any]
     input: list[dict[str, Any]]
-    bytes: int
+    bytes: int  # of both as JSON
 
 
 class ResponseStore:
@@ -25,9 +24,11 @@ class ResponseStore:
         self.tenants: defaultdict[str, OrderedDict[str, Stored]] = defaultdict(OrderedDict)  # the oldest first
         self.bytes: defaultdict[str, int] = defaultdict(int)
 
-    def put(self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]], limits: Limits) -> None:
-        """Drops the tenant's oldest where there are too many."""
-        stored = Stored(response, items, len(json.dumps([response, items])))
+    def put(
+        self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]], size: int, limits: Limits
+    ) -> None:
+        """Of so many bytes as JSON. Drops the tenant's oldest where there are too many."""
+        stored = Stored(response, items, size)
         kept = self.tenants[tenant]
         kept[response["id"]] = stored
         self.bytes[tenant] += stored.bytes
