@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from api_server import MODEL, Api, House, say
 from openai import OpenAI
 from openai.types.responses import Response
 from test_reasoning import CALLS, CITY
+
+from lmworks.serve.protocols.responses import handler, routes
 
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 
@@ -193,3 +196,26 @@ def test_tenants_do_not_see_each_others_responses(scripted: House, tmp_path: Pat
 def test_refused_by_name(api: Api, wishes: dict[str, Any], param: str) -> None:
     answer = api.post("/v1/responses", {"model": MODEL, "input": "x"} | wishes)
     assert answer.status_code == 400 and answer.json()["error"]["param"].split(".")[0] == param, answer.text
+
+
+def test_large_responses_are_encoded_off_the_event_loop(scripted: House, api: Api, monkeypatch: Any) -> None:
+    """A whole response repeats instructions and tools: a client that sends much of them holds nobody up."""
+    threads: list[int | None] = []
+    plain = handler.encode_in_slices
+
+    def noted(value: Any) -> str:
+        threads.append(threading.get_ident())
+        return plain(value)
+
+    for module in (handler, routes):
+        monkeypatch.setattr(module, "encode_in_slices", noted)
+    body = {"model": MODEL, "input": say("<think>\nHm.\n</think>\n\nRome."), "max_output_tokens": 200, "temperature": 0}
+    text = json.dumps(body | {"stream": True}) + " " * 70_000
+    answer = api.http.post("/v1/responses", content=text, headers={"content-type": "application/json"})
+    last = json.loads(answer.text.split("data: ")[-1])
+    assert last["type"] == "response.completed" and len(threads) >= 4, "three whole responses, and one that is stored"
+    assert scripted.thread.ident not in threads
+    found = api.post("/v1/responses", body).json()
+    assert found["output"][-1]["content"] == last["response"]["output"][-1]["content"]
+    assert api.http.get(f"/v1/responses/{found['id']}").json() == found
+    assert scripted.thread.ident not in threads

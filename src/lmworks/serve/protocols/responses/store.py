@@ -24,11 +24,9 @@ class ResponseStore:
         self.tenants: defaultdict[str, OrderedDict[str, Stored]] = defaultdict(OrderedDict)  # the oldest first
         self.bytes: defaultdict[str, int] = defaultdict(int)
 
-    def put(
-        self, tenant: str, response: dict[str, Any], items: list[dict[str, Any]], size: int, limits: Limits
-    ) -> None:
-        """Of so many bytes as JSON. Drops the tenant's oldest where there are too many."""
-        stored = Stored(response, items, size)
+    def put(self, tenant: str, stored: Stored, limits: Limits) -> None:
+        """Drops the tenant's oldest where there are too many."""
+        response = stored.response
         kept = self.tenants[tenant]
         kept[response["id"]] = stored
         self.bytes[tenant] += stored.bytes
