@@ -19,7 +19,7 @@ def monitoring(
         list[str] | None, typer.Option("--server", metavar="HOST:PORT", help="A server to scrape. Repeatable.")
     ] = None,
 ) -> None:
-    """Write alert rules and the configuration of Prometheus.
+    """Write alert rules, the configuration of Prometheus and a Grafana dashboard.
 
     Each alert has a runbook in docs/runbooks (docs/observability.md).
 
@@ -27,12 +27,19 @@ def monitoring(
     Examples:
       lmworks fleet monitoring --out monitoring --gateway 127.0.0.1:8080 --server 127.0.0.1:8001
     """
+    import json
+
     from ..launch import to_yaml
     from ..observability.alerts import rules
+    from ..observability.dashboard import dashboard
     from ..observability.prometheus import RULES_FILE, prometheus_config
 
     config = prometheus_config(gateways or ["127.0.0.1:8080"], servers or [])
-    files = {RULES_FILE: to_yaml([rules()]), "prometheus.yml": to_yaml([config])}
+    files = {
+        RULES_FILE: to_yaml([rules()]),
+        "prometheus.yml": to_yaml([config]),
+        "dashboards/lmworks.json": json.dumps(dashboard(), indent=2) + "\n",
+    }
     for name, text in files.items():
         write_file(out / name, text, "--out")
         typer.echo(f"wrote {out / name}")
