@@ -382,6 +382,20 @@ def test_hung_process_is_detected(engine: EngineProcess, run: Run) -> None:
     assert engine.restarts == restarts
 
 
+def test_a_hang_is_detected_though_clients_give_up(engine: EngineProcess, run: Run) -> None:
+    """A gateway that waits for seconds leaves long before an engine counts as hung: that must not begin anew each time."""
+
+    async def main() -> None:
+        stream, _ = await beginning(engine, EngineRequest([1], HELD))
+        os.kill(pid(engine), signal.SIGSTOP)
+        await stream.aclose()
+        await until(lambda: engine.state.stuck, 20)
+        os.kill(pid(engine), signal.SIGCONT)
+        await until(lambda: idle(engine) and engine.state.healthy)
+
+    run(main())
+
+
 def test_writes_to_hung_process_are_bounded(engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "MAX_UNSENT_BYTES", 2**20)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .output import Json, print_json, print_table
-from .ranks import PARENT_PID_VARIABLE
 
 if TYPE_CHECKING:
     from ..drill.incident import Moment, Report
@@ -44,7 +42,6 @@ def drill(
         list_drills(json)
         return
     chosen = choose(name)
-    os.environ[PARENT_PID_VARIABLE] = str(os.getpid())  # the fleet ends with this process
     reports = run_drills(chosen, out, alert_rules(), print_moment, print_verdict)
     table, page = write_report(reports, out, date.today())
     if json:

@@ -39,6 +39,7 @@ GATEWAY: dict[str, Any] = {
 }
 LIMITS: dict[str, Any] = {"stuck_seconds": 2.0, "kill_seconds": 6.0, "queue": 64}
 START_S = 180.0
+PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: the fleet ends with this process
 POLL_S = 0.2
 
 
@@ -108,8 +109,8 @@ class LocalFleet:
         words = [sys.executable, "-m", "lmworks", "fleet", "up", str(config), "--folder", str(self.folder)]
         with (self.folder / "supervisor.log").open("ab") as log:
             self.supervisor = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(self.shape.environment),
-                start_new_session=True,
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=environment({**self.shape.environment, PARENT_PID_VARIABLE: str(os.getpid())}),
             )  # fmt: skip
         self.wait_ready()
 

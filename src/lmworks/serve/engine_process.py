@@ -78,6 +78,7 @@ class ProcessHandle:
     started: float = field(default_factory=time.monotonic)
     ready: float = 0.0  # when it reported ready
     steps: int = 0
+    cancelling: bool = False  # it was told of a cancelled request, and has not reported since
     profiling: bool = False  # a profiler is being started, or its trace written: no step is taken meanwhile
     exit_reason: str = ""  # what it reported, or why it was killed
     spec_error: bool = False  # the model's spec was wrong
@@ -232,6 +233,7 @@ class EngineProcess:
         handle = self.ready_process()
         if number in self.unfinished and handle is not None:
             handle.writer.write(encode_frame(Cancel(number)))
+            handle.cancelling = True
         self.unfinished.discard(number)
         self.compiling.pop(number, None)
 
@@ -433,6 +435,7 @@ class EngineProcess:
             self.first_ready.set_result(None)
 
     def on_report(self, report: StepReport, handle: ProcessHandle) -> None:
+        handle.cancelling = False
         # Compiling takes no steps: while there is no other work, a report is a heartbeat.
         if report.steps != handle.steps or self.unfinished <= self.compiling.keys():
             handle.steps, self.stalled = report.steps, 0.0
@@ -465,7 +468,8 @@ class EngineProcess:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            waits = self.unfinished and not handle.profiling
+            # Clients that give up must not hide a hang: an engine that is told so reports at once.
+            waits = (self.unfinished or handle.cancelling) and not handle.profiling
             self.stalled = self.stalled + min(now - before, 2 * TICK_S) if waits else 0.0
             before = now
             if self.stall_timeouts.kill and self.stalled >= self.stall_timeouts.kill:
