@@ -383,7 +383,7 @@ def test_hung_process_is_detected(engine: EngineProcess, run: Run) -> None:
 
 
 def test_a_hang_is_detected_though_clients_give_up(engine: EngineProcess, run: Run) -> None:
-    """A gateway that waits for seconds leaves long before an engine counts as hung: that must not begin anew each time."""
+    """A gateway leaves after seconds, long before an engine counts as hung: the count must not begin anew each time."""
 
     async def main() -> None:
         stream, _ = await beginning(engine, EngineRequest([1], HELD))

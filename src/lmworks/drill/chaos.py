@@ -45,7 +45,7 @@ class Fault:
     name: str
     what: str
     begin: Callable[[Fleet, int], None]
-    end: Callable[[Fleet, int], None] | None = None  # after a while; None: the supervisor or the engine's watchdog heals
+    end: Callable[[Fleet, int], None] | None = None  # after a while; None: it heals by itself
 
 
 @dataclass

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Drill:
     tenants: tuple[Tenant, ...] = TENANTS
     check: Callable[[Stage], list[Check]] | None = None
     prepare: Callable[[Stage], None] | None = None  # before the load starts
+    scrape_proxied: bool = False  # a TCP proxy between Prometheus and the first server
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Stage:
         """What the commands of runbooks say instead of names and addresses."""
         return {
             "FLEET": str(self.fleet.folder), "GATEWAY": self.fleet.url, "SERVER": self.victim,
-            "SERVER_URL": self.fleet.server_url(self.victim),
+            "OTHER_URL": self.fleet.server_url(self.fleet.names[-1]),
+            "SERVER_URL": self.fleet.server_url(self.victim), "GATEWAY_PID": str(self.fleet.pid("gateway")),
         }  # fmt: skip
 
     def command(self, line: str) -> CommandRun:
@@ -207,11 +209,17 @@ def set_up(stage: Stage) -> None:
     if drill.prepare is not None:
         drill.prepare(stage)
     if stage.rules is not None:
-        servers = [fleet.server_url(name).removeprefix("http://") for name in fleet.names]
-        targets = {GATEWAY_JOB: [fleet.url.removeprefix("http://")], SERVER_JOB: servers}
+        servers = [fleet.server_url(name) for name in fleet.names]
+        if drill.scrape_proxied:
+            scraped = TCPProxy(fleet.port + 50, fleet.port + 1)
+            scraped.start()
+            stage.proxies.append(scraped)
+            servers[0] = f"http://127.0.0.1:{scraped.port}"
+        targets = {GATEWAY_JOB: [fleet.url], SERVER_JOB: servers}
         stage.monitoring = Monitoring(stage.folder / "monitoring", stage.rules, targets, stage.now)
         stage.monitoring.start()
     stage.wait(lambda: servers_up(fleet) == len(fleet.names), 30.0)
+    stage.load.tenants = [replace(one, key=fleet.keys.get(one.name, "")) for one in stage.load.tenants]
     stage.load.learn()
 
 
@@ -300,7 +308,7 @@ def user_checks(stage: Stage) -> list[Check]:
     before, during = stage.outcomes(0.0, stage.planted), stage.outcomes(stage.planted - 1.0, stage.ended)
     every, after = stage.outcomes(0.0), stage.outcomes(stage.ended)
     bad = [one for one in before if one.end != "ok" and one.seconds + one.at < stage.planted]
-    known = {one.name for one in drill.tenants if one.known}
+    within_limits = {one.name for one in drill.tenants if not one.limited}
     checks = [
         Check("steady before", bool(before) and not bad, "every request answered", f"{len(before)}, {len(bad)} not"),
         count_check("wrong answers, or text twice", [one for one in every if one.end == "wrong"], 0),
@@ -310,7 +318,9 @@ def user_checks(stage: Stage) -> list[Check]:
     if promise.refused is not None:
         checks.append(
             count_check(
-                "refused requests", [o for o in every if o.end == "refused" and o.tenant in known], promise.refused
+                "refused requests",
+                [o for o in every if o.end == "refused" and o.tenant in within_limits],
+                promise.refused,
             )
         )
     for name, share in promise.within_slo.items():
@@ -319,7 +329,7 @@ def user_checks(stage: Stage) -> list[Check]:
         checks.append(
             Check(f"SLO of {name}", ok, f"at least {share:.0%}", f"{found.within_slo:.1%} of {found.requests}")
         )
-    wrong = [one for one in after if one.end != "ok"]
+    wrong = [one for one in after if one.end != "ok" and one.tenant in within_limits]
     checks.append(
         Check("well after", bool(after) and not wrong, "every request answered", f"{len(after)}, {len(wrong)} not")
     )

@@ -60,6 +60,7 @@ class Tenant:
     model: str = ""
     retries: int = 0  # at once, where it is refused or fails
     known: bool = True  # whether its answers are compared
+    limited: bool = False  # it is refused what it asks beyond its limits
 
 
 @dataclass

@@ -5,7 +5,9 @@ What is shorter than in production is in `GATEWAY` and `LIMITS` here, and is wri
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any
 
 from ..fleet.up import process_of, read_state, ready, status
 from ..spec import LMWorksError, SpecError, dump_toml
+from .surroundings import clock_library, mount_disk, start_redis, stop_redis, unmount_disk, write_certificate
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -45,13 +48,16 @@ POLL_S = 0.2
 
 def train_model(folder: Path, steps: int = 12, seed: int = 0) -> Path:
     """A model of two layers over bytes, with a tokenizer: trained once, then kept."""
-    if not (folder / "spec.toml").exists():
+    if not folder.exists():
+        work = folder.with_name(f".{folder.name}")
+        shutil.rmtree(work, ignore_errors=True)  # of one that was killed
         words = [sys.executable, "-m", "lmworks", "train", *TRAINED, f"optim.steps={steps}", f"seed={seed}"]
         ended = subprocess.run(
-            [*words, "--run-dir", str(folder)], capture_output=True, text=True, env=environment(), check=False
+            [*words, "--run-dir", str(work)], capture_output=True, text=True, env=environment(), check=False
         )
         if ended.returncode:
             raise LMWorksError(f"the model of the drills could not be trained: {ended.stderr.strip()[-400:]}")
+        work.rename(folder)
     return folder
 
 
@@ -69,7 +75,11 @@ class Shape:
     limits: Mapping[str, Any] = field(default_factory=dict)  # more of [limits] of the servers
     gateway: Mapping[str, Any] = field(default_factory=dict)  # more sections of the gateway's file
     proxied: bool = False  # a TCP proxy between the gateway and each server
-    environment: Mapping[str, str] = field(default_factory=dict)
+    tenants: tuple[str, ...] = ()  # names with keys of their own, in the gateway's store
+    redis: bool = False  # counts the rates of tenants
+    small_disk: bool = False  # the usage journal is on one
+    tls: bool = False  # between the gateway and the servers
+    clock: bool = False  # of each process can be changed
 
 
 class LocalFleet:
@@ -79,6 +89,7 @@ class LocalFleet:
         self.folder, self.model, self.shape = folder, model, shape
         self.port = free_ports(shape.servers + 1)
         self.supervisor: subprocess.Popen[bytes] | None = None
+        self.keys: dict[str, str] = {}  # of tenants
 
     @property
     def url(self) -> str:
@@ -89,19 +100,29 @@ class LocalFleet:
         return [f"{MODEL}-{number}" for number in range(self.shape.servers)]
 
     def server_url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.port + 1 + self.names.index(name)}"
+        scheme = "https" if self.shape.tls else "http"
+        return f"{scheme}://127.0.0.1:{self.port + 1 + self.names.index(name)}"
+
+    @property
+    def gateway_file(self) -> Path:
+        return self.folder / "gateway.toml"
+
+    @property
+    def disk(self) -> Path:
+        return self.folder / "disk"
 
     def start(self, pools: Sequence[str] | None = None) -> None:
         """`pools`: addresses that the gateway uses instead of the servers' own."""
         self.folder.mkdir(parents=True, exist_ok=True)
         limits = self.folder / "serve.toml"
         limits.write_text(dump_toml({"limits": {**LIMITS, **self.shape.limits}}), encoding="utf-8")
-        gateway = merged(GATEWAY, self.shape.gateway)
+        gateway = merged(merged(GATEWAY, self.shape.gateway), self.prepare())
         if pools is not None:
             gateway["pools"] = [{"name": MODEL, "urls": list(pools)}]
+        tls = ("--tls-cert", f"{self.folder}/server.pem", "--tls-key", f"{self.folder}/server.key")
         model = {
             "name": MODEL, "source": str(self.model), "servers": self.shape.servers,
-            "options": ["--config", str(limits), *self.shape.options, *ENGINE],
+            "options": ["--config", str(limits), *(tls if self.shape.tls else ()), *self.shape.options, *ENGINE],
         }  # fmt: skip
         config = self.folder / "fleet.toml"
         content = {"name": "drill", "port": self.port, "restart_seconds": 1.0, "models": [model], "gateway": gateway}
@@ -110,9 +131,43 @@ class LocalFleet:
         with (self.folder / "supervisor.log").open("ab") as log:
             self.supervisor = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=environment({**self.shape.environment, PARENT_PID_VARIABLE: str(os.getpid())}),
+                env=environment({**self.clock_variables(), PARENT_PID_VARIABLE: str(os.getpid())}),
             )  # fmt: skip
         self.wait_ready()
+        self.keys = {name: self.create_key(name) for name in self.shape.tenants}
+
+    def prepare(self) -> dict[str, Any]:
+        """What the fleet stands on is set up; returns what the gateway's file says of it."""
+        found: dict[str, Any] = {}
+        if self.shape.tls:
+            write_certificate(self.folder, days=30)
+            urls = [f"{self.server_url(name)}/v1" for name in self.names]
+            found["pools"] = [{"name": MODEL, "urls": urls, "tls_ca": str(self.folder / "server.pem")}]
+        if self.shape.tenants:
+            found["tenants"] = {"store": f"sqlite:///{self.folder}/gateway.db"}
+        if self.shape.redis:
+            start_redis(self.folder, self.port + 100)
+            found["tenants"]["limits"] = f"redis://127.0.0.1:{self.port + 100}"
+        if self.shape.small_disk:
+            mount_disk(self.disk)
+            found["tenants"]["journal"] = str(self.disk / "journal")
+        return found
+
+    def clock_variables(self) -> dict[str, str]:
+        if not self.shape.clock:
+            return {}
+        return {"LD_PRELOAD": str(clock_library(self.folder)), "CLOCK_OFFSETS": str(self.folder)}
+
+    def create_key(self, tenant: str) -> str:
+        words = [sys.executable, "-m", "lmworks", "gateway"]
+        config = ["--config", str(self.gateway_file)]
+        subprocess.run(
+            [*words, "tenants", "create", tenant, *config], capture_output=True, env=environment(), check=True
+        )
+        made = subprocess.run(
+            [*words, "keys", "create", tenant, *config, "--json"], capture_output=True, env=environment(), check=True
+        )
+        return str(json.loads(made.stdout)["key"])
 
     def wait_ready(self, seconds: float = START_S) -> None:
         assert self.supervisor is not None
@@ -187,6 +242,10 @@ class LocalFleet:
             self.supervisor.kill()
             self.supervisor.wait()
         self.supervisor = None
+        if self.shape.redis:
+            stop_redis(self.folder)
+        if self.shape.small_disk:
+            unmount_disk(self.disk)
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

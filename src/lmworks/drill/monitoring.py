@@ -49,7 +49,7 @@ class Alert:
 
 @dataclass
 class Monitoring:
-    """`targets`: job → addresses (HOST:PORT) with /metrics."""
+    """`targets`: job → addresses with /metrics, http://HOST:PORT."""
 
     folder: Path
     rules: Mapping[str, Any]
@@ -85,7 +85,12 @@ class Monitoring:
 
     def write_files(self, receiver_port: int) -> None:
         jobs = [
-            {"job_name": job, "static_configs": [{"targets": list(addresses)}]}
+            {
+                "job_name": job,
+                "scheme": addresses[0].partition("://")[0],
+                "tls_config": {"insecure_skip_verify": True},  # an expired certificate is not to hide the metrics
+                "static_configs": [{"targets": [one.partition("://")[2] for one in addresses]}],
+            }
             for job, addresses in self.targets.items()
         ]
         prometheus = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -145,8 +146,11 @@ def local_servers(fleet: Fleet, folder: Path) -> list[Process]:
             port = fleet.port + 1 + len(found)
             name = f"{model.name}-{number}"
             command = [sys.executable, "-m", "lmworks", "serve", f"{model.name}={model.source}", "--port", str(port)]
+            scheme = "https" if "--tls-cert" in model.options else "http"
             found.append(
-                Process(name, f"http://127.0.0.1:{port}", [*command, *model.options], folder / "logs" / f"{name}.log")
+                Process(
+                    name, f"{scheme}://127.0.0.1:{port}", [*command, *model.options], folder / "logs" / f"{name}.log"
+                )
             )
     return found
 
@@ -183,7 +187,12 @@ def status(folder: Path) -> list[dict[str, Any]]:
 
 
 def ready(url: str) -> bool:
-    with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/ready", timeout=2.0) as answer:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a process of ours, on this machine
+    with (
+        suppress(urllib.error.URLError, OSError),
+        urllib.request.urlopen(f"{url}/ready", timeout=2.0, context=context) as answer,
+    ):
         return bool(answer.status == 200)
     return False
 
