@@ -1,4 +1,4 @@
-"""Drills in a real fleet. A drill must pass, and one whose promise is broken must not."""
+"""Drills in a real fleet. A drill must pass, and one that does more harm than it allows must not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_killed_server_is_not_noticed_and_a_killed_fleet_is(tmp_path: Path) ->
         for name in stage.fleet.names:
             stage.fleet.kill(name)
 
-    broken = replace(BY_NAME["server-killed"], name="broken", plant=kill_all)  # promises what cannot be kept
+    broken = replace(BY_NAME["server-killed"], name="broken", plant=kill_all)  # allows less than what must happen
     passed, failed = run_drills([BY_NAME["server-killed"], broken], tmp_path, None, print, print)
     assert passed.ok, passed.checks
     assert passed.tenants["blue"]["during"]["requests"] > 5

@@ -155,7 +155,7 @@ class Result:
     migrations: int
     retries: int  # of clients that were refused
     tokens_expected: int
-    tokens_told: int  # usage of the answers
+    tokens_reported: int  # usage of the answers
     tokens_counted: int  # by the gateway
     longest_gap: float
     seconds: float

@@ -1,4 +1,4 @@
-"""The drills: what is planted, which alert must fire, what users are promised, and the runbook's commands."""
+"""The drills: what is planted, which alert must fire, what users may see, and the runbook's commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from ..spec import LMWorksError
-from .incident import TENANTS, Check, Drill, Promise, Stage
+from .incident import TENANTS, Check, Drill, Impact, Stage
 from .load import Tenant
 from .local_fleet import MODEL, Shape
 from .surroundings import fill_disk, redis_pid, write_certificate
@@ -259,7 +259,7 @@ DRILLS = (
     ),
     Drill(
         "all-servers-killed", "kill -9 of every server", kill_all, alerts=("PoolDown",),
-        promise=Promise(lost=100, failed=100, refused=None), look=(STATUS, SERVERS),
+        impact=Impact(lost=100, failed=100, refused=None), look=(STATUS, SERVERS),
     ),
     Drill(
         "network-partition", "the network between the gateway and a server is cut", cut_network,
@@ -275,11 +275,11 @@ DRILLS = (
     ),
     Drill(
         "gateway-killed", "kill -9 of the only gateway", kill_gateway, alerts=("GatewayDown",),
-        promise=Promise(lost=20, failed=100), seconds=3.0,
+        impact=Impact(lost=20, failed=100), seconds=3.0,
     ),
     Drill(
         "gateway-restarted", "SIGTERM of the gateway: it finishes its streams and is started again", restart_gateway,
-        promise=Promise(failed=100, refused=None), seconds=3.0,
+        impact=Impact(failed=100, refused=None), seconds=3.0,
     ),
     Drill(
         "config-broken", "an unknown section is written into the gateway's file", break_config,
@@ -290,12 +290,12 @@ DRILLS = (
     Drill(
         "retry-storm", "four times as many requests, from clients that ask again at once when they are refused", storm,
         alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*TENANTS, STORM),
-        promise=Promise(refused=None, failed=0), seconds=8.0, shape=Shape(limits={"queue": 4}),
+        impact=Impact(refused=None, failed=0), seconds=8.0, shape=Shape(limits={"queue": 4}),
     ),
     Drill(
         "tenant-flood", "a tenant sends twenty times its limit of a request a second", flood,
         alerts=("TenantThrottled",), prepare=limit_flood, withdraw=end_flood, tenants=(*TENANTS, FLOOD),
-        promise=Promise(refused=0, within_slo={"blue": 0.95, "green": 0.95}), seconds=8.0,
+        impact=Impact(refused=0, within_slo={"blue": 0.95, "green": 0.95}), seconds=8.0,
         look=("lmworks gateway usage --config $FLEET/gateway.toml --by tenant,outcome",),
         shape=Shape(tenants=("blue", "green", "flood")),
     ),
@@ -305,7 +305,7 @@ DRILLS = (
     ),
     Drill(
         "disk-full", "the disk of the usage journal is full", fill, alerts=("StoreDown",),
-        promise=Promise(failed=0, refused=None), look=("df $FLEET/disk",), act=("rm $FLEET/disk/filler",),
+        impact=Impact(failed=0, refused=None), look=("df $FLEET/disk",), act=("rm $FLEET/disk/filler",),
         shape=Shape(tenants=("blue", "green"), small_disk=True),
     ),
     Drill(
@@ -336,6 +336,6 @@ DRILLS = (
             f"curl -sf ${name}/v1/unload_lora_adapter -H 'content-type: application/json' "
             "-d '{\"lora_name\": \"helper\"}'" for name in ("SERVER_URL", "OTHER_URL")
         ),
-        promise=Promise(failed=100), shape=Shape(options=("--adapter-root", "/")),
+        impact=Impact(failed=100), shape=Shape(options=("--adapter-root", "/")),
     ),
 )  # fmt: skip

@@ -27,8 +27,8 @@ TENANTS = (Tenant("blue", 2.0), Tenant("green", 2.0))
 
 
 @dataclass(frozen=True)
-class Promise:
-    """What users are promised while the incident lasts. `within_slo`: share of a tenant's requests."""
+class Impact:
+    """The most that users may see of the incident. `within_slo`: share of a tenant's requests."""
 
     lost: int = 0  # streams that broke off
     failed: int = 0  # requests that got an error, beyond those that were told to come later
@@ -43,7 +43,7 @@ class Drill:
     plant: Callable[[Stage], None]
     alerts: tuple[str, ...] = ()  # that must fire, …
     within: float = 30.0  # …so many seconds after the fault, with windows divided by FASTER
-    promise: Promise = field(default_factory=Promise)
+    impact: Impact = field(default_factory=Impact)
     look: tuple[str, ...] = ("lmworks fleet status --folder $FLEET",)  # the runbook's commands: what to look at, …
     act: tuple[str, ...] = ()  # …what to do
     withdraw: Callable[[Stage], None] | None = None  # what ends outside of the fleet: a cable, a client
@@ -304,7 +304,7 @@ def report(stage: Stage) -> Report:
 
 
 def user_checks(stage: Stage) -> list[Check]:
-    promise, drill = stage.drill.promise, stage.drill
+    allowed, drill = stage.drill.impact, stage.drill
     before, during = stage.outcomes(0.0, stage.planted), stage.outcomes(stage.planted - 1.0, stage.ended)
     every, after = stage.outcomes(0.0), stage.outcomes(stage.ended)
     bad = [one for one in before if one.end != "ok" and one.seconds + one.at < stage.planted]
@@ -312,18 +312,18 @@ def user_checks(stage: Stage) -> list[Check]:
     checks = [
         Check("steady before", bool(before) and not bad, "every request answered", f"{len(before)}, {len(bad)} not"),
         count_check("wrong answers, or text twice", [one for one in every if one.end == "wrong"], 0),
-        count_check("lost streams", [one for one in every if one.end == "lost"], promise.lost),
-        count_check("failed requests", [one for one in every if one.end == "failed"], promise.failed),
+        count_check("lost streams", [one for one in every if one.end == "lost"], allowed.lost),
+        count_check("failed requests", [one for one in every if one.end == "failed"], allowed.failed),
     ]
-    if promise.refused is not None:
+    if allowed.refused is not None:
         checks.append(
             count_check(
                 "refused requests",
                 [o for o in every if o.end == "refused" and o.tenant in within_limits],
-                promise.refused,
+                allowed.refused,
             )
         )
-    for name, share in promise.within_slo.items():
+    for name, share in allowed.within_slo.items():
         found = seen((one for one in during if one.tenant == name), SLO_TTFT_S)
         ok = found.requests > 0 and found.within_slo >= share
         checks.append(

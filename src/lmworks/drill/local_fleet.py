@@ -167,7 +167,7 @@ class LocalFleet:
         made = subprocess.run(
             [*words, "keys", "create", tenant, *config, "--json"], capture_output=True, env=environment(), check=True
         )
-        return str(json.loads(made.stdout)["key"])
+        return str(json.loads(made.stdout)["secret"])
 
     def wait_ready(self, seconds: float = START_S) -> None:
         assert self.supervisor is not None
