@@ -38,6 +38,7 @@ from ..spec import SpecError
 from ..spec.errors import did_you_mean
 from ..spec.schema import Section, opt
 from .quality import QualityCheck
+from .rollout_rule import RolloutRule
 from .slo import ServiceLevel, find_level
 from .tenants.config import Tenants, Tier
 
@@ -94,6 +95,7 @@ class Health(Section):
     eject_seconds: float = opt(2.0, "how long the first time; twice as long each time after it", gt=0)
     eject_longest: float = opt(120.0, "…and at most", gt=0)
     retry_share: float = opt(0.2, "most retries, as a share of all requests", ge=0, le=1)
+    hedge_share: float = opt(0.05, "most hedged requests, as a share of all", ge=0, le=1)
     rise: int = opt(1, "good probes in a row until it gets some again", ge=1)
 
 
@@ -185,6 +187,7 @@ class ModelRule(Section):
     aliases: list[str] = opt(list, "other names for it")
     serves: str = opt("", "what its servers call it (empty: the same)")
     pools: list[str] = opt(list, "pools that may answer (empty: all that have it)")
+    hedge_seconds: float = opt(0.0, "without a first token for so long, another server is asked too (0: never)", ge=0)
     policy: list[str] = opt(list, "routing policies, in their order (empty: routing.policy)")
     fallback: list[str] = opt(list, "models to try where none of its servers can answer")
 
@@ -217,6 +220,7 @@ class GatewayConfig(Section):
     routing: Routing = opt(Routing, "how a server is chosen")
     health: Health = opt(Health, "which servers get requests")
     timeouts: Timeouts = opt(Timeouts, "how long anything may take")
+    rollouts: list[RolloutRule] = opt(list, "new versions beside old ones")
     slos: list[ServiceLevel] = opt(list, "how soon requests are to be answered")
     quality_checks: list[QualityCheck] = opt(list, "prompts whose answers are known")
     tenants: Tenants = opt(Tenants, "keys of clients, their limits and usage")
@@ -233,6 +237,12 @@ class GatewayConfig(Section):
             twice = next((name for name in given if given.count(name) > 1), None)
             if twice is not None:
                 raise SpecError(f"{what}: the name {twice!r} is there twice")
+        for rollout in self.rollouts:
+            for name in (rollout.stable, rollout.candidate):
+                if name not in pools:
+                    raise SpecError(
+                        f"rollouts: {rollout.model!r}: no pool is called {name!r}{did_you_mean(name, pools)}"
+                    )
         for model in self.models:
             unknown = next((name for name in model.pools if name not in pools), None)
             if unknown is not None:

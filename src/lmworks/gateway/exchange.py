@@ -39,6 +39,7 @@ class Exchange:
     server: Server | None = None  # that answers
     answering: str = ""  # the model that answers: another where it fell back
     tries: int = 0
+    hedged: bool = False  # two servers were asked at once
     migrations: int = 0
     status: int = 0
     failed: str | None = None  # code of the error that ended it
@@ -53,6 +54,7 @@ class Exchange:
     ticket: Ticket | None = None  # its place in a pool with max_open
     tenant: Tenant = ANYONE
     weight: float = 1.0  # of the tenant's tier
+    text: str | None = None  # of its answer, where a copy of the request is compared with it
     priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
     trace_id: str | None = None

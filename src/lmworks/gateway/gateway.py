@@ -12,8 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
+from ..serve.middleware import loopback
 from ..serve.reload import ReloadedFile, has_terminal
 from ..serve.server import NOTICE_S, bind_socket
 from ..serve.tls import Certificates, listening_context
@@ -27,6 +30,7 @@ from .http_server import ClientConnection, EdgeLimits, HTTPRequest
 from .metrics import Metrics
 from .proxy import Proxy
 from .quality import QualityChecks
+from .rollouts import Rollouts
 from .servers import Server, Servers
 from .tenants.admin_api import PREFIX as ADMIN_PATHS
 from .tenants.tenancy import Tenancy
@@ -42,6 +46,16 @@ MODEL_PATHS = {
     *("/v1/rerank", "/v2/rerank", "/v1/classify", "/v1/pooling", "/v1/moderations", "/v1/audio/speech"),
     *("/v1/messages/count_tokens", "/v1/images/generations"),
 }
+
+FORWARDED = ("forwarded", "x-forwarded-for", "origin")  # by a proxy or a browser, on behalf of somebody else
+
+
+class Switch(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    action: str
+
+
+SWITCH = msgspec.json.Decoder(Switch)
 
 Route = Callable[[HTTPRequest, ClientConnection], Awaitable[None]]
 
@@ -77,6 +91,10 @@ class Gateway:
         tenancy = self.proxy.tenancy  # the admin API, where it has no listener of its own
         own = settings.config.tenants.admin_port
         self.serves_admin = None if tenancy is None or own else tenancy.admin_api.handle
+        state = settings.path.with_suffix(".rollouts.json")
+        self.rollouts = Rollouts(state, lambda: self.settings.config.rollouts, self.addresses)
+        if settings.config.rollouts:
+            self.proxy.rollouts = self.rollouts
         self.connections: set[ClientConnection] = set()
         self.draining = False
         self.watched: dict[str, tuple[Pool, list[asyncio.Task[None]]]] = {}
@@ -88,6 +106,8 @@ class Gateway:
             ("GET", "/v1/models"): self.list_models,
             ("GET", "/gateway/servers"): self.list_servers,
             ("POST", "/gateway/servers"): self.register,
+            ("GET", "/gateway/rollouts"): self.list_rollouts,
+            ("POST", "/gateway/rollouts"): self.switch_rollout,
             **{("POST", path): self.proxy.handle for path in MODEL_PATHS},
         }
 
@@ -97,6 +117,7 @@ class Gateway:
         """The pools of the file as it is now; unchanged ones keep their servers and what is known of them."""
         config = self.settings.current()
         self.servers.keep(config)
+        self.proxy.rollouts = self.rollouts if config.rollouts else None
         wanted = {pool.name: pool for pool in config.pools}
         for name, (pool, tasks) in list(self.watched.items()):
             if wanted.get(name) != pool:
@@ -125,6 +146,7 @@ class Gateway:
 
     async def maintain(self) -> None:
         """Once a second: the file, and leases of registered servers."""
+        self.spawn_probe(self.rollouts.run())
         while True:
             before = self.settings.config
             if self.settings.current() is not before:
@@ -185,6 +207,28 @@ class Gateway:
         if self.proxy.tenancy is not None:
             self.proxy.tenancy.authentication.caller(request).check_role("admin", "the list of servers")
         connection.respond_json(200, {"servers": [describe(server) for server in self.servers]})
+
+    async def list_rollouts(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        self.check_admin(request, "the list of rollouts")
+        connection.respond_json(200, {"rollouts": self.rollouts.describe()})
+
+    async def switch_rollout(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        self.check_admin(request, "switching a rollout")
+        try:
+            asked = SWITCH.decode(request.body)
+        except msgspec.MsgspecError as error:
+            raise APIError(400, "invalid_request", f"give model and action: {error}") from None
+        connection.respond_json(200, self.rollouts.act(asked.model, asked.action).describe())
+
+    def check_admin(self, request: HTTPRequest, what: str) -> None:
+        """Keys of admins; where the gateway has no keys, programs on its own machine."""
+        if self.proxy.tenancy is not None:
+            self.proxy.tenancy.authentication.caller(request).check_role("admin", what)
+        elif not loopback(request.client) or any(request.header(name) for name in FORWARDED):
+            raise APIError(403, "admin_only", f"without [tenants], {what} is for programs on the gateway's own machine")
+
+    def addresses(self, pool: str) -> list[str]:
+        return [server.url for server in self.servers if server.pool.name == pool and server.up]
 
     async def register(self, request: HTTPRequest, connection: ClientConnection) -> None:
         config = self.settings.current()

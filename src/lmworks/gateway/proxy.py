@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from .attempt import Attempt
 from .cache_follower import ASK, TOLD, read_prompt_blocks
 from .config import GatewayConfig, ModelRule, Timeouts
 from .exchange import Exchange
+from .forecast import Work
 from .http_client import UpstreamError
 from .http_server import ClientConnection, Headers, HTTPRequest
 from .metrics import Metrics
@@ -29,7 +31,9 @@ from .outcomes import RetryBudget
 from .policies import Router
 from .relay import StreamRelay
 from .request_body import RequestBody
+from .rollouts import Rollouts
 from .servers import Server, Servers
+from .shadow import Shadows, whole_text
 from .stream_events import UsageFields
 from .tenants.fair_queue import FairQueue
 from .tenants.identity import ANYONE
@@ -58,6 +62,9 @@ class Proxy:
         self.config, self.servers, self.metrics = config, servers, metrics
         self.router = Router()
         self.tenancy: Tenancy | None = None  # where clients need keys
+        self.rollouts: Rollouts | None = None  # where the file has any
+        self.shadows = Shadows()
+        self.hedges = RetryBudget(lambda: self.config().health.hedge_share)
         self.fair_queue = FairQueue(self.room)
         self.retries = RetryBudget(lambda: self.config().health.retry_share)
 
@@ -84,7 +91,7 @@ class Proxy:
                 if self.tenancy is not None and caller is not None:
                     await self.tenancy.admit(exchange, caller)
                 await self.wait_for_place(exchange)
-                await self.answer(exchange)
+                await self.answer_and_copy(exchange)
         except (APIError, TimeoutError) as error:
             self.fail(exchange, error if isinstance(error, APIError) else timed_out("in all"))
         except asyncio.CancelledError:
@@ -139,12 +146,24 @@ class Proxy:
 
     # --- tries ------------------------------------------------------------------------------------------
 
+    async def answer_and_copy(self, exchange: Exchange) -> None:
+        """A share of the requests of a rollout goes to its candidate too, in shadow."""
+        rollout = self.rollouts.of(exchange.rule.name) if self.rollouts is not None else None
+        shadowed = self.shadows.wanted(rollout)
+        exchange.text = "" if shadowed else None
+        await self.answer(exchange)
+        if shadowed and rollout is not None and exchange.status == 200:
+            rule = exchange.rule
+            servers = self.servers.serving(rule.serves, [rollout.rule.candidate])
+            self.shadows.start(exchange, rollout, servers, rule, lambda server: self.headers(exchange, server))
+
     async def answer(self, exchange: Exchange) -> None:
         """Tries servers, and then the models that the rule falls back to; raises the last error."""
         last: APIError = no_server(exchange.rule.name)
         failed: set[Server] = set()
         relay = StreamRelay(exchange, not wants_usage(exchange.body))
         self.retries.earn()
+        self.hedges.earn()
         exchange.priority = self.priority(exchange)
         for rule in (exchange.rule, *map(self.config().rule, exchange.rule.fallback)):
             for _ in range(TRIES):
@@ -158,9 +177,13 @@ class Proxy:
                 exchange.tries += 1
                 exchange.server, exchange.answering = server, rule.serves
                 try:
-                    await self.attempt(exchange, server, rule, relay)
+                    if rule.hedge_seconds:
+                        await self.hedged_attempt(exchange, server, rule, relay, failed)
+                    else:
+                        await self.attempt(exchange, server, rule, relay)
                     return
                 except UpstreamError as error:
+                    server = exchange.server or server  # of two, the one that had begun or failed last
                     failed.add(server)
                     last = self.failure(exchange, server, error)
                     if relay.begun:
@@ -191,16 +214,19 @@ class Proxy:
         found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in failed]
         if exchange.ticket is not None:
             found = [server for server in found if server.pool.name == exchange.ticket.pool] or found
+        found = self.rollouts.narrow(found, exchange, rule.name) if self.rollouts is not None else found
         found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
         return self.router.pick(found, exchange, rule.policy or self.config().routing.policy) if found else None
 
     def failure(self, exchange: Exchange, server: Server, error: UpstreamError) -> APIError:
         """Takes note of a try that failed."""
         self.metrics.try_failed(server, error.kind)
+        if self.rollouts is not None and not is_busy(error):
+            self.rollouts.record(exchange, server, None)
         for policy in self.router.of(exchange):
             policy.failed(server, exchange)
-        health, refused = self.config().health, isinstance(error, RefusedTry) and error.api_error.status == 429
-        if refused:  # a server that says that it is busy works
+        health = self.config().health
+        if is_busy(error):  # a server that says that it is busy works
             server.breaker.abandoned()
         else:
             server.breaker.failed(time.monotonic(), health.failures, health.eject_seconds, health.eject_longest)
@@ -214,31 +240,100 @@ class Proxy:
 
     async def attempt(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
         """One try; raises UpstreamError where another server may do better."""
-        timeouts = self.config().timeouts
         exchange.count()
-        attempt, changes = Attempt(server), self.changes(exchange, server, rule)
-        work = server.begin_work(len(exchange.body.raw))
+        begun = Try(server, server.begin_work(len(exchange.body.raw)))
+        try:
+            await self.begin_try(begun, exchange, rule, relay)
+            await self.finish_try(begun, exchange, relay)
+        finally:
+            begun.close(exchange)
+
+    async def hedged_attempt(
+        self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay, failed: set[Server]
+    ) -> None:
+        """As `attempt`; a server that has not begun in time gets a rival, and the first to begin answers."""
+        exchange.count()
+        tries = {asyncio.create_task(self.hedge_try(server, exchange, rule, relay)): server}
+        winner: Try | None = None
+        try:
+            await asyncio.wait(tries, timeout=rule.hedge_seconds)
+            if not any(task.done() for task in tries):
+                others = self.servers.serving(rule.serves, rule.pools)
+                others = [one for one in others if one is not server and one not in failed]
+                others = self.rollouts.narrow(others, exchange, rule.name) if self.rollouts is not None else others
+                if others and self.hedges.spend():
+                    second = self.router.pick(others, exchange, rule.policy or self.config().routing.policy)
+                    exchange.hedged = True
+                    tries[asyncio.create_task(self.hedge_try(second, exchange, rule, relay))] = second
+            error: BaseException | None = None
+            while winner is None and tries:
+                done, _ = await asyncio.wait(tries, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    one = tries.pop(task)
+                    if task.exception() is None and winner is None:
+                        winner = task.result()
+                    elif task.exception() is None:
+                        task.result().close(exchange)
+                    elif isinstance(failure := task.exception(), UpstreamError) and (tries or winner):
+                        failed.add(one)
+                        self.failure(exchange, one, failure)
+                    else:
+                        error, exchange.server = task.exception(), one
+            for task in tries:
+                task.cancel()
+            await asyncio.gather(*tries, return_exceptions=True)
+            if winner is None:
+                assert error is not None
+                raise error
+            exchange.server = winner.server
+            await self.finish_try(winner, exchange, relay)
+        finally:
+            for task in tries:
+                task.cancel()
+            if winner is not None:
+                winner.close(exchange)
+
+    async def hedge_try(self, server: Server, exchange: Exchange, rule: ModelRule, relay: StreamRelay) -> Try:
+        begun = Try(server, server.begin_work(len(exchange.body.raw)))
+        try:
+            await self.begin_try(begun, exchange, rule, relay)
+        except BaseException:
+            begun.close(exchange)
+            raise
+        return begun
+
+    async def begin_try(self, begun: Try, exchange: Exchange, rule: ModelRule, relay: StreamRelay) -> None:
+        """Until the answer's first bytes, or all of it where it is no stream."""
+        server, attempt = begun.server, begun.attempt
+        changes = self.changes(exchange, server, rule)
         server.breaker.begin()
         if can_continue(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
         try:
-            content = exchange.body.with_changes(changes)
-            await self.begin(attempt, exchange, content, timeouts)
-            self.learn_blocks(attempt, exchange)
+            await self.begin(attempt, exchange, exchange.body.with_changes(changes), self.config().timeouts)
+        except asyncio.CancelledError:
+            server.breaker.abandoned()
+            raise
+        self.learn_blocks(attempt, exchange)
+        if attempt.streams:
+            server.rates.answered(begun.work)
+
+    async def finish_try(self, begun: Try, exchange: Exchange, relay: StreamRelay) -> None:
+        server, attempt = begun.server, begun.attempt
+        first_token = time.monotonic() - begun.work.sent
+        try:
             if attempt.streams:
-                server.rates.answered(work)
-                await self.stream(attempt, exchange, relay, timeouts)
+                await self.stream(attempt, exchange, relay, self.config().timeouts)
             elif relay.begun:
                 raise RefusedTry(attempt)
             else:
                 self.whole(attempt, exchange)
-            server.breaker.succeeded()
         except asyncio.CancelledError:
             server.breaker.abandoned()
             raise
-        finally:
-            server.rates.end(work, exchange.chunks if attempt.streams else int(attempt.status == 200))
-            attempt.close()
+        server.breaker.succeeded()
+        if self.rollouts is not None:
+            self.rollouts.record(exchange, server, first_token)
 
     def learn_blocks(self, attempt: Attempt, exchange: Exchange) -> None:
         told = attempt.headers.get(TOLD)
@@ -265,13 +360,16 @@ class Proxy:
             found["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
         return found
 
+    def headers(self, exchange: Exchange, server: Server) -> list[tuple[bytes, bytes]]:
+        """Of a request to a server."""
+        found = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode()), *server.headers()]
+        return found + [(name, said) for name in PASSED_ON if (said := exchange.request.headers.get(name)) is not None]
+
     async def begin(self, attempt: Attempt, exchange: Exchange, content: bytes, timeouts: Timeouts) -> None:
         seconds = timeouts.first_token if exchange.body.stream else timeouts.per_try
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode())]
-        headers += attempt.server.headers()
+        headers = self.headers(exchange, attempt.server)
         if attempt.server.cached is not None:
             headers.append(ASK)
-        headers += [(name, found) for name in PASSED_ON if (found := exchange.request.headers.get(name)) is not None]
         path = attempt.server.path_of(exchange.path)
         try:
             async with asyncio.timeout(seconds or None):
@@ -289,6 +387,8 @@ class Proxy:
         if attempt.status == 200:
             exchange.first_token = time.perf_counter() - exchange.began
             exchange.usage = usage_of(content)
+            if exchange.text is not None:
+                exchange.text = whole_text(content)
             exchange.usage_counts = exchange.usage is not None
             exchange.count()
         headers: Headers = list(exchange.headers)
@@ -328,6 +428,23 @@ class Proxy:
         connection.respond_error(error, exchange.headers)
 
 
+@dataclass(eq=False)
+class Try:
+    """A request at one server."""
+
+    server: Server
+    work: Work
+    attempt: Attempt = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempt = Attempt(self.server)
+
+    def close(self, exchange: Exchange) -> None:
+        tokens = exchange.chunks if self.attempt.streams else int(self.attempt.status == 200)
+        self.server.rates.end(self.work, tokens)
+        self.attempt.close()
+
+
 class RefusedTry(UpstreamError):
     """A server that cannot answer now. If no other does, the client is told what it said."""
 
@@ -344,6 +461,11 @@ class RefusedTry(UpstreamError):
         except (ValueError, KeyError, TypeError):
             pass
         self.api_error = APIError(status, code, message, None, after)
+
+
+def is_busy(error: UpstreamError) -> bool:
+    """A server that says so works."""
+    return isinstance(error, RefusedTry) and error.api_error.status == 429
 
 
 def can_continue(server: Server, exchange: Exchange) -> bool:

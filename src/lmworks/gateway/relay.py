@@ -7,6 +7,7 @@ from typing import Any
 
 from .exchange import Exchange
 from .http_client import UpstreamError
+from .shadow import text_of
 from .stream_events import EventFields, EventSplitter, StreamEvent
 
 STREAM_HEADERS = [
@@ -59,6 +60,8 @@ class StreamRelay:
             raise UpstreamError("failed", "the server ended its answer with an error")
         self.done = self.done or fields.error is not None
         self.note(event, fields)
+        if exchange.text is not None:
+            exchange.text += text_of(fields.choices)
         if event.prompt_tokens is not None:
             exchange.prompt_tokens = event.prompt_tokens
         found = fields.usage or (fields.message and fields.message.usage) or (fields.response and fields.response.usage)
