@@ -71,6 +71,7 @@ def trained_texts(chat: ChatTokenizer, messages: list[Message], tools: Any = ())
     return [[one.text[start:stop] for start, stop in one.trained] for one in chat.renderer.turns(messages, tools)]
 
 
+@pytest.mark.parametrize("folder", ["byte-level"], indirect=True)  # text, before any tokenizer sees it
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("prompt", [True, False])

@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -126,7 +127,15 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @with_triton
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), 70])  # one and three share a tile
+@pytest.mark.parametrize(
+    ("cut", "rows"),  # one row and three share a tile
+    [
+        ("whole", 1),
+        ("shared", 70),
+        *(pytest.param(cut, rows, marks=pytest.mark.slow) for cut, rows in product(("whole", "shared"), (1, 3, 70))),
+    ],
+    indirect=["cut"],
+)
 @pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
 def test_kernels_equal_references(kind: str, rows: int, cut: None) -> None:
     """90 channels fill no tile, nor do 70 rows two. 1,156 inputs are five steps of 256, the last not full, and 1,024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -88,9 +89,15 @@ def referring(value: Any, **more: Any) -> dict[str, Any]:
     return {"$defs": {"P": {"const": value}}, "type": "object", "properties": properties, "required": ["p"]} | more
 
 
+@functools.cache
+def byte_grammars() -> Grammars:
+    """One for all schemas: each has sandboxes, which are processes, of its own."""
+    return Grammars(ByteTokenizer(), 257)
+
+
 def allows(schema: dict[str, Any], answer: Any) -> bool:
     """Whether the grammar lets a model write this, byte by byte."""
-    matcher = Grammars(ByteTokenizer(), 257).matcher(SamplingParams(json_schema=schema))
+    matcher = byte_grammars().matcher(SamplingParams(json_schema=schema))
     assert matcher is not None
     for byte in json.dumps(answer).encode():
         matcher.accept(byte)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,8 @@ def test_openapi_lists_every_route(api: Api) -> None:
         "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
     }  # fmt: skip
     assert {"CompletionRequest", "ChatRequest", "ErrorBody"} <= set(found["components"]["schemas"])
+    named = set(re.findall(r'"\$ref": "#/components/schemas/([^"]+)"', json.dumps(found)))
+    assert named <= set(found["components"]["schemas"]) and "AnthropicErrorBody" in named
     # Clients are generated from these: they stay, whatever the handlers are called.
     assert {method["operationId"] for path in found["paths"].values() for method in path.values()} == {
         "models_v1_models_get", "model_v1_models__model__get", "completions_v1_completions_post",

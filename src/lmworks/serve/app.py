@@ -18,7 +18,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -33,14 +32,15 @@ from .batches.bodies import BatchRequest
 from .batches.routes import add_batch_routes
 from .body import read_body
 from .cache_routes import add_cache_routes
-from .errors import error_response
+from .errors import ErrorBody, error_response
 from .forward import forward
 from .generation_request import GenerationRequest, RequestOutput, collect_output, in_thread_with_logprobs
 from .limits import APIError
 from .metrics import render_metrics
 from .middleware import RequestMiddleware
-from .openapi import STREAM, error_responses, request_body
+from .openapi import STREAM, component_schemas, error_responses, request_body
 from .protocols.messages.bodies import CountTokensRequest, MessagesRequest
+from .protocols.messages.errors import AnthropicErrorBody
 from .protocols.messages.routes import add_messages_routes
 from .protocols.responses.bodies import ResponsesRequest
 from .protocols.responses.routes import add_responses_routes
@@ -157,11 +157,8 @@ def not_found_message(request: Request) -> str:
 def openapi_schema(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
-        _, schemas = models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
-        )
         components = document["components"]
-        components["schemas"] |= schemas["$defs"]
+        components["schemas"] |= component_schemas(BODIES, [ErrorBody, AnthropicErrorBody])
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}, {}]
         app.openapi_schema = document
