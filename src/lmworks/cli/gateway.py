@@ -52,11 +52,12 @@ def run(
         import uvloop
 
         from ..gateway.gateway import Gateway, GatewaySettings
+        from ..observability.tracing import tracing_from_environment
         from ..serve.server import bind_socket
         from ..serve.telemetry import log_as_json
     except ImportError as error:
         raise LMWorksError(f"the gateway needs {error.name}: pip install 'lmworks[gateway]'") from None
-    settings = GatewaySettings(config)
+    settings, tracing = GatewaySettings(config), tracing_from_environment("lmworks-gateway")
     listen = settings.config.listen
     with bind_socket(listen.host if host is None else host, listen.port if port is None else port) as listening:
         log_as_json()
@@ -64,6 +65,10 @@ def run(
         typer.echo(f"{'http' if listen.tls is None else 'https'}://{address}:{number}", err=True)
 
         async def main() -> None:
-            await Gateway(settings).run(listening)
+            gateway = Gateway(settings)
+            gateway.proxy.tracing = tracing
+            await gateway.run(listening)
 
         uvloop.run(main())
+        if tracing is not None:
+            tracing.close()

@@ -139,6 +139,7 @@ def serve(
     templates = read_templates(chat_template or [], names)
     parsers = read_parsers(tool_parser or [], reasoning_parser or [], names)
     import_server()
+    from ..observability.tracing import tracing_from_environment
     from ..serve.app import make_app
     from ..serve.batches.service import BatchService
     from ..serve.engine_host import APIProcessConfig, EngineHost
@@ -146,7 +147,7 @@ def serve(
     from ..serve.middleware import loopback
     from ..serve.registration import Registration
     from ..serve.server import NOTICE_S, bind_socket, make_server
-    from ..serve.telemetry import log_as_json, tracing_from_environment
+    from ..serve.telemetry import log_as_json
     from ..serve.tls import TLSFiles
 
     keys = [*(read_secrets(api_key_file) if api_key_file else ()), *filter(None, [os.environ.get(KEY)])]
@@ -160,7 +161,7 @@ def serve(
         typer.echo(
             "lmworks: warning: anyone who can reach this machine can use these models: no keys are set", err=True
         )
-    tracing = tracing_from_environment()
+    tracing = tracing_from_environment("lmworks")
     with bind_socket(host, port) as listening:
         log_as_json()
         scheme = "http" if tls_cert is None else "https"

@@ -16,14 +16,14 @@ from .slo import ServiceLevel, find_level
 
 SLOT_S = 10.0
 WINDOWS = {"5m": 300.0, "1h": 3600.0, "6h": 21600.0}
-SHED = "slo_unattainable"  # of `gateway.admission`: refused early, as it would have been late
+SHED = {"slo_unattainable", "queue_timeout"}  # codes of 429 that are no limit of the tenant's
 
 
 def missed(slo: ServiceLevel, exchange: Exchange) -> str | None:
     """Why a request missed it; "" where it met it, None where it does not count."""
     if exchange.failed == "client_left":
         return None
-    if exchange.status == 429 and exchange.failed != SHED and exchange.server is None:
+    if exchange.status == 429 and exchange.failed not in SHED and exchange.server is None:
         return None  # the tenant's own limits
     if exchange.failed is not None and (exchange.status in (0, 200, 429) or exchange.status >= 500):
         return "error"

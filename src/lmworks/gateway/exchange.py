@@ -13,6 +13,8 @@ from .servers import Server
 from .tenants.identity import ANYONE, Tenant
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from .tenants.fair_queue import Ticket
     from .tenants.tenancy import Meter
 
@@ -58,6 +60,7 @@ class Exchange:
     priority: int = 0  # the smallest goes first
     key: str = ""  # that it came with, as it is shown: its prefix
     trace_id: str | None = None
+    span: Span | None = None  # where it is traced
 
     @property
     def seconds_per_token(self) -> float | None:

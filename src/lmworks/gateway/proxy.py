@@ -7,13 +7,13 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..observability.tracing import trace_id_of
+from ..observability.tracing import Tracing, context_headers, end_span, sampled_id, trace_id_of
 from ..serve.errors import error_event
 from ..serve.limits import APIError
 from ..serve.telemetry import request_id
@@ -39,9 +39,13 @@ from .tenants.fair_queue import FairQueue
 from .tenants.identity import ANYONE
 from .tenants.tenancy import Tenancy
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 log = logging.getLogger("lmworks.gateway")
 
-PASSED_ON = (b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta", b"accept")  # headers to servers
+CONTEXT = (b"traceparent", b"tracestate")  # W3C trace context
+PASSED_ON = (b"anthropic-version", b"anthropic-beta", b"accept")  # headers to servers
 PASSED_BACK = (b"content-type", b"retry-after")
 TRIES = 3
 MIGRATIONS = 8  # of one stream
@@ -62,6 +66,7 @@ class Proxy:
         self.config, self.servers, self.metrics = config, servers, metrics
         self.router = Router()
         self.tenancy: Tenancy | None = None  # where clients need keys
+        self.tracing: Tracing | None = None  # where somebody receives spans
         self.rollouts: Rollouts | None = None  # where the file has any
         self.shadows = Shadows()
         self.hedges = RetryBudget(lambda: self.config().health.hedge_share)
@@ -84,7 +89,7 @@ class Proxy:
             return
         tenant, key = (caller.tenant, caller.key.prefix) if caller is not None else (ANYONE, "")
         exchange = Exchange(request, connection, body, rule, id, tenant=tenant, key=key)
-        exchange.trace_id = trace_id_of(request.header("traceparent"))
+        self.begin_trace(exchange)
         self.metrics.open.inc()
         try:
             async with asyncio.timeout(self.config().timeouts.total or None):
@@ -111,7 +116,19 @@ class Proxy:
                 self.tenancy.settle(exchange)
             exchange.seconds = time.perf_counter() - exchange.began
             self.metrics.ended(exchange)
-            log.info("request", extra=log_fields(exchange))
+            fields = log_fields(exchange)
+            log.info("request", extra=fields)
+            if exchange.span is not None:
+                end_span(exchange.span, fields)
+
+    def begin_trace(self, exchange: Exchange) -> None:
+        """Without a receiver of spans the client's context is passed on as it is."""
+        headers = {name.decode(): exchange.request.header(name.decode()) or "" for name in CONTEXT}
+        if self.tracing is None:
+            exchange.trace_id = trace_id_of(headers["traceparent"])
+            return
+        exchange.span = self.tracing.begin(f"POST {exchange.path}", headers)
+        exchange.trace_id = sampled_id(exchange.span)
 
     def check_model(self, rule: ModelRule, name: str) -> None:
         if not self.servers.known(rule.serves, rule.pools):
@@ -309,8 +326,14 @@ class Proxy:
         server.breaker.begin()
         if can_continue(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
+        if self.tracing is not None and exchange.span is not None:
+            begun.span = self.tracing.begin_try(exchange.span, server.url)
+        headers = self.headers(exchange, server, begun.span)
         try:
-            await self.begin(attempt, exchange, exchange.body.with_changes(changes), self.config().timeouts)
+            await self.begin(attempt, exchange, exchange.body.with_changes(changes), headers, self.config().timeouts)
+        except UpstreamError as error:
+            begun.failed = error.kind
+            raise
         except asyncio.CancelledError:
             server.breaker.abandoned()
             raise
@@ -328,6 +351,9 @@ class Proxy:
                 raise RefusedTry(attempt)
             else:
                 self.whole(attempt, exchange)
+        except UpstreamError as error:
+            begun.failed = error.kind
+            raise
         except asyncio.CancelledError:
             server.breaker.abandoned()
             raise
@@ -360,14 +386,17 @@ class Proxy:
             found["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
         return found
 
-    def headers(self, exchange: Exchange, server: Server) -> list[tuple[bytes, bytes]]:
-        """Of a request to a server."""
-        found = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode()), *server.headers()]
-        return found + [(name, said) for name in PASSED_ON if (said := exchange.request.headers.get(name)) is not None]
+    def headers(self, exchange: Exchange, server: Server, span: Span | None = None) -> Headers:
+        """Of a request to a server; its spans are below `span`, or the request's."""
+        span = span or exchange.span
+        own = [(b"content-type", b"application/json"), (b"x-request-id", exchange.id.encode()), *server.headers()]
+        context = passed_on(exchange.request, CONTEXT) if span is None else context_headers(span)
+        return [*own, *context, *passed_on(exchange.request, PASSED_ON)]
 
-    async def begin(self, attempt: Attempt, exchange: Exchange, content: bytes, timeouts: Timeouts) -> None:
+    async def begin(
+        self, attempt: Attempt, exchange: Exchange, content: bytes, headers: Headers, timeouts: Timeouts
+    ) -> None:
         seconds = timeouts.first_token if exchange.body.stream else timeouts.per_try
-        headers = self.headers(exchange, attempt.server)
         if attempt.server.cached is not None:
             headers.append(ASK)
         path = attempt.server.path_of(exchange.path)
@@ -435,6 +464,8 @@ class Try:
     server: Server
     work: Work
     attempt: Attempt = field(init=False)
+    span: Span | None = None
+    failed: str | None = None  # why its server did not answer
 
     def __post_init__(self) -> None:
         self.attempt = Attempt(self.server)
@@ -443,6 +474,8 @@ class Try:
         tokens = exchange.chunks if self.attempt.streams else int(self.attempt.status == 200)
         self.server.rates.end(self.work, tokens)
         self.attempt.close()
+        if self.span is not None:
+            end_span(self.span, {"status": self.attempt.status, "failed": self.failed})
 
 
 class RefusedTry(UpstreamError):
@@ -466,6 +499,10 @@ class RefusedTry(UpstreamError):
 def is_busy(error: UpstreamError) -> bool:
     """A server that says so works."""
     return isinstance(error, RefusedTry) and error.api_error.status == 429
+
+
+def passed_on(request: HTTPRequest, names: Iterable[bytes]) -> Headers:
+    return [(name, found) for name in names if (found := request.headers.get(name)) is not None]
 
 
 def can_continue(server: Server, exchange: Exchange) -> bool:

@@ -211,11 +211,11 @@ async def serve(channel: socket.socket, listening: socket.socket) -> None:
     serving = make_serving(engine_host, spec)
     listening_task = asyncio.create_task(engine_host.read_messages())
 
+    from ..observability.tracing import tracing_from_environment
     from .app import make_app
     from .server import Server, make_server
-    from .telemetry import tracing_from_environment
 
-    tracing = tracing_from_environment()
+    tracing = tracing_from_environment("lmworks")
     app = make_app(serving, spec.origins, tracing, spec.local)
     server: Server = make_server(app, serving, spec.drain_seconds, spec.tls, processes=spec.processes)
     serving_task = asyncio.create_task(server.serve([listening]))

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from .. import __version__
+from ..observability.tracing import Tracing
 from ..spec import LMWorksError
 from . import chat, completions, embeddings, prompts, rerank
 from .admin import add_admin_routes
@@ -69,7 +70,6 @@ from .response_bodies import (
 )
 from .serving import Caller, LocalModel, Model, Serving, Upstream
 from .sse import start_stream, to_json, while_connected
-from .telemetry import Tracing
 
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,

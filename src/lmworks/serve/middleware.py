@@ -13,11 +13,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..observability.families import exemplar
-from ..observability.tracing import trace_id_of
+from ..observability.tracing import Tracing, trace_id_of
 from .errors import error_response, to_api_error
 from .limits import APIError
 from .serving import ANSWER_HEADERS, METER, Serving
-from .telemetry import LogFields, Tracing, log, log_fields_of, request_id
+from .telemetry import LogFields, log, log_fields_of, request_id
 
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 QUIET = {"/health", "/ready", "/metrics"}  # polled every few seconds: not logged
@@ -101,11 +101,12 @@ class RequestMiddleware:
         method = scope["method"] if scope["method"] in METHODS else "OTHER"  # bounded: clients may send any method
         self.serving.http_metrics.requests.labels(method, path, str(log_fields["status"])).inc()
         trace_id = trace_id_of(headers.get("traceparent"))
+        if self.tracing is not None and path not in QUIET:
+            ended = response.began + took
+            trace_id = self.tracing.record(f"{method} {path}", log_fields, headers, response.began, ended)
         self.serving.http_metrics.seconds.labels(path).observe(took, exemplar(trace_id))
         if path not in QUIET:
             log.info("request", extra={**log_fields, "method": method, "path": path, "seconds": round(took, 6)})
-        if self.tracing is not None and path not in QUIET:
-            self.tracing.record(f"{method} {path}", log_fields, headers, response.began, response.began + took)
 
 
 def check_local(headers: Headers, origins: Sequence[str]) -> None:
