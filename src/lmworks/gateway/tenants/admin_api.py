@@ -12,7 +12,6 @@ own, and every key may see its tenant's usage.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,7 +217,7 @@ class AdminAPI:
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.tenancy.thread, work)
+            return await self.tenancy.thread.run(work)
         except StoreDown as error:
             raise APIError(503, "store_unavailable", str(error), None, 1) from None
         except NotFound as error:

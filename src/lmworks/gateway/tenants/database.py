@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +43,9 @@ class Database(Protocol):
     def transaction(self) -> Any:
         """A context manager: all of it is written, or nothing. Raises StoreDown."""
 
+    def interrupt(self) -> None:
+        """From another thread: what waits for an answer fails."""
+
     def close(self) -> None: ...
 
 
@@ -78,6 +82,9 @@ class SQLiteDatabase:
                 with suppress(sqlite3.Error):
                     self.connection.execute("ROLLBACK")
             cursor.close()
+
+    def interrupt(self) -> None:
+        self.connection.interrupt()
 
     def close(self) -> None:
         self.connection.close()
@@ -119,6 +126,13 @@ class PostgresDatabase:
         except self.psycopg.Error as error:
             self.close()
             raise StoreDown(f"PostgreSQL: {str(error).splitlines()[0]}") from None
+
+    def interrupt(self) -> None:
+        connection = self.connection
+        if connection is None or connection.closed:
+            return  # it is being made, which has a time-out of its own
+        with suppress(OSError, self.psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as there:
+            there.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         connection, self.connection = self.connection, None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from functools import partial
 
 from .budgets import Budgets
 from .config import Tenants
@@ -14,6 +14,7 @@ from .database import StoreDown
 from .journal import Journal, JournalDown, OpenLine
 from .limits import periods_of
 from .store import Store
+from .store_thread import StoreThread
 from .usage import UsageRecord
 
 log = logging.getLogger("lmworks.gateway")
@@ -23,7 +24,7 @@ REFRESH_S = 2.0  # how often what other gateways spent is read
 
 
 class Ledger:
-    def __init__(self, store: Store, journal: Journal, config: Callable[[], Tenants], thread: Executor) -> None:
+    def __init__(self, store: Store, journal: Journal, config: Callable[[], Tenants], thread: StoreThread) -> None:
         self.store, self.journal, self.config, self.thread = store, journal, config, thread
         self.budgets = Budgets()
         self.waiting: list[UsageRecord] = []  # in the journal, not in the store
@@ -62,17 +63,16 @@ class Ledger:
 
     async def flush(self) -> None:
         """Everything that has ended so far, to disk and into the store."""
-        loop = asyncio.get_running_loop()
         files, records = self.journal.turn_over(), self.waiting
         self.waiting = []
         try:
-            await loop.run_in_executor(self.thread, self.journal.sync)
+            await asyncio.to_thread(self.journal.sync)
         except OSError as error:
             self.journal_error = str(error)
         for at in range(0, len(records), BATCH):
             batch = records[at : at + BATCH]
             try:
-                await loop.run_in_executor(self.thread, self.store.add_usage, batch)
+                await self.thread.run(partial(self.store.add_usage, batch))
             except StoreDown as error:
                 self.waiting = records[at:] + self.waiting
                 self.down(error)
@@ -83,18 +83,18 @@ class Ledger:
             for record in batch:
                 self.budgets.written(record.places(), record.spending())
         self.journal.forget(files)
-        await self.refresh(loop)
+        await self.refresh()
         if self.store_error is not None:
             log.info("the store is back", extra={"records": len(records)})
             self.store_error = None
 
-    async def refresh(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def refresh(self) -> None:
         """What all gateways together have spent."""
         now = time.time()
         if not 0 <= now - self.refreshed < REFRESH_S:
             self.refreshed = now
             try:
-                spent = await loop.run_in_executor(self.thread, self.store.spent, periods_of(now))
+                spent = await self.thread.run(lambda: self.store.spent(periods_of(now)))
             except StoreDown as error:
                 self.down(error)
                 raise

@@ -46,6 +46,7 @@ class Line(NamedTuple):
     subject: str  # whose: "tenant:acme"
     limit: int
     amount: int
+    tenant: str = ""
 
 
 class State(NamedTuple):
@@ -77,6 +78,8 @@ class Rates(Protocol):
     def settle(self, id: str, lines: list[Line], used: dict[str, int]) -> None:
         """After a request: what it used of each rate. Nobody waits for it."""
 
+    async def close(self) -> None: ...
+
 
 class LocalRates:
     """Of one gateway, in memory."""
@@ -104,6 +107,8 @@ class LocalRates:
                     self.buckets[line.subject, line.name].add(now, line.amount, line.limit)
         return Verdict([State(line, self.used(line, now)) for line in lines], refused, longest)
 
+    async def close(self) -> None: ...
+
     def used(self, line: Line, now: float) -> float:
         if line.name == CONCURRENT:
             return self.open[line.subject]
@@ -116,14 +121,14 @@ class LocalRates:
                 self.open[line.subject] -= 1
                 if not self.open[line.subject]:
                     del self.open[line.subject]
-            elif more := used[line.name] - line.amount:
+            elif more := used.get(line.name, 0) - line.amount:
                 self.buckets[line.subject, line.name].add(now, more, line.limit)
 
 
-def lines_of(subject: str, limits: Limits, amounts: dict[str, int]) -> list[Line]:
-    found = [Line(name, subject, limit, amounts[name]) for name in RATES if (limit := getattr(limits, name))]
+def lines_of(subject: str, limits: Limits, amounts: dict[str, int], tenant: str) -> list[Line]:
+    found = [Line(name, subject, limit, amounts[name], tenant) for name in RATES if (limit := getattr(limits, name))]
     if limits.concurrent_requests:
-        found.append(Line(CONCURRENT, subject, limits.concurrent_requests, 1))
+        found.append(Line(CONCURRENT, subject, limits.concurrent_requests, 1, tenant))
     return found
 
 

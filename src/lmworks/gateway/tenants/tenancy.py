@@ -14,7 +14,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,9 @@ from .journal import Journal, JournalDown, OpenLine
 from .ledger import Ledger
 from .limits import periods_of
 from .rates import Line, LocalRates, Rates, Verdict, amounts_of, lines_of, rate_headers
+from .redis_rates import RedisRates
 from .store import Store
+from .store_thread import StoreThread
 from .usage import Spending, UsageRecord, money
 
 log = logging.getLogger("lmworks.gateway")
@@ -55,6 +56,7 @@ SALTED = {
 class Meter:
     """Counts one request under way, into its slot of the journal: before its client sees a token it is counted."""
 
+    id: str  # of its record
     caller: Caller
     lines: list[Line]  # limits that it was taken from
     places: list[Place]  # budgets that it counts in
@@ -81,8 +83,8 @@ class Tenancy:
     def __init__(self, config: Callable[[], GatewayConfig], servers: Servers) -> None:
         tenants = config().tenants
         self.config, self.servers = config, servers
-        self.thread = ThreadPoolExecutor(1, "store")
         self.store = Store(open_database(tenants.store))
+        self.thread = StoreThread(self.store.database)
         self.store.prepare()
         self.directory = Directory(self.store, lambda: self.config().tiers)
         self.directory.apply(self.directory.read_changes())
@@ -90,6 +92,8 @@ class Tenancy:
         self.ledger = Ledger(self.store, Journal(Path(tenants.journal)), lambda: self.config().tenants, self.thread)
         self.ledger.start()
         self.rates: Rates = LocalRates()
+        if tenants.limits:
+            self.rates = RedisRates(tenants.limits, lambda: self.config().tenants.limits_down)
         self.sizes = PromptSizes()
         self.admin_api = AdminAPI(self)
         self.salt_key = self.store.salt()
@@ -114,26 +118,37 @@ class Tenancy:
         reserved = Spending(1, demand.prompt_tokens + demand.completion_tokens, cost)
         for subject, limits in subjects:
             self.ledger.budgets.check(subject, limits, reserved, now)
-        lines = [line for subject, limits in subjects for line in lines_of(subject, limits, amounts)]
-        if lines:
-            verdict = await self.rates.take(exchange.id, lines)
-            exchange.headers += rate_headers(verdict.states)
-            if verdict.refused is not None:
-                raise too_many(verdict)
         places = [(subject, period) for subject, _ in subjects for period in periods_of(now)]
-        meter = Meter(caller, lines, places, reserved, demand)
-        try:
-            id = f"{exchange.id}.{secrets.token_hex(6)}"  # clients may send one request id twice
-            name, family = caller.tenant.name, caller.key.family
-            meter.open = self.ledger.begin(id, name, family, exchange.body.model, exchange.path, now)
-            meter.journal = self.ledger.journal
-        except JournalDown:
-            if config.journal_down == "closed":
-                self.rates.settle(exchange.id, lines, amounts_of(0, 0, 0))
-                raise APIError(503, "usage_unavailable", "usage cannot be recorded", None, STORE_RETRY_S) from None
         self.ledger.budgets.reserve(places, reserved)
+        id, tenant = (
+            f"{exchange.id}.{secrets.token_hex(6)}",
+            caller.tenant.name,
+        )  # clients may send one request id twice
+        lines = [line for subject, limits in subjects for line in lines_of(subject, limits, amounts, tenant)]
+        meter = Meter(id, caller, lines, places, reserved, demand)
+        try:
+            if lines:
+                verdict = await self.rates.take(id, lines)
+                exchange.headers += rate_headers(verdict.states)
+                if verdict.refused is not None:
+                    raise too_many(verdict)
+            self.begin_record(exchange, meter, now)
+        except BaseException:
+            self.ledger.budgets.release(places, reserved)
+            raise
         exchange.meter = meter
         exchange.weight = caller.weight
+
+    def begin_record(self, exchange: Exchange, meter: Meter, now: float) -> None:
+        ledger, caller = self.ledger, meter.caller
+        tenant, family = caller.tenant.name, caller.key.family
+        try:
+            meter.open = ledger.begin(meter.id, tenant, family, exchange.body.model, exchange.path, now)
+            meter.journal = ledger.journal
+        except JournalDown:
+            if self.config().tenants.journal_down == "closed":
+                self.rates.settle(meter.id, meter.lines, amounts_of(0, 0, 0))
+                raise APIError(503, "usage_unavailable", "usage cannot be recorded", None, STORE_RETRY_S) from None
 
     def settle(self, exchange: Exchange) -> None:
         meter = exchange.meter
@@ -151,7 +166,7 @@ class Tenancy:
             self.ledger.end(meter.open, record)
         used = amounts_of(1, record.prompt_tokens, record.completion_tokens) if record else amounts_of(0, 0, 0)
         if meter.lines:
-            self.rates.settle(exchange.id, meter.lines, used)
+            self.rates.settle(meter.id, meter.lines, used)
 
     def salt(self, exchange: Exchange, server: Server) -> dict[str, str]:
         """What separates the cached prefixes of one tenant, or of its group, from others' at this server.
@@ -208,7 +223,6 @@ class Tenancy:
 
     async def run(self) -> None:
         """Follows the store and writes usage into it, until it is cancelled."""
-        loop = asyncio.get_running_loop()
         looked = 0.0
         while True:
             config = self.config().tenants
@@ -217,7 +231,7 @@ class Tenancy:
                 await self.ledger.flush()
                 if not 0 <= time.monotonic() - looked < config.refresh_seconds:
                     looked = time.monotonic()
-                    self.directory.apply(await loop.run_in_executor(self.thread, self.directory.read_changes))
+                    self.directory.apply(await self.thread.run(self.directory.read_changes))
             except StoreDown as error:
                 self.ledger.down(error)
                 await asyncio.sleep(STORE_RETRY_S)
@@ -230,7 +244,8 @@ class Tenancy:
         await asyncio.sleep(0)  # those that were cut off are counted
         with suppress(StoreDown):
             await self.ledger.flush()
-        self.thread.shutdown()
+        await self.rates.close()
+        self.thread.close()
         self.ledger.close()
         self.store.database.close()
 
