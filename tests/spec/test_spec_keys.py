@@ -251,6 +251,10 @@ engine.kv_disk                      ""
 engine.kv_disk_gib                  0.0             [0, inf)
 engine.kv_shared                    ""
 engine.kv_shared_gib                0.0             [0, inf)
+engine.kv_listen                    ""
+engine.kv_peers                     []
+engine.adapter_store                ""
+engine.warm_adapters                50              [1, inf)
 engine.graphs                       true
 engine.graph_prompts                true
 engine.batch_invariant              false

@@ -53,6 +53,7 @@ POLICIES = (
     "model_size",
     "tier",
     "priority",
+    "warm_adapter",
 )  # see `gateway.policies`
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
@@ -25,6 +26,7 @@ class ModelListing(msgspec.Struct):
     data: list[ListedModel]
 
 
+ADAPTER = re.compile(r'adapter="((?:[^"\\]|\\.)*)"')
 LISTING = msgspec.json.Decoder(ModelListing)
 
 
@@ -76,6 +78,8 @@ def load_of(server: Server, text: bytes) -> Load:
     found = Load(open_then=server.open)
     for line in text.decode("utf-8", errors="replace").splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")
+        if name == server.kind.adapters and (adapter := ADAPTER.search(rest)):
+            found.warm_adapters.add(adapter[1])
         if (field := names.get(name)) is None:
             continue
         try:

@@ -24,12 +24,13 @@ class Kind(NamedTuple):
     waiting: str = ""
     kv_used: str = ""  # share of its KV blocks in use
     rate: str = ""  # counter of generated tokens
+    adapters: str = ""  # gauge of loaded adapters
 
 
 KINDS = {
     "lmworks": Kind(
         "/ready", "lmworks:num_requests_running", "lmworks:num_requests_waiting", "lmworks:kv_cache_usage_perc",
-        "lmworks:generation_tokens_total",
+        "lmworks:generation_tokens_total", "lmworks:warm_adapters",
     ),
     "vllm": Kind(
         "/health", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
@@ -55,6 +56,7 @@ class Load:
     waiting: float = 0.0
     kv_used: float = 0.0
     open_then: int = 0  # requests of ours at that time
+    warm_adapters: set[str] = field(default_factory=set)  # adapters that are loaded, where it says so
 
 
 @dataclass(eq=False)

@@ -78,6 +78,8 @@ ENGINE = (
     engine("kv_tier_errors", "counter", "blocks not stored or not used, by why", "blocks",
            labels=("model_name", "error"), vllm=False),
     engine("kv_tier_bytes", "gauge", "bytes of the blocks of a tier", "bytes", labels=TIER, vllm=False),
+    engine("warm_adapters", "gauge", "1: the LoRA adapter is loaded", "", labels=("model_name", "adapter"), vllm=False),
+    engine("adapter_loads", "counter", "LoRA adapters loaded from the store", "adapters", vllm=False),
     engine("num_preemptions", "counter", "sequences that were preempted and recomputed", "sequences"),
     engine("request_success", "counter", "finished sequences", "sequences", labels=("model_name", "finished_reason"),
            engine="finished"),

@@ -78,6 +78,7 @@ class EngineRequest:
     queue_seconds: float = 0.0  # timeout in the queue, once its grammar is compiled (0: none)
     request_seconds: float = 0.0  # timeout of the whole request (0: none)
     pooling: str | None = None  # last, mean: the prompt as a vector, beside the answer
+    kv_remote: str | None = None  # a server that has computed the prompt: one of engine.kv_peers
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

@@ -121,6 +121,7 @@ async def make_generation(
         bool(body.stream),
         priority=resolve_priority(body, caller),
         continuation=body.continuation,
+        kv_remote=body.kv_transfer_params.remote if body.kv_transfer_params is not None else None,
     )
     return ChatGeneration(generation, form, prompt_end)
 

@@ -106,6 +106,7 @@ async def make_handler(
         echoed,
         resolve_priority(body, caller),
         continuation=body.continuation,
+        kv_remote=body.kv_transfer_params.remote if body.kv_transfer_params is not None else None,
     )
     return CompletionHandler(generation, body, texts, prompt_only, **identity(body.continuation))
 

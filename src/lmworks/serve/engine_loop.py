@@ -99,7 +99,7 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         engine.spec.context,
         engine.runner.valid_vocab,
         engine.spec.max_seqs,
-        tuple(sorted(engine.adapters)),
+        tuple(sorted(engine.adapter_names)),
         pack_tokenizer(engine.tokenizer),
         served.folder,
         served.begin_of_text,
@@ -216,7 +216,7 @@ class EngineLoop:
             actions[message.action](*message.arguments)
         except LMWorksError as raised:
             error = str(raised)
-        self.channel.send(ControlReply(message.number, error, tuple(sorted(engine.adapters)), engine.asleep))
+        self.channel.send(ControlReply(message.number, error, tuple(sorted(engine.adapter_names)), engine.asleep))
 
     def step_span(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.recording is None else record_function(f"ProfilerStep#{self.steps + 1}")
@@ -330,6 +330,7 @@ def make_request(number: int, request: EngineRequest) -> Request:
         generated=request.generated,
         id=number,
         pooling=request.pooling,
+        kv_remote=request.kv_remote,
     )
 
 

@@ -149,6 +149,7 @@ class GenerationRequest:
     priority: int = 0
     pooling: str | None = None  # the prompts as vectors, beside the answers
     continuation: Continuation | None = None
+    kv_remote: str | None = None  # a server that has computed the prompt
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it cancels the request."""
@@ -224,6 +225,7 @@ class GenerationRequest:
             config.limits.queue_seconds,
             config.limits.request_seconds,
             pooling=self.pooling,
+            kv_remote=self.kv_remote,
         )
 
 

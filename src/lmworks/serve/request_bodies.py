@@ -63,6 +63,12 @@ class Continuation(Strict):
     )
 
 
+class KVTransfer(Strict):
+    """Where the keys and values of the prompt are: at a server that has computed it."""
+
+    remote: str = Field(min_length=1, max_length=LONGEST_NAME, description="its address, one of engine.kv_peers")
+
+
 class Sampling(Strict):
     """What completions and chats have in common."""
 
@@ -77,6 +83,7 @@ class Sampling(Strict):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    kv_transfer_params: KVTransfer | None = Field(None, description="for gateways: prefill by another server")
     continuation: Continuation | None = Field(None, description="for gateways: a stream that can be continued")
     # Beyond OpenAI's: as vLLM calls them.
     top_k: int | None = Field(None, ge=-1, le=BIGGEST, description="0 and -1: any")

@@ -32,8 +32,12 @@ class EngineSpec(Section):
     kv_host_gib: float = opt(0.0, "GiB of host memory below the cache, for blocks that it evicts (0: none)", ge=0)
     kv_disk: str = opt("", "folder below host memory, of this server alone; found again by the next one")
     kv_disk_gib: float = opt(0.0, "GiB of it", ge=0)
-    kv_shared: str = opt("", "folder of blocks that servers share, whoever computed them")
+    kv_shared: str = opt("", "store that servers share: a folder, or tcp://HOST:PORT of `lmworks kv-store`")
     kv_shared_gib: float = opt(0.0, "GiB of a shared folder (0: no limit)", ge=0)
+    kv_listen: str = opt("", "tcp://HOST:PORT where other servers read this one's blocks")
+    kv_peers: list[str] = opt([], "tcp://HOST:PORT of servers whose blocks requests may name")
+    adapter_store: str = opt("", "folder of LoRA adapters, a folder each, which are loaded when requests name them")
+    warm_adapters: int = opt(50, "adapters of the store that are loaded at once", ge=1)
     graphs: bool = opt(True, "replay decoding steps as CUDA graphs")
     graph_prompts: bool = opt(True, "record small steps that compute prompts too, when their kind comes again")
     batch_invariant: bool = opt(False, "a request gives bitwise the same result alone and in any batch")
@@ -52,7 +56,9 @@ class EngineSpec(Section):
         """Of the KV cache, below the device."""
         if bool(self.kv_disk) != bool(self.kv_disk_gib):
             raise SpecError("engine.kv_disk = FOLDER and engine.kv_disk_gib go together: give both or neither")
-        given = [name for name in ("kv_host_gib", "kv_disk", "kv_shared") if getattr(self, name)]
+        given = [
+            name for name in ("kv_host_gib", "kv_disk", "kv_shared", "kv_listen", "kv_peers") if getattr(self, name)
+        ]
         if given and not self.kv_host_gib:
             raise SpecError(f"engine.{given[0]}: blocks pass through host memory on their way; set engine.kv_host_gib")
         if given and self.tp > 1:

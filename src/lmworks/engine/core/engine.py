@@ -21,6 +21,8 @@ from ...data.tokenizer import Tokenizer
 from ...spec import EngineSpec, LMWorksError, SpecError
 from ...spec.errors import did_you_mean
 from ..grammars.grammar import Grammars
+from ..lora.adapter_store import AdapterStore
+from ..lora.digest import adapter_digest
 from . import sampler
 from .block_events import PrefixTiers
 from .block_manager import IntegrityError
@@ -138,6 +140,11 @@ class Engine:
         self.tiers = tiers
         self.scheduler = Scheduler(runner.spec, runner.blocks, tiers)
         self.adapters: set[str] = set()  # by name
+        self.adapter_store = (
+            AdapterStore(Path(self.spec.adapter_store), self.spec.warm_adapters) if self.spec.adapter_store else None
+        )
+        self.cold: list[Request] = []  # wait for room for their adapters, in order of arrival
+        self.adapter_digests: dict[str, bytes] = {}  # of all that were ever loaded, by name
         self.leaving_adapters: set[str] = set()  # unloaded when the requests under way have finished with them
         self.metrics = Metrics()
         self.requests: dict[int, Request] = {}  # unfinished, by id
@@ -147,6 +154,11 @@ class Engine:
         self.asleep = False  # without a KV cache: requests are refused
         self.failure: BaseException | None = None
         self.driver: object | None = None  # the only caller that may step it: each delta is returned once
+
+    @property
+    def adapter_names(self) -> set[str]:
+        """That requests may name: loaded ones, and those of the store."""
+        return self.adapters | (self.adapter_store.names if self.adapter_store is not None else frozenset())
 
     @property
     def busy(self) -> bool:
@@ -160,7 +172,9 @@ class Engine:
         check_prompt(request, self.runner.valid_vocab, self.spec.context)
         check_kv_capacity(request, self.limit(request), self.spec.block, self.runner.blocks)
         check_generated(request, self.runner.valid_vocab, self.limit(request))
-        check_params(request, self.adapters, self.tokenizer is not None)
+        check_params(request, self.adapter_names, self.tokenizer is not None)
+        if request.kv_remote is not None and request.kv_remote not in self.spec.kv_peers:
+            raise SpecError(f"{request.kv_remote!r:.80} is not one of the servers of engine.kv_peers")
         sampler.check(request.params, self.runner.valid_vocab)
 
     def add_adapter(self, name: str, folder: Path) -> None:
@@ -168,26 +182,72 @@ class Engine:
         self.drop_adapters()
         if name in self.leaving_adapters:
             raise LMWorksError(f"requests under way still use the adapter {name!r} that was unloaded: try again")
+        digest = adapter_digest(folder)
         self.runner.add_adapter(name, folder)
+        if self.adapter_digests.get(name, digest) != digest:  # the prefixes are of another adapter of this name
+            self.scheduler.block_manager.reset_prefix_cache()
+        self.adapter_digests[name] = digest
+        if self.tiers is not None:
+            self.tiers.add_adapter(name, digest)
         self.adapters.add(name)
+        self.metrics.warm_adapters = dict.fromkeys(sorted(self.adapters), 1)
 
     def remove_adapter(self, name: str) -> None:
         """No new request can name it; it is unloaded when those under way have finished with it."""
         if name not in self.adapters:
             raise SpecError(f"adapter {name!r} is not loaded{did_you_mean(name, self.adapters)}")
         self.adapters.discard(name)
+        self.metrics.warm_adapters = dict.fromkeys(sorted(self.adapters), 1)
+        if self.adapter_store is not None:
+            self.adapter_store.warm.pop(name, None)
         self.leaving_adapters.add(name)
         self.drop_adapters()
 
+    def warm_up(self, request: Request) -> bool:
+        """Load its adapter from the store, for the one that was used least recently; false: all others are in use."""
+        name, store = request.params.adapter, self.adapter_store
+        if name is None or store is None or (name in self.adapters and name not in store.warm):
+            return True
+        if name not in self.adapters:
+            if store.full:
+                victim = store.victim(self.used_adapters())
+                if victim is None:
+                    return False
+                self.remove_adapter(victim)
+            if name in self.leaving_adapters:
+                return False
+            self.add_adapter(name, store.folder(name))
+            store.loads += 1
+            self.metrics.adapter_loads = store.loads
+        store.use(name)
+        return True
+
+    def admit_cold(self) -> None:
+        """Requests whose adapters there is room for now."""
+        for request in list(self.cold):
+            try:
+                if not self.warm_up(request):
+                    return
+            except LMWorksError as error:
+                self.cold.remove(request)
+                self.refuse(request, str(error))
+                continue
+            self.cold.remove(request)
+            self.start(request)
+
     def drop_adapters(self) -> None:
-        """Unload adapters that no request uses any more. Another of the same name must not find their prefixes."""
-        used = {request.params.adapter for request in self.requests.values()}
+        """Unload adapters that no request uses any more."""
+        for name in self.leaving_adapters - self.used_adapters():
+            self.runner.remove_adapter(name)
+            self.leaving_adapters.discard(name)
+
+    def used_adapters(self) -> set[str | None]:
+        """Of requests under way, those that wait for theirs aside."""
+        cold = {id(request) for request in self.cold}
+        used = {request.params.adapter for request in self.requests.values() if id(request) not in cold}
         if self.in_flight is not None:
             used |= {chunk.sequence.params.adapter for chunk in self.in_flight.step.chunks}
-        for name in self.leaving_adapters - used:
-            self.runner.remove_adapter(name)
-            self.scheduler.block_manager.reset_prefix_cache()
-            self.leaving_adapters.discard(name)
+        return used
 
     def reset_prefix_cache(self) -> None:
         """Cached prefixes are found no more; sequences keep the blocks that they hold. A shared store is left alone."""
@@ -241,18 +301,31 @@ class Engine:
                 raise LMWorksError(ASLEEP)
             request.prompt = truncated(request.prompt, request.params, self.spec.context)
             self.check(request)
+            ready = not self.cold and self.warm_up(request)
             self.create_sequences(request)
         except LMWorksError as error:
             self.pending_outputs.append(refusal(request, str(error)))
             return
         self.requests[request.id] = request
+        self.metrics.prompt_tokens += len(request.prompt)
+        if ready:
+            self.start(request)
+        else:
+            self.cold.append(request)
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """One that had been accepted."""
+        del self.requests[request.id]
+        request.sequences = []
+        self.pending_outputs.append(refusal(request, reason))
+
+    def start(self, request: Request) -> None:
         if request.params.structured or request.params.bad_words:
             self.masked_requests.add(request.id)
         self.scheduler.add(request.sequences)
         for sequence, tokens in zip(request.sequences, request.generated, strict=False):
             if tokens:
                 self.replay(sequence, tokens)
-        self.metrics.prompt_tokens += len(request.prompt)
 
     def create_sequences(self, request: Request) -> None:
         """One sequence for each answer."""
@@ -302,6 +375,9 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return False
+        if request in self.cold:
+            self.cold.remove(request)
+            self.scheduler.add(request.sequences)
         for sequence in request.sequences:
             if sequence.state is not SequenceStatus.FINISHED:
                 self.finish(sequence, FinishReason("cancelled"))
@@ -329,6 +405,8 @@ class Engine:
     def advance(self) -> None:
         if self.in_flight is not None and self.needs_tokens(self.in_flight.step):
             self.read_in_flight()
+        if self.cold:
+            self.admit_cold()
         if self.speculator is not None:
             self.speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()

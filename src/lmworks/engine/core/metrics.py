@@ -75,6 +75,8 @@ class Metrics:
     kv_tier_stored: dict[str, int] = field(default_factory=dict)  # blocks by tier
     kv_tier_errors: dict[str, int] = field(default_factory=dict)  # blocks not stored or not used, by why
     kv_tier_bytes: dict[str, int] = field(default_factory=dict)  # now
+    adapter_loads: int = 0  # from the store
+    warm_adapters: dict[str, int] = field(default_factory=dict)  # names of those that are loaded
     # seconds
     request_queue_time_seconds: Histogram = field(default_factory=Histogram)
     time_to_first_token_seconds: Histogram = field(default_factory=Histogram)

@@ -165,6 +165,7 @@ class Request:
     generated: tuple[list[int], ...] = ()  # of each answer, where another engine began it: its tokens so far
     grammar: llguidance.LLMatcher | None = None  # compiled in advance
     pooling: str | None = None  # last, mean: the prompt's hidden states as one vector, beside the answer
+    kv_remote: str | None = None  # address of a server that has computed the prompt, of engine.kv_peers
     id: int = field(default_factory=itertools.count().__next__)
     arrival_time: float = field(default_factory=time.monotonic)
     sequences: list[Sequence] = field(default_factory=list)

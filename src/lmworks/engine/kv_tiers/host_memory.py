@@ -19,7 +19,7 @@ from ...spec import LMWorksError
 @dataclass(eq=False, slots=True)
 class Slot:
     index: int
-    digest: bytes
+    key: bytes
     pins: int = 1
     ready: bool = False  # its content is there
     source: str = "host"  # the tier that it was fetched from
@@ -54,45 +54,49 @@ class HostMemory:
     def num_slots(self) -> int:
         return self.memory.shape[0]
 
+    @property
+    def whole(self) -> memoryview:
+        return self.memory.numpy().reshape(-1).data
+
     def view(self, slot: Slot) -> memoryview:
         return self.memory[slot.index].numpy().data
 
-    def __contains__(self, digest: bytes) -> bool:
+    def __contains__(self, key: bytes) -> bool:
         """Also while it is being filled."""
-        return digest in self.slots
+        return key in self.slots
 
     def holds(self, slot: Slot) -> bool:
         """Whether it is found under its hash: neither given up nor dropped since."""
-        return self.slots.get(slot.digest) is slot
+        return self.slots.get(slot.key) is slot
 
-    def pin_prefix(self, digests: Sequence[bytes]) -> list[Slot]:
+    def pin_prefix(self, keys: Sequence[bytes]) -> list[Slot]:
         """Slots of the first blocks, up to one that is not there, pinned."""
         found = []
         with self.changed:
-            for digest in digests:
-                slot = self.slots.get(digest)
+            for key in keys:
+                slot = self.slots.get(key)
                 if slot is None or not slot.ready:
                     break
                 slot.pins += 1
-                self.slots.move_to_end(digest)
+                self.slots.move_to_end(key)
                 found.append(slot)
         return found
 
-    def reserve(self, digest: bytes) -> Slot | None:
+    def reserve(self, key: bytes) -> Slot | None:
         """A pinned slot to be filled; None if the block is there already, or all slots are pinned."""
         with self.changed:
-            if digest in self.slots:
-                self.slots.move_to_end(digest)
+            if key in self.slots:
+                self.slots.move_to_end(key)
                 return None
             if not self.free and not self.evict():
                 return None
-            slot = self.slots[digest] = Slot(self.free.pop(), digest)
+            slot = self.slots[key] = Slot(self.free.pop(), key)
             return slot
 
     def evict(self) -> bool:
-        for digest, slot in self.slots.items():
+        for key, slot in self.slots.items():
             if not slot.pins:
-                del self.slots[digest]
+                del self.slots[key]
                 self.free.append(slot.index)
                 return True
         return False
@@ -113,29 +117,29 @@ class HostMemory:
                 if slot.pins:
                     continue
                 if known and not slot.ready:
-                    del self.slots[slot.digest]
+                    del self.slots[slot.key]
                     known = False
                 if not known:
                     self.free.append(slot.index)
             self.changed.notify_all()
 
-    def wait(self, digest: bytes, seconds: float) -> None:
+    def wait(self, key: bytes, seconds: float) -> None:
         """Until nobody fills this block."""
         with self.changed:
-            self.changed.wait_for(lambda: (slot := self.slots.get(digest)) is None or slot.ready, seconds)
+            self.changed.wait_for(lambda: (slot := self.slots.get(key)) is None or slot.ready, seconds)
 
-    def drop(self, digest: bytes) -> None:
+    def drop(self, key: bytes) -> None:
         """It is found no more; its slot is free once nobody uses it."""
         with self.changed:
-            slot = self.slots.pop(digest, None)
+            slot = self.slots.pop(key, None)
             if slot is not None and not slot.pins:
                 self.free.append(slot.index)
 
     def clear(self) -> None:
         with self.changed:
-            digests = list(self.slots)
-        for digest in digests:
-            self.drop(digest)
+            keys = list(self.slots)
+        for key in keys:
+            self.drop(key)
 
     def close(self) -> None:
         if self.registered:

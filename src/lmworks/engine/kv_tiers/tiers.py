@@ -26,13 +26,16 @@ from .device_copies import DeviceCopies, block_bytes
 from .disk import DiskStore
 from .fingerprint import block_key
 from .host_memory import HostMemory, Slot
-from .store import BlockStore, CorruptBlock, StoreError
+from .store import BlockStore, Buffer, CorruptBlock, StoreError
+from .transfer import Listener, backend_of
 
 log = logging.getLogger("lmworks.engine")
 
 FETCH_TIMEOUT_S = 10.0  # a sequence that waited so long for a store is computed
 FETCH_BLOCKS = 32  # that are asked for at once
 READERS = 4  # threads
+FILL_TIMEOUT_S = 1.0  # of a block that is on its way to host memory, when another server asks for it
+HOST, PEER = "host", "peer"
 WRITE_SHARE = 4  # one slot in so many may wait to be written
 
 
@@ -41,6 +44,7 @@ class Fetch:
     """Blocks of one sequence on their way from a store to host memory."""
 
     deadline: float
+    stores: list[tuple[str, BlockStore]]
     slots: list[Slot] = field(default_factory=list)  # pinned until the sequence is admitted
     over: bool = False
     given_up: bool = False
@@ -63,6 +67,9 @@ class KVTiers:
     ) -> None:
         """`stores`: by name, nearest first."""
         self.fingerprint, self.stores = fingerprint, list(stores)
+        self.adapters: dict[str, bytes] = {}  # digests of their files: a name may come to mean others
+        self.peers: dict[str, BlockStore] = {}  # other servers, by address; asked for requests that name one
+        self.listener: Listener | None = None
         device = caches[0].store.device
         self.host = HostMemory(host_bytes, block_bytes(caches), pinned=device.type == "cuda")
         self.copies = DeviceCopies(caches, self.host.memory)
@@ -74,7 +81,7 @@ class KVTiers:
         self.finished = threading.Condition()  # notified when a fetch is over
         self.queued_writes = 0
         self.writes: queue.SimpleQueue[Slot | bytes | None] = queue.SimpleQueue()
-        self.readers = ThreadPoolExecutor(READERS, "kv-fetch") if self.stores else None
+        self.readers = ThreadPoolExecutor(READERS, "kv-fetch")
         if self.stores:
             self.writer = threading.Thread(target=self.write_blocks, name="kv-write", daemon=True)
             self.writer.start()
@@ -82,23 +89,32 @@ class KVTiers:
     # --- events of the prefix cache -----------------------------------------------------------------------
 
     def stored(self, event: StoredBlocks) -> None:
-        self.fresh.update(zip(event.blocks, event.hashes, strict=True))
+        self.fresh.update(zip(event.blocks, self.keys(event.sequence, event.hashes), strict=True))
 
     def evicted(self, block: int, digest: bytes) -> None:
         """It became full in an earlier step, and has not been saved yet."""
-        if self.fresh.pop(block, None) is not None:
-            self.urgent[block] = digest
+        key = self.fresh.pop(block, None)
+        if key is not None:
+            self.urgent[block] = key
 
     def corrupted(self, digest: bytes) -> None:
-        self.host.drop(digest)
-        for pending in (self.fresh, self.urgent):
-            for block in [block for block, found in pending.items() if found == digest]:
-                del pending[block]
-        if self.stores:
-            self.writes.put(digest)
+        for adapter in {b"", *self.adapters.values()}:
+            key = block_key(self.fingerprint + adapter, digest)
+            self.host.drop(key)
+            for pending in (self.fresh, self.urgent):
+                for block in [block for block, found in pending.items() if found == key]:
+                    del pending[block]
+            if self.stores:
+                self.writes.put(key)
 
     def cleared(self) -> None:
         """The device's blocks alone: the engine sleeps."""
+
+    def keys(self, sequence: Sequence, digests: Many[bytes]) -> list[bytes]:
+        """Of blocks in all tiers."""
+        adapter = sequence.params.adapter
+        root = self.fingerprint + (b"" if adapter is None else self.adapters[adapter])
+        return [block_key(root, digest) for digest in digests]
 
     # --- around a step ------------------------------------------------------------------------------------
 
@@ -109,6 +125,8 @@ class KVTiers:
             loads, self.loads = self.loads, []
             slots = [slot for slot, _ in loads]
             self.counts.hits.update(slot.source for slot in slots)
+            for slot in slots:
+                slot.source = HOST
             self.copies.load(
                 [slot.index for slot in slots], [block for _, block in loads], lambda: self.host.unpin(slots)
             )
@@ -121,16 +139,16 @@ class KVTiers:
         if not pending:
             return
         blocks, slots = [], []
-        for block, digest in pending.items():
-            slot = self.host.reserve(digest)
+        for block, key in pending.items():
+            slot = self.host.reserve(key)
             if slot is not None:
                 blocks.append(block)
                 slots.append(slot)
-            elif digest not in self.host:
+            elif key not in self.host:
                 self.counts.errors["host memory busy"] += 1
         pending.clear()
         if slots:
-            self.counts.stored["host"] += len(slots)
+            self.counts.stored[HOST] += len(slots)
             self.copies.save(blocks, [slot.index for slot in slots], lambda: self.on_saved(slots))
 
     def on_saved(self, slots: list[Slot]) -> None:
@@ -143,19 +161,17 @@ class KVTiers:
 
     def begin_fetch(self, sequence: Sequence, digests: list[bytes], on_device: int) -> None:
         """Fetch what follows the blocks that the device has, where a store has it. The sequence waits meanwhile."""
-        if self.readers is None:
+        peer = self.peers.get(sequence.request.kv_remote or "")
+        stores = [*self.stores, *([] if peer is None else [(PEER, peer)])]
+        if not stores:
             return
-        first = on_device
-        while first < len(digests) and digests[first] in self.host:
-            first += 1
-        if first == len(digests):
-            return
-        key = block_key(self.fingerprint, digests[first])
-        if not any(store.may_have(key) for _, store in self.stores):
-            return
-        fetch = self.fetches[sequence.request] = Fetch(time.monotonic() + FETCH_TIMEOUT_S)
         # From the device's blocks on, so that those in host memory are not evicted meanwhile.
-        self.readers.submit(self.fetch_blocks, fetch, digests[on_device:])
+        keys = self.keys(sequence, digests[on_device:])
+        first = next((key for key in keys if key not in self.host), None)
+        if first is None or not any(store.may_have(first) for _, store in stores):
+            return
+        fetch = self.fetches[sequence.request] = Fetch(time.monotonic() + FETCH_TIMEOUT_S, stores)
+        self.readers.submit(self.fetch_blocks, fetch, keys)
 
     def is_fetching(self, sequence: Sequence) -> bool:
         fetch = self.fetches.get(sequence.request)
@@ -174,7 +190,7 @@ class KVTiers:
 
     def load(self, sequence: Sequence, digests: list[bytes], blocks: list[int]) -> int:
         """Have host memory's blocks loaded to these, up to the first that it does not have; returns how many."""
-        slots = self.host.pin_prefix(digests[: len(blocks)])
+        slots = self.host.pin_prefix(self.keys(sequence, digests[: len(blocks)]))
         self.loads += zip(slots, blocks, strict=False)
         self.end_fetch(sequence)
         return len(slots)
@@ -190,13 +206,13 @@ class KVTiers:
 
     # --- threads of the stores ----------------------------------------------------------------------------
 
-    def fetch_blocks(self, fetch: Fetch, digests: list[bytes]) -> None:
+    def fetch_blocks(self, fetch: Fetch, keys: list[bytes]) -> None:
         try:
-            while digests and not fetch.given_up:
-                count = self.fetch_some(fetch, digests[:FETCH_BLOCKS])
+            while keys and not fetch.given_up:
+                count = self.fetch_some(fetch, keys[:FETCH_BLOCKS])
                 if not count:
                     break
-                digests = digests[count:]
+                keys = keys[count:]
         except Exception:
             log.exception("blocks could not be fetched")
         finally:
@@ -204,32 +220,31 @@ class KVTiers:
                 fetch.over = True
                 self.finished.notify_all()
 
-    def fetch_some(self, fetch: Fetch, digests: list[bytes]) -> int:
+    def fetch_some(self, fetch: Fetch, keys: list[bytes]) -> int:
         """The first of these blocks, from host memory or from one store; returns how many."""
-        self.host.wait(digests[0], fetch.deadline - time.monotonic())  # another sequence may be fetching it
-        slots = self.host.pin_prefix(digests)
+        self.host.wait(keys[0], fetch.deadline - time.monotonic())  # another sequence may be fetching it
+        slots = self.host.pin_prefix(keys)
         if slots:
             return self.keep(fetch, slots)
         slots = []
-        for digest in digests:
-            slot = self.host.reserve(digest)
+        for key in keys:
+            slot = self.host.reserve(key)
             if slot is None:
                 break
             slots.append(slot)
         found = 0
-        for name, store in self.stores:
+        for name, store in fetch.stores:
             if slots and not found:
                 found = self.read(name, store, slots)
         self.host.fill(slots[:found])
         self.host.unpin(slots[found:])
-        for slot in self.host.pin_prefix([slot.digest for slot in slots[:found]]):
+        for slot in self.host.pin_prefix([slot.key for slot in slots[:found]]):
             self.write_later(slot)
         return self.keep(fetch, slots[:found])
 
     def read(self, name: str, store: BlockStore, slots: list[Slot]) -> int:
-        keys = [block_key(self.fingerprint, slot.digest) for slot in slots]
         try:
-            found = store.read(keys, [self.host.view(slot) for slot in slots])
+            found = store.read([slot.key for slot in slots], [self.host.view(slot) for slot in slots])
         except StoreError as error:
             self.on_error(name, error)
             found = error.read
@@ -262,7 +277,7 @@ class KVTiers:
         while (item := self.writes.get()) is not None:
             if isinstance(item, bytes):
                 for _, store in self.stores:
-                    store.delete(block_key(self.fingerprint, item))
+                    store.delete(item)
                 continue
             if self.host.holds(item):
                 self.write_block(item)
@@ -272,10 +287,10 @@ class KVTiers:
                 self.finished.notify_all()
 
     def write_block(self, slot: Slot) -> None:
-        key, block = block_key(self.fingerprint, slot.digest), self.host.view(slot)
+        block = self.host.view(slot)
         for name, store in self.stores:
             try:
-                if slot.source != name and store.write(key, block):
+                if slot.source != name and store.write(slot.key, block):
                     self.counts.stored[name] += 1
             except StoreError as error:
                 self.on_error(name, error)
@@ -292,6 +307,20 @@ class KVTiers:
         used = {"host": len(self.host) * self.host.block_bytes}
         used |= {name: store.used for name, store in self.stores if isinstance(store, DiskStore)}
         return TierReport(dict(self.counts.hits), dict(self.counts.stored), dict(self.counts.errors), used)
+
+    # --- other servers ------------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, digest: bytes) -> None:
+        self.adapters[name] = digest
+
+    def listen(self, address: str) -> None:
+        """Hand out blocks of host memory and of this server's disk to others."""
+        self.listener = backend_of(address).listen(address, TierSource(self), self.host.whole)
+        self.listener.start()
+        log.info("blocks are handed out", extra={"address": self.listener.address})
+
+    def connect(self, address: str) -> None:
+        self.peers[address] = backend_of(address).connect(address, self.host.whole)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -315,12 +344,45 @@ class KVTiers:
                 store.clear()
 
     def close(self) -> None:
+        if self.listener is not None:
+            self.listener.server_close()
         self.copies.close()
-        if self.readers is not None:
+        self.readers.shutdown(wait=True, cancel_futures=True)
+        if self.stores:
             self.flush(FETCH_TIMEOUT_S)
-            self.readers.shutdown(wait=True, cancel_futures=True)
             self.writes.put(None)
             self.writer.join(FETCH_TIMEOUT_S)
-        for _, store in self.stores:
+        for store in (*(store for _, store in self.stores), *self.peers.values()):
             store.close()
         self.host.close()
+
+
+class TierSource:
+    """What other servers read of this one. They write nothing."""
+
+    def __init__(self, tiers: KVTiers) -> None:
+        self.tiers = tiers
+
+    def read(self, keys: Many[bytes], into: Many[memoryview]) -> int:
+        host = self.tiers.host
+        for done, (key, buffer) in enumerate(zip(keys, into, strict=True)):
+            host.wait(key, FILL_TIMEOUT_S)  # it may be on its way from the device
+            slots = host.pin_prefix([key])
+            if slots and len(buffer) == host.block_bytes:
+                buffer[:] = host.view(slots[0])
+            host.unpin(slots)
+            if not slots or len(buffer) != host.block_bytes:
+                return done + self.read_disk(keys[done:], into[done:])
+        return len(keys)
+
+    def read_disk(self, keys: Many[bytes], into: Many[memoryview]) -> int:
+        for _, store in self.tiers.stores:
+            if isinstance(store, DiskStore):
+                return store.read(keys, into)
+        return 0
+
+    def write(self, key: bytes, block: Buffer) -> bool:
+        return False
+
+    def delete(self, key: bytes) -> None:
+        """Its own are its own matter."""

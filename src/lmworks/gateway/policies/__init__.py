@@ -35,6 +35,7 @@ def make_policy(name: str) -> Policy:
     from .round_robin import RoundRobin
     from .session_affinity import SessionAffinity
     from .tier import Tier
+    from .warm_adapter import WarmAdapter
 
     kinds: dict[str, type[Policy]] = {
         "round_robin": RoundRobin,
@@ -46,6 +47,7 @@ def make_policy(name: str) -> Policy:
         "model_size": ModelSize,
         "tier": Tier,
         "priority": Priority,
+        "warm_adapter": WarmAdapter,
     }
     return kinds[name]()
 
