@@ -15,6 +15,7 @@ from .groups import DefaultCommandGroup
 from .options import Dial, Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
 from .output import Json, Overrides, Spec, print_json, print_table, with_dial, write_file
 from .plan_collective import collective
+from .plan_kv_tiers import kv_tiers
 from .plan_lookup import hardware, mesh, models, pipeline, print_busy
 from .plan_reliability import reliability
 from .plan_search import search
@@ -528,6 +529,7 @@ def print_phases(sheet: PhaseSheet) -> None:
 
 app.command(rich_help_panel=PREDICT)(search)
 app.command(rich_help_panel=PREDICT)(serve)
+app.command("kv-tiers", rich_help_panel=PREDICT)(kv_tiers)
 app.command(rich_help_panel=PREDICT)(reliability)
 app.command("predict", rich_help_panel=PREDICT)(predict_table)
 app.command(rich_help_panel=LOOK_UP)(models)
