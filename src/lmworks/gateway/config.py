@@ -212,6 +212,17 @@ class Routing(Section):
 
 
 @dataclass(frozen=True)
+class Monitoring(Section):
+    section: ClassVar[str] = "monitoring"
+
+    prometheus: str = opt("", "its address: the gateway's page shows the alerts that it has")
+
+    def check(self) -> None:
+        if self.prometheus:
+            check_url("monitoring.prometheus", self.prometheus)
+
+
+@dataclass(frozen=True)
 class GatewayConfig(Section):
     """The file as a whole."""
 
@@ -223,6 +234,7 @@ class GatewayConfig(Section):
     timeouts: Timeouts = opt(Timeouts, "how long anything may take")
     rollouts: list[RolloutRule] = opt(list, "new versions beside old ones")
     slos: list[ServiceLevel] = opt(list, "how soon requests are to be answered")
+    monitoring: Monitoring = opt(Monitoring, "who watches the fleet")
     quality_checks: list[QualityCheck] = opt(list, "prompts whose answers are known")
     tenants: Tenants = opt(Tenants, "keys of clients, their limits and usage")
     tiers: list[Tier] = opt(list, "levels of service of tenants")

@@ -21,6 +21,7 @@ from ..serve.reload import ReloadedFile, has_terminal
 from ..serve.server import NOTICE_S, bind_socket
 from ..serve.tls import Certificates, listening_context
 from ..spec import SpecError
+from . import overview
 from .cache_follower import follow_forever
 from .config import GatewayConfig, Pool, read_config
 from .discovery import Discovery, discoveries, follow
@@ -107,6 +108,8 @@ class Gateway:
             ("GET", "/gateway/servers"): self.list_servers,
             ("POST", "/gateway/servers"): self.register,
             ("GET", "/gateway/rollouts"): self.list_rollouts,
+            ("GET", "/gateway/overview"): self.show_overview,
+            ("GET", "/dashboard"): self.show_page,
             ("POST", "/gateway/rollouts"): self.switch_rollout,
             **{("POST", path): self.proxy.handle for path in MODEL_PATHS},
         }
@@ -219,6 +222,23 @@ class Gateway:
         except msgspec.MsgspecError as error:
             raise APIError(400, "invalid_request", f"give model and action: {error}") from None
         connection.respond_json(200, self.rollouts.act(asked.model, asked.action).describe())
+
+    async def show_page(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        """Without anything of the fleet in it: that comes from /gateway/overview."""
+        html, headers = overview.page()
+        connection.respond(200, list(headers), html)
+
+    async def show_overview(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        self.check_admin(request, "the overview")
+        content = {
+            "draining": self.draining,
+            "servers": [describe(server) for server in self.servers],
+            "slos": overview.objectives(self.metrics.slos),
+            "models": overview.latencies(self.metrics, "model_name"),
+            "tenants": overview.latencies(self.metrics, "tenant"),
+            "alerts": await overview.alerts(self.settings.config.monitoring.prometheus),
+        }
+        connection.respond_json(200, content)
 
     def check_admin(self, request: HTTPRequest, what: str) -> None:
         """Keys of admins; where the gateway has no keys, programs on its own machine."""
