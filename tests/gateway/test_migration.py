@@ -159,6 +159,49 @@ def test_other_servers_end_with_an_error_event(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_text_goes_on_where_a_server_takes_it_as_a_prefix(tmp_path: Path) -> None:
+    """One answer under one id, every text once, one usage; the second server is asked for what is left."""
+
+    async def answers(asked: Asked, answering: Answering) -> None:
+        first = asked.json["messages"][-1]["role"] == "user"
+        own = {"id": "chatcmpl-first" if first else "chatcmpl-second"}
+        begin = chunk("", **own)
+        begin["choices"][0]["delta"]["role"] = "assistant"
+        answering.begin_stream()
+        await answering.event(begin)
+        if first:
+            await answering.event(chunk("one ", **own))
+            await answering.event(chunk("two ", **own))
+            answering.die()
+            return
+        assert asked.json["messages"][-1] == {"role": "assistant", "content": "one two "}
+        assert asked.json["continue_final_message"] is True and asked.json["max_tokens"] == 7
+        await answering.event(chunk("three", finish="stop", **own))
+        usage = {"prompt_tokens": 13, "completion_tokens": 1, "total_tokens": 14}
+        await answering.event(chunk("", choices=[], usage=usage, **own))
+        await answering.end()
+
+    async def main() -> None:
+        async with (
+            fake_server(answers) as a,
+            fake_server(answers) as b,
+            running(pool_file(tmp_path / "g.toml", a, b, kind="vllm")) as case,
+        ):
+            body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 10, **USAGE}
+            lines = [line async for line in case.lines(**body)]
+            events = [json.loads(line) for line in lines[:-1]]
+            assert text_of(lines) == "one two three" and lines[-1] == "[DONE]"
+            assert {event["id"] for event in events} == {"chatcmpl-first"}
+            assert [event["usage"] for event in events if event.get("usage")] == [
+                {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
+            ]
+            assert sum("role" in one["delta"] for event in events for one in event["choices"]) == 1
+            tools = [line async for line in case.lines(**body, tools=[TOOL])]
+            assert json.loads(tools[-1])["error"]["code"] == "upstream_lost"
+
+    asyncio.run(main())
+
+
 def test_an_event_that_its_server_did_not_finish_is_not_sent(tmp_path: Path) -> None:
     async def journaled(answering: Answering, tokens: str, text: str, cut: int | None = None) -> None:
         await answering.send(f": tokens {tokens}\ndata: {json.dumps(chunk(text))}\n\n".encode()[:cut])

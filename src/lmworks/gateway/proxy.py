@@ -16,6 +16,7 @@ import msgspec
 from ..observability.tracing import Tracing, context_headers, end_span, sampled_id, trace_id_of
 from ..serve.errors import error_event
 from ..serve.limits import APIError
+from ..serve.sse import DONE
 from ..serve.telemetry import request_id
 from ..spec.errors import near_names, suggestion
 from .admission import in_time
@@ -29,6 +30,7 @@ from .http_server import ClientConnection, Headers, HTTPRequest
 from .metrics import Metrics
 from .outcomes import RetryBudget
 from .policies import Router
+from .prefix_continuation import continued, takes_prefix
 from .relay import StreamRelay
 from .request_body import RequestBody
 from .rollouts import Rollouts
@@ -213,8 +215,17 @@ class Proxy:
         failed = {exchange.server}
         for _ in range(MIGRATIONS):
             servers = self.servers.serving(rule.serves, rule.pools)
-            able = [server for server in servers if server not in failed and can_continue(server, exchange)]
-            if not able or not relay.journal or not relay.complete:
+            left = [server for server in servers if server not in failed]
+            by_tokens = relay.journal and relay.complete and not relay.by_prefix
+            able = [server for server in left if can_continue(server, exchange)] if by_tokens else []
+            if not able and relay.plain and exchange.path in USAGE_PATHS and relay.texts:
+                if relay.finished:  # nothing was left but its last event
+                    exchange.connection.write(DONE)
+                    exchange.connection.end()
+                    return
+                able = [server for server in left if takes_prefix(server, exchange)]
+                relay.by_prefix = len(relay.texts)
+            if not able:
                 raise last
             server = self.router.pick(able, exchange, rule.policy or self.config().routing.policy)
             exchange.server, exchange.migrations = server, exchange.migrations + 1
@@ -324,7 +335,9 @@ class Proxy:
         server, attempt = begun.server, begun.attempt
         changes = self.changes(exchange, server, rule)
         server.breaker.begin()
-        if can_continue(server, exchange):
+        if relay.by_prefix:
+            changes |= continued(server, exchange, "".join(relay.texts), relay.by_prefix)
+        elif can_continue(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
         if self.tracing is not None and exchange.span is not None:
             begun.span = self.tracing.begin_try(exchange.span, server.url)

@@ -7,6 +7,7 @@ from typing import Any
 
 from .exchange import Exchange
 from .http_client import UpstreamError
+from .prefix_continuation import is_text, rewritten
 from .shadow import text_of
 from .stream_events import EventFields, EventSplitter, StreamEvent
 
@@ -30,16 +31,25 @@ class StreamRelay:
         self.journal: dict[int, list[int]] = {}  # tokens of each answer that the client has
         self.complete = True  # the journal has all of them
         self.identity: dict[str, Any] = {}  # of the answer: its id, and when it was created
+        self.texts: list[str] = []  # of the events that the client has
+        self.plain = True  # they say nothing but their texts
+        self.finished = False  # the answer has its finish_reason
+        self.by_prefix = 0  # events of servers before this one, which was given their text as a prefix
 
     def feed(self, data: bytes) -> None:
         shown: list[bytes] = []
         try:
             for event in self.splitter.feed(data):
                 if self.take(event):
-                    shown.append(event.raw)
+                    shown.append(self.raw(event))
         finally:  # what came before an error is in the journal: another server will not say it again
             if shown:
                 self.show(shown)
+
+    def raw(self, event: StreamEvent) -> bytes:
+        """As the client gets it: the bytes that came, unless the text so far was another server's."""
+        named = self.by_prefix and event.fields is not None and event.fields.error is None
+        return rewritten(event.raw, self.identity, self.by_prefix) if named else event.raw
 
     def show(self, events: list[bytes]) -> None:
         connection = self.exchange.connection
@@ -59,6 +69,8 @@ class StreamRelay:
         if fields.error is not None and fields.error.type != "invalid_request_error":
             raise UpstreamError("failed", "the server ended its answer with an error")
         self.done = self.done or fields.error is not None
+        if self.by_prefix and event.empty and not fields.choices[0].finish_reason:
+            return False  # the client has the beginning
         self.note(event, fields)
         if exchange.text is not None:
             exchange.text += text_of(fields.choices)
@@ -69,6 +81,8 @@ class StreamRelay:
             before, exchange.usage = exchange.usage, found.usage()
             if before is not None and not exchange.usage.prompt_tokens:  # Anthropic counts them at the beginning
                 exchange.usage.prompt_tokens = before.prompt_tokens
+            exchange.usage.completion_tokens += self.by_prefix
+            exchange.usage.prompt_tokens -= self.by_prefix
             exchange.usage_counts = fields.message is None  # Anthropic's first event counts the prompt
         exchange.count()
         if event.only_usage:
@@ -87,6 +101,11 @@ class StreamRelay:
             self.complete = False
             self.exchange.generated += not event.empty
             self.exchange.unnamed += 1
+            self.identity = self.identity or {"id": fields.id, "created": fields.created}
+        if fields.choices:
+            self.texts.append(text_of(fields.choices))
+            self.plain = self.plain and is_text(fields)
+            self.finished = self.finished or any(one.finish_reason for one in fields.choices)
 
     def continuation(self, answers: int) -> dict[str, Any]:
         """What another server needs to go on: see `request_bodies.Continuation`."""

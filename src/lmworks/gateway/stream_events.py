@@ -43,6 +43,8 @@ class UsageFields(msgspec.Struct):
 
 class Delta(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
 
 
 class Choice(msgspec.Struct):

@@ -26,8 +26,7 @@ LARGE_BODY_BYTES = 65_536  # bytes that take milliseconds to parse
 MAX_DETOKENIZED = 2**18  # tokens of /detokenize: they pass between processes, which holds the GIL
 MAX_GRAMMAR_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
 MAX_TOOLS_CHARS = 2**20  # of all tools together: more would block the event loop, and is no prompt
-# A string, closed; or open (group 1) at the end of what came so far.
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"|(")(?:[^"\\]++|\\.)*+\\?\Z', re.DOTALL)
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)  # a closed one
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 OPENING = b"[{"
 
@@ -50,7 +49,8 @@ class NestingLimiter:
         self.quotes += part.count(b'"') - part.count(b'\\"')
         self.check()
         text = self.open + part
-        outside = STRING.sub(rb"\1", text)
+        before, quote, _ = STRING.sub(b"", text).partition(b'"')  # the string that is open at the end of what came
+        outside = before + quote
         self.open = b""
         if outside.endswith(b'"'):
             escaped = (len(text) - len(text.rstrip(b"\\"))) % 2

@@ -1,12 +1,16 @@
 """What the gateway adds to a stream, and how many requests it passes on, beside LiteLLM's proxy and nginx.
 
-    python -m venv /tmp/litellm && /tmp/litellm/bin/pip install 'litellm[proxy]'      # apt install nginx
-    python benchmarks/gateway_cpu.py --litellm /tmp/litellm/bin/litellm --save
+    python -m venv .venv-litellm && .venv-litellm/bin/pip install 'litellm[proxy]'      # apt install nginx
+    python benchmarks/gateway_hot_path.py --litellm .venv-litellm/bin/litellm --save
 
 A stub streams tokens at 20 a second, each with the time at which it was sent, so a delay is that of one chunk between
 two clocks that are one. 200 streams, then 32 clients that ask without streams. "direct" is the stub itself: what the
-load generator and the machine take. Processor time is the proxy's process and its children's: it depends less on who
-else is busy on the machine than delays do.
+load generator and the machine take; what a proxy adds is the difference to it. All are up at the same time and take
+turns, --rounds times, so that who else is busy on the machine disturbs them alike; medians of the rounds are shown. A
+first token's delay is from the request to its chunk, less the stub's own pause. Processor time is the proxy's process
+and its children's: it depends less on others than delays do. With two cores or more the load generator and the stub
+are pinned to the first one, proxies to the others. The gateway runs with everything that it has by default, the prefix
+cache policy, objectives and a hedging limit.
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httptools
@@ -49,6 +54,14 @@ MODELS = {"object": "list", "data": [{"id": "stub", "object": "model", "created"
 GATEWAY = f"""
 [listen]
 port = {PORTS["gateway"]}
+[routing]
+policy = ["prefix_cache", "least_loaded"]
+[[models]]
+name = "stub"
+hedge_seconds = 30.0
+[[slos]]
+model = "stub"
+ttft = 30.0
 [[pools]]
 name = "stub"
 kind = "openai"
@@ -128,7 +141,8 @@ class Stub(asyncio.Protocol):
 class Client(asyncio.Protocol):
     transport: asyncio.Transport
 
-    def __init__(self, delays: list[int]) -> None:
+    def __init__(self, delays: list[int], first: list[int]) -> None:
+        self.first, self.asked_at = first, 0  # of streams
         self.delays, self.parser = delays, httptools.HttpResponseParser(self)
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -141,7 +155,11 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic_ns()
-        self.delays += [now - int(found[1]) for found in STAMP.finditer(data)]
+        found = [now - int(one[1]) for one in STAMP.finditer(data)]
+        if found and self.asked_at:
+            self.first.append(now - self.asked_at - int(GAP_S * 1e9))
+            self.asked_at = 0
+        self.delays += found
         self.parser.feed_data(data)
 
     def on_message_complete(self) -> None:
@@ -155,15 +173,16 @@ class Client(asyncio.Protocol):
         body = json.dumps({"model": "stub", "messages": messages, "stream": stream, "max_tokens": tokens}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-of-this-benchmark\r\n"
         self.answered = asyncio.get_running_loop().create_future()
+        self.asked_at = time.monotonic_ns() if stream else 0
         self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         await self.answered
 
 
 async def load(port: int, pid: int, streams: int, tokens: int, seconds: float) -> dict[str, Any]:
-    loop, delays = asyncio.get_running_loop(), list[int]()
+    loop, delays, first = asyncio.get_running_loop(), list[int](), list[int]()
 
     async def connect() -> Client:
-        return (await loop.create_connection(lambda: Client(delays), "127.0.0.1", port))[1]
+        return (await loop.create_connection(lambda: Client(delays, first), "127.0.0.1", port))[1]
 
     async def stream(client: Client, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -174,6 +193,7 @@ async def load(port: int, pid: int, streams: int, tokens: int, seconds: float) -
         *(stream(client, number / streams) for number, client in enumerate(clients)), return_exceptions=True
     )
     used, chunks = processor_seconds(pid) - before, sorted(delays)
+    first.sort()
     asked, before, end = 0, processor_seconds(pid), time.monotonic() + seconds
 
     async def ask(client: Client) -> None:
@@ -187,6 +207,7 @@ async def load(port: int, pid: int, streams: int, tokens: int, seconds: float) -
         "streams": streams,
         "lost": sum(isinstance(one, BaseException) for one in ended),
         "chunks": len(chunks),
+        "first_token_ms": {"p50": first[len(first) // 2] / 1e6, "p99": first[int(len(first) * 0.99)] / 1e6},
         "delay_ms": {"p50": chunks[len(chunks) // 2] / 1e6, "p99": chunks[int(len(chunks) * 0.99)] / 1e6},
         "processor_us_a_chunk": used / len(chunks) * 1e6,
         "requests_per_s": asked / seconds,
@@ -245,11 +266,21 @@ async def serve_stub() -> None:
     await server.serve_forever()
 
 
+def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of figures that are numbers, and of those within them."""
+    return {
+        name: middle([one[name] for one in rounds]) if isinstance(value, dict) else median(one[name] for one in rounds)
+        for name, value in rounds[0].items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=5.0, help="of requests without streams")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--many", type=int, default=2000, help="streams at once through the gateway alone (0: none)")
     parser.add_argument("--litellm", default="", help="its command (none: left out)")
     parser.add_argument("--stub", action="store_true", help="only the stub")
     parser.add_argument("--save", action="store_true")
@@ -257,20 +288,33 @@ def main() -> None:
     if options.stub:
         uvloop.run(serve_stub())
         return
-    sizes = (options.streams, options.tokens, options.seconds)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    own, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {own})
+    with tempfile.TemporaryDirectory() as name, ExitStack() as running:
+        folder, pids = Path(name), dict[str, int]()
         stub = [sys.executable, __file__, "--stub"]
-        with started(stub, f"http://127.0.0.1:{STUB}/v1/models", folder / "stub.log") as stub_pid:
-            found = {"direct": uvloop.run(load(STUB, stub_pid, *sizes))}
-            print("direct", json.dumps(found["direct"]), flush=True)
-            for proxy, (words, probe) in proxies(folder, options.litellm).items():
-                url = f"http://127.0.0.1:{PORTS[proxy]}{probe}"
-                with started(words, url, folder / f"{proxy}.log") as pid:
-                    found[proxy] = uvloop.run(load(PORTS[proxy], pid, *sizes))
-                    print(proxy, json.dumps(found[proxy]), flush=True)
+        url = f"http://127.0.0.1:{STUB}/v1/models"
+        pids["direct"] = running.enter_context(started(stub, url, folder / "stub.log"))
+        os.sched_setaffinity(0, set(others) or {own})  # of what is started from now on
+        for proxy, (words, probe) in proxies(folder, options.litellm).items():
+            url = f"http://127.0.0.1:{PORTS[proxy]}{probe}"
+            pids[proxy] = running.enter_context(started(words, url, folder / f"{proxy}.log"))
+        os.sched_setaffinity(0, {own})
+        time.sleep(3)  # the gateway finds the stub's model
+        rounds: dict[str, list[dict[str, Any]]] = {proxy: [] for proxy in pids}
+        for _ in range(options.rounds):
+            for proxy, pid in pids.items():
+                port = PORTS.get(proxy, STUB)
+                rounds[proxy].append(uvloop.run(load(port, pid, options.streams, options.tokens, options.seconds)))
+                print(proxy, json.dumps(rounds[proxy][-1]), flush=True)
+        found = {proxy: middle(each) for proxy, each in rounds.items()}
+        many = None
+        if options.many:
+            many = uvloop.run(load(PORTS["gateway"], pids["gateway"], options.many, 20, 0.5))
+            print("many", json.dumps(many), flush=True)
     if options.save:
-        print(write_result("gateway_cpu", {"load_of_the_machine": os.getloadavg()[0], "proxies": found}))
+        shown = {"load_of_the_machine": os.getloadavg()[0], "proxies": found, "many_streams": many}
+        print(write_result("gateway_hot_path", shown))
 
 
 if __name__ == "__main__":
