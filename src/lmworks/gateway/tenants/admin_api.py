@@ -23,12 +23,12 @@ import msgspec
 from ...serve.limits import APIError
 from ...spec import SpecError
 from ..http_server import ClientConnection, HTTPRequest
-from .administration import DAY_S, Administration, NotFound, shown_key, shown_tenant
+from .administration import Administration, NotFound, shown_key, shown_tenant
 from .config import DEFAULT_TIER
 from .database import StoreDown
 from .directory import Caller
 from .identity import ROLES, Key
-from .limits import Limits
+from .limits import DAY_S, Limits
 
 if TYPE_CHECKING:
     from .tenancy import Tenancy

@@ -12,7 +12,7 @@ from ...spec import SpecError
 from ...spec.errors import did_you_mean
 from .config import DEFAULT_TIER, Tier
 from .identity import MARK, ROLES, Key, Tenant, digest, new_secret, prefix_of
-from .limits import NANO, Limits
+from .limits import DAY_S, NANO, Limits
 from .store import GROUPS, Entry, Store
 
 
@@ -21,7 +21,6 @@ class NotFound(SpecError):
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-DAY_S = 86400.0
 
 
 @dataclass

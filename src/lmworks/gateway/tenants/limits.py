@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 from ...spec.schema import Section, opt
 
+DAY_S = 86400
 NANO = 1_000_000_000  # money is counted in billionths of a dollar: whole numbers, whose sums are exact
 PERIODS = {"day": "%Y-%m-%d", "month": "%Y-%m", "total": "total"}  # in UTC
 
@@ -49,7 +51,12 @@ RATES = ("requests_per_minute", "tokens_per_minute", "input_tokens_per_minute", 
 
 def periods_of(at: float) -> tuple[str, ...]:
     """The day, the month, and all of time: as rows of `spent` are named."""
-    moment = time.gmtime(at)
+    return periods_of_day(int(at // DAY_S))
+
+
+@lru_cache(64)
+def periods_of_day(day: int) -> tuple[str, ...]:
+    moment = time.gmtime(day * DAY_S)
     return tuple(time.strftime(form, moment) for form in PERIODS.values())
 
 
