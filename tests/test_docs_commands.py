@@ -86,7 +86,7 @@ STANDS_FOR = {  # addresses, folders and sizes of the page's own world
     "--tables DIR": "--tables validation",
 }
 NEEDS = {  # what a line finds there
-    r"^lmworks gateway tenants": r"""printf '[tenants]\nstore="sqlite:///g.db"\n[[tiers]]\nname="gold"' > gateway.toml""",
+    r"^lmworks gateway ten": r"""printf '[tenants]\nstore="sqlite:///g.db"\n[[tiers]]\nname="gold"' > gateway.toml""",
     r"^lmworks (?!train).*runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
     r"^lmworks sweep": "[ -f space.toml ] || echo 'optim.lr.values = [1e-3, 3e-3]' > space.toml",
     r"^lmworks bench serve": '[ -n "$server" ] || serve lmworks serve runs/demo',
