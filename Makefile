@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test test-slow test-browser test-ray test-deepspeed test-trl test-clients test-hta test-datatrove sbom notebook lint bench gpu-test clean
+.PHONY: help setup demo serve-demo test test-slow test-browser test-ray test-deepspeed test-trl test-clients test-hta test-datatrove sbom notebook lint bench gpu-test clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,6 +20,9 @@ setup: $(READY)  ## create .venv and install LMWorks with its development tools
 
 demo: $(READY)  ## plan, train, compare and use a small code model on this machine
 	$(BIN)/lmworks demo
+
+serve-demo: $(READY)  ## a gateway, two servers, two tenants, load, a kill -9, a bad version rolled back: a table of SLOs met
+	$(BIN)/lmworks fleet demo
 
 test: $(READY)  ## the whole test-suite that a CPU can run
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --ignore=tests/gpu --ignore=tests/browser -m "not gpu and not ray and not deepspeed and not trl and not hta and not datatrove and not clients and not browser and not slow"
@@ -113,7 +116,10 @@ lint: $(READY)  ## ruff and mypy
 bench: $(READY)  ## the CPU benchmark beside a plain PyTorch loop
 	$(BIN)/python benchmarks/train_cpu.py
 
-gpu-test: $(READY)  ## tests that need a CUDA device
+gpu-serve-demo: $(READY)  ## a gateway, two servers, two tenants, load, a kill -9, a bad version rolled back: a table of SLOs met
+	$(BIN)/lmworks fleet demo
+
+test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches

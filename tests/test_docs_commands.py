@@ -43,7 +43,7 @@ NOT_HERE = {
     r"^lmworks tune .*--storage postgresql": "needs PostgreSQL: tests/tune/test_storage.py runs it",
     r"\$(FLEET|GATEWAY|SERVER)": "needs a fleet: the drills run the commands of runbooks",
     r"^lmworks drill (?!list)": "starts a fleet, for minutes: tests/drill/test_drills.py has one",
-    r"^lmworks fleet (up|status|down|restart)": "stays in the foreground: tests/fleet/test_up.py runs it",
+    r"^lmworks fleet (up|status|down|restart|demo)": "stays in the foreground: tests/fleet/test_up.py runs it",
     r"^lmworks fleet fit": "needs a load test of minutes: tests/fleet/test_fit_server.py has one",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",

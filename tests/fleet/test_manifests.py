@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -164,17 +165,41 @@ def missing(folder: Path) -> set[tuple[str, str]]:
 def test_what_is_written_lacks_what_only_people_can_do(found: FleetPlan, tmp_path: Path) -> None:
     write_folder(found, CLUSTER, tmp_path)
     assert {area for area, _ in missing(tmp_path)} == {
-        "dashboards", "alerts", "rollback", "backup", "drills", "redundancy"
+        "dashboards", "alerts", "rollback", "backup", "drills", "redundancy", "tenants", "slos"
     }  # fmt: skip
     assert missing(tmp_path) >= {("redundancy", "Deployment/serve-code-editor")}  # the plan has one replica
     (tmp_path / "dashboards").mkdir()
-    (tmp_path / "dashboards" / "fleet.json").write_text("{}")
+    (tmp_path / "dashboards" / "fleet.json").write_text('{"panels": []}')
     (tmp_path / "alerts").mkdir()
     (tmp_path / "alerts" / "fleet.yml").write_text("groups: []")
-    (tmp_path / "readiness.toml").write_text(
-        "rollback = 2026-11-01\nbackup = 2026-01-01\n[drills]\nkill = 2026-11-02\n"
+    assert {("dashboards", "fleet.json"), ("alerts", "PrometheusRule or alerts/*.yml")} <= missing(tmp_path)  # empty
+    (tmp_path / "dashboards" / "fleet.json").write_text('{"panels": [{}]}')
+    rule = {"alert": "A", "expr": "up == 0", "labels": {"severity": "page"}, "annotations": {"runbook_url": "u"}}
+    for rules, lacking in (([{**rule, "annotations": {}}], {("alerts", "A")}), ([rule], set())):
+        (tmp_path / "alerts" / "fleet.yml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": rules}]}))
+        assert {one for one in missing(tmp_path) if one[0] == "alerts"} == lacking
+    (tmp_path / "readiness.toml").write_text("rollback = 2026-11-01\nbackup = 2026-01-01\n")
+    (tmp_path / "drills").mkdir()
+    drills = [{"drill": "server-killed", "ok": True}, {"drill": "disk-full", "ok": False}]
+    (tmp_path / "drills" / "report.json").write_text(json.dumps({"date": "2026-11-02", "drills": drills}))
+    assert {one for one in missing(tmp_path) if one[0] == "drills"} == {("drills", "disk-full")}
+    (tmp_path / "drills" / "report.json").write_text(json.dumps({"date": "2026-11-02", "drills": drills[:1]}))
+    # the backup is too old; keys, limits and SLOs are in no gateway's file
+    assert {area for area, _ in missing(tmp_path)} == {"backup", "redundancy", "tenants", "slos"}
+
+
+def test_keys_limits_and_slos_of_the_gateway_are_asked_for(found: FleetPlan, tmp_path: Path) -> None:
+    parts = documents(found)
+    config = next(one for one in parts if one["kind"] == "ConfigMap" and "gateway.toml" in one["data"])
+    config["data"]["gateway.toml"] += (
+        '\n[tenants]\nstore_env = "STORE"\n[[tiers]]\nname = "gold"\nrequests_per_minute = 600\n'
+        '[[slos]]\nname = "chat"\n'
     )
-    assert {area for area, _ in missing(tmp_path)} == {"backup", "redundancy"}  # the backup is too old
+    (tmp_path / "all.yaml").write_text(yaml.dump_all(parts))
+    assert not {one for one, _ in missing(tmp_path)} & {"tenants", "slos"}
+    config["data"]["gateway.toml"] = config["data"]["gateway.toml"].replace("requests_per_minute", "weight")
+    (tmp_path / "all.yaml").write_text(yaml.dump_all(parts))
+    assert {one for one in missing(tmp_path) if one[0] == "tenants"} == {("tenants", "gateway.toml tiers")}
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,24 @@ OUT = Path("runs/drills")
 
 
 def drill(
-    name: Annotated[str, typer.Argument(metavar="NAME[,NAME…]|all|list", help="Which incident.")],
+    name: Annotated[str, typer.Argument(metavar="NAME[,NAME…]|all|list|chaos", help="Which incident.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the reports, logs and the model.")] = OUT,
+    trials: Annotated[int, typer.Option(min=1, help="Of `chaos`: random faults; those that are done stay done.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of `chaos`: same seed, same faults.")] = 0,
     json: Json = False,
 ) -> None:
     """Plant incidents in a local fleet; check users, alerts, runbooks.
 
     A gateway and two servers are started here with a small model. Checked are what users saw, which alerts fired
     (Prometheus and Alertmanager, where they are installed), and that the runbook's commands end the incident. The exit
-    code is 1 if a check failed.
+    code is 1 if a check failed. `chaos` plants random faults, trial after trial, and goes on where it was ended.
 
     \b
     Examples:
       lmworks drill list
       lmworks drill server-killed
       lmworks drill all --out runs/drills
+      lmworks drill chaos --trials 100 --seed 2026 --out runs/fleet-chaos
     """
     from datetime import date
 
@@ -41,6 +44,9 @@ def drill(
     if name == "list":
         list_drills(json)
         return
+    if name == "chaos":
+        run_random_faults(trials, seed, out, json)
+        return
     chosen = choose(name)
     reports = run_drills(chosen, out, alert_rules(), print_moment, print_verdict)
     table, page = write_report(reports, out, date.today())
@@ -50,6 +56,22 @@ def drill(
         print_summary(reports)
     typer.echo(f"report: {table}, {page}", err=True)
     if not all(one.ok for one in reports):
+        raise typer.Exit(1)
+
+
+def run_random_faults(trials: int, seed: int, out: Path, json: bool) -> None:
+    from dataclasses import asdict
+
+    from ..drill.chaos import run_chaos
+    from ..drill.chaos_report import trial_line, write_chaos_report
+
+    results = run_chaos(trials, seed, out, lambda result, total: typer.echo(trial_line(result, total), err=True))
+    table = write_chaos_report(results, out)
+    if json:
+        print_json([asdict(one) for one in results])
+    failed = [one for one in results if not one.ok]
+    typer.echo(f"{len(results)} trials, {len(failed)} with a problem; report: {table}", err=json)
+    if failed:
         raise typer.Exit(1)
 
 

@@ -159,6 +159,54 @@ def restart(
     restart(folder, name, now)
 
 
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where models, logs and reports are.")] = Path(
+        "runs/fleet-demo"
+    ),
+    json: Json = False,
+) -> None:
+    """Start a whole stack, kill a server, roll back a version.
+
+    A gateway, two servers with a small model, two tenants with keys, Prometheus where it is installed; exit code 1 if
+    an SLO was missed, a stream lost, or a token not billed.
+
+    \b
+    Examples:
+      lmworks fleet demo
+    """
+    from ..drill.demo import Demo, verdict
+
+    out.mkdir(parents=True, exist_ok=True)
+    facts = Demo(out, lambda text: typer.echo(text, err=True)).run()
+    problems = verdict(facts)
+    if json:
+        print_json({**facts, "problems": problems})
+    else:
+        print_demo(facts, problems)
+    if problems:
+        raise typer.Exit(1)
+
+
+def print_demo(facts: dict[str, Any], problems: list[str]) -> None:
+    rows = [
+        [one["phase"], one["tenant"], one["requests"], f"{one['within_slo']:.1%}",
+         "yes" if one["within_slo"] >= facts["objective"] else "NO",
+         duration(one["ttft_p50"]), duration(one["ttft_p99"]),
+         one["ends"].get("lost", 0), one["ends"].get("wrong", 0)]
+        for one in facts["phases"]
+    ]  # fmt: skip
+    slo = f"a whole answer, its first text within {facts['ttft_slo']:g} s, for {facts['objective']:.0%} of requests"
+    columns = ["", "tenant", "requests", "within SLO", "met", "TTFT p50", "p99", "lost", "wrong"]
+    print_table(f"SLO: {slo}", columns, rows, drop=("wrong", "p99"))
+    typer.echo(f"new version: {facts['rollout'].get('state')}: {facts['rollout'].get('reason')}")
+    for tenant, read in facts["tokens_read"].items():
+        typer.echo(f"{tenant}: {read:,} tokens read, {facts['tokens_billed'].get(tenant, 0):,} billed")
+    typer.echo(f"alerts: {', '.join(facts['alerts']) or 'none' if facts['alerts'] is not None else 'not checked'}")
+    for problem in problems:
+        typer.echo(f"FAILED: {problem}")
+
+
 # --- manifests and check ---------------------------------------------------------------------------------
 
 

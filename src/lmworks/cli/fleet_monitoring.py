@@ -19,7 +19,7 @@ def monitoring(
         list[str] | None, typer.Option("--server", metavar="HOST:PORT", help="A server to scrape. Repeatable.")
     ] = None,
 ) -> None:
-    """Write alert rules, the configuration of Prometheus and a Grafana dashboard.
+    """Write alert rules, a Prometheus configuration, a dashboard.
 
     Each alert has a runbook in docs/runbooks (docs/observability.md).
 

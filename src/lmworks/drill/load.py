@@ -95,6 +95,7 @@ class Load:
     verify: Any = True  # of TLS, as httpx takes it
     seed: int = 0
     expected: dict[int, str] = field(default_factory=dict)
+    learned: list[Outcome] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)  # of tenants, where they changed
     open: int = 0
@@ -112,6 +113,7 @@ class Load:
                     if found.status != 200 or not found.tokens:
                         raise LMWorksError(f"a quiet fleet did not answer: status {found.status} {found.error}")
                     self.expected[number] = found.text
+                    self.learned.append(found)
 
         asyncio.run(ask_all())
 
@@ -147,7 +149,7 @@ class Load:
         self, http: httpx.AsyncClient, tenant: Tenant, luck: random.Random, group: asyncio.TaskGroup
     ) -> None:
         """An open loop: requests come whether or not those before them have ended."""
-        due = self.clock() + luck.random()
+        due = self.clock() + luck.random() / max(tenant.rate, 1.0)
         while not self.stopping:
             rate = self.rates.get(tenant.name, tenant.rate)
             if rate <= 0 or self.clock() < due:
@@ -251,16 +253,16 @@ class Seen:
         return asdict(self)
 
 
-def seen(outcomes: Iterable[Outcome], slo_ttft: float) -> Seen:
-    """`within_slo`: answered rightly, with the first text in time."""
+def seen(outcomes: Iterable[Outcome], slo_ttft: float, good: Sequence[str] = ("ok",)) -> Seen:
+    """`within_slo`: with a `good` end, and the first text in time."""
     found = list(outcomes)
     firsts = sorted(one.first for one in found if one.first is not None)
-    good = sum(one.end == "ok" and one.first is not None and one.first <= slo_ttft for one in found)
+    met = sum(one.end in good and one.first is not None and one.first <= slo_ttft for one in found)
     ends = Counter(one.end for one in found)
     return Seen(
         len(found),
         {name: ends[name] for name in ENDS if ends[name]},
-        good / len(found) if found else 1.0,
+        met / len(found) if found else 1.0,
         quantile(firsts, 0.5),
         quantile(firsts, 0.99),
         max((one.longest_gap for one in found), default=0.0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ Manifest = Mapping[str, Any]
 READINESS = "readiness.toml"
 FRESH_DAYS = 90  # a drill, a rollback or a restored backup counts for so long
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
-DATED = {"rollback": "a rollback that was tried", "backup": "a backup that was restored", "drills": "drills"}
+DATED = {"rollback": "a rollback that was tried", "backup": "a backup that was restored"}
+DRILLS = "drills/report.json"
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,12 @@ class Deployed:
 
 
 def read_folder(folder: Path) -> Deployed:
-    import yaml
-
     if not folder.exists():
         raise SpecError(f"{folder}: there is no such file or folder")
     files = sorted(folder.rglob("*.yaml")) if folder.is_dir() else [folder]
     manifests: list[Manifest] = []
     for path in files:
-        try:
-            documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise SpecError(f"{path}: {error}") from None
-        manifests += [one for one in documents if isinstance(one, dict) and one.get("kind") != "Kustomization"]
+        manifests += [one for one in read_yaml(path) if isinstance(one, dict) and one.get("kind") != "Kustomization"]
     found = Deployed(folder if folder.is_dir() else folder.parent, tuple(manifests))
     if not found.workloads:
         raise SpecError(f"{folder}: no {', '.join(WORKLOADS)} is in it; name a folder that `fleet manifests` wrote")
@@ -64,7 +60,7 @@ def read_folder(folder: Path) -> Deployed:
 
 
 def check(found: Deployed, today: date) -> list[Finding]:
-    return [finding for rule in RULES for finding in rule(found)] + list(dated(found, today))
+    return [finding for rule in RULES for finding in rule(found)] + [*dated(found, today), *drills(found, today)]
 
 
 def name_of(one: Manifest) -> str:
@@ -169,27 +165,103 @@ def images(found: Deployed) -> Iterator[Finding]:
 
 
 def dashboards(found: Deployed) -> Iterator[Finding]:
-    there = list((found.folder / "dashboards").glob("*.json"))
-    yield Finding("dashboards", "dashboards/*.json", "" if there else "a dashboard")
+    files = sorted((found.folder / "dashboards").glob("*.json"))
+    yield Finding("dashboards", "dashboards/*.json", "" if files else "a dashboard")
+    for path in files:
+        panels = read_json(path).get("panels")
+        yield Finding("dashboards", path.name, "" if panels else "panels")
 
 
 def alerts(found: Deployed) -> Iterator[Finding]:
-    there = bool(found.of("PrometheusRule")) or any((found.folder / "alerts").glob("*.y*ml"))
-    yield Finding("alerts", "PrometheusRule or alerts/*.yml", "" if there else "alert rules")
+    """Rules in files or manifests; each says how urgent it is, and names its runbook."""
+    groups = [group for one in found.of("PrometheusRule") for group in one["spec"].get("groups", [])]
+    for path in sorted((found.folder / "alerts").glob("*.y*ml")):
+        groups += (read_yaml(path)[0] or {}).get("groups", [])
+    rules = [rule for group in groups for rule in group.get("rules", []) if "alert" in rule]
+    yield Finding("alerts", "PrometheusRule or alerts/*.yml", "" if rules else "alert rules")
+    for rule in rules:
+        annotations, labels = rule.get("annotations") or {}, rule.get("labels") or {}
+        lacking = [
+            word for word, there in (
+                ("labels.severity", "severity" in labels), ("annotations.runbook_url", "runbook_url" in annotations),
+            ) if not there
+        ]  # fmt: skip
+        yield Finding("alerts", rule["alert"], ", ".join(lacking))
+
+
+def tenancy(found: Deployed) -> Iterator[Finding]:
+    """The gateway's file: who may ask for how much, and how soon it must be answered."""
+    files = [
+        text
+        for one in found.of("ConfigMap")
+        for name, text in (one.get("data") or {}).items()
+        if name == "gateway.toml"
+    ]
+    for text in files:
+        config = read_toml_text("gateway.toml", text)
+        keys = bool(config.get("tenants", {}).get("store") or config.get("tenants", {}).get("store_env"))
+        limited = any(set(tier) - {"name", "weight"} for tier in config.get("tiers", []))
+        yield Finding(
+            "tenants", "gateway.toml", "" if keys else "tenants.store or store_env: without it there are no keys"
+        )
+        yield Finding(
+            "tenants", "gateway.toml tiers", "" if limited else "a tier with limits, e.g. requests_per_minute"
+        )
+        yield Finding("slos", "gateway.toml", "" if config.get("slos") else "an SLO: nothing can burn its error budget")
 
 
 RULES: tuple[Callable[[Deployed], Iterator[Finding]], ...] = (
-    limits, probes, quotas, disruption, scaling, network, security, images, dashboards, alerts,
+    limits, probes, quotas, disruption, scaling, network, security, images, tenancy, dashboards, alerts,
 )  # fmt: skip
 
 
-def dated(found: Deployed, today: date) -> Iterator[Finding]:
-    """`readiness.toml`: rollback = 2026-11-01, backup = 2026-10-20, [drills] NAME = date."""
-    path = found.folder / READINESS
+def drills(found: Deployed, today: date) -> Iterator[Finding]:
+    """As `lmworks drill all --out FOLDER/drills` left them: when, and whether they passed."""
+    path = found.folder / DRILLS
+    if not path.exists():
+        yield Finding("drills", DRILLS, "the report of drills: lmworks drill all --out FOLDER/drills")
+        return
+    content = read_json(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        old = (today - date.fromisoformat(content["date"])).days
+        failed = [one["drill"] for one in content["drills"] if not one["ok"]]
+        count = len(content["drills"])
+    except (KeyError, TypeError, ValueError):
+        raise SpecError(f"{path} is no report of `lmworks drill`") from None
+    why = f"drills again: the last were {old} days ago" if old > FRESH_DAYS else "" if count else "a drill"
+    yield Finding("drills", DRILLS, why)
+    for name in failed:
+        yield Finding("drills", name, "a drill that passes: it did not")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def read_yaml(path: Path) -> list[Any]:
+    import yaml
+
+    try:
+        return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
+def read_toml_text(where: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except ValueError as error:
-        raise SpecError(f"{path} is not valid TOML: {error}") from None
+        raise SpecError(f"{where} is not valid TOML: {error}") from None
+
+
+def dated(found: Deployed, today: date) -> Iterator[Finding]:
+    """`readiness.toml`: rollback = 2026-11-01, backup = 2026-10-20."""
+    path = found.folder / READINESS
+    data = read_toml_text(str(path), path.read_text(encoding="utf-8")) if path.exists() else {}
     for key, what in DATED.items():
         given = data.get(key)
         days = given if isinstance(given, dict) and given else {key: given}
