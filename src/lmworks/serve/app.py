@@ -31,6 +31,7 @@ from .admin import add_admin_routes
 from .backend import Backend, ProfileRequest, State
 from .batches.bodies import BatchRequest
 from .batches.routes import add_batch_routes
+from .beams import check_beams, collect_beams
 from .body import read_body
 from .cache_routes import add_cache_routes
 from .errors import ErrorBody, error_response
@@ -245,10 +246,12 @@ async def handle_request(
     model, adapter = serving.find(caller, body.model)
     if isinstance(model, Upstream):
         return await forward(serving, caller, request, body, raw)
+    check_beams(body)
     handler = await make_handler(serving, caller, model, adapter, body)
     if body.stream:
         return await start_stream(request, handler.stream())
-    output = await while_connected(request.receive, collect_output(handler.generation))
+    found = collect_beams(handler.generation, body) if body.use_beam_search else collect_output(handler.generation)
+    output = await while_connected(request.receive, found)
     content = await in_thread_with_logprobs(handler.generation, lambda: to_json(handler.full_response(output)))
     return Response(content, media_type="application/json")
 

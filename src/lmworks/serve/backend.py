@@ -124,6 +124,7 @@ class ModelCard:
     max_seqs: int = 0  # answers that are computed at once
     hidden: int = 0  # numbers of a vector of /v1/embeddings
     block_size: int = 0  # tokens of a block of the prefix cache; 0: there is none
+    eos: tuple[int, ...] = ()  # tokens that end an answer
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class EngineReady(NamedTuple):
     parsers: ParserNames
     hidden: int
     block_size: int  # 0: without a prefix cache
+    eos: tuple[int, ...]
 
 
 class Submit(NamedTuple):

@@ -108,6 +108,7 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         served.parsers,
         engine.runner.hidden,
         engine.spec.block if engine.spec.prefix_cache else 0,
+        engine.eos,
     )
 
 

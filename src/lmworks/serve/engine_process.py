@@ -137,6 +137,7 @@ class EngineProcess:
             max_seqs=ready.max_seqs,
             hidden=ready.hidden,
             block_size=ready.block_size,
+            eos=ready.eos,
         )
 
     @property

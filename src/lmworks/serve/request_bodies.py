@@ -114,6 +114,8 @@ class Sampling(Strict):
     priority: int | None = Field(
         None, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller goes first; not below the key's own"
     )
+    use_beam_search: bool | None = Field(None, description="the n likeliest answers; not sampled, not streamed")
+    length_penalty: float | None = Field(None, ge=-10, le=10, description="of beams: score = Σ log p / length^penalty")
     # Accepted, and of no effect here.
     user: str | None = None
     metadata: dict[str, str] | None = None
