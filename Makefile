@@ -36,8 +36,8 @@ test-browser: $(READY)  ## open the pages in Debian's chromium (installs it, and
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,browser]"
 	$(BIN)/python -m pytest -m browser tests/browser
 
-test-ray: $(READY)  ## train on local Ray clusters; tuning against Ray Tune (installs the extra `ray`)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]" "ray[tune]" scikit-learn
+test-ray: $(READY)  ## train on local Ray clusters; tuning against Ray Tune; servers on Ray Serve (installs the extra `ray`)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]" "ray[tune,serve]" scikit-learn
 	$(BIN)/python -m pytest -m ray
 
 # DeepSpeed is built from source against the torch that is there, so torch and setuptools go first; a venv of its own.
