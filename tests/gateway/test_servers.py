@@ -94,6 +94,8 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
             running(pool_file(tmp_path / "g.toml", a)) as case,
         ):
             pool_file(tmp_path / "g.toml", b)
+            # A request is the first to see the new file; the servers must follow it all the same.
+            await case.until(lambda: case.gateway.settings.current().pools[0].urls == [b.url])
             await case.until(lambda: {one.url for one in case.gateway.servers if one.up} == {b.url})
             assert (await case.ask(model="n")).status_code == 200
             (tmp_path / "g.toml").write_text("[[pools]]\nnam = 1\n")

@@ -97,6 +97,7 @@ class Gateway:
         if settings.config.rollouts:
             self.proxy.rollouts = self.rollouts
         self.connections: set[ClientConnection] = set()
+        self.applied: GatewayConfig | None = None  # the file as the servers follow it
         self.draining = False
         self.watched: dict[str, tuple[Pool, list[asyncio.Task[None]]]] = {}
         self.probes: set[asyncio.Task[None]] = set()
@@ -118,7 +119,7 @@ class Gateway:
 
     def apply_config(self) -> None:
         """The pools of the file as it is now; unchanged ones keep their servers and what is known of them."""
-        config = self.settings.current()
+        config = self.applied = self.settings.current()
         self.servers.keep(config)
         self.proxy.rollouts = self.rollouts if config.rollouts else None
         wanted = {pool.name: pool for pool in config.pools}
@@ -151,8 +152,7 @@ class Gateway:
         """Once a second: the file, and leases of registered servers."""
         self.spawn_probe(self.rollouts.run())
         while True:
-            before = self.settings.config
-            if self.settings.current() is not before:
+            if self.settings.current() is not self.applied:  # a request may have been the first to see the new file
                 self.apply_config()
             self.proxy.fair_queue.dispatch()  # servers may have come up
             self.metrics.config_reload.set(self.settings.error is None)
