@@ -14,8 +14,9 @@ import pytest
 from certificates import Authority, client
 from gateway_case import Answering, Asked, FakeServer, pool_file, running, say
 from lmworks.gateway.gateway import Gateway, GatewaySettings
-from lmworks.gateway.metrics import NAME
 from lmworks.serve.tls import Certificates, TLSFiles, listening_context
+
+EXPIRY = "lmworks:gateway_tls_certificate_expiry_timestamp_seconds"
 
 
 async def hello(asked: Asked, answering: Answering) -> None:
@@ -56,8 +57,8 @@ def test_servers_see_the_gateways_certificate_and_it_sees_theirs(tmp_path: Path)
                 case.gateway.check_files()
                 await case.until(lambda: only.up)
                 assert (await case.ask()).json()["choices"][0]["message"]["content"] == "Hello"
-                text = case.gateway.metrics.render().decode()
-                assert f'{NAME}tls_certificate_expiry_timestamp_seconds{{file="{shown.cert}",side="servers"}}' in text
+                text = (await case.http.get("/metrics")).text
+                assert f'{EXPIRY}{{file="{shown.cert}",side="servers"}}' in text
             for wrong in (pool(None, inside.file), pool(shown, outside.file), pool(shown, inside.file, "elsewhere")):
                 async with running(pool_file(tmp_path / "g.toml", server, pool=wrong)) as case:
                     (only,) = case.gateway.servers
@@ -111,7 +112,7 @@ def test_the_gateway_takes_over_its_own_certificate_while_a_stream_runs(tmp_path
         listen = f'[listen]\ntls_cert = "{files.cert}"\ntls_key = "{files.key}"\ntls_client_ca = "{authority.file}"'
         gateway = Gateway(GatewaySettings(pool_file(tmp_path / "g.toml", server, extra=listen)))
         listening = socket.create_server(("127.0.0.1", 0))
-        web = await gateway.listen(listening)
+        web = await gateway.listen(listening, gateway.handle)
         gateway.apply_config()
         mine = authority.issue("client")
         address = f"https://localhost:{listening.getsockname()[1]}"
@@ -132,7 +133,7 @@ def test_the_gateway_takes_over_its_own_certificate_while_a_stream_runs(tmp_path
                 assert (await http.post(f"{address}/v1/chat/completions", json=body)).status_code == 200
                 text = (await http.get(f"{address}/metrics")).text
             certificate = files.cert
-            assert f'{NAME}tls_certificate_expiry_timestamp_seconds{{file="{certificate}",side="clients"}}' in text
+            assert f'{EXPIRY}{{file="{certificate}",side="clients"}}' in text
             with pytest.raises((httpx.TransportError, ssl.SSLError)):
                 async with httpx.AsyncClient(verify=client(authority.file), trust_env=False) as stranger:
                     await stranger.get(f"{address}/health")
