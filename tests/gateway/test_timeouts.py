@@ -74,6 +74,34 @@ def test_a_stream_that_stands_still_ends_with_an_error_and_is_not_tried_again(tm
     asyncio.run(main())
 
 
+def test_a_stream_stands_still_from_its_last_event_on(tmp_path: Path) -> None:
+    """Not from the end of the time-out in which that event came."""
+    stood = []
+
+    async def late(asked: Asked, answering: Answering) -> None:
+        answering.begin_stream()
+        await answering.event(chunk("one "))
+        await asyncio.sleep(0.1)
+        await answering.event(chunk("two "))
+        began = asyncio.get_running_loop().time()
+        try:
+            await asyncio.sleep(FOREVER)
+        finally:
+            stood.append(asyncio.get_running_loop().time() - began)
+
+    async def main() -> None:
+        async with (
+            fake_server(late) as server,
+            running(pool_file(tmp_path / "g.toml", server, extra="[timeouts]\nidle = 1.0")) as case,
+        ):
+            *begun, last = await case.events()
+            assert text_of(begun) == "one two " and json.loads(last)["error"]["code"] == "upstream_timeout"
+            await case.until(lambda: bool(stood))
+
+    asyncio.run(main())
+    assert 0.9 < stood[0] < 1.6
+
+
 def test_a_request_has_a_time_for_all_of_its_tries(tmp_path: Path) -> None:
     async def main() -> None:
         limits = "[timeouts]\nper_try = 0.3\nfirst_token = 0.3\ntotal = 0.45"

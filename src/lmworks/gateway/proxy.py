@@ -445,13 +445,14 @@ class Proxy:
         relay.last_at = connection.loop.time()
         attempt.relay_to(relay)
         while not attempt.ended.done():
-            await asyncio.wait([attempt.ended], timeout=idle)
-            if connection.paused:  # the server waits for the client, not the other way round
-                relay.last_at = connection.loop.time()
-            if idle is not None and not attempt.ended.done() and connection.loop.time() - relay.last_at >= idle:
+            left = None if idle is None else relay.last_at + idle - connection.loop.time()
+            if left is not None and left <= 0:
                 if relay.done:
                     break
                 raise UpstreamError("timeout", f"the stream stood still for {idle:g} s")
+            await asyncio.wait([attempt.ended], timeout=left)
+            if connection.paused:  # the server waits for the client, not the other way round
+                relay.last_at = connection.loop.time()
         if not relay.done:  # a server that is lost after the last event has answered
             attempt.ended.result()
             if exchange.path in END_PATHS:
