@@ -63,30 +63,32 @@ class Ledger:
 
     async def flush(self) -> None:
         """Everything that has ended so far, to disk and into the store."""
-        files, records = self.journal.turn_over(), self.waiting
+        files, records, written = self.journal.turn_over(), self.waiting, 0
         self.waiting = []
         try:
-            await asyncio.to_thread(self.journal.sync)
-        except OSError as error:
-            self.journal_error = str(error)
-        for at in range(0, len(records), BATCH):
-            batch = records[at : at + BATCH]
-            try:
+            await self.sync()
+            for at in range(0, len(records), BATCH):
+                batch = records[at : at + BATCH]
                 await self.thread.run(partial(self.store.add_usage, batch))
-            except StoreDown as error:
-                self.waiting = records[at:] + self.waiting
-                self.down(error)
-                return
-            except asyncio.CancelledError:  # `close` writes them once more
-                self.waiting = records[at:] + self.waiting
-                raise
-            for record in batch:
-                self.budgets.written(record.places(), record.spending())
+                written = at + len(batch)
+                for record in batch:
+                    self.budgets.written(record.places(), record.spending())
+        except StoreDown as error:
+            self.down(error)
+            return
+        finally:  # also where it is cancelled: `close` writes them
+            self.waiting = records[written:] + self.waiting
         self.journal.forget(files)
         await self.refresh()
         if self.store_error is not None:
             log.info("the store is back", extra={"records": len(records)})
             self.store_error = None
+
+    async def sync(self) -> None:
+        try:
+            await asyncio.to_thread(self.journal.sync)
+        except OSError as error:
+            self.journal_error = str(error)
 
     async def refresh(self) -> None:
         """What all gateways together have spent."""

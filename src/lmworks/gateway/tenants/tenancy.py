@@ -43,6 +43,7 @@ from .usage import Spending, UsageRecord, money
 log = logging.getLogger("lmworks.gateway")
 
 STORE_RETRY_S = 1.0
+SETTLE_S = 2.0  # how long the last requests may take to end, once nobody waits for them
 GENERATED = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 # Servers that know `cache_salt`, and on which paths.
 SALTED = {
@@ -241,7 +242,9 @@ class Tenancy:
 
     async def close(self) -> None:
         """After the last request."""
-        await asyncio.sleep(0)  # those that were cut off are counted
+        end = time.monotonic() + SETTLE_S
+        while self.ledger.journal.open and time.monotonic() < end:  # those that were cut off are counted
+            await asyncio.sleep(0.005)
         with suppress(StoreDown):
             await self.ledger.flush()
         await self.rates.close()
