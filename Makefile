@@ -116,10 +116,7 @@ lint: $(READY)  ## ruff and mypy
 bench: $(READY)  ## the CPU benchmark beside a plain PyTorch loop
 	$(BIN)/python benchmarks/train_cpu.py
 
-gpu-serve-demo: $(READY)  ## a gateway, two servers, two tenants, load, a kill -9, a bad version rolled back: a table of SLOs met
-	$(BIN)/lmworks fleet demo
-
-test: $(READY)  ## tests that need a CUDA device
+gpu-test: $(READY)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 clean:  ## remove the virtual environment and caches

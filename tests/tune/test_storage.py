@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgres import postgres_server
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
@@ -22,6 +21,7 @@ from lmworks.sweep.folder import Sweep
 from lmworks.sweep.space import Space
 from lmworks.tune.storage import import_optuna, shown, storage_errors, storage_of
 from lmworks.tune.suggest import Suggestions
+from postgres import postgres_server
 
 SPACE = Space.of({"optim.lr": {"range": [1e-4, 1e-1], "log": True}})
 QUICK = ["optim.steps=27", "data.seq=32", "data.micro_batch=2", "log.eval_batches=2", "cluster.device=cpu"]
