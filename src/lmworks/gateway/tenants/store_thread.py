@@ -23,7 +23,8 @@ class StoreThread:
         """Raises StoreDown, also where the server takes a question and does not answer."""
         future = asyncio.get_running_loop().run_in_executor(self.executor, work)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):  # `wait_for` of Python 3.11 may lose a cancellation
+                return await asyncio.shield(future)
         except TimeoutError:
             self.database.interrupt()
             return await future
