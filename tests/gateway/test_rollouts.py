@@ -215,3 +215,32 @@ def test_a_late_answer_is_hedged_within_a_budget(tmp_path: Path, stream: bool) -
                 late.cancel()
 
     asyncio.run(main())
+
+
+def test_the_loser_of_a_hedge_may_be_tried_again(tmp_path: Path) -> None:
+    """Both answers come at once, from servers that had failed and are on trial: none stays on trial for ever."""
+
+    async def main() -> None:
+        both = asyncio.Event()
+
+        async def together(asked: Asked, answering: Answering) -> None:
+            if len(a.asked) + len(b.asked) == 2:
+                both.set()
+            await both.wait()
+            await say(asked, answering, "hello")
+
+        async with fake_server(together) as a, fake_server(together) as b:
+            rule = '[[models]]\nname = "m"\nhedge_seconds = 0.05\n'
+            file = tmp_path / "g.toml"
+            pool = f'[[pools]]\nname = "p"\nkind = "openai"\nurls = ["{a.url}", "{b.url}"]\n'
+            file.write_text(f"[health]\ninterval = 0.05\nhedge_share = 1.0\n{rule}{pool}")
+            async with running(file) as case:
+                for _ in range(10):
+                    a.asked.clear(), b.asked.clear(), both.clear()
+                    for server in case.gateway.servers:
+                        server.breaker.opened, server.breaker.until = 1, 0.0
+                    assert (await case.ask()).status_code == 200
+                    assert (len(a.asked), len(b.asked)) == (1, 1)
+                    await case.until(lambda: not any(server.breaker.trying for server in case.gateway.servers))
+
+    asyncio.run(main())

@@ -301,6 +301,7 @@ class Proxy:
                     if task.exception() is None and winner is None:
                         winner = task.result()
                     elif task.exception() is None:
+                        one.breaker.abandoned()
                         task.result().close(exchange)
                     elif isinstance(failure := task.exception(), UpstreamError) and (tries or winner):
                         failed.add(one)
