@@ -121,11 +121,9 @@ class Tenancy:
             self.ledger.budgets.check(subject, limits, reserved, now)
         places = [(subject, period) for subject, _ in subjects for period in periods_of(now)]
         self.ledger.budgets.reserve(places, reserved)
-        id, tenant = (
-            f"{exchange.id}.{secrets.token_hex(6)}",
-            caller.tenant.name,
-        )  # clients may send one request id twice
-        lines = [line for subject, limits in subjects for line in lines_of(subject, limits, amounts, tenant)]
+        id = f"{exchange.id}.{secrets.token_hex(6)}"  # clients may send one request id twice
+        name = caller.tenant.name
+        lines = [line for subject, limits in subjects for line in lines_of(subject, limits, amounts, name)]
         meter = Meter(id, caller, lines, places, reserved, demand)
         try:
             if lines:
