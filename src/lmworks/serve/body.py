@@ -26,7 +26,8 @@ LARGE_BODY_BYTES = 65_536  # bytes that take milliseconds to parse
 MAX_DETOKENIZED = 2**18  # tokens of /detokenize: they pass between processes, which holds the GIL
 MAX_GRAMMAR_CHARS = 65_536  # of a schema, a regex or all choices together: the engine compiles no more
 MAX_TOOLS_CHARS = 2**20  # of all tools together: more would block the event loop, and is no prompt
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)  # a closed one
+# With its end. It matches at every quote outside of strings, also where the string has no end: so time is linear.
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+("|\\?\Z)', re.DOTALL)
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 OPENING = b"[{"
 
@@ -49,12 +50,9 @@ class NestingLimiter:
         self.quotes += part.count(b'"') - part.count(b'\\"')
         self.check()
         text = self.open + part
-        before, quote, _ = STRING.sub(b"", text).partition(b'"')  # the string that is open at the end of what came
-        outside = before + quote
-        self.open = b""
-        if outside.endswith(b'"'):
-            escaped = (len(text) - len(text.rstrip(b"\\"))) % 2
-            self.open = b'"\\' if escaped else b'"'
+        *rest, last = STRING.split(text)  # what is outside of strings, and between two of those the end of a string
+        self.open = b'"' + rest[-1] if rest and rest[-1] != b'"' else b""
+        outside = b"".join(rest[::2]) + last
         brackets = outside.translate(None, NO_BRACKETS)
         self.containers += brackets.count(b"[") + brackets.count(b"{")
         self.check()
