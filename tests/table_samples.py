@@ -83,6 +83,46 @@ def fitted_steps(sample: Sample) -> None:
     print_fitted(found)
 
 
+def tenants_of_a_gateway(sample: Sample) -> None:
+    file = sample.folder / "gateway.toml"
+    file.write_text(f"[tenants]\nstore = 'sqlite:///{sample.folder}/gateway.db'\n", encoding="utf-8")
+    config = ("--config", str(file))
+    sample.prints("gateway", "tenants", "create", "acme", "--limit", "dollars_per_month=50", *config)
+    sample.prints("gateway", "keys", "create", "acme", "--name", "ci", "--expires", "90d", *config)
+    for words in (("keys", "list"), ("tenants", "list"), ("usage",), ("audit",)):
+        sample.prints("gateway", *words, *config)
+
+
+def drilled(sample: Sample) -> None:
+    from lmworks.cli.drill import print_summary
+    from lmworks.drill.incident import Check, Report
+
+    seen = {"requests": 40, "within_slo": 0.975, "ends": {"right": 39, "refused": 1}}
+    checks = [
+        Check("alert ServerDown", True, "within 30 s", "12 s after the fault"),
+        Check("the incident ends", True, "within 60 s", "after 14 s"),
+    ]
+    print_summary([Report("server-killed", "a server is killed", checks, [], [], {"acme": {"during": seen}}, 80.0, {})])
+
+
+def served_demo(sample: Sample) -> None:
+    from lmworks.cli.fleet import print_demo
+
+    seen = {"requests": 40, "within_slo": 1.0, "ttft_p50": 0.041, "ttft_p99": 0.3, "ends": {"right": 40}}
+    print_demo(
+        {
+            "phases": [{"phase": "a server is killed", "tenant": "acme", **seen}],
+            "objective": 0.9,
+            "ttft_slo": 1.0,
+            "rollout": {"state": "rolled_back", "reason": "60.0% of its tries failed, 0.0% of the stable pool's"},
+            "tokens_read": {"acme": 1920},
+            "tokens_billed": {"acme": 1920},
+            "alerts": ["ServerDown"],
+        },
+        [],
+    )
+
+
 def struck_run(folder: Path, name: str = "small") -> RunFolder:
     """Saved, hit by a spike, killed, and taken up again."""
     table = {"name": name, "model": {"preset": "tiny"}, "optim": {"steps": 6, "warmup": 0}, "checkpoint": {"every": 2}}
@@ -578,6 +618,14 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (planned_fleet, "fleet.print_fleet"),
     (lacking_fleet, "fleet.print_lacking"),
     (fleet_status, "fleet.print_status"),
+    (served_demo, "fleet.print_demo"),
+    (typed("drill", "list"), "drill.list_drills"),
+    (drilled, "drill.print_summary"),
+    (
+        tenants_of_a_gateway,
+        "gateway_tenants.list_keys gateway_tenants.show_tenants gateway_tenants.usage gateway_tenants.audit",
+    ),
+    (typed("plan", "kv-tiers", "llama3-8b", "--gpu", "h100"), "plan_kv_tiers.kv_tiers"),
     (evaluated, "evals.print_results evals.print_comparisons"),
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),

@@ -69,7 +69,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("lmworks plan memory mix", ["mixtral-8x7b"]),
         ("lmworks generate gpt2-m", ["gpt2-medium"]),
         ("lmworks serve gpt2-m", ["gpt2-medium"]),
-        ("lmworks serve tiny engine.kv", ["engine.kv_dtype="]),
+        ("lmworks serve tiny engine.kv_dt", ["engine.kv_dtype="]),
         ("lmworks bench offline --model mell", ["mellum-4b"]),
         ("lmworks train tiny o", [f"optim.{key}=" for key in (
             "optimizer", "steps", "lr", "schedule", "warmup", "min_lr_ratio", "decay_ratio", "beta1", "beta2", "eps",

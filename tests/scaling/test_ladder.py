@@ -185,12 +185,12 @@ def test_a_holdout_whose_optimum_is_below_all_sizes_has_the_smallest(tmp_path: P
 
 
 def test_limits_of_an_undetermined_law_stay_readable() -> None:
-    from lmworks.cli.scaling_run import told
+    from lmworks.cli.scaling_run import prediction_text
 
     found = Prediction(8, {}, 53408, 43168, 5201920, 1.6e12, "chinchilla", {}, 8, 1.5572, 1.5546, 4.2914e45, 0.9)
-    assert "1.5572 (1.5546 to 4.2914e+45 at 90%), measured 1.5069 (-3.23%)" in told(found, 1.5069)
+    assert "1.5572 (1.5546 to 4.2914e+45 at 90%), measured 1.5069 (-3.23%)" in prediction_text(found, 1.5069)
     unsure = replace(found, low=None, high=None)
-    assert "1.5572 (too few trunks for an interval), measured not finished" in told(unsure, None)
+    assert "1.5572 (too few trunks for an interval), measured not finished" in prediction_text(unsure, None)
 
 
 def truth(n: float, d: float) -> float:

@@ -35,7 +35,7 @@ def kv_tiers(
     engine: Annotated[str, typer.Option(help="Whose overheads: vllm, sglang or trtllm.")] = "vllm",
     json: Json = False,
 ) -> None:
-    """Say when tiers of the KV cache pay, and prefill apart from decode.
+    """Say when KV cache tiers and prefill servers pay.
 
     The break-even length is the prefix from which on it is fetched faster than computed (docs/kv-cache.md).
 
