@@ -56,6 +56,17 @@ def ask_from(engine: Engine, remote: str) -> Result:
 # --- the store --------------------------------------------------------------------------------------------
 
 
+def test_a_closed_server_leaves_no_thread(tmp_path: Path) -> None:
+    disk = DiskStore(tmp_path / "store", 2**20)
+    server = BlockServer(ANY_PORT, disk)
+    server.start()
+    assert server.thread is not None and server.thread.is_alive()
+    server.server_close()
+    server.thread.join(5)
+    assert not server.thread.is_alive()
+    disk.close()
+
+
 def test_blocks_are_written_read_and_deleted_over_a_socket(store: BlockServer) -> None:
     client, other, into = SocketStore(store.address), SocketStore(store.address), buffers()
     assert [client.write(key, block) for key, block in zip(KEYS[:3], CONTENT, strict=False)] == [True] * 3

@@ -221,6 +221,7 @@ class BlockServer(socketserver.ThreadingTCPServer):
             raise SpecError(f"{address}: set {SECRET} where other machines can reach it")
         self.source = source
         self.slots = threading.BoundedSemaphore(CONNECTIONS)
+        self.thread: threading.Thread | None = None
         try:
             super().__init__((host, port), Handler)
         except OSError as error:
@@ -232,7 +233,13 @@ class BlockServer(socketserver.ThreadingTCPServer):
         return f"{SCHEME}://{host!s}:{port}"
 
     def start(self) -> None:
-        threading.Thread(target=self.serve_forever, name="kv-server", daemon=True).start()
+        self.thread = threading.Thread(target=self.serve_forever, name="kv-server", daemon=True)
+        self.thread.start()
+
+    def server_close(self) -> None:
+        if self.thread is not None:  # it would look at a closed socket without a pause, for ever
+            self.shutdown()
+        super().server_close()
 
     def process_request_thread(self, request: object, client_address: object) -> None:
         with self.slots:
