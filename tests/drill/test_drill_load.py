@@ -14,6 +14,7 @@ import pytest
 from gateway_case import Answering, Asked, fake_server
 from lmworks.drill.incident import Check, Moment, Report
 from lmworks.drill.load import Load, Outcome, Question, Tenant, seen
+from lmworks.drill.monitoring import Monitoring
 from lmworks.drill.report import summary_row, write_report
 from lmworks.drill.run import choose
 from lmworks.drill.tcp_proxy import TCPProxy
@@ -195,3 +196,9 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     ]  # fmt: skip
     table, _ = write_report([report], tmp_path, date(2026, 11, 1))
     assert "0 of 1 drills passed" in table.read_text() and "divided by 60" in table.read_text()
+
+
+def test_files_of_monitoring_are_found_from_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Prometheus runs in that folder, and is told where its files are."""
+    monkeypatch.chdir(tmp_path)
+    assert Monitoring(Path("runs/fleet-demo"), {}, {}, time.monotonic).folder == tmp_path / "runs" / "fleet-demo"

@@ -178,7 +178,7 @@ def demo(
     from ..drill.demo import Demo, verdict
 
     out.mkdir(parents=True, exist_ok=True)
-    facts = Demo(out, lambda text: typer.echo(text, err=True)).run()
+    facts = Demo(out.resolve(), lambda text: typer.echo(text, err=True)).run()
     problems = verdict(facts)
     if json:
         print_json({**facts, "problems": problems})

@@ -60,6 +60,9 @@ class Monitoring:
     receiver: ThreadingHTTPServer | None = None
     port: int = 0
 
+    def __post_init__(self) -> None:
+        self.folder = self.folder.resolve()  # its processes run in it
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
