@@ -123,7 +123,7 @@ def served_demo(sample: Sample) -> None:
     )
 
 
-def struck_run(folder: Path, name: str = "small") -> RunFolder:
+def interrupted_run(folder: Path, name: str = "small") -> RunFolder:
     """Saved, hit by a spike, killed, and taken up again."""
     table = {"name": name, "model": {"preset": "tiny"}, "optim": {"steps": 6, "warmup": 0}, "checkpoint": {"every": 2}}
     run = RunFolder.create(folder / "runs" / name, RunSpec.from_dict(table))
@@ -153,31 +153,31 @@ def struck_run(folder: Path, name: str = "small") -> RunFolder:
 
 
 def show(sample: Sample) -> str:
-    struck_run(sample.folder)
+    interrupted_run(sample.folder)
     return sample.prints("runs", "show", "small")
 
 
 def health(sample: Sample) -> None:
-    sample.prints("health", str(struck_run(sample.folder).path), "--stats")
+    sample.prints("health", str(interrupted_run(sample.folder).path), "--stats")
 
 
 def listed(sample: Sample, *words: str) -> None:
     for name in ("first-attempt-at-a-higher-learning-rate", "second"):
-        struck_run(sample.folder, name)
+        interrupted_run(sample.folder, name)
     sample.prints("runs", *words)
 
 
 def compared(sample: Sample) -> None:
     names = ("a", "b")
     for name in names:
-        struck_run(sample.folder, name)
+        interrupted_run(sample.folder, name)
     sample.prints("runs", "--compare", *(f"runs/{name}" for name in names))
 
 
 def demo(sample: Sample) -> None:
     from lmworks.cli.demo import compare
 
-    run = struck_run(sample.folder)
+    run = interrupted_run(sample.folder)
     said = {"step_s": 0.5, "interval": [0.325, 0.9], "tokens_per_s": 200.0, "memory_bytes": 2**20, "params": 139584}
     run.prediction_path.write_text(json.dumps({**said, "quiet": False, "noise": 1.5}))
     compare(run)
@@ -196,7 +196,7 @@ def diagnosed(sample: Sample) -> None:
 
 
 def saved(sample: Sample) -> RunFolder:
-    run = struck_run(sample.folder)
+    run = interrupted_run(sample.folder)
     one = run.checkpoints / "step-000002"
     one.mkdir(parents=True)
     return run

@@ -3,14 +3,14 @@
 import pytest
 
 from lmworks.report.run_report import write_report
-from table_samples import struck_run
+from table_samples import interrupted_run
 
 pytestmark = pytest.mark.browser
 
 
 @pytest.fixture
 def html(tmp_path):
-    return write_report(struck_run(tmp_path)).read_text()
+    return write_report(interrupted_run(tmp_path)).read_text()
 
 
 def test_the_pointer_reads_values_and_marks(visit, html):

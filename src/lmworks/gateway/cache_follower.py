@@ -138,5 +138,5 @@ def read_prompt_blocks(header: bytes) -> PromptBlocks | None:
     return found if found.tokens > 0 and found.stride > 0 else None
 
 
-ASK = (PROMPT_BLOCKS.encode(), b"1")
-TOLD = PROMPT_BLOCKS.encode()
+ASK_FOR_BLOCKS = (PROMPT_BLOCKS.encode(), b"1")
+BLOCKS_HEADER = PROMPT_BLOCKS.encode()

@@ -21,7 +21,7 @@ from ..serve.telemetry import request_id
 from ..spec.errors import near_names, suggestion
 from .admission import in_time
 from .attempt import Attempt
-from .cache_follower import ASK, TOLD, read_prompt_blocks
+from .cache_follower import ASK_FOR_BLOCKS, BLOCKS_HEADER, read_prompt_blocks
 from .config import GatewayConfig, ModelRule, Timeouts
 from .exchange import Exchange
 from .forecast import Work
@@ -376,8 +376,8 @@ class Proxy:
             self.rollouts.record(exchange, server, first_token)
 
     def learn_blocks(self, attempt: Attempt, exchange: Exchange) -> None:
-        told = attempt.headers.get(TOLD)
-        if attempt.status == 200 and told is not None and (blocks := read_prompt_blocks(told)) is not None:
+        header = attempt.headers.get(BLOCKS_HEADER)
+        if attempt.status == 200 and header is not None and (blocks := read_prompt_blocks(header)) is not None:
             for policy in self.router.of(exchange):
                 policy.answered(attempt.server, exchange, blocks)
 
@@ -412,7 +412,7 @@ class Proxy:
     ) -> None:
         seconds = timeouts.first_token if exchange.body.stream else timeouts.per_try
         if attempt.server.cached is not None:
-            headers.append(ASK)
+            headers.append(ASK_FOR_BLOCKS)
         path = attempt.server.path_of(exchange.path)
         try:
             async with asyncio.timeout(seconds or None):

@@ -18,7 +18,7 @@ class RolloutRule(Section):
     model: str = opt("", "what clients ask for")
     stable: str = opt("", "pool of the version that is there")
     candidate: str = opt("", "pool of the new one")
-    start: bool = opt(False, "begin the canary without being told")
+    start: bool = opt(False, "begin the canary at once")
     steps: list[float] = opt([0.05, 0.25, 0.5], "shares of requests, one after the other; then all")
     step_seconds: float = opt(300.0, "shortest time of a step", gt=0)
     min_requests: int = opt(50, "of the candidate, before a step ends and before its latency is judged", ge=1)

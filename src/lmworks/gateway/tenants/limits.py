@@ -65,6 +65,6 @@ def period_ends(at: float) -> dict[str, float]:
     now = time.gmtime(at)
     midnight = at - (now.tm_hour * 3600 + now.tm_min * 60 + now.tm_sec)
     days = 0
-    while time.gmtime(midnight + days * 86400).tm_mon == now.tm_mon:
+    while time.gmtime(midnight + days * DAY_S).tm_mon == now.tm_mon:
         days += 1
-    return {"day": midnight + 86400 - at, "month": midnight + days * 86400 - at}
+    return {"day": midnight + DAY_S - at, "month": midnight + days * DAY_S - at}
