@@ -116,17 +116,9 @@ def on_host(
     ops |= events.of(Kind.ANNOTATION) & (nesting.innermost(ops) >= 0)  # spans of recomputation, within a node
     exposed = activity.communication - activity.compute
     inside = np.flatnonzero(ops)
-    own = nesting.self_time[inside] - exposed.covered(events.start[inside], events.end[inside])
-    inner = nesting.innermost(ops)  # of ops within ops, what their parents lost already
+    inner = nesting.innermost(ops)
     above = np.where(nesting.parent[inside] >= 0, inner[np.maximum(nesting.parent[inside], 0)], -1)
-    within = np.flatnonzero(above >= 0)
-    given_back = np.zeros(len(events), np.int64)
-    np.add.at(
-        given_back,
-        above[within],
-        exposed.covered(events.start[inside[within]], events.end[inside[within]]),
-    )
-    add_rows(rows, rows.of[inside], own + given_back[inside], totals)
+    add_rows(rows, rows.of[inside], exclusive_nested(events, inside, above, exposed), totals)
 
     outer = inside[above < 0]
     edges = np.concatenate(([start], np.maximum.accumulate(events.end[outer]).clip(max=end)))
@@ -134,6 +126,24 @@ def on_host(
     gaps = Spans.union(edges, np.maximum(begins, edges))
     spans = np.flatnonzero(lane & events.of(Kind.ANNOTATION) & (rows.of >= 0))
     add_gaps(trace, rows, gaps, outer, spans, exposed, totals)
+
+
+def exclusive_nested(events: Events, inside: Ints, above: Ints, exposed: Spans) -> Ints:
+    """Of ops by start, each under the one `above` it: the time outside those beneath it and exposed communication.
+
+    Ranges may overlap in part (a mode of PyTorch's dispatcher that ends within a module it was left for): what two
+    share goes to the one that began last.
+    """
+    end = events.end[inside].copy()
+    order = np.lexsort((events.start[inside], above))
+    first, second = order[:-1], order[1:]
+    siblings = above[first] == above[second]
+    end[first] = np.where(siblings, np.minimum(end[first], events.start[inside[second]]), end[first])
+    time = end - events.start[inside] - exposed.covered(events.start[inside], end)
+    beneath = np.zeros(len(events), np.int64)
+    within = above >= 0
+    np.add.at(beneath, above[within], time[within])
+    return time - beneath[inside]
 
 
 def add_gaps(
