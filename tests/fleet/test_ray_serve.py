@@ -1,4 +1,4 @@
-"""Servers as replicas of a real local Ray Serve (make test-ray): answers, streams, and a replica that is replaced."""
+"""Servers as replicas of a real local Ray Serve (make test-ray): answers, streams, a replica that is replaced, the end."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def url() -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
+    end = time.monotonic() + 60
+    while left := servers():
+        assert time.monotonic() < end, f"outlived Ray Serve: {left}"
+        time.sleep(0.2)
 
 
 def servers() -> list[int]:

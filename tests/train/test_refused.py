@@ -114,7 +114,7 @@ subprocess.run([sys.executable, "-c", sys.argv[1]])
 """
 RANK = """
 import time
-from lmworks.cli.ranks import die_with_parent
+from lmworks.record.parent_death import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(600)
@@ -131,7 +131,7 @@ def test_rank_ends_with_its_launcher() -> None:
 
 @ON_LINUX
 def test_rank_without_launcher_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "from lmworks.cli.ranks import die_with_parent\ndie_with_parent()"
+    code = "from lmworks.record.parent_death import die_with_parent\ndie_with_parent()"
     monkeypatch.setenv("LMWORKS_STARTED_BY", "1")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == (
         143 if sys.platform == "linux" else 0

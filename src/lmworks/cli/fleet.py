@@ -89,7 +89,7 @@ def up(fleet: FleetFile, folder: FleetFolder = FOLDER) -> None:
 
     from ..fleet.config import read_fleet
     from ..fleet.up import STATE, Supervisor, read_state
-    from .ranks import PARENT_PID_VARIABLE
+    from ..record.parent_death import until_this_process_ends
 
     if (folder / STATE).exists():
         try:
@@ -98,7 +98,7 @@ def up(fleet: FleetFile, folder: FleetFolder = FOLDER) -> None:
             pass  # it was killed
         else:
             raise SpecError(f"{folder}: a fleet is up there already (process {pid})")
-    environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid())}  # they end with this process
+    environment = {**os.environ, **until_this_process_ends()}  # they end with this process
     Supervisor(read_fleet(fleet), folder, environment).run(lambda text: typer.echo(text, err=True))
 
 

@@ -17,6 +17,7 @@ import typer
 from .. import __version__
 from ..plan.memory.host import process_bytes
 from ..record.oom import as_oom
+from ..record.parent_death import die_with_parent
 from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
 from . import (
@@ -47,7 +48,7 @@ from . import (
     tune,
 )
 from .groups import RootGroup
-from .ranks import die_with_parent, write_error_file
+from .ranks import write_error_file
 
 # Panel of the help → word → command. What comes next has its panel already:
 # `learn`, `ui` (learn).

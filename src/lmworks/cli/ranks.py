@@ -23,13 +23,12 @@ from ..plan.memory.host import oom_kills
 from ..record import RunFolder
 from ..record.folder import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
 from ..record.oom import ChildPeaks
+from ..record.parent_death import until_this_process_ends
 from ..spec import LMWorksError, RunSpec, SpecError
 from ..spec.errors import PREEMPTED, STOPPED, last_line
 
 PROGRAM = ("-m", "lmworks")  # what Python runs as a rank
 KILL_GRACE_S = 10  # beyond fault.deadline_s, before the agent kills a rank
-PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # environment variable: the process that started a rank
-PR_SET_PDEATHSIG = 1  # of Linux, <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def run_ranks(
     os.environ.setdefault("TORCHELASTIC_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a C++ stack for every call to a store that is gone
     silence_agent_logs()
-    passed = {PARENT_PID_VARIABLE: str(os.getpid()), **(variables or {})}
+    passed = {**until_this_process_ends(), **(variables or {})}
     os.environ.update(passed)
     with TemporaryDirectory(prefix="lmworks-ranks-") as logs:  # of the agent, which does not remove them
         config = LaunchConfig(
@@ -217,21 +216,6 @@ def read_error_file(path: Path) -> dict[str, Any] | None:
         if isinstance(error_record, dict) and {"message", "final", "reported"} <= error_record.keys()
         else None
     )
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to stop this rank when the agent that started it is killed.
-
-    The rank saves and ends, as after any SIGTERM. Linux alone has this.
-    """
-    parent = os.environ.pop(PARENT_PID_VARIABLE, None)  # not for processes that a rank starts
-    if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
-        return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if parent is not None and os.getppid() != int(parent):  # it was killed before prctl
-        sys.exit(128 + signal.SIGTERM)
 
 
 # --- this machine ---------------------------------------------------------------------------------------

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..record.parent_death import until_this_process_ends
 from ..spec import SpecError
 from ..spec.files import unsafe_name
 from .groups import DefaultCommandGroup
 from .output import Json, Overrides, Spec, print_json
-from .ranks import PARENT_PID_VARIABLE
 from .sweep_workers import (
     Ray,
     SbatchLines,
@@ -180,7 +179,7 @@ def worker(
     machine = own_resources(() if on_cpu else visible_gpus(), trials_per_gpu, allocated)
 
     def start(launch: Launch) -> Process:
-        return start_forked(launch, main.main, {PARENT_PID_VARIABLE: str(os.getpid())})
+        return start_forked(launch, main.main, until_this_process_ends())
 
     raise typer.Exit(Worker(opened, machine, start).run())
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..fleet.up import process_of, read_state, ready, status
+from ..record.parent_death import until_this_process_ends
 from ..spec import LMWorksError, SpecError, dump_toml
 from .surroundings import clock_library, mount_disk, start_redis, stop_redis, unmount_disk, write_certificate
 
@@ -42,7 +43,6 @@ GATEWAY: dict[str, Any] = {
 }
 LIMITS: dict[str, Any] = {"stuck_seconds": 2.0, "kill_seconds": 6.0, "queue": 64}
 START_S = 180.0
-PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: the fleet ends with this process
 POLL_S = 0.2
 
 
@@ -131,7 +131,7 @@ class LocalFleet:
         with (self.folder / "supervisor.log").open("ab") as log:
             self.supervisor = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=environment({**self.clock_variables(), PARENT_PID_VARIABLE: str(os.getpid())}),
+                env=environment({**self.clock_variables(), **until_this_process_ends()}),
             )  # fmt: skip
         self.wait_ready()
         self.keys = {name: self.create_key(name) for name in self.shape.tenants}

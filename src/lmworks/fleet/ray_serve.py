@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..record.parent_death import until_this_process_ends
 from ..spec import LMWorksError
 
 Scope = MutableMapping[str, Any]
@@ -129,7 +130,11 @@ class ReplicaServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         words = ["serve", self.source, "--port", str(port), "--drain-seconds", f"{DRAIN_S:g}", *self.options]
-        self.process = subprocess.Popen([sys.executable, "-m", "lmworks", *words], start_new_session=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lmworks", *words],
+            start_new_session=True,
+            env={**os.environ, **until_this_process_ends()},  # Ray kills a replica that is slow to shut down
+        )
         self.http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             timeout=httpx.Timeout(None, connect=CONNECT_S),

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from ..record.parent_death import until_this_process_ends
 from ..spec import LMWorksError
 from .folder import Sweep, Trial
 from .slots import Resources
 
-PARENT_PID_VARIABLE = "LMWORKS_STARTED_BY"  # see `cli.ranks.die_with_parent`: a worker ends with its driver
 POLL_S = 0.2
 IDLE = 4  # times as long as a look at all trials takes: thousands take a while
 MOST_FAILURES = 3  # of workers in a row, none of which settled a trial
@@ -55,7 +55,7 @@ class Workers:
         """In a session of its own: Ctrl-C goes to the driver alone, which stops the workers."""
         words = [sys.executable, "-m", "lmworks", "sweep", "worker", str(self.sweep.path), *self.options]
         threads = {"OMP_NUM_THREADS": str(self.sweep.threads)}
-        env = {**os.environ, **threads, PARENT_PID_VARIABLE: str(os.getpid())}
+        env = {**os.environ, **threads, **until_this_process_ends()}
         with (self.sweep.path / "workers.log").open("ab") as log:
             return subprocess.Popen(
                 words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -12,9 +12,10 @@ import subprocess
 import sys
 from typing import Any
 
+from ..record.parent_death import until_this_process_ends
 from ..spec import SpecError
 from .folder import Sweep
-from .pool import PARENT_PID_VARIABLE, Process, Workers
+from .pool import Process, Workers
 
 GONE = -int(signal.SIGKILL)  # the exit code of a worker whose machine or actor is no more
 
@@ -70,7 +71,7 @@ class WorkerActor:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, words: list[str], folder: str, log: str, threads: int) -> int:
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT_PID_VARIABLE: str(os.getpid())}
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), **until_this_process_ends()}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(words, env=env, cwd=folder, stdout=file, stderr=file)
         return self.process.wait()
