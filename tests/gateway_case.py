@@ -14,6 +14,7 @@ import httpx
 
 from lmworks.gateway.gateway import Gateway, GatewaySettings
 from lmworks.gateway.http_server import ClientConnection
+from lmworks.observability.tracing import Tracing
 
 
 @dataclass
@@ -223,9 +224,9 @@ def pool_file(file: Path, *servers: FakeServer, extra: str = "", kind: str = "op
 
 
 @asynccontextmanager
-async def running(file: Path, wait: bool = True) -> AsyncGenerator[Running, None]:
+async def running(file: Path, wait: bool = True, tracing: Tracing | None = None) -> AsyncGenerator[Running, None]:
     """A gateway of this file, once it knows every server."""
-    gateway = Gateway(GatewaySettings(file))
+    gateway = Gateway(GatewaySettings(file), tracing)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: ClientConnection(gateway.handle, gateway.edge_limits, gateway.connections), "127.0.0.1", 0

@@ -1,4 +1,4 @@
-"""Servers as replicas of a real local Ray Serve (make test-ray): answers, streams, a replica that is replaced, the end."""
+"""Servers as replicas of a real local Ray Serve (make test-ray): answers, streams, a replica replaced, the end."""
 
 from __future__ import annotations
 

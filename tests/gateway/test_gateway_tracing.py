@@ -52,9 +52,8 @@ def test_each_try_is_a_span_and_servers_are_below_it(tmp_path: Path) -> None:
         async with (
             fake_server(fails) as bad,
             fake_server(answers) as good,
-            running(pool_file(tmp_path / "g.toml", bad, good)) as case,
+            running(pool_file(tmp_path / "g.toml", bad, good), tracing=tracing_to(received)) as case,
         ):
-            case.gateway.proxy.tracing = tracing_to(received)
             body = {"model": "m", "messages": [{"role": "user", "content": SECRET}]}
             for _ in range(2):  # one of them is tried twice: servers take turns
                 answer = await case.http.post("/v1/chat/completions", json=body, headers=CONTEXT)

@@ -208,7 +208,7 @@ def test_a_late_answer_is_hedged_within_a_budget(tmp_path: Path, stream: bool) -
                 await case.until(lambda: hung.left == 1)
                 assert len(hung.asked) + len(quick.asked) == 5
                 hang.set()
-                case.gateway.proxy.hedges.left = 0.0
+                case.gateway.proxy.hedging.budget.left = 0.0
                 late = asyncio.gather(*(case.ask(stream=stream) for _ in range(2)))
                 await asyncio.sleep(0.5)
                 assert not late.done()  # without a budget it is waited for

@@ -65,9 +65,7 @@ def run(
         typer.echo(f"{'http' if listen.tls is None else 'https'}://{address}:{number}", err=True)
 
         async def main() -> None:
-            gateway = Gateway(settings)
-            gateway.proxy.tracing = tracing
-            await gateway.run(listening)
+            await Gateway(settings, tracing).run(listening)
 
         uvloop.run(main())
         if tracing is not None:

@@ -41,7 +41,7 @@ class Exchange:
     server: Server | None = None  # that answers
     answering: str = ""  # the model that answers: another where it fell back
     tries: int = 0
-    hedged: bool = False  # two servers were asked at once
+    hedge: str = ""  # where two servers were asked: which began to answer, first, second or none
     migrations: int = 0
     status: int = 0
     failed: str | None = None  # code of the error that ended it

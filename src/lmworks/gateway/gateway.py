@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ..observability.tracing import Tracing
 from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
 from ..serve.middleware import loopback
@@ -78,7 +79,7 @@ class GatewaySettings(ReloadedFile[GatewayConfig]):
 
 
 class Gateway:
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, tracing: Tracing | None = None) -> None:
         self.settings = settings
         self.servers = Servers()
         self.leases = Leases(time.monotonic)
@@ -86,16 +87,12 @@ class Gateway:
         self.certificates = Certificates(tls, server=True) if tls is not None else None
         self.quality = QualityChecks(lambda: self.settings.config.quality_checks, self.servers)
         self.metrics = Metrics(self.servers, lambda: self.settings.config.slos, self.certificates, self.quality.scores)
-        self.proxy = Proxy(settings.current, self.servers, self.metrics)
-        if settings.config.tenants.on:
-            self.proxy.tenancy = Tenancy(settings.current, self.servers)
-        tenancy = self.proxy.tenancy  # the admin API, where it has no listener of its own
+        tenancy = Tenancy(settings.current, self.servers) if settings.config.tenants.on else None
         own = settings.config.tenants.admin_port
         self.serves_admin = None if tenancy is None or own else tenancy.admin_api.handle
         state = settings.path.with_suffix(".rollouts.json")
         self.rollouts = Rollouts(state, lambda: self.settings.config.rollouts, self.addresses)
-        if settings.config.rollouts:
-            self.proxy.rollouts = self.rollouts
+        self.proxy = Proxy(settings.current, self.servers, self.metrics, self.rollouts, tenancy, tracing)
         self.connections: set[ClientConnection] = set()
         self.applied: GatewayConfig | None = None  # the file as the servers follow it
         self.draining = False
@@ -121,7 +118,6 @@ class Gateway:
         """The pools of the file as it is now; unchanged ones keep their servers and what is known of them."""
         config = self.applied = self.settings.current()
         self.servers.keep(config)
-        self.proxy.rollouts = self.rollouts if config.rollouts else None
         wanted = {pool.name: pool for pool in config.pools}
         for name, (pool, tasks) in list(self.watched.items()):
             if wanted.get(name) != pool:
@@ -207,8 +203,7 @@ class Gateway:
         connection.respond_json(200, {"object": "list", "data": data})
 
     async def list_servers(self, request: HTTPRequest, connection: ClientConnection) -> None:
-        if self.proxy.tenancy is not None:
-            self.proxy.tenancy.authentication.caller(request).check_role("admin", "the list of servers")
+        self.check_admin(request, "the list of servers")
         connection.respond_json(200, {"servers": [describe(server) for server in self.servers]})
 
     async def list_rollouts(self, request: HTTPRequest, connection: ClientConnection) -> None:

@@ -38,6 +38,12 @@ class RequestBody:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise APIError(400, "invalid_json", f"{name}: {error}", name) from None
 
+    @property
+    def wants_usage(self) -> bool:
+        """The client, of a stream of OpenAI's."""
+        options = self.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
     def json(self, name: str) -> bytes:
         """The JSON of a field; nothing where there is none."""
         return bytes(self.fields.get(name, b""))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,13 +19,12 @@ from .http_client import UpstreamError
 from .stream_events import Choice, EventSplitter
 
 if TYPE_CHECKING:
-    from .config import ModelRule
     from .rollouts import Rollout
+    from .server_request import ServerRequests
     from .servers import Server
 
 MOST = 64
 SECONDS = 600.0
-Headers = list[tuple[bytes, bytes]]
 
 
 class Message(msgspec.Struct):
@@ -54,44 +53,28 @@ def whole_text(content: bytes) -> str:
 
 
 class Shadows:
-    def __init__(self) -> None:
+    def __init__(self, requests: ServerRequests) -> None:
+        self.requests = requests
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def wanted(self, rollout: Rollout | None) -> bool:
-        if rollout is None or not rollout.rule.shadow or len(self.tasks) >= MOST:
-            return False
-        return random.random() < rollout.rule.shadow
+    def wanted(self, rollout: Rollout) -> bool:
+        return len(self.tasks) < MOST and random.random() < rollout.rule.shadow
 
-    def start(
-        self,
-        exchange: Exchange,
-        rollout: Rollout,
-        servers: Sequence[Server],
-        rule: ModelRule,
-        headers: Callable[[Server], Headers],
-    ) -> None:
-        """After the request has ended; `exchange.text` is what its client got."""
-        able = [one for one in servers if one.pool.name == rollout.rule.candidate]
-        if not able:
+    def start(self, exchange: Exchange, rollout: Rollout, servers: Sequence[Server]) -> None:
+        """After the request has ended; `exchange.text` is what its client got. `servers`: those of the candidate."""
+        if not servers:
             return
-        work = self.copy(exchange, rollout, min(able, key=lambda one: one.queue), rule, headers)
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self.copy(exchange, rollout, min(servers, key=lambda one: one.queue)))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def copy(
-        self,
-        exchange: Exchange,
-        rollout: Rollout,
-        server: Server,
-        rule: ModelRule,
-        headers: Callable[[Server], Headers],
-    ) -> None:
+    async def copy(self, exchange: Exchange, rollout: Rollout, server: Server) -> None:
         attempt, outcome = Attempt(server), "failed"
         try:
+            headers = self.requests.headers(exchange, server)
+            body = exchange.body.with_changes(self.requests.changes(exchange, server, exchange.rule))
             async with asyncio.timeout(SECONDS):
-                body = exchange.body.with_changes({"model": rule.serves})
-                await attempt.start("POST", server.path_of(exchange.path), headers(server), body)
+                await attempt.start("POST", server.path_of(exchange.path), headers, body)
                 await attempt.ended
             if attempt.status == 200:
                 outcome = "answered"

@@ -1,0 +1,36 @@
+"""Which server a request goes to: of those that have the model, the ones that its rollout, its place and its objective
+leave, and of these the one that the policies pick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+from .admission import in_time
+from .config import GatewayConfig, ModelRule
+from .exchange import Exchange
+from .policies import Router
+from .rollouts import Rollouts
+from .servers import Server, Servers
+
+
+class ServerChoice:
+    def __init__(self, config: Callable[[], GatewayConfig], servers: Servers, rollouts: Rollouts) -> None:
+        self.config, self.servers, self.rollouts = config, servers, rollouts
+        self.router = Router()
+
+    def able(self, exchange: Exchange, rule: ModelRule, without: Container[Server]) -> list[Server]:
+        """Servers on the request's side of a rollout."""
+        found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in without]
+        if exchange.ticket is not None:
+            found = [server for server in found if server.pool.name == exchange.ticket.pool] or found
+        return self.rollouts.narrow(found, exchange, rule.name)
+
+    def first(self, exchange: Exchange, rule: ModelRule, failed: Container[Server]) -> Server | None:
+        """Raises APIError where there are servers, and none would answer in time."""
+        found = self.able(exchange, rule, failed)
+        found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
+        return self.pick(found, exchange, rule) if found else None
+
+    def pick(self, servers: Sequence[Server], exchange: Exchange, rule: ModelRule) -> Server:
+        return self.router.pick(servers, exchange, rule.policy or self.config().routing.policy)
