@@ -60,8 +60,10 @@ def test_overview_without_prometheus_and_for_admins_alone(tmp_path: Path) -> Non
             async with running(file) as case:
                 found = (await case.http.get("/gateway/overview")).json()
                 assert found["alerts"]["error"].startswith("Prometheus: no connection") and not found["models"]
-                other = await case.http.get("/gateway/overview", headers={"x-forwarded-for": "10.0.0.1"})
-                assert other.status_code == 403 and other.json()["error"]["code"] == "admin_only"
+                for path in ("/gateway/overview", "/gateway/servers", "/gateway/rollouts"):
+                    assert (await case.http.get(path)).status_code == 200
+                    other = await case.http.get(path, headers={"x-forwarded-for": "10.0.0.1"})
+                    assert other.status_code == 403 and other.json()["error"]["code"] == "admin_only"
 
     asyncio.run(main())
 
