@@ -51,6 +51,17 @@ interval = 0.2
 [[pools]]
 name = "local"
 urls = ["{server}"]
+[[pools]]
+name = "next"
+urls = ["{server}"]
+[[models]]
+name = "tiny"
+hedge_seconds = 20.0
+[[rollouts]]
+model = "tiny"
+stable = "local"
+candidate = "next"
+shadow = 1.0
 [[slos]]
 name = "chat"
 ttft = 30.0

@@ -69,6 +69,8 @@ CASES: dict[str, tuple[Series, int, Series]] = {
     ),
     "StreamsMigrated": ({'gateway_migrations{model_name="m"}': "0 0 2 2 2"}, 4,
                         {'gateway_migrations{model_name="m"}': "2x10"}),
+    "RolloutRolledBack": ({'gateway_rollout_rollbacks{model_name="m"}': "0 0 1 1 1"}, 4,
+                          {'gateway_rollout_rollbacks{model_name="m"}': "1x10"}),
     "TenantThrottled": (
         {REFUSED: "0+60x20", ANSWERED: "0+40x20"}, 10,
         {REFUSED: "0+40x20", ANSWERED: "0+60x20"},

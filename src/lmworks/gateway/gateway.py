@@ -86,12 +86,18 @@ class Gateway:
         tls = settings.config.listen.tls
         self.certificates = Certificates(tls, server=True) if tls is not None else None
         self.quality = QualityChecks(lambda: self.settings.config.quality_checks, self.servers)
-        self.metrics = Metrics(self.servers, lambda: self.settings.config.slos, self.certificates, self.quality.scores)
         tenancy = Tenancy(settings.current, self.servers) if settings.config.tenants.on else None
         own = settings.config.tenants.admin_port
         self.serves_admin = None if tenancy is None or own else tenancy.admin_api.handle
         state = settings.path.with_suffix(".rollouts.json")
         self.rollouts = Rollouts(state, lambda: self.settings.config.rollouts, self.addresses)
+        self.metrics = Metrics(
+            self.servers,
+            lambda: self.settings.config.slos,
+            self.certificates,
+            self.quality.scores,
+            self.rollouts.current,
+        )
         self.proxy = Proxy(settings.current, self.servers, self.metrics, self.rollouts, tenancy, tracing)
         self.connections: set[ClientConnection] = set()
         self.applied: GatewayConfig | None = None  # the file as the servers follow it
@@ -208,7 +214,7 @@ class Gateway:
 
     async def list_rollouts(self, request: HTTPRequest, connection: ClientConnection) -> None:
         self.check_admin(request, "the list of rollouts")
-        connection.respond_json(200, {"rollouts": self.rollouts.describe()})
+        connection.respond_json(200, {"rollouts": [one.describe() for one in self.rollouts.current()]})
 
     async def switch_rollout(self, request: HTTPRequest, connection: ClientConnection) -> None:
         self.check_admin(request, "switching a rollout")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -14,12 +14,14 @@ from ..serve.limits import APIError
 from ..serve.tls import METRIC, Certificates
 from .attainment import SLOs
 from .exchange import Exchange
+from .rollouts import STATES, Rollout
 from .servers import Server, Servers
 from .slo import ServiceLevel
 
 MAX_TENANTS = 500  # with series of their own, at 60 series a tenant and model
 OTHER_TENANTS = "(other)"
 REASONS = ("error", "ttft", "tpot", "e2e")
+WINNERS = ("first", "second", "none")  # of two servers that were asked, which began to answer before the other
 LOST = "upstream_lost"
 
 
@@ -42,6 +44,7 @@ class Metrics:
         objectives: Callable[[], list[ServiceLevel]] = list,
         certificates: Certificates | None = None,
         quality: Callable[[], Mapping[Labels, float]] = dict,
+        rollouts: Callable[[], Sequence[Rollout]] = list,
     ) -> None:
         registry = self.registry = CollectorRegistry()
         self.requests = counter("gateway_requests", registry)
@@ -50,6 +53,7 @@ class Metrics:
         self.failures = counter("gateway_try_failures", registry)
         self.retries = counter("gateway_retries", registry)
         self.migrations = counter("gateway_migrations", registry)
+        self.hedges = counter("gateway_hedges", registry)
         self.prompt_tokens = counter("gateway_prompt_tokens", registry)
         self.generation_tokens = counter("gateway_generation_tokens", registry)
         self.cached_tokens = counter("gateway_cached_tokens", registry)
@@ -68,6 +72,7 @@ class Metrics:
         registry.register(ServerCollector(servers))
         registry.register(SLOCollector(self.slos))
         registry.register(QualityCollector(quality))
+        registry.register(RolloutCollector(rollouts))
         registry.register(CertificateCollector(servers, certificates))
         ProcessCollector(registry=registry)
 
@@ -109,12 +114,15 @@ class Metrics:
             self.request_failures.labels(model, tenant, tier, exchange.failed).inc()
         if exchange.tries > 1:
             self.retries.labels(model).inc(exchange.tries - 1)
+        if exchange.rule.hedge_seconds:
+            for winner in WINNERS:
+                self.hedges.labels(model, winner).inc(winner == exchange.hedge)
         if exchange.migrations:
             self.migrations.labels(model).inc(exchange.migrations)
         if exchange.first_token is not None:
             series.first_token.observe(exchange.first_token, shown)
             series.seconds.observe(exchange.seconds, shown)
-            if exchange.server is not None and exchange.tries == 1 and not exchange.migrations:
+            if exchange.server is not None and exchange.tries == 1 and not (exchange.migrations or exchange.hedge):
                 place = exchange.server.pool.name, exchange.server.url
                 self.server_first_token.labels(*place).observe(exchange.first_token, shown)
         if exchange.seconds_per_token is not None:
@@ -186,6 +194,28 @@ class QualityCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield family("gateway_quality_score", self.scores())
+
+
+class RolloutCollector(Collector):
+    def __init__(self, rollouts: Callable[[], Sequence[Rollout]]) -> None:
+        self.rollouts = rollouts
+
+    def collect(self) -> Iterator[Metric]:
+        found = {one.rule.model: one for one in self.rollouts()}
+
+        def of(name: str, values: Mapping[Labels, float]) -> Metric:
+            return family(f"gateway_rollout_{name}", values)
+
+        yield of("share", {(model, one.rule.candidate): one.share for model, one in found.items()})
+        states: dict[Labels, float] = {
+            (model, state): state == one.state for model, one in found.items() for state in STATES
+        }
+        yield of("state", states)
+        yield of("rollbacks", {(model,): one.rollbacks for model, one in found.items()})
+        copies: dict[Labels, float] = {
+            (model, how): count for model, one in found.items() for how, count in one.shadowed.items()
+        }
+        yield of("shadow_requests", copies)
 
 
 class SLOCollector(Collector):

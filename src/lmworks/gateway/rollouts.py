@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..serve.limits import APIError
 from .exchange import Exchange
@@ -30,7 +30,9 @@ from .servers import Server
 log = logging.getLogger("lmworks.gateway")
 
 State = Literal["stable", "canary", "promoted", "rolled_back"]
+STATES: tuple[State, ...] = get_args(State)
 ACTIONS: dict[str, State] = {"start": "canary", "promote": "promoted", "roll_back": "rolled_back", "stop": "stable"}
+SHADOW_OUTCOMES = ("same", "different", "answered", "failed")  # "answered": not compared
 TICK_S = 0.25
 FEW = 5  # tries that failures are judged by: a circuit breaker may let no more of them through
 OUTCOMES = 500  # of each side that count
@@ -60,7 +62,8 @@ class Rollout:
     gated: int = -1  # the last step whose gate was passed
     gate: asyncio.Task[None] | None = None
     outcomes: dict[str, Outcomes] = field(default_factory=dict)  # by pool
-    shadowed: dict[str, int] = field(default_factory=dict)  # same, different, failed
+    rollbacks: int = 0  # not by hand
+    shadowed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SHADOW_OUTCOMES, 0))
 
     @property
     def share(self) -> float:
@@ -70,6 +73,10 @@ class Rollout:
         self.state, self.reason, self.step, self.gated = state, reason, 0, -1
         self.begin_step()
         log.warning("rollout", extra={"model": self.rule.model, "state": state, "reason": reason})
+
+    def roll_back(self, reason: str) -> None:
+        self.rollbacks += 1
+        self.switch("rolled_back", reason)
 
     def begin_step(self) -> None:
         self.since, self.outcomes = time.time(), {}
@@ -112,7 +119,7 @@ class Rollout:
             "reason": self.reason,
             "since": self.since,
             "pools": tries,
-            "shadowed": self.shadowed,
+            "shadowed": {outcome: count for outcome, count in self.shadowed.items() if count},
         }
 
 
@@ -200,7 +207,7 @@ class Rollouts:
     def advance(self, rollout: Rollout) -> None:
         rule = rollout.rule
         if fault := rollout.fault():
-            rollout.switch("rolled_back", fault)
+            rollout.roll_back(fault)
             return
         if time.time() - rollout.since < rule.step_seconds or rollout.of(rule.candidate).count < rule.min_requests:
             return
@@ -242,7 +249,7 @@ class Rollouts:
             problem = f"its gate failed with status {process.returncode}: {said}" if process.returncode else ""
         rollout.gate = None
         if problem:
-            rollout.switch("rolled_back", problem)
+            rollout.roll_back(problem)
             self.save()
         else:
             rollout.gated = rollout.step
@@ -258,8 +265,8 @@ class Rollouts:
         self.save()
         return rollout
 
-    def describe(self) -> list[dict[str, Any]]:
-        return [one.describe() for rule in self.rules() if (one := self.of(rule.model)) is not None]
+    def current(self) -> list[Rollout]:
+        return [found for rule in self.rules() if (found := self.of(rule.model)) is not None]
 
 
 def falls_into(exchange: Exchange, share: float) -> bool:

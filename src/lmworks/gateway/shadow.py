@@ -84,7 +84,7 @@ class Shadows:
             pass
         finally:
             attempt.close()
-            rollout.shadowed[outcome] = rollout.shadowed.get(outcome, 0) + 1
+            rollout.shadowed[outcome] += 1
 
 
 def comparable(exchange: Exchange) -> bool:

@@ -67,6 +67,8 @@ ALERTS = (
           severity="page"),
     Alert("StreamsMigrated", "streams of {{ $labels.model_name }} had to change servers",
           "sum by (model_name) (increase({gateway_migrations}[300s])) > 0"),
+    Alert("RolloutRolledBack", "the candidate of {{ $labels.model_name }} was worse, and is rolled back",
+          "sum by (model_name) (increase({gateway_rollout_rollbacks}[300s])) > 0"),
     Alert("TenantThrottled", "more than half of the requests of {{ $labels.tenant }} are refused with 429",
           'sum by (tenant) (rate({gateway_requests}{status="429"}[300s]))'
           " / sum by (tenant) (rate({gateway_requests}[300s])) > 0.5", 60),
