@@ -13,15 +13,21 @@ from lmworks.drill.chaos import (
     SERVERS,
     STREAMS,
     TRIALS,
+    Bill,
     Result,
     Trial,
     asked_of_trials,
     problems_of,
+    read_bills,
     read_results,
     run_chaos,
+    wrongly_billed,
 )  # fmt: skip
 from lmworks.drill.chaos_report import as_markdown
 from lmworks.drill.load import Outcome
+from lmworks.gateway.tenants.database import open_database
+from lmworks.gateway.tenants.store import Store
+from lmworks.gateway.tenants.usage import UsageRecord
 
 ASKED = asked_of_trials()
 
@@ -56,6 +62,45 @@ def test_what_is_wrong_with_a_trial() -> None:
     outcomes[3].tokens -= 1
     assert "the usage says" in problems_of(result_of(outcomes, total), outcomes, ASKED)[0]
     assert "11 of 12" in problems_of(result_of(outcomes[:-1], total), outcomes[:-1], ASKED)[0]
+    again = [good(number) for number in range(STREAMS)]
+    assert problems_of(result_of(again, 7), again, ASKED, gateway_killed=True) == []  # it counts from 0 again
+
+
+def test_what_is_wrong_with_bills() -> None:
+    most = ASKED[0].max_tokens
+    whole = Outcome("chaos", 0.0, 0, "ok", tokens=most, id="t-0-1")
+    cut = Outcome("chaos", 0.0, 0, "lost", text="abcde", id="t-0-0")
+    refused = Outcome("chaos", 0.0, 0, "refused", 503, id="t-1-0")
+    right = [Bill("t-0-0.aa", 6, "interrupted"), Bill("t-0-1.bb", most, "finished")]
+    every = [cut, whole, refused]
+    assert wrongly_billed(every, right, ASKED) == []
+    for bills, problem in (
+        ([right[0]], "t-0-1 has"),  # nothing
+        ([*right, Bill("t-0-1.cc", most, "finished")], "t-0-1 is billed 2 times"),
+        ([right[0], Bill("t-0-1.bb", most - 1, "finished")], f"t-0-1 has {most} tokens"),
+        ([Bill("t-0-0.aa", 4, "interrupted"), right[1]], "at least 5 tokens were read"),
+        ([Bill("t-0-0.aa", most + 1, "interrupted"), right[1]], "t-0-0: at least 5"),
+        ([right[1]], "t-0-0: at least 5"),
+        ([*right, Bill("t-1-0.dd", 3, "failed")], "t-1-0 was refused"),
+        ([*right, Bill("t-9-0.dd", 3, "finished")], "nobody asked"),
+    ):
+        (found,) = wrongly_billed(every, bills, ASKED)
+        assert problem in found
+
+
+def test_bills_are_read_from_the_gateways_store(tmp_path: Path) -> None:
+    store = Store(open_database(f"sqlite:///{tmp_path}/gateway.db"))
+    store.prepare()
+    records = [
+        UsageRecord(f"chaos-5-{trial}-0-0.aa", 1.0, 2.0, "chaos", "k", "m", "p", "/v1/completions",
+                    3, 10 + trial, 0, 0, "finished", False) for trial in (1, 11, 1)
+    ]  # fmt: skip
+    store.add_usage(records)
+    assert read_bills(tmp_path / "gateway.db", "chaos-5-1-") == ([Bill("chaos-5-1-0-0.aa", 11, "finished")], True)
+    with store.database.transaction() as cursor:
+        cursor.execute("UPDATE spent SET tokens = tokens + 1")
+    assert not read_bills(tmp_path / "gateway.db", "chaos-5-1-")[1]
+    store.database.close()
 
 
 def test_trials_that_are_done_stay_done(tmp_path: Path) -> None:

@@ -186,6 +186,25 @@ def test_redis_that_is_killed_and_comes_back(tmp_path: Path, policy: str) -> Non
     asyncio.run(main())
 
 
+def test_a_redis_that_no_request_needs_is_seen_to_be_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        redis = RedisProcess()
+        try:
+            async with fake_server(hello) as server:
+                file = tenant_file(tmp_path / "g.toml", server, tenants=f'limits = "{redis.url}"')
+                async with running(file) as case:
+                    for up, change in (("1.0", redis.kill), ("0.0", redis.start), ("1.0", redis.kill)):
+                        async with asyncio.timeout(10):
+                            line = f'lmworks:gateway_store_up{{store="rates"}} {up}'
+                            while line not in (await case.http.get("/metrics")).text:
+                                await asyncio.sleep(0.1)
+                        change()
+        finally:
+            redis.kill()
+
+    asyncio.run(main())
+
+
 def postmaster(url: str) -> int:
     import psycopg
 

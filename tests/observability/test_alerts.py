@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Series, int, Series]] = {
     ),
     "ServerSlow": (
         {f'gateway_server_time_to_first_token_seconds_{part}{{pool="p",server="{name}"}}': f"0+{step}x20"
-         for name, total in (("a", 2), ("b", 2), ("c", 20)) for part, step in (("sum", total), ("count", 10))}, 10,
+         for name, total in (("a", 2), ("b", 20)) for part, step in (("sum", total), ("count", 10))}, 10,
         {f'gateway_server_time_to_first_token_seconds_{part}{{pool="p",server="{name}"}}': f"0+{step}x20"
          for name, total in (("a", 2), ("b", 2), ("c", 5)) for part, step in (("sum", total), ("count", 10))},
     ),
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Series, int, Series]] = {
                     {'up{job="lmworks-gateway",instance="g:1"}': "1 0 1", 'up{job="other"}': "0x5"}),
     "MetricsMissing": ({'up{job="lmworks-server",instance="s:1"}': "1 0 0 0 0"}, 4,
                        {'up{job="lmworks-server",instance="s:1"}': "1x5"}),
-    "StoreDown": ({'gateway_store_up{store="redis"}': "1 0 0"}, 2, {'gateway_store_up{store="redis"}': "1x3"}),
+    "StoreDown": ({'gateway_store_up{store="rates"}': "1 0 0"}, 2, {'gateway_store_up{store="rates"}': "1x3"}),
     "ConfigReloadFailed": ({"gateway_config_reload_success": "1 0 0 0"}, 3, {"gateway_config_reload_success": "1x4"}),
     "ClockSkew": ({f"gateway_server_clock_skew_seconds{{{PLACE}}}": "0 -30 -30 -30"}, 3,
                   {f"gateway_server_clock_skew_seconds{{{PLACE}}}": "-1x4"}),

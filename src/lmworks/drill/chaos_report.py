@@ -32,8 +32,8 @@ def as_markdown(results: Sequence[Result]) -> str:
     lead = (
         f"Seed {results[0].seed}; {SERVERS} servers, {STREAMS} streams a trial, {streams:,} streams in all, "
         f"{sum(one.migrations for one in results):,} continued by another server; "
-        f"{sum(one.tokens_counted for one in results):,} tokens counted of "
-        f"{sum(one.tokens_expected for one in results):,} generated; {os.cpu_count()} cores."
+        f"{sum(one.tokens_read for one in results):,} tokens read, those of cut streams included, and "
+        f"{sum(one.tokens_billed for one in results):,} billed; {os.cpu_count()} cores."
     )
     ends: dict[str, int] = {}
     for result in results:

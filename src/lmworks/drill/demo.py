@@ -23,8 +23,9 @@ import httpx
 from ..observability.alerts import GATEWAY_JOB, SERVER_JOB
 from ..spec import LMWorksError, dump_toml
 from ..spec.files import write_whole
+from .leftovers import end_marked, environment
 from .load import Load, Tenant, questions, seen
-from .local_fleet import ENGINE, MODEL, LocalFleet, Shape, environment, train_model
+from .local_fleet import ENGINE, MODEL, LocalFleet, Shape, train_model
 from .monitoring import Monitoring, alert_rules
 
 SLO_TTFT_S, OBJECTIVE = 2.0, 0.99
@@ -209,6 +210,7 @@ class Demo:
             self.candidate.terminate()
             self.candidate.wait()
         self.fleet.stop()
+        end_marked()
 
 
 def verdict(facts: dict[str, Any]) -> list[str]:

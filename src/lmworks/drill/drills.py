@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
+import socket
 import threading
 import time
 import tomllib
@@ -14,15 +16,25 @@ from pathlib import Path
 
 import httpx
 
-from ..spec import LMWorksError
+from ..spec import LMWorksError, dump_toml
+from ..spec.files import write_whole
 from .incident import TENANTS, Check, Drill, Impact, Stage
-from .load import Tenant
+from .load import PROMPTS, Tenant
 from .local_fleet import MODEL, Shape
 from .surroundings import fill_disk, redis_pid, write_certificate
 
 STATUS = "lmworks fleet status --folder $FLEET"
 RESTART = "lmworks fleet restart $SERVER --folder $FLEET --now"
 SERVERS = "curl -s $GATEWAY/gateway/servers"
+
+LARGEST = 64 * 2**10  # bytes of an allocation where memory runs out: a step of decoding needs less
+IDLE, SPARE = 300, 16  # connections that a client leaves open; descriptors that are left
+ADAPTER = "helper"
+# One sequence at a time, so that a few requests a second are more than it can do; and time for those that wait.
+SMALL = Shape(
+    options=("engine.max_seqs=1",),
+    gateway={"timeouts": {"connect": 1.0, "first_token": 40.0, "idle": 3.0, "per_try": 50.0, "total": 55.0}},
+)
 
 
 # --- servers ---------------------------------------------------------------------------------------------
@@ -66,9 +78,10 @@ def end_throttle(stage: Stage) -> None:
 
 
 def exhaust_memory(stage: Stage) -> None:
-    """The engine may have no more memory than it has now (RLIMIT_AS), and gets prompts that need more."""
+    """Allocations of the engine that are larger than LARGEST fail, and it gets a prompt that needs them."""
     pid = stage.fleet.engine(stage.victim)
-    resource.prlimit(pid, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+    (stage.fleet.folder / f"{pid}.allocation").write_text(str(LARGEST), encoding="utf-8")
+    time.sleep(1.1)  # it looks once a second
     long = {"model": MODEL, "prompt": "x = 1\n" * 60, "max_tokens": 8, "temperature": 0}
     with suppress(httpx.HTTPError):
         httpx.post(f"{stage.fleet.server_url(stage.victim)}/v1/completions", json=long, timeout=20, trust_env=False)
@@ -87,7 +100,7 @@ def cut_network(stage: Stage) -> None:
 
 
 def slow_network(stage: Stage) -> None:
-    stage.proxies[0].delay = 0.6
+    stage.proxies[0].delay = 0.2
 
 
 def reset_network(stage: Stage) -> None:
@@ -112,11 +125,29 @@ def restart_gateway(stage: Stage) -> None:
 
 
 def exhaust_descriptors(stage: Stage) -> None:
-    """The gateway may open no more files and sockets than it has."""
+    """A client that opens a connection for each request and closes none; and the gateway may open few more."""
+    address = ("127.0.0.1", stage.fleet.port)
+    stage.memory["idle"] = [keep_open(address) for _ in range(IDLE)]
     pid = stage.fleet.pid("gateway")
     used = len(os.listdir(f"/proc/{pid}/fd"))
-    stage.memory["limit"] = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 8, stage.memory["limit"][1]))
+    hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + SPARE, hard))
+
+
+def keep_open(address: tuple[str, int]) -> socket.socket:
+    """A connection that has had one answer, and stays."""
+    one = socket.create_connection(address, timeout=5)
+    one.sendall(b"GET /health HTTP/1.1\r\nhost: gateway\r\n\r\n")
+    one.recv(1000)
+    return one
+
+
+def descriptors_left(stage: Stage) -> list[Check]:
+    pid = stage.fleet.pid("gateway")
+    used, limit = len(os.listdir(f"/proc/{pid}/fd")), resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+    for one in stage.memory["idle"]:
+        one.close()
+    return [Check("descriptors are left", used < limit / 2, "less than half is open", f"{used} of {limit}")]
 
 
 def break_config(stage: Stage) -> None:
@@ -138,9 +169,9 @@ def fill(stage: Stage) -> None:
 
 
 def expire_certificate(stage: Stage) -> None:
-    """Its time has come: the servers take the new file as they do at every renewal. Connections that are there stay,
-    so those of the gateway end."""
-    write_certificate(stage.fleet.folder, days=-1)
+    """The time of one server's certificate has come: it takes the new file as at every renewal. Connections that are
+    there stay, so those of the gateway end."""
+    write_certificate(stage.fleet.folder, stage.victim, days=-1)
     stage.fleet.kill(stage.victim)
 
 
@@ -162,29 +193,54 @@ def cut_metrics(stage: Stage) -> None:
 # --- what is served --------------------------------------------------------------------------------------
 
 
-def load_adapter(stage: Stage) -> None:
-    """A new version of an adapter, whose weights are noise, on every server."""
-    write_noise_adapter(stage.fleet.folder / "adapters" / "helper")
+def serve_adapter(stage: Stage) -> None:
+    """A good version of an adapter, and a check of its answers that the gateway asks every second."""
+    folder, config = stage.fleet.folder / "adapters", stage.fleet.gateway_file
+    for name, scale in (("good", 0.0), ("noise", 1.0)):
+        write_adapter(folder / name, stage.fleet.folder, scale)
     for name in stage.fleet.names:
-        body = {"lora_name": "helper", "lora_path": str(stage.fleet.folder / "adapters" / "helper")}
-        found = httpx.post(
-            f"{stage.fleet.server_url(name)}/v1/load_lora_adapter", json=body, timeout=30, trust_env=False
-        )
-        if found.status_code != 200:
-            raise LMWorksError(f"the adapter was not loaded: {found.text[:200]}")
-    stage.load.rates["pink"] = 1.0
+        load_adapter(stage, name, "good")
+    body = {"model": ADAPTER, "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
+    answer = httpx.post(
+        f"{stage.fleet.server_url(stage.victim)}/v1/completions", json=body, timeout=30, trust_env=False
+    )
+    check = {
+        "model": ADAPTER, "prompt": PROMPTS[0], "expect": f"^{re.escape(answer.json()['choices'][0]['text'])}$",
+        "every": 1.0,
+    }  # fmt: skip
+    content = tomllib.loads(config.read_text(encoding="utf-8"))
+    write_whole(config, dump_toml({**content, "quality_checks": [check]}))
 
 
-def write_noise_adapter(folder: Path) -> None:
+def replace_adapter(stage: Stage) -> None:
+    """A new version of the adapter on every server: its weights are noise."""
+    for name in stage.fleet.names:
+        body = {"lora_name": ADAPTER}
+        httpx.post(
+            f"{stage.fleet.server_url(name)}/v1/unload_lora_adapter", json=body, timeout=30, trust_env=False
+        ).raise_for_status()
+        load_adapter(stage, name, "noise")
+
+
+def load_adapter(stage: Stage, server: str, version: str) -> None:
+    body = {"lora_name": ADAPTER, "lora_path": str(stage.fleet.folder / "adapters" / version)}
+    url = f"{stage.fleet.server_url(server)}/v1/load_lora_adapter"
+    found = httpx.post(url, json=body, timeout=30, trust_env=False)
+    if found.status_code != 200:
+        raise LMWorksError(f"the adapter was not loaded: {found.text[:200]}")
+
+
+def write_adapter(folder: Path, fleet: Path, scale: float) -> None:
+    """Of one projection; with `scale` 0 the model answers as without it."""
     import numpy as np
     from safetensors.numpy import save_file
 
     luck, start = np.random.default_rng(0), "base_model.model.model.layers.0.mlp.down_proj.lora"
-    ffn, hidden = mlp_shape(folder.parent.parent)
+    ffn, hidden = mlp_shape(fleet)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4096}))
-    shapes = {"A": (2, ffn), "B": (hidden, 2)}
-    tensors = {f"{start}_{which}.weight": luck.normal(size=size).astype("float32") for which, size in shapes.items()}
+    a, b = luck.normal(size=(2, ffn)), scale * luck.normal(size=(hidden, 2))
+    tensors = {f"{start}_A.weight": a.astype("float32"), f"{start}_B.weight": b.astype("float32")}
     save_file(tensors, folder / "adapter_model.safetensors")
 
 
@@ -195,18 +251,23 @@ def mlp_shape(folder: Path) -> tuple[int, int]:
     return int(found["ffn"]), int(found["hidden"])
 
 
-def adapter_gone(stage: Stage) -> list[Check]:
-    found = httpx.get(f"{stage.fleet.server_url(stage.victim)}/v1/models", timeout=5, trust_env=False).json()
-    names = [one["id"] for one in found["data"]]
-    return [Check("the adapter is gone", "helper" not in names, "not listed", ", ".join(names))]
+def was_nonsense(stage: Stage) -> list[Check]:
+    """That the fault was one: its answers were wrong, and are right again."""
+    during = [one.end for one in stage.outcomes(stage.planted, stage.ended) if one.tenant == PINK.name]
+    after = [one.end for one in stage.outcomes(stage.ended) if one.tenant == PINK.name]
+    right = after.count("ok")
+    return [
+        Check("its answers were nonsense", "wrong" in during, "some", f"{during.count('wrong')} of {len(during)}"),
+        Check("and are right again", 0 < right == len(after), "all", f"{right} of {len(after)}"),
+    ]
 
 
 # --- load ------------------------------------------------------------------------------------------------
 
 
 def storm(stage: Stage) -> None:
-    """Four times as many requests, and clients that ask again at once."""
-    stage.load.rates["storm"] = 12.0
+    """More than the servers can do, from clients that ask again at once."""
+    stage.load.rates["storm"] = 60.0
 
 
 def end_storm(stage: Stage) -> None:
@@ -217,7 +278,7 @@ def end_storm(stage: Stage) -> None:
 STORM = Tenant("storm", 0.0, retries=3, limited=True)
 
 FLOOD = Tenant("flood", 0.0, limited=True)
-PINK = Tenant("pink", 0.0, model="helper", known=False)
+PINK = Tenant("pink", 1.0, model=ADAPTER)
 
 
 def flood(stage: Stage) -> None:
@@ -250,8 +311,8 @@ DRILLS = (
         alerts=("EngineRestarted",), seconds=10.0,
     ),
     Drill(
-        "engine-out-of-memory", "RLIMIT_AS of the engine, and a prompt that needs more memory", exhaust_memory,
-        alerts=("EngineOutOfMemory", "EngineRestarted"),
+        "engine-out-of-memory", "the engine's allocations of more than 64 KiB fail, and a prompt needs such",
+        exhaust_memory, alerts=("EngineOutOfMemory", "EngineRestarted"), shape=Shape(memory=True),
     ),
     Drill(
         "server-slow", "the engine of a server gets a tenth of its core", slow_engine, alerts=("ServerSlow",),
@@ -266,7 +327,7 @@ DRILLS = (
         alerts=("ServerDown",), withdraw=mend_network, look=(STATUS, SERVERS), shape=Shape(proxied=True),
     ),
     Drill(
-        "network-slow", "600 ms more between the gateway and a server", slow_network,
+        "network-slow", "200 ms more each way between the gateway and a server", slow_network,
         alerts=("ServerSlow",), withdraw=mend_network, look=(SERVERS,), shape=Shape(proxied=True), seconds=10.0,
     ),
     Drill(
@@ -288,9 +349,10 @@ DRILLS = (
         act=("cp $FLEET/gateway.toml.good $FLEET/gateway.toml",),
     ),
     Drill(
-        "retry-storm", "four times as many requests, from clients that ask again at once when they are refused", storm,
+        "retry-storm", "sixty requests a second more, from clients that ask again at once when they are refused", storm,
         alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*TENANTS, STORM),
-        impact=Impact(refused=None, failed=0), seconds=8.0, shape=Shape(limits={"queue": 4}),
+        impact=Impact(refused=None, failed=0), seconds=8.0,
+        look=(STATUS, SERVERS, "curl -s $GATEWAY/metrics | grep gateway_requests_total"), shape=SMALL,
     ),
     Drill(
         "tenant-flood", "a tenant sends twenty times its limit of a request a second", flood,
@@ -309,12 +371,12 @@ DRILLS = (
         shape=Shape(tenants=("blue", "green"), small_disk=True),
     ),
     Drill(
-        "certificate-expired", "the certificate of the servers ends, and a server is restarted", expire_certificate,
+        "certificate-expired", "the certificate of a server ends, and its connections do", expire_certificate,
         alerts=("CertificateExpired", "ServerDown"),
-        look=(STATUS, SERVERS, "openssl x509 -in $FLEET/server.pem -noout -enddate"),
-        act=("openssl x509 -req -days 30 -in $FLEET/server.csr -signkey $FLEET/server.key -copy_extensions copy "
-             "-out $FLEET/server.pem",),
-        shape=Shape(tls=True), recovers=90.0,
+        look=(STATUS, SERVERS, "openssl x509 -in $FLEET/$SERVER.pem -noout -enddate"),
+        act=("openssl x509 -req -days 30 -in $FLEET/$SERVER.csr -CA $FLEET/ca.pem -CAkey $FLEET/ca.key -CAcreateserial "
+             "-copy_extensions copy -out $FLEET/$SERVER.pem",),
+        shape=Shape(tls=True),
     ),
     Drill(
         "clock-skew", "the wall clock of a server is two hours ahead", skew_clock, alerts=("ClockSkew",),
@@ -325,17 +387,24 @@ DRILLS = (
         withdraw=mend_network, look=("curl -s -o /dev/null -w %{http_code} $SERVER_URL/metrics",), scrape_proxied=True,
     ),
     Drill(
-        "file-descriptors-low", "the gateway may open no more files and sockets than it nearly has",
-        exhaust_descriptors, alerts=("FileDescriptorsLow",), look=("prlimit --nofile --pid $GATEWAY_PID",),
-        act=("prlimit --nofile=65536:65536 --pid $GATEWAY_PID",),
+        "file-descriptors-low", "a client leaves 300 connections open, and the gateway may open few more",
+        exhaust_descriptors, alerts=("FileDescriptorsLow",), check=descriptors_left,
+        look=("prlimit --nofile --pid $GATEWAY_PID", "ls /proc/$GATEWAY_PID/fd | wc -l"),
+        act=("prlimit --nofile=$(prlimit --nofile --output HARD --noheadings --raw --pid $GATEWAY_PID): "
+             "--pid $GATEWAY_PID",),
     ),
     Drill(
-        "adapter-nonsense", "an adapter is loaded whose weights are noise", load_adapter, alerts=("QualityDrift",),
-        tenants=(*TENANTS, PINK), check=adapter_gone, look=("curl -s $SERVER_URL/v1/models",),
+        "adapter-nonsense", "a new version of an adapter is loaded whose weights are noise", replace_adapter,
+        alerts=("QualityDrift",), tenants=(*TENANTS, PINK), prepare=serve_adapter, check=was_nonsense,
+        look=("curl -s $SERVER_URL/v1/models", "curl -s $GATEWAY/metrics | grep gateway_quality_score"),
         act=tuple(
-            f"curl -sf ${name}/v1/unload_lora_adapter -H 'content-type: application/json' "
-            "-d '{\"lora_name\": \"helper\"}'" for name in ("SERVER_URL", "OTHER_URL")
+            f"curl -sf ${name}/v1/{action}_lora_adapter -H 'content-type: application/json' -d '{body}'"
+            for name in ("SERVER_URL", "OTHER_URL") for action, body in (
+                ("unload", '{"lora_name": "helper"}'),
+                ("load", '{"lora_name": "helper", "lora_path": "\'$FLEET\'/adapters/good"}'),
+            )
         ),
-        impact=Impact(failed=100), shape=Shape(options=("--adapter-root", "/")),
+        impact=Impact(spoilt=("pink",), within_slo={"blue": 0.95, "green": 0.95}),
+        shape=Shape(options=("--adapter-root", "/")),
     ),
 )  # fmt: skip

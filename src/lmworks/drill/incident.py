@@ -14,8 +14,9 @@ from typing import Any
 
 from ..observability.alerts import GATEWAY_JOB, SERVER_JOB
 from ..spec import LMWorksError
+from .leftovers import environment
 from .load import Load, Outcome, Tenant, questions, seen
-from .local_fleet import GATEWAY, LIMITS, MODEL, LocalFleet, Shape, environment, merged
+from .local_fleet import GATEWAY, LIMITS, MODEL, LocalFleet, Shape, merged
 from .monitoring import FASTER, SCRAPE_S, Monitoring
 from .tcp_proxy import TCPProxy
 
@@ -34,6 +35,7 @@ class Impact:
     failed: int = 0  # requests that got an error, beyond those that were told to come later
     refused: int | None = 0  # requests that were told to come later (429, 503); None: any number
     within_slo: Mapping[str, float] = field(default_factory=dict)
+    spoilt: tuple[str, ...] = ()  # tenants whose answers are what is wrong: until the end of the incident
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,8 @@ def servers_up(fleet: LocalFleet) -> int:
     import httpx
 
     with suppress(httpx.HTTPError, ValueError, KeyError):
-        found = httpx.get(f"{fleet.url}/gateway/servers", timeout=2.0, trust_env=False).json()["servers"]
-        return sum(one["up"] for one in found)
+        found = httpx.get(f"{fleet.url}/gateway/servers", headers=fleet.admin, timeout=2.0, trust_env=False)
+        return sum(one["up"] for one in found.json()["servers"])
     return 0
 
 
@@ -306,7 +308,11 @@ def report(stage: Stage) -> Report:
 def user_checks(stage: Stage) -> list[Check]:
     allowed, drill = stage.drill.impact, stage.drill
     before, during = stage.outcomes(0.0, stage.planted), stage.outcomes(stage.planted - 1.0, stage.ended)
-    every, after = stage.outcomes(0.0), stage.outcomes(stage.ended)
+    every = [
+        one for one in stage.outcomes(0.0)
+        if one.tenant not in allowed.spoilt or not stage.planted <= one.at + one.seconds or one.at > stage.ended
+    ]  # fmt: skip
+    after = stage.outcomes(stage.ended)
     bad = [one for one in before if one.end != "ok" and one.seconds + one.at < stage.planted]
     within_limits = {one.name for one in drill.tenants if not one.limited}
     checks = [

@@ -80,6 +80,7 @@ class Outcome:
     tokens: int = 0  # as the usage of the answer says
     retried: int = 0
     server_busy: bool = False
+    id: str = ""  # that the client gave it
 
 
 @dataclass
@@ -173,9 +174,11 @@ class Load:
         finally:
             self.open -= 1
 
-    async def ask(self, http: httpx.AsyncClient, tenant: Tenant, number: int) -> Outcome:
-        found = Outcome(tenant.name, self.clock(), number)
+    async def ask(self, http: httpx.AsyncClient, tenant: Tenant, number: int, id: str = "") -> Outcome:
+        found = Outcome(tenant.name, self.clock(), number, id=id)
         headers = {**self.headers, **({"authorization": f"Bearer {tenant.key}"} if tenant.key else {})}
+        if id:
+            headers["x-request-id"] = id
         body = self.questions[number].body(tenant.model or self.model)
         began = last = time.perf_counter()
         done = False

@@ -20,9 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from ..fleet.up import process_of, read_state, ready, status
-from ..record.parent_death import until_this_process_ends
 from ..spec import LMWorksError, SpecError, dump_toml
-from .surroundings import clock_library, mount_disk, start_redis, stop_redis, unmount_disk, write_certificate
+from .leftovers import environment
+from .surroundings import (
+    mount_disk,
+    preloaded,
+    start_redis,
+    stop_redis,
+    unmount_disk,
+    write_authority,
+    write_certificate,
+)  # fmt: skip
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -44,6 +52,7 @@ GATEWAY: dict[str, Any] = {
 LIMITS: dict[str, Any] = {"stuck_seconds": 2.0, "kill_seconds": 6.0, "queue": 64}
 START_S = 180.0
 POLL_S = 0.2
+OPERATOR = "operator"  # tenant of the key that may see the gateway's servers
 
 
 def train_model(folder: Path, steps: int = 12, seed: int = 0) -> Path:
@@ -61,11 +70,6 @@ def train_model(folder: Path, steps: int = 12, seed: int = 0) -> Path:
     return folder
 
 
-def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """One thread a process: several servers share the cores of this machine."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **(more or {})}
-
-
 @dataclass(frozen=True)
 class Shape:
     """What a drill needs of its fleet; drills of one shape share it."""
@@ -78,8 +82,9 @@ class Shape:
     tenants: tuple[str, ...] = ()  # names with keys of their own, in the gateway's store
     redis: bool = False  # counts the rates of tenants
     small_disk: bool = False  # the usage journal is on one
-    tls: bool = False  # between the gateway and the servers
+    tls: bool = False  # between the gateway and the servers, each with a certificate of its own
     clock: bool = False  # of each process can be changed
+    memory: bool = False  # of each process can be limited
 
 
 class LocalFleet:
@@ -90,6 +95,7 @@ class LocalFleet:
         self.port = free_ports(shape.servers + 1)
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.keys: dict[str, str] = {}  # of tenants
+        self.admin: dict[str, str] = {}  # headers of an operator, where the gateway has keys
 
     @property
     def url(self) -> str:
@@ -108,6 +114,11 @@ class LocalFleet:
         return self.folder / "gateway.toml"
 
     @property
+    def store(self) -> Path:
+        """Of keys and usage."""
+        return self.folder / "gateway.db"
+
+    @property
     def disk(self) -> Path:
         return self.folder / "disk"
 
@@ -119,10 +130,10 @@ class LocalFleet:
         gateway = merged(merged(GATEWAY, self.shape.gateway), self.prepare())
         if pools is not None:
             gateway["pools"] = [{"name": MODEL, "urls": list(pools)}]
-        tls = ("--tls-cert", f"{self.folder}/server.pem", "--tls-key", f"{self.folder}/server.key")
+        tls = ("--tls-cert", f"{self.folder}/{{name}}.pem", "--tls-key", f"{self.folder}/{{name}}.key")
         model = {
             "name": MODEL, "source": str(self.model), "servers": self.shape.servers,
-            "options": ["--config", str(limits), *(tls if self.shape.tls else ()), *self.shape.options, *ENGINE],
+            "options": ["--config", str(limits), *(tls if self.shape.tls else ()), *ENGINE, *self.shape.options],
         }  # fmt: skip
         config = self.folder / "fleet.toml"
         content = {"name": "drill", "port": self.port, "restart_seconds": 1.0, "models": [model], "gateway": gateway}
@@ -131,20 +142,24 @@ class LocalFleet:
         with (self.folder / "supervisor.log").open("ab") as log:
             self.supervisor = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=environment({**self.clock_variables(), **until_this_process_ends()}),
+                env=environment(self.preloads()),
             )  # fmt: skip
         self.wait_ready()
         self.keys = {name: self.create_key(name) for name in self.shape.tenants}
+        if self.shape.tenants:
+            self.admin = {"authorization": f"Bearer {self.create_key(OPERATOR, '--role', 'admin')}"}
 
     def prepare(self) -> dict[str, Any]:
         """What the fleet stands on is set up; returns what the gateway's file says of it."""
         found: dict[str, Any] = {}
         if self.shape.tls:
-            write_certificate(self.folder, days=30)
+            authority = write_authority(self.folder)
+            for name in self.names:
+                write_certificate(self.folder, name, days=30)
             urls = [f"{self.server_url(name)}/v1" for name in self.names]
-            found["pools"] = [{"name": MODEL, "urls": urls, "tls_ca": str(self.folder / "server.pem")}]
+            found["pools"] = [{"name": MODEL, "urls": urls, "tls_ca": str(authority)}]
         if self.shape.tenants:
-            found["tenants"] = {"store": f"sqlite:///{self.folder}/gateway.db"}
+            found["tenants"] = {"store": f"sqlite:///{self.store}"}
         if self.shape.redis:
             start_redis(self.folder, self.port + 100)
             found["tenants"]["limits"] = f"redis://127.0.0.1:{self.port + 100}"
@@ -153,21 +168,23 @@ class LocalFleet:
             found["tenants"]["journal"] = str(self.disk / "journal")
         return found
 
-    def clock_variables(self) -> dict[str, str]:
-        if not self.shape.clock:
-            return {}
-        return {"LD_PRELOAD": str(clock_library(self.folder)), "CLOCK_OFFSETS": str(self.folder)}
+    def preloads(self) -> dict[str, str]:
+        if self.shape.clock:
+            return {"LD_PRELOAD": str(preloaded(self.folder, "clock_skew")), "CLOCK_OFFSETS": str(self.folder)}
+        if self.shape.memory:
+            library = preloaded(self.folder, "allocation_limit")
+            return {"LD_PRELOAD": str(library), "ALLOCATION_LIMITS": str(self.folder)}
+        return {}
 
-    def create_key(self, tenant: str) -> str:
+    def create_key(self, tenant: str, *more: str) -> str:
         words = [sys.executable, "-m", "lmworks", "gateway"]
         config = ["--config", str(self.gateway_file)]
-        subprocess.run(
-            [*words, "tenants", "create", tenant, *config], capture_output=True, env=environment(), check=True
-        )
-        made = subprocess.run(
-            [*words, "keys", "create", tenant, *config, "--json"], capture_output=True, env=environment(), check=True
-        )
-        return str(json.loads(made.stdout)["secret"])
+
+        def run(*what: str) -> bytes:
+            return subprocess.run([*words, *what, *config], capture_output=True, env=environment(), check=True).stdout
+
+        run("tenants", "create", tenant)
+        return str(json.loads(run("keys", "create", tenant, *more, "--json"))["secret"])
 
     def wait_ready(self, seconds: float = START_S) -> None:
         assert self.supervisor is not None
@@ -223,8 +240,7 @@ class LocalFleet:
 
     def kill(self, name: str) -> None:
         """kill -9 of the process and all that it started, at once."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid(name), signal.SIGKILL)
+        self.signal(name, signal.SIGKILL)
 
     def stop(self) -> None:
         if self.supervisor is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from ..observability.alerts import rules
 from ..spec import LMWorksError
+from .leftovers import environment
 from .local_fleet import free_ports
 
 FASTER = 60
@@ -121,7 +122,9 @@ class Monitoring:
     def spawn(self, name: str, words: list[str]) -> None:
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes.append(
-                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder)
+                subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, env=environment()
+                )
             )
 
     def wait_ready(self, seconds: float = 60.0) -> None:

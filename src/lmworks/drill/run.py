@@ -12,6 +12,7 @@ from ..spec import LMWorksError, SpecError
 from ..spec.errors import did_you_mean
 from .drills import DRILLS
 from .incident import Check, Drill, Moment, Report, run_drill
+from .leftovers import end_marked
 from .local_fleet import LocalFleet, train_model
 
 BY_NAME = {drill.name: drill for drill in DRILLS}
@@ -58,4 +59,5 @@ def run_drills(
     finally:
         if fleet is not None:
             fleet.stop()
+        end_marked()
     return reports

@@ -26,7 +26,7 @@ class FleetModel:
     mig: bool = False  # MIG slices too: planned only
     engine: str = "vllm"  # whose overheads the planner takes
     max_batch: int = 1024
-    options: list[str] = field(default_factory=list)  # engine.KEY=VALUE of `fleet up` and of manifests
+    options: list[str] = field(default_factory=list)  # of `lmworks serve`; in `fleet up`, {name} is the server's
     servers: int = 1  # of `fleet up`
     path: str = ""  # where pods find the weights (by default /models/NAME)
 

@@ -146,11 +146,10 @@ def local_servers(fleet: Fleet, folder: Path) -> list[Process]:
             port = fleet.port + 1 + len(found)
             name = f"{model.name}-{number}"
             command = [sys.executable, "-m", "lmworks", "serve", f"{model.name}={model.source}", "--port", str(port)]
-            scheme = "https" if "--tls-cert" in model.options else "http"
+            options = [one.replace("{name}", name) for one in model.options]
+            scheme = "https" if "--tls-cert" in options else "http"
             found.append(
-                Process(
-                    name, f"{scheme}://127.0.0.1:{port}", [*command, *model.options], folder / "logs" / f"{name}.log"
-                )
+                Process(name, f"{scheme}://127.0.0.1:{port}", [*command, *options], folder / "logs" / f"{name}.log")
             )
     return found
 
@@ -203,7 +202,7 @@ def restart(folder: Path, name: str, now: bool, patience: float = 180.0) -> None
     before = process_of(folder, name)
     if before["pid"] is not None:
         if now:
-            os.killpg(before["pid"], signal.SIGKILL)  # a server and its engine, which are one group
+            os.kill(before["pid"], signal.SIGKILL)  # its engine ends with it
         else:
             os.kill(before["pid"], signal.SIGTERM)
     end = time.monotonic() + patience

@@ -162,6 +162,8 @@ class Gateway:
                 ledger = self.proxy.tenancy.ledger
                 self.metrics.store_up.labels("database").set(ledger.store_error is None)
                 self.metrics.store_up.labels("journal").set(ledger.journal_error is None)
+                if self.settings.config.tenants.limits:
+                    self.metrics.store_up.labels("rates").set(await self.proxy.tenancy.rates.check() is None)
             for pool in self.settings.config.pools:
                 if pool.register:
                     self.update(pool, "registered", self.leases.current(pool.name))

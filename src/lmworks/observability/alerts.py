@@ -48,6 +48,11 @@ SERVER_TTFT = "rate({gateway_server_time_to_first_token_seconds}_%s[300s])"
 MEAN_TTFT = (
     f"sum by (pool, server) ({SERVER_TTFT % 'sum'}) / (sum by (pool, server) ({SERVER_TTFT % 'count'}) > 0)"
 )  # fmt: skip
+# A median of the pool would be no measure: of two servers it is the mean of both, so neither is three times as slow.
+OTHERS_TTFT = (
+    f"((sum by (pool) ({MEAN_TTFT})) - on (pool) group_right () ({MEAN_TTFT}))"
+    f" / on (pool) group_left () (count by (pool) ({MEAN_TTFT}) - 1)"
+)
 HITS = "sum by (model_name) (rate({prefix_cache_hits}[%ds])) / sum by (model_name) (rate({prefix_cache_queries}[%ds]))"
 CERTIFICATE_END = (
     "min by (instance, file)"
@@ -99,8 +104,8 @@ ALERTS = (
           "max by (pool, server) ({gateway_server_up}) == 0", 30),
     Alert("PoolDown", "no server of pool {{ $labels.pool }} gets requests",
           "max by (pool) ({gateway_server_up}) == 0", 10, "page"),
-    Alert("ServerSlow", "{{ $labels.server }}: mean time to the first token is three times its pool's median",
-          f"({MEAN_TTFT}) > on (pool) group_left 3 * quantile by (pool) (0.5, {MEAN_TTFT})", 120),
+    Alert("ServerSlow", "{{ $labels.server }}: mean time to the first token is three times the pool's other servers'",
+          f"({MEAN_TTFT}) > on (pool, server) 3 * ({OTHERS_TTFT})", 120),
     Alert("EngineDown", "the engine of {{ $labels.model_name }} at {{ $labels.instance }} is down",
           "{engine_up} == 0", 60, "page"),
     Alert("EngineRestarted", "the engine of {{ $labels.model_name }} at {{ $labels.instance }} was restarted",

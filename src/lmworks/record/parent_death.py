@@ -27,8 +27,19 @@ def die_with_parent() -> None:
     parent = os.environ.pop(PARENT_PID_VARIABLE, None)  # not for processes that this one starts
     if (parent is None and "TORCHELASTIC_RUN_ID" not in os.environ) or sys.platform != "linux":
         return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    signal_with_parent(signal.SIGTERM)
     if parent is not None and os.getppid() != int(parent):  # it was killed before prctl
         sys.exit(128 + signal.SIGTERM)
+
+
+def kill_with_parent() -> None:
+    """For a process that is not to outlive its parent even where it is stopped, and cannot see that."""
+    if sys.platform == "linux":
+        signal_with_parent(signal.SIGKILL)
+
+
+def signal_with_parent(number: int) -> None:
+    """Sent by the kernel at the end of the thread that started this process."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

@@ -8,9 +8,11 @@ import socket
 import sys
 from contextlib import suppress
 
+from ..record.parent_death import kill_with_parent
 from .channel import SocketChannel
 
 if __name__ == "__main__":
+    kill_with_parent()  # one that is stopped does not see its socket close
     # Service managers signal every process of a group: this one ends when the API closes its socket.
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)

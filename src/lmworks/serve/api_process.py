@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import Metric
 
 from ..engine.core.sampling_params import SamplingParams
+from ..record.parent_death import kill_with_parent
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
 from .cache_events import CacheChange, CacheKeys
 from .channel import ENDED, encode_frame, read_frame
@@ -261,6 +262,7 @@ async def report_metrics(engine_host: EngineHostClient, serving: Serving) -> Non
 
 
 if __name__ == "__main__":
+    kill_with_parent()  # one that is stopped does not see its socket close
     # Signals are for the engine host, which then sends Drain.
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)

@@ -78,6 +78,9 @@ class Rates(Protocol):
     def settle(self, id: str, lines: list[Line], used: dict[str, int]) -> None:
         """After a request: what it used of each rate. Nobody waits for it."""
 
+    async def check(self) -> str | None:
+        """Asks the store of the rates; why it does not answer."""
+
     async def close(self) -> None: ...
 
 
@@ -106,6 +109,9 @@ class LocalRates:
                 else:
                     self.buckets[line.subject, line.name].add(now, line.amount, line.limit)
         return Verdict([State(line, self.used(line, now)) for line in lines], refused, longest)
+
+    async def check(self) -> str | None:
+        return None
 
     async def close(self) -> None: ...
 

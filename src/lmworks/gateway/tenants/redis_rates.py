@@ -188,6 +188,16 @@ class RedisRates:
                 with suppress(*self.errors):
                     await self.renew_script([key], [LEASE_S, id])
 
+    async def check(self) -> str | None:
+        """Whether anybody has limits or not: a Redis that is away is seen before it is needed."""
+        try:
+            await self.client.ping()
+        except self.errors as error:
+            self.lost(error)
+        else:
+            self.found()
+        return self.error
+
     def lost(self, error: Exception) -> None:
         self.away_until = time.monotonic() + AWAY_S
         if self.error is None:
