@@ -370,7 +370,7 @@ def wrongly_billed(tries: Sequence[Outcome], bills: Sequence[Bill], asked: Seque
             problems.append(f"{one.id} has {one.tokens} tokens, billed are {tokens}")
         elif not least_read(one) <= sum(tokens) <= asked[one.question].max_tokens:
             problems.append(f"{one.id}: at least {least_read(one)} tokens were read, billed are {tokens}")
-        elif one.end == "refused" and sum(tokens):
+        elif one.end == "refused" and any(tokens):
             problems.append(f"{one.id} was refused, billed are {tokens}")
     return problems
 
