@@ -91,6 +91,9 @@ def test_scores_are_cosines(api: Api, path: str) -> None:
     assert [each["score"] for each in found["data"]] == pytest.approx(
         [float(one @ other) for other in others], abs=1e-5
     )
+    same = [each * 3 for each in map(chr, range(65, 95))]
+    equal = api.post(path, {"model": MODEL, "text_1": same, "text_2": same}).json()["data"]
+    assert all(0.9999 < each["score"] <= 1 for each in equal)  # also where it would be rounded to 1.0000001
     pairs = api.post(path, {"model": MODEL, "text_1": TEXTS[:2], "text_2": TEXTS[1:]}).json()["data"]
     expected = [float(one @ others[0]), float(others[0] @ others[1])]
     assert [each["score"] for each in pairs] == pytest.approx(expected, abs=1e-5)
@@ -126,6 +129,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/rerank", {"query": "a", "documents": []}, "at least 1"),
     ("/rerank", {"query": "a", "documents": ["b"] * 256}, "at most 256"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+    ("/rerank", {"query": "a", "documents": ["b"], "use_activation": True}, "use_activation is for models with"),
+    ("/classify", {"input": "a"}, "has no scalar head"),
 ]
 
 

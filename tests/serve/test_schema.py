@@ -23,6 +23,9 @@ def test_fuzzed_requests_never_fail_with_500(house: House, tmp_path: Path, valid
     api = house.open(batch_dir=tmp_path / "batches")
     schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
+    if examples < 12:  # one path of a handler that has several
+        named = {operation.definition.raw["summary"]: operation for operation in operations[::-1]}
+        operations = [*named.values()][::-1]
     if not valid:  # without a body there is nothing that could be wrong
         operations = [operation for operation in operations if operation.body]
     elif examples < 12:  # to find one body of a chat that is allowed takes 10 s
@@ -66,8 +69,9 @@ def test_openapi_lists_every_route(api: Api) -> None:
     found = api.http.get("/openapi.json").json()
     assert set(found["paths"]) == {
         "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize",
-        "/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/version",
-        "/is_sleeping", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+        "/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/v1/classify",
+        "/version", "/is_sleeping", "/sleep", "/wake_up", "/reset_prefix_cache", "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/v1/responses", "/v1/responses/{response_id}", "/v1/messages", "/v1/messages/count_tokens",
         "/tokenizer_info", "/health", "/ready", "/metrics", "/v1/files", "/v1/files/{file_id}",
         "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel",
@@ -81,6 +85,7 @@ def test_openapi_lists_every_route(api: Api) -> None:
         "chat_completions_v1_chat_completions_post", "encode_tokenize_post", "decode_detokenize_post",
         "info_tokenizer_info_get", "healthy_health_get", "embeddings_v1_embeddings_post", "score_score_post",
         "score_v1_score_post", "rerank_rerank_post", "rerank_v1_rerank_post", "rerank_v2_rerank_post",
+        "classify_classify_post", "classify_v1_classify_post",
         "version_version_get", "is_sleeping_is_sleeping_get", "sleep_sleep_post", "wake_up_wake_up_post",
         "reset_prefix_cache_reset_prefix_cache_post", "load_lora_adapter_v1_load_lora_adapter_post",
         "unload_lora_adapter_v1_unload_lora_adapter_post",

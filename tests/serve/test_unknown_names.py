@@ -46,6 +46,28 @@ def test_missing_fields_are_reported(api: Api) -> None:
     assert api.post("/v1/completions", {"model": MODEL}).json()["error"]["message"] == "prompt: Field required"
 
 
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/v1/embeddings", {"input": []}, "input", "input: List should have at least 1 item after validation, not 0"),
+    ("/v1/completions", {"prompt": 5}, "prompt", "prompt: Input should be a valid string or a valid list"),
+    ("/v1/completions", {"prompt": "a", "n": "2"}, "n", "n: Input should be a valid integer"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+        "messages.0.content.0.type",
+        "messages.0.content.0.type: Input should be 'text'",
+    ),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice", "tool_choice: there are no tools to"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "said"), WRONG, ids=[said[:30] for *_, said in WRONG])
+def test_wrong_values_say_what_would_do(api: Api, path: str, body: dict[str, Any], param: str, said: str) -> None:
+    found = api.post(path, {"model": MODEL} | body)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(said)
+
+
 def test_unknown_path_lists_endpoints(api: Api) -> None:
     found = api.post("/chat/completions", CHAT)
     error = found.json()["error"]

@@ -138,3 +138,12 @@ def scripted(folder: str) -> LoadedEngine:
     spec = SPEC.replace(context=8192, max_batch_tokens=2048)
     runner = ModelRunner(model.eval(), spec, torch.device("cpu"), ByteTokenizer.vocab_size)
     return LoadedEngine(Scripted(runner, ByteTokenizer(), seed=0), Path(folder))
+
+
+def of_folder(folder: str) -> LoadedEngine:
+    """The model of a Hugging Face folder."""
+    from lmworks.loading import load_engine
+
+    torch.set_num_threads(1)
+    _, engine = load_engine(folder, SPEC.replace(dtype="fp32"), None, 0)
+    return LoadedEngine(engine, Path(folder), begin_of_text=True)

@@ -48,6 +48,7 @@ from .protocols.responses.bodies import ResponsesRequest
 from .protocols.responses.routes import add_responses_routes
 from .request_bodies import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -59,6 +60,7 @@ from .request_bodies import (
 )
 from .response_bodies import (
     ChatCompletion,
+    ClassifyResponse,
     Completion,
     Detokenized,
     EmbeddingList,
@@ -78,6 +80,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     EmbeddingRequest,
     ScoreRequest,
     RerankRequest,
+    ClassifyRequest,
     ResponsesRequest,
     MessagesRequest,
     CountTokensRequest,
@@ -269,13 +272,20 @@ def add_pooling_routes(app: FastAPI, serving: Serving) -> None:
         return await embeddings.create_embeddings(serving, request)
 
     async def score(request: Request) -> ScoreResponse:
-        """How similar texts are."""
+        """How well texts go together."""
         return await rerank.score(serving, request)
 
     async def rank(request: Request) -> RerankResponse:
-        """Documents by their similarity to a query."""
+        """Documents by how well they go with a query."""
         return await rerank.rerank(serving, request)
 
+    async def classify(request: Request) -> ClassifyResponse:
+        """Values of the model's scalar head."""
+        return await rerank.classify(serving, request)
+
+    for path in ("/classify", "/v1/classify"):
+        body = request_body(ClassifyRequest)
+        app.post(path, name="classify", openapi_extra=body, responses=error_responses())(classify)
     for path in ("/score", "/v1/score"):
         app.post(path, name="score", openapi_extra=request_body(ScoreRequest), responses=error_responses())(score)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):

@@ -77,7 +77,7 @@ class EngineRequest:
     compile_seconds: float = 0.0  # timeout of its grammar's compilation, waiting included (0: none)
     queue_seconds: float = 0.0  # timeout in the queue, once its grammar is compiled (0: none)
     request_seconds: float = 0.0  # timeout of the whole request (0: none)
-    pooling: str | None = None  # last, mean: the prompt as a vector, beside the answer
+    pooling: str | None = None  # last, mean: the prompt as a vector, beside the answer; score: by the scalar head
     kv_remote: str | None = None  # a server that has computed the prompt: one of engine.kv_peers
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -123,6 +123,7 @@ class ModelCard:
     adapters: tuple[str, ...] = ()  # names that SamplingParams.adapter may have
     max_seqs: int = 0  # answers that are computed at once
     hidden: int = 0  # numbers of a vector of /v1/embeddings
+    scalar_head: bool = False  # a reward model or reranker: it scores, and generates nothing
     block_size: int = 0  # tokens of a block of the prefix cache; 0: there is none
     eos: tuple[int, ...] = ()  # tokens that end an answer
 
@@ -172,6 +173,15 @@ class PromptTokenizer:
             ids: list[int] = tokenizer.inner.encode(text, add_special_tokens=add).ids
             return ids
         return tokenizer.encode(text)
+
+    def encode_pair(self, first: str, second: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Two texts as one prompt, as `transformers` has a `text_pair`."""
+        tokenizer = self.require_tokenizer()
+        if not isinstance(tokenizer, FileTokenizer):
+            return [*self.encode(first, add_special_tokens), *self.encode(second, False)]
+        add = self.begin_of_text if add_special_tokens is None else add_special_tokens
+        ids: list[int] = tokenizer.inner.encode(first, second, add_special_tokens=add).ids
+        return ids
 
     @cached_property
     def encode_special(self) -> EncodeSpecial:

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from .limits import APIError, Limits
-from .request_bodies import GUIDED, CompletionRequest, DetokenizeRequest, EmbeddingRequest
+from .request_bodies import GUIDED, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
 from .serving import Caller, Serving
 from .workers import PromptProcessor
 
@@ -109,7 +109,7 @@ def parse(_: PromptProcessor | None, raw: bytes, kind: type[Body], limits: Limit
         parse_json(raw, allow_inf_nan=False)  # in a schema they would not be JSON
     if isinstance(body, CompletionRequest):
         body.prompt = pack_token_ids(body.prompt)
-    if isinstance(body, EmbeddingRequest):
+    if isinstance(body, EmbeddingRequest) or (isinstance(body, ClassifyRequest) and body.input is not None):
         body.input = pack_token_ids(body.input)
     if isinstance(body, DetokenizeRequest):
         body.tokens = pack_token_ids(body.tokens)

@@ -70,6 +70,7 @@ class EngineReady(NamedTuple):
     sentinels: Sentinels | None
     parsers: ParserNames
     hidden: int
+    scalar_head: bool
     block_size: int  # 0: without a prefix cache
     eos: tuple[int, ...]
 

@@ -21,7 +21,7 @@ from .backend import Usage
 from .body import read_body
 from .generation_request import GenerationRequest, add_usage, resolve_max_tokens, resolve_priority, truncation
 from .limits import APIError, check_params
-from .prompts import Ids, encode, tokenize_prompt
+from .prompts import Ids, Pair, Prompt, encode, tokenize_prompt
 from .request_bodies import EmbeddingRequest, Pooled
 from .response_bodies import EmbeddingUsage
 from .serving import Caller, LocalModel, Serving, Upstream
@@ -33,7 +33,7 @@ NUMBER_BYTES = 24  # of one number of a vector, as JSON
 
 @dataclass(frozen=True)
 class Vectors:
-    values: np.ndarray  # (texts, hidden) float32, rows of length 1
+    values: np.ndarray  # (texts, numbers) float32
     usage: Usage
 
 
@@ -68,15 +68,39 @@ async def embed(
     body: Pooled,
     texts: Sequence[str | Ids],
 ) -> Vectors:
-    """A vector for each text, in order."""
+    """A vector of length 1 for each text, in order."""
+    pooling, width = serving.pooling or local.stored_pooling, local.backend.card.hidden
+    found = await pool(
+        serving, caller, local, adapter, body, await tokenized(serving, caller, local, body, texts), pooling, width
+    )
+    return Vectors(normalised(found.values), found.usage)
+
+
+async def tokenized(
+    serving: Serving, caller: Caller, local: LocalModel, body: Pooled, texts: Sequence[Prompt]
+) -> list[Ids]:
     card = local.backend.card
-    size = sum(len(text) for text in texts if isinstance(text, str))
+    size = sum(len(text) for text in texts if isinstance(text, str | Pair))
     special = (body.add_special_tokens, False)
     most = truncation(body, local, 1)
     _, prompts, made = await tokenize_prompt(
         serving, caller, local, size, encode, list(texts), card.vocab, False, special, most
     )
     caller.meter.charge_prompt(made)
+    return prompts
+
+
+async def pool(
+    serving: Serving,
+    caller: Caller,
+    local: LocalModel,
+    adapter: str | None,
+    body: Pooled,
+    prompts: list[Ids],
+    pooling: str,
+    width: int,
+) -> Vectors:
+    """So many numbers for each prompt, in order, as the engine gives them."""
     resolve_max_tokens(caller, local, prompts, 1, 1)  # every text fits the context
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, adapter=adapter, cache_salt=body.cache_salt)
     check_params(caller.limits, caller.key, params)
@@ -87,11 +111,11 @@ async def embed(
         params,
         prompts,
         stream=False,
-        echoed=NUMBER_BYTES * card.hidden * len(prompts),
+        echoed=NUMBER_BYTES * width * len(prompts),
         priority=resolve_priority(body, caller),
-        pooling=serving.pooling or local.stored_pooling,
+        pooling=pooling,
     )
-    values, usage = np.zeros((len(prompts), card.hidden), np.float32), Usage(0, 0, 0)
+    values, usage = np.zeros((len(prompts), width), np.float32), Usage(0, 0, 0)
     async with aclosing(generation.events()) as events:
         async for place, event in events:
             if event.embedding is not None:
@@ -99,7 +123,7 @@ async def embed(
             usage = usage if event.final is None else add_usage(usage, event.final)
     if not np.isfinite(values).all():
         raise APIError(500, "answer_failed", "the model's states of this text are not finite (NaN or infinity)")
-    return Vectors(normalised(values), usage)
+    return Vectors(values, usage)
 
 
 def normalised(values: np.ndarray) -> np.ndarray:

@@ -107,6 +107,7 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         served.sentinels,
         served.parsers,
         engine.runner.hidden,
+        engine.runner.scalar_head,
         engine.spec.block if engine.spec.prefix_cache else 0,
         engine.eos,
     )

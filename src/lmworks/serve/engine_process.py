@@ -136,6 +136,7 @@ class EngineProcess:
             adapters=self.adapters,
             max_seqs=ready.max_seqs,
             hidden=ready.hidden,
+            scalar_head=ready.scalar_head,
             block_size=ready.block_size,
             eos=ready.eos,
         )

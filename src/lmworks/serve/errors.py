@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from typing_extensions import TypedDict
@@ -26,6 +27,7 @@ from .protocols.messages.bodies import CountTokensRequest, MessagesRequest
 from .protocols.responses.bodies import ResponsesRequest
 from .request_bodies import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -48,6 +50,7 @@ STATUS: dict[tuple[Kind, bool], tuple[int, str]] = {  # by kind, and whether the
 }
 PARAM_NAMES = {field.name for field in dataclasses.fields(SamplingParams)}
 FORM = re.compile(r"^str$|^[A-Z]|[\[( ]")  # names of union variants in pydantic's locations, between names of fields
+SHOULD_BE = "Input should be "
 MAX_VALIDATION_ERRORS = 100  # more would block the event loop
 MAX_MESSAGE_CHARS = 500  # some messages quote the request
 
@@ -92,13 +95,28 @@ def validation_api_error(error: ValidationError) -> APIError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     lacking = [1] if (found[0]["type"], len(found[0]["loc"])) == ("missing", 1) else []  # may be there, misspelt
     same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1] or len(one["loc"]) in lacking]
-    first = max(same, key=lambda one: (len(one["loc"]), one["type"] == "extra_forbidden"))
-    where = ".".join(str(part) for part in first["loc"] if not FORM.search(str(part)))
+    # What does not belong to a kind of object that the body did not mean is no error of it.
+    other_kind = {one["loc"][:-1] for one in same if one["type"] == "literal_error" and one["loc"][-1] == "type"}
+    meant = [one for one in same if one["type"] != "extra_forbidden" or one["loc"][:-1] not in other_kind]
+    first = max(meant, key=lambda one: (len(one["loc"]), one["type"] == "extra_forbidden", not of_other_type(one)))
+    where = field_of(first)
     if first["type"] == "extra_forbidden":
         message = f"{where[:80]}: there is no such field{hint(error.title, first['loc'])}"
         return APIError(400, "invalid_request", message, where)
     code = "invalid_json" if first["type"] == "json_invalid" else "invalid_request"
-    return APIError(400, code, f"{where}: {first['msg']}" if where else first["msg"], where or None)
+    message = first["msg"]
+    if of_other_type(first):  # of several that would do
+        there = dict.fromkeys(one["msg"] for one in meant if field_of(one) == where and of_other_type(one))
+        message = " or ".join([message, *(other.removeprefix(SHOULD_BE) for other in there if other != message)])
+    return APIError(400, code, f"{where}: {message}" if where else message, where or None)
+
+
+def field_of(error: ErrorDetails) -> str:
+    return ".".join(str(part) for part in error["loc"] if not FORM.search(str(part)))
+
+
+def of_other_type(error: ErrorDetails) -> bool:
+    return error["type"].endswith("_type")
 
 
 def error_body(error: APIError) -> ErrorBody:
@@ -149,6 +167,7 @@ PATHS: dict[type[BaseModel], str] = {
     EmbeddingRequest: "/v1/embeddings",
     ScoreRequest: "/score",
     RerankRequest: "/rerank",
+    ClassifyRequest: "/classify",
     BatchRequest: "/v1/batches",
 }
 MAX_NAME_CHARS = 80  # of an unknown name that is compared with others

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ from ..data.chat_template import GENERATED, Chat, read_config, template_folder, 
 from ..data.chat_template import Message as TemplateMessage
 from ..data.tokenizer import FILE_TOKENS, ByteTokenizer
 from . import sse
+from .backend import PromptTokenizer
 from .body import read_body
 from .limits import APIError
 from .request_bodies import ChatRequest, DetokenizeRequest, Message, TokenizeRequest
@@ -37,6 +39,20 @@ ROLES = {"developer": "system"}  # newer names of roles → the names in chat te
 
 Found = TypeVar("Found")
 Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that are scored together."""
+
+    first: str
+    second: str
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+
+Prompt = str | Pair | Ids
 Special = tuple[bool | None, bool]  # add_special_tokens, parse_special
 Markers = tuple[str | None, str | None]  # before and after the reasoning
 Conversation = ChatRequest | TokenizeRequest
@@ -55,14 +71,12 @@ async def tokenize_prompt(
 
 
 def encode(
-    processor: PromptProcessor, prompts: list[str | Ids], known: int, echo: bool, special: Special, most: int | None
+    processor: PromptProcessor, prompts: Sequence[Prompt], known: int, echo: bool, special: Special, most: int | None
 ) -> tuple[list[str], list[Ids], int]:
     """Prompts as texts (if they are echoed) and as ids, and how many ids were tokenized here. `most`: of the ids, so
     many of the last are kept."""
-    ids: list[Ids] = [
-        array("i", processor.prompt_tokenizer.encode(one, *special)) if isinstance(one, str) else one for one in prompts
-    ]
-    made = sum(len(found) for one, found in zip(prompts, ids, strict=True) if isinstance(one, str))
+    ids = [token_ids(processor.prompt_tokenizer, one, special) for one in prompts]
+    made = sum(len(found) for one, found in zip(prompts, ids, strict=True) if isinstance(one, str | Pair))
     whole = [most is None or len(found) <= most for found in ids]
     ids = [found if complete else found[-(most or 0) :] for found, complete in zip(ids, whole, strict=True)]
     if not echo:
@@ -73,6 +87,12 @@ def encode(
         for one, found, complete in zip(prompts, ids, whole, strict=True)
     ]
     return texts, ids, made
+
+
+def token_ids(tokenizer: PromptTokenizer, prompt: Prompt, special: Special) -> Ids:
+    if isinstance(prompt, Pair):
+        return array("i", tokenizer.encode_pair(prompt.first, prompt.second, special[0]))
+    return array("i", tokenizer.encode(prompt, *special)) if isinstance(prompt, str) else prompt
 
 
 def encode_infilling(

@@ -276,8 +276,13 @@ class EmbeddingRequest(Pooled):
     dimensions: int | None = Field(None, ge=1, le=BIGGEST, description="the first so many numbers, of length 1 again")
 
 
+ACTIVATION = "of a scalar head: true: its value as a probability, by the sigmoid; default: as it is"
+
+
 class ScoreRequest(Pooled):
     """`POST /score`"""
+
+    use_activation: bool | None = Field(None, description=ACTIVATION)
 
     text_1: str | Texts = Field(description="one for all of text_2, or one for each")
     text_2: str | Texts
@@ -290,6 +295,17 @@ class RerankRequest(Pooled):
     documents: Texts
     top_n: Count | None = Field(None, description="0: all")
     return_documents: bool | None = Field(None, description="false: indices and scores alone")
+    use_activation: bool | None = Field(None, description=ACTIVATION)
+
+
+class ClassifyRequest(Pooled):
+    """`POST /classify`: texts, or one conversation."""
+
+    input: str | Texts | Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_generation_prompt: bool | None = Field(None, description="whether the conversation is left open: default false")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description=VARIABLES)
+    use_activation: bool | None = Field(None, description=ACTIVATION)
 
 
 # --- operations -------------------------------------------------------------------------------------------

@@ -209,6 +209,22 @@ class ScoreResponse(TypedDict):
     usage: EmbeddingUsage
 
 
+class ClassifiedObject(TypedDict):
+    index: int
+    label: str
+    probs: list[float]  # vLLM's name; without `use_activation` the head's value
+    num_classes: int
+
+
+class ClassifyResponse(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedObject]
+    usage: EmbeddingUsage
+
+
 class DocumentObject(TypedDict):
     text: str
 
@@ -236,7 +252,7 @@ class ModelObject(TypedDict):
     owned_by: str
     max_model_len: int | None  # longest sequence; None: unknown, of an upstream
     parent: str | None  # of an adapter: its base model
-    sampling_defaults: NotRequired[dict[str, float]]  # of the model's generation_config.json
+    sampling_defaults: NotRequired[dict[str, int | float]]  # of the model's generation_config.json
 
 
 class ModelList(TypedDict):

@@ -24,8 +24,10 @@ def allowed_tools(body: ChatRequest) -> list[Tool]:
 def named(body: ChatRequest, names: Sequence[str] | None) -> list[Tool]:
     """The tools of these names, or (None) all."""
     tools = body.tools or []
+    if not tools:
+        raise APIError(400, "invalid_request", "tool_choice: there are no tools to choose from", "tool_choice")
     known = {tool.function.name for tool in tools}
-    if not tools or (names is not None and not (names and known.issuperset(names))):
+    if names is not None and not (names and known.issuperset(names)):
         raise APIError(400, "invalid_request", "tool_choice names a tool that is not in tools", "tool_choice")
     return tools if names is None else [tool for tool in tools if tool.function.name in names]
 

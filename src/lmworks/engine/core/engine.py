@@ -36,6 +36,7 @@ from .request import (
     Sequence,
     SequenceStatus,
     check_generated,
+    check_head,
     check_kv_capacity,
     check_params,
     check_prompt,
@@ -75,6 +76,7 @@ class RunnerProtocol(Protocol):
     blocks: int
     valid_vocab: int
     hidden: int  # numbers of a token's state
+    scalar_head: bool  # of a reward model: prompts get scores, and no answers
     synchronous: bool  # launch returns when the step is done
     grammars: Grammars | None  # set by the engine, where it has a tokenizer
 
@@ -173,6 +175,7 @@ class Engine:
         check_kv_capacity(request, self.limit(request), self.spec.block, self.runner.blocks)
         check_generated(request, self.runner.valid_vocab, self.limit(request))
         check_params(request, self.adapter_names, self.tokenizer is not None)
+        check_head(request, self.runner.scalar_head)
         if request.kv_remote is not None and request.kv_remote not in self.spec.kv_peers:
             raise SpecError(f"{request.kv_remote!r:.80} is not one of the servers of engine.kv_peers")
         sampler.check(request.params, self.runner.valid_vocab)

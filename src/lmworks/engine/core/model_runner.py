@@ -66,7 +66,7 @@ class ModelRunner:
         self.spec = resolve_spec(spec, model.spec, self.device)
         self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
         self.model, self.valid_vocab, self.logit_scale = model, valid_vocab, logit_scale
-        self.hidden = model.spec.hidden
+        self.hidden, self.scalar_head = model.spec.hidden, model.spec.scalar_head
         self.sleepable = sleepable
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)

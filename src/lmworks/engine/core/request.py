@@ -164,7 +164,8 @@ class Request:
     stream: bool = False  # emit a delta for every step
     generated: tuple[list[int], ...] = ()  # of each answer, where another engine began it: its tokens so far
     grammar: llguidance.LLMatcher | None = None  # compiled in advance
-    pooling: str | None = None  # last, mean: the prompt's hidden states as one vector, beside the answer
+    # last, mean: the prompt's hidden states as one vector, beside the answer; score: the scalar head's value
+    pooling: str | None = None
     kv_remote: str | None = None  # address of a server that has computed the prompt, of engine.kv_peers
     id: int = field(default_factory=itertools.count().__next__)
     arrival_time: float = field(default_factory=time.monotonic)
@@ -193,7 +194,7 @@ class OutputDelta:
 
 
 MAX_PRIORITY = 1000
-POOLINGS = ("last", "mean")
+POOLINGS = ("last", "mean", "score")
 
 
 def truncated(prompt: list[int], params: SamplingParams, context: int) -> list[int]:
@@ -241,6 +242,14 @@ def check_kv_capacity(request: Request, limit: int, size: int, blocks: int) -> N
             f"blocks of {size} tokens, and the pool has {blocks}: ask for fewer tokens, or give the engine more "
             "memory (engine.memory, engine.blocks)"
         )
+
+
+def check_head(request: Request, scalar_head: bool) -> None:
+    """Whether the network has the head that the answer comes from."""
+    if scalar_head and request.pooling != "score":
+        raise SpecError("this model has a scalar head: it scores texts, and has neither answers nor vectors of them")
+    if not scalar_head and request.pooling == "score":
+        raise SpecError("this model has no scalar head to score texts with")
 
 
 def check_params(request: Request, adapters: Collection[str], has_tokenizer: bool) -> None:

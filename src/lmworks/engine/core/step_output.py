@@ -119,8 +119,13 @@ def pooling_queries(chunks: list[Chunk]) -> list[PoolingQuery]:
 
 
 def pooled_states(model: GPT, states: Tensor, queries: list[PoolingQuery]) -> Tensor:
-    """(queries, hidden) float32: of states behind the last norm, as `transformers` has them."""
+    """(queries, hidden) float32: of states behind the last norm, as `transformers` has them. (queries, 1) with a scalar
+    head, its values.
+    """
     assert model.norm is not None
+    if model.score is not None:
+        last = torch.stack([states[each.at + each.count - 1] for each in queries])
+        return model.values(model.norm(last), model.score).unsqueeze(1)
     sums = [model.norm(states[each.at : each.at + each.count]).float().sum(dim=0) for each in queries]
     return torch.stack(sums)
 
@@ -151,7 +156,7 @@ class AsyncStepOutput:
     prompt: tuple[Tensor, Tensor | None, Tensor | None] | None
     draft_tokens: Tensor | None  # (rows): the draft token that each row verifies, if any
     pooling: list[PoolingQuery]
-    pooled: Tensor | None  # (pooling, hidden)
+    pooled: Tensor | None  # (pooling, hidden), or (pooling, 1)
     arrived: torch.cuda.Event | None
 
     def wait(self) -> None:

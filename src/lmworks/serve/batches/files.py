@@ -68,10 +68,10 @@ class FileStore:
     def of_tenant(self, tenant: str) -> list[StoredFile]:
         return [file for file in self.files.values() if file.tenant == tenant]
 
-    def get(self, tenant: str, file_id: str) -> StoredFile:
+    def get(self, tenant: str, file_id: str, param: str = "file_id") -> StoredFile:
         file = self.files.get(file_id)
         if file is None or file.tenant != tenant:
-            raise APIError(404, "file_not_found", f"there is no file {file_id[:64]!r}", "file_id")
+            raise APIError(404, "file_not_found", f"there is no file {file_id[:64]!r}", param)
         return file
 
     def check_room(self, tenant: str, size: int, limits: Limits) -> None:

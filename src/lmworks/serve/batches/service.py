@@ -84,7 +84,7 @@ class BatchService:
         return batch
 
     def create(self, tenant: str, key: str, body: BatchRequest, limits: Limits) -> Batch:
-        file = self.files.get(tenant, body.input_file_id)
+        file = self.files.get(tenant, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise APIError(400, "invalid_request", "this file was not uploaded with purpose=batch", "input_file_id")
         self.files.check_room(tenant, 0, limits)  # for its results
