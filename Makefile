@@ -69,10 +69,10 @@ test-trl: $(VENV)-trl/.ready $(VENV)-trl-ppo/.ready  ## losses and gradients of 
 	$(VENV)-trl-ppo/bin/python -m pytest -m trl tests/align/test_trl_ppo.py
 
 # The clients pin versions of openai, pydantic and tokenizers that may not be ours.
-$(VENV)-clients/.ready: pyproject.toml
+$(VENV)-clients/.ready: pyproject.toml constraints-clients.txt
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check --prefer-binary pytest openai anthropic hypothesis -e ".[serve,clients]"
+	$(VENV)-clients/bin/pip install --quiet --disable-pip-version-check --prefer-binary -c constraints-clients.txt pytest openai anthropic hypothesis -e ".[serve,clients]"
 	@touch $@
 
 test-clients: $(VENV)-clients/.ready  ## LangChain, litellm and instructor against our server, in an environment of their own
