@@ -9,6 +9,7 @@ import pytest
 
 from lmworks.drill.drills import DRILLS
 from lmworks.drill.incident import Stage
+from lmworks.drill.monitoring import alert_rules
 from lmworks.drill.run import BY_NAME, run_drills
 
 pytestmark = pytest.mark.slow
@@ -26,5 +27,11 @@ def test_a_killed_server_is_not_noticed_and_a_killed_fleet_is(tmp_path: Path) ->
     assert {one.name for one in failed.checks if not one.ok} & {"lost streams", "failed requests", "refused requests"}
 
 
+@pytest.mark.parametrize("name", ["engine-out-of-memory", "cache-poisoned", "rollout-wrong"])
+def test_incidents_of_one_engine_and_of_one_version(name: str, tmp_path: Path) -> None:
+    (report,) = run_drills([BY_NAME[name]], tmp_path, alert_rules(), print, print)
+    assert report.ok, [one for one in report.checks if not one.ok]
+
+
 def test_names_are_unique() -> None:
-    assert len({one.name for one in DRILLS}) == len(DRILLS) >= 14
+    assert len({one.name for one in DRILLS}) == len(DRILLS) >= 25

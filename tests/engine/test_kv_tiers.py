@@ -384,7 +384,7 @@ def test_store_that_never_answers_delays_its_request_alone(tmp_path: Path, monke
     results = {delta.request.id: delta.result for delta in again.run()}
     result = results[slow.id]
     assert result is not None and (result.token_ids, result.cached_tokens) == (want, 0)
-    assert tiers_of(again).report().errors == {"fetch timeout": 1}
+    assert tiers_of(again).report().errors == {"shared corrupt": 0, "fetch timeout": 1}
     held.set()
     until_over(fetch)
     assert not any(slot.pins for slot in settled(again).host.slots.values())

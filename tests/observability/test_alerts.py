@@ -98,6 +98,8 @@ CASES: dict[str, tuple[Series, int, Series]] = {
         {QUERIES: f"0+10000x{DAY + 60}", HITS: f"0+6000x{DAY} {6000 * DAY}+1000x60"}, DAY + 30,
         {QUERIES: f"0+10000x{DAY + 60}", HITS: f"0+6000x{DAY} {6000 * DAY}+4000x60"},
     ),
+    "KVCacheCorrupt": ({f'kv_tier_errors{{{AT},error="disk corrupt"}}': "0 0 2 2"}, 3,
+                       {f'kv_tier_errors{{{AT},error="disk failed"}}': "0 0 2 2"}),
     "RetriesHigh": (
         {'gateway_retries{model_name="m"}': "0+18x20", 'gateway_requests{status="200"}': "0+100x20"}, 10,
         {'gateway_retries{model_name="m"}': "0+10x20", 'gateway_requests{status="200"}': "0+100x20"},

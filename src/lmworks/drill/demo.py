@@ -11,39 +11,22 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ..observability.alerts import GATEWAY_JOB, SERVER_JOB
-from ..spec import LMWorksError, dump_toml
-from ..spec.files import write_whole
+from ..spec import LMWorksError
 from .leftovers import end_marked, environment
 from .load import Load, Tenant, questions, seen
-from .local_fleet import ENGINE, MODEL, LocalFleet, Shape, train_model
+from .local_fleet import MODEL, LocalFleet, Shape, train_model
 from .monitoring import Monitoring, alert_rules
+from .rollout import Candidate, write_gate
 
 SLO_TTFT_S, OBJECTIVE = 2.0, 0.99
 TENANTS = (Tenant("blue", 2.0), Tenant("green", 2.0))
 QUIET_S, KILLED_S = 10.0, 5.0
-CANARY = "next"  # pool of the new version
-GATE = '''"""Asks the new version what the old one answers, and compares."""
-import json, os, sys, urllib.request
-known = json.load(open({known!r}))
-wrong = 0
-for body, expected in known:
-    url = os.environ["LMWORKS_GATE_URL"].rstrip("/").removesuffix("/v1") + "/v1/completions"
-    request = urllib.request.Request(url, json.dumps(body).encode(), {{"content-type": "application/json"}})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        wrong += json.load(answer)["choices"][0]["text"] != expected
-print(f"{{wrong}} of {{len(known)}} answers differ from those of the version before")
-sys.exit(wrong > 0)
-'''
 
 
 @dataclass(frozen=True)
@@ -67,7 +50,7 @@ class Demo:
         bad = train_model(self.folder / "bad", seed=1)
         self.fleet = LocalFleet(self.folder / "fleet", model, Shape(tenants=tuple(one.name for one in TENANTS)))
         self.monitoring: Monitoring | None = None
-        self.candidate: subprocess.Popen[bytes] | None = None
+        self.candidate: Candidate | None = None
         try:
             self.say("starting a gateway and two servers; keys for two tenants")
             self.fleet.start()
@@ -129,44 +112,18 @@ class Demo:
 
     def canary(self, bad: Path) -> dict[str, Any]:
         """A server of the new version beside the old ones, a share of the requests, and a gate."""
-        port = self.fleet.port + 20
-        words = [sys.executable, "-m", "lmworks", "serve", f"{MODEL}={bad}", "--port", str(port), *ENGINE]
-        with (self.fleet.folder / "logs" / "candidate.log").open("ab") as log:
-            self.candidate = subprocess.Popen(words, stdout=log, stderr=log, env=environment())
-        url = f"http://127.0.0.1:{port}"
-        self.wait(lambda: answers(f"{url}/ready"), 120, "the new version is ready")
-        known = [
-            ({**question.body(MODEL), "stream": False, "stream_options": None}, self.load.expected[number])
-            for number, question in enumerate(self.load.questions[:6])
-        ]
-        (self.folder / "known.json").write_text(json.dumps(known), encoding="utf-8")
-        (self.folder / "gate.py").write_text(GATE.format(known=str(self.folder / "known.json")), encoding="utf-8")
-        config = tomllib.loads(self.fleet.gateway_file.read_text(encoding="utf-8"))
-        config["pools"].append({"name": CANARY, "urls": [f"{url}/v1"]})
-        config["rollouts"] = [{
-            "model": MODEL, "stable": MODEL, "candidate": CANARY, "start": True, "steps": [0.1, 0.5],
-            "step_seconds": 1.0, "min_requests": 1, "latency_ratio": 0.0,
-            "gate": [sys.executable, str(self.folder / "gate.py")],
-        }]  # fmt: skip
-        write_whole(self.fleet.gateway_file, dump_toml(config))
+        self.candidate = Candidate(self.fleet, bad)
+        self.candidate.start()
+        self.say("the new version is ready")
+        asked = self.load.questions[:6]
+        answers = [self.load.expected[number] for number in range(len(asked))]
+        self.candidate.begin_rollout(write_gate(self.folder, asked, answers))
         self.say("the new version gets a tenth of the requests, until its gate has decided")
-        found: dict[str, Any] = {}
-
-        def decided() -> bool:
-            found.update(self.rollout())
-            return found.get("state") in ("rolled_back", "promoted")
-
-        self.wait(decided, 120, "the gate has decided")
+        rollout = self.candidate.rollout
+        self.wait(lambda: rollout().get("state") in ("rolled_back", "promoted"), 120, "the gate has decided")
+        found = rollout()
         self.say(f"{found['state'].replace('_', ' ')}: {found.get('reason') or ''}")
         return found
-
-    def rollout(self) -> dict[str, Any]:
-        """As the gateway keeps it beside its file."""
-        with suppress(OSError, ValueError):
-            states = json.loads(self.fleet.gateway_file.with_suffix(".rollouts.json").read_text(encoding="utf-8"))
-            found = states[MODEL] if isinstance(states, dict) and MODEL in states else next(iter(states.values()))
-            return dict(found)
-        return {}
 
     def facts(self, phases: list[Phase], rollout: dict[str, Any]) -> dict[str, Any]:
         rows = []
@@ -207,8 +164,7 @@ class Demo:
         if self.monitoring is not None:
             self.monitoring.stop()
         if self.candidate is not None:
-            self.candidate.terminate()
-            self.candidate.wait()
+            self.candidate.stop()
         self.fleet.stop()
         end_marked()
 
@@ -230,9 +186,3 @@ def verdict(facts: dict[str, Any]) -> list[str]:
         for tenant, read in facts["tokens_read"].items() if facts["tokens_billed"].get(tenant, 0) != read
     ]  # fmt: skip
     return found
-
-
-def answers(url: str) -> bool:
-    with suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
-    return False

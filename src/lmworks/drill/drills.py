@@ -20,12 +20,14 @@ from ..spec import LMWorksError, dump_toml
 from ..spec.files import write_whole
 from .incident import TENANTS, Check, Drill, Impact, Stage
 from .load import PROMPTS, Tenant
-from .local_fleet import MODEL, Shape
+from .local_fleet import MODEL, Shape, train_model
+from .rollout import Candidate, write_gate
 from .surroundings import fill_disk, redis_pid, write_certificate
 
 STATUS = "lmworks fleet status --folder $FLEET"
 RESTART = "lmworks fleet restart $SERVER --folder $FLEET --now"
 SERVERS = "curl -s $GATEWAY/gateway/servers"
+ROLLOUTS = "curl -s $GATEWAY/gateway/rollouts"
 
 LARGEST = 64 * 2**10  # bytes of an allocation where memory runs out: a step of decoding needs less
 IDLE, SPARE = 300, 16  # connections that a client leaves open; descriptors that are left
@@ -33,7 +35,8 @@ ADAPTER = "helper"
 # One sequence at a time, so that a few requests a second are more than it can do; and time for those that wait.
 SMALL = Shape(
     options=("engine.max_seqs=1",),
-    gateway={"timeouts": {"connect": 1.0, "first_token": 40.0, "idle": 3.0, "per_try": 50.0, "total": 55.0}},
+    limits={"queue": 32, "queue_seconds": 0.0},
+    gateway={"timeouts": {"connect": 1.0, "first_token": 120.0, "idle": 3.0, "per_try": 150.0, "total": 150.0}},
 )
 
 
@@ -57,11 +60,14 @@ def stop_engine(stage: Stage) -> None:
 
 
 def slow_engine(stage: Stage) -> None:
-    """It gets a tenth of the time: stopped for 180 ms, goes on for 20."""
-    pid, over = stage.fleet.engine(stage.victim), threading.Event()
-    stage.memory["over"] = over
+    throttle(stage, stage.fleet.engine(stage.victim))
 
-    def throttle() -> None:
+
+def throttle(stage: Stage, pid: int) -> None:
+    """It gets a tenth of the time: stopped for 180 ms, goes on for 20."""
+    over = stage.memory["over"] = threading.Event()
+
+    def run() -> None:
         with suppress(ProcessLookupError):
             while not over.is_set():
                 os.kill(pid, signal.SIGSTOP)
@@ -69,7 +75,7 @@ def slow_engine(stage: Stage) -> None:
                 os.kill(pid, signal.SIGCONT)
                 time.sleep(0.02)
 
-    threading.Thread(target=throttle, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
 
 
 def end_throttle(stage: Stage) -> None:
@@ -220,6 +226,7 @@ def replace_adapter(stage: Stage) -> None:
             f"{stage.fleet.server_url(name)}/v1/unload_lora_adapter", json=body, timeout=30, trust_env=False
         ).raise_for_status()
         load_adapter(stage, name, "noise")
+    stage.memory["loaded"] = stage.now()
 
 
 def load_adapter(stage: Stage, server: str, version: str) -> None:
@@ -252,14 +259,82 @@ def mlp_shape(folder: Path) -> tuple[int, int]:
 
 
 def was_nonsense(stage: Stage) -> list[Check]:
-    """That the fault was one: its answers were wrong, and are right again."""
-    during = [one.end for one in stage.outcomes(stage.planted, stage.ended) if one.tenant == PINK.name]
+    """That the fault was one: between it and the first command its answers were wrong. Now they are right."""
+    began, acted = stage.memory["loaded"], next(one.at for one in stage.commands if one.line in stage.drill.act)
+    during = [o.end for o in stage.outcomes(began) if o.tenant == PINK.name and o.at + o.seconds < acted]
     after = [one.end for one in stage.outcomes(stage.ended) if one.tenant == PINK.name]
     right = after.count("ok")
     return [
-        Check("its answers were nonsense", "wrong" in during, "some", f"{during.count('wrong')} of {len(during)}"),
+        Check(
+            "its answers were nonsense", set(during) == {"wrong"}, "all", f"{during.count('wrong')} of {len(during)}"
+        ),
         Check("and are right again", 0 < right == len(after), "all", f"{right} of {len(after)}"),
     ]
+
+
+def poison_cache(stage: Stage) -> None:
+    """Every block of keys and values that a server keeps on its disk: one bit of the content of each second one is
+    flipped, the others hold what belongs to another block. Then the server starts again, with these files."""
+    files = sorted((stage.fleet.folder / f"kv-{stage.victim}").glob("??/*.kv"))
+    if len(files) < 4:
+        raise LMWorksError(f"{stage.victim} has only {len(files)} blocks on its disk")
+    contents = [one.read_bytes() for one in files]
+    for number, file in enumerate(files):
+        flipped = contents[number][:-1] + bytes([contents[number][-1] ^ 0x40])
+        file.write_bytes(flipped if number % 2 else contents[number - 1])
+    stage.note(f"{len(files)} blocks on the disk of {stage.victim} are damaged")
+    stage.fleet.kill(stage.victim)
+
+
+def prepare_bad_version(stage: Stage) -> None:
+    """Another model, whose answers differ."""
+    prepare_version(stage, train_model(stage.folder.parent / "bad", seed=1))
+    stage.memory["theirs"] = [stage.memory["candidate"].answer(one) for one in stage.load.questions]
+
+
+def prepare_slow_version(stage: Stage) -> None:
+    prepare_version(stage, stage.fleet.model)
+
+
+def prepare_version(stage: Stage, model: Path) -> None:
+    candidate = stage.memory["candidate"] = Candidate(stage.fleet, model)
+    candidate.start()
+    candidate.answer(stage.load.questions[0])  # the first request of a process is a slow one
+
+
+def roll_out_bad(stage: Stage) -> None:
+    asked = stage.load.questions[:6]
+    answers = [stage.load.expected[number] for number in range(len(asked))]
+    stage.memory["candidate"].begin_rollout(write_gate(stage.folder, asked, answers))
+
+
+def roll_out_slow(stage: Stage) -> None:
+    """Its engine gets a tenth of a core; nobody compares answers."""
+    throttle(stage, stage.memory["candidate"].engine())
+    stage.memory["candidate"].begin_rollout(steps=[0.5], min_requests=5, latency_ratio=2.0)
+
+
+def end_candidate(stage: Stage) -> None:
+    if "over" in stage.memory:
+        stage.memory["over"].set()
+    if "candidate" in stage.memory:
+        stage.memory["candidate"].stop()
+    stage.fleet.stop()  # its gateway's file names the candidate
+
+
+def rolled_back(stage: Stage) -> list[Check]:
+    found = stage.memory["candidate"].rollout()
+    state = str(found.get("state"))
+    reason = f"{state}: {found.get('reason')}"
+    return [Check("the new version is rolled back", state == "rolled_back", "rolled_back", reason)]
+
+
+def only_its_own(stage: Stage) -> list[Check]:
+    """Who was sent to the stable version got its answers: the wrong ones are those of the new one, to the letter."""
+    theirs, wrong = stage.memory["theirs"], [one for one in stage.outcomes(0.0) if one.end == "wrong"]
+    own = sum(one.text == theirs[one.question] for one in wrong)
+    check = Check("wrong answers are the new version's", own == len(wrong), "all", f"{own} of {len(wrong)}")
+    return [*rolled_back(stage), check]
 
 
 # --- load ------------------------------------------------------------------------------------------------
@@ -267,7 +342,7 @@ def was_nonsense(stage: Stage) -> list[Check]:
 
 def storm(stage: Stage) -> None:
     """More than the servers can do, from clients that ask again at once."""
-    stage.load.rates["storm"] = 60.0
+    stage.load.rates["storm"] = 20.0
 
 
 def end_storm(stage: Stage) -> None:
@@ -278,7 +353,7 @@ def end_storm(stage: Stage) -> None:
 STORM = Tenant("storm", 0.0, retries=3, limited=True)
 
 FLOOD = Tenant("flood", 0.0, limited=True)
-PINK = Tenant("pink", 1.0, model=ADAPTER)
+PINK = Tenant("pink", 2.0, model=ADAPTER)
 
 
 def flood(stage: Stage) -> None:
@@ -349,10 +424,11 @@ DRILLS = (
         act=("cp $FLEET/gateway.toml.good $FLEET/gateway.toml",),
     ),
     Drill(
-        "retry-storm", "sixty requests a second more, from clients that ask again at once when they are refused", storm,
+        "retry-storm", "20 requests a second more, from clients that ask again at once when they are refused", storm,
         alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*TENANTS, STORM),
         impact=Impact(refused=None, failed=0), seconds=8.0,
         look=(STATUS, SERVERS, "curl -s $GATEWAY/metrics | grep gateway_requests_total"), shape=SMALL,
+        tokens=(64, 96), recovers=120.0,
     ),
     Drill(
         "tenant-flood", "a tenant sends twenty times its limit of a request a second", flood,
@@ -398,13 +474,33 @@ DRILLS = (
         alerts=("QualityDrift",), tenants=(*TENANTS, PINK), prepare=serve_adapter, check=was_nonsense,
         look=("curl -s $SERVER_URL/v1/models", "curl -s $GATEWAY/metrics | grep gateway_quality_score"),
         act=tuple(
-            f"curl -sf ${name}/v1/{action}_lora_adapter -H 'content-type: application/json' -d '{body}'"
-            for name in ("SERVER_URL", "OTHER_URL") for action, body in (
-                ("unload", '{"lora_name": "helper"}'),
-                ("load", '{"lora_name": "helper", "lora_path": "\'$FLEET\'/adapters/good"}'),
+            f"curl -sf{again} ${name}/v1/{action}_lora_adapter -H 'content-type: application/json' -d '{body}'"
+            for name in ("SERVER_URL", "OTHER_URL") for action, again, body in (
+                ("unload", "", '{"lora_name": "helper"}'),
+                ("load", " --retry 9 --retry-all-errors",
+                 '{"lora_name": "helper", "lora_path": "\'$FLEET\'/adapters/good"}'),
             )
         ),
         impact=Impact(spoilt=("pink",), within_slo={"blue": 0.95, "green": 0.95}),
         shape=Shape(options=("--adapter-root", "/")),
+    ),
+    Drill(
+        "cache-poisoned", "blocks of the KV cache on a server's disk are damaged, and the server starts again",
+        poison_cache, alerts=("KVCacheCorrupt", "ServerDown"), within=60.0, prompt_bytes=80,
+        look=(STATUS, "curl -s $SERVER_URL/metrics | grep kv_tier"),
+        act=("curl -sf -X POST $SERVER_URL/reset_prefix_cache",),
+        shape=Shape(
+            options=("engine.kv_host_gib=0.05", "engine.kv_disk={fleet}/kv-{name}", "engine.kv_disk_gib=0.5")
+        ),
+    ),
+    Drill(
+        "rollout-wrong", "a new version whose answers are others gets a tenth of the requests", roll_out_bad,
+        alerts=("RolloutRolledBack",), prepare=prepare_bad_version, check=only_its_own, clear=end_candidate,
+        impact=Impact(wrong=12), look=(ROLLOUTS, "curl -s $GATEWAY/metrics | grep gateway_rollout"), seconds=10.0,
+    ),
+    Drill(
+        "rollout-slow", "a new version that gets a tenth of its core is sent half of the requests", roll_out_slow,
+        alerts=("RolloutRolledBack",), prepare=prepare_slow_version, check=rolled_back, clear=end_candidate,
+        look=(ROLLOUTS, "curl -s $GATEWAY/metrics | grep gateway_rollout"), seconds=10.0,
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ PROMPTS = (
     "def add(a, b):", "import os", "class Reader:", "for name in", "    return self", "try:\n", "with open(", "if not",
     "raise ValueError(", "print(", "from pathlib", "while True:", "x = [", "assert", "lambda value:", "yield",
 )  # fmt: skip
-READ_S = 60.0  # longer than the gateway gives a request: what is cut off is cut off by the fleet
+READ_S = 180.0  # longer than the gateway gives a request: what is cut off is cut off by the fleet
 ENDS = ("ok", "refused", "failed", "lost", "wrong")
 
 
@@ -42,10 +42,17 @@ class Question:
         return {"model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, **sampled, **more}
 
 
-def questions(count: int = 16, tokens: tuple[int, int] = (16, 48), seed: int = 0) -> list[Question]:
+def questions(
+    count: int = 16, tokens: tuple[int, int] = (16, 48), seed: int = 0, prompt_bytes: int = 0
+) -> list[Question]:
+    """`prompt_bytes`: what each begins with, and no other does."""
     luck = random.Random(seed)
     return [
-        Question(PROMPTS[number % len(PROMPTS)], luck.randint(*tokens), None if number % 2 else 100 + number)
+        Question(
+            f"# {number:02}\n" * (prompt_bytes // 5) + PROMPTS[number % len(PROMPTS)],
+            luck.randint(*tokens),
+            None if number % 2 else 100 + number,
+        )
         for number in range(count)
     ]
 

@@ -75,7 +75,7 @@ class Shape:
     """What a drill needs of its fleet; drills of one shape share it."""
 
     servers: int = 2
-    options: tuple[str, ...] = ()  # more words of `lmworks serve`
+    options: tuple[str, ...] = ()  # more words of `lmworks serve`; {fleet}: its folder, {name}: the server's
     limits: Mapping[str, Any] = field(default_factory=dict)  # more of [limits] of the servers
     gateway: Mapping[str, Any] = field(default_factory=dict)  # more sections of the gateway's file
     proxied: bool = False  # a TCP proxy between the gateway and each server
@@ -131,9 +131,10 @@ class LocalFleet:
         if pools is not None:
             gateway["pools"] = [{"name": MODEL, "urls": list(pools)}]
         tls = ("--tls-cert", f"{self.folder}/{{name}}.pem", "--tls-key", f"{self.folder}/{{name}}.key")
+        own = (one.replace("{fleet}", str(self.folder)) for one in self.shape.options)
         model = {
             "name": MODEL, "source": str(self.model), "servers": self.shape.servers,
-            "options": ["--config", str(limits), *(tls if self.shape.tls else ()), *ENGINE, *self.shape.options],
+            "options": ["--config", str(limits), *(tls if self.shape.tls else ()), *ENGINE, *own],
         }  # fmt: skip
         config = self.folder / "fleet.toml"
         content = {"name": "drill", "port": self.port, "restart_seconds": 1.0, "models": [model], "gateway": gateway}

@@ -95,6 +95,8 @@ ALERTS = (
           f"({HITS % (900, 900)}) < 0.5 * ({HITS % (DAY, DAY)})"
           " and (sum by (model_name) (rate({prefix_cache_queries}[900s])) > 100)"
           f" and ({HITS % (DAY, DAY)} > 0.2)", 300),
+    Alert("KVCacheCorrupt", "{{ $labels.model_name }} at {{ $labels.instance }}: blocks below its KV cache are damaged",
+          'sum by (model_name, instance) (increase({kv_tier_errors}{error=~".* corrupt"}[600s])) > 0'),
     Alert("RetriesHigh", "more than 15% of requests are tried again: the retry budget is nearly used up",
           "sum(rate({gateway_retries}[300s])) / sum(rate({gateway_requests}[300s])) > 0.15", 120),
     Alert("FileDescriptorsLow", "{{ $labels.instance }} has more than 90% of its file descriptors open",

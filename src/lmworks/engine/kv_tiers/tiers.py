@@ -306,7 +306,9 @@ class KVTiers:
     def report(self) -> TierReport:
         used = {"host": len(self.host) * self.host.block_bytes}
         used |= {name: store.used for name, store in self.stores if isinstance(store, DiskStore)}
-        return TierReport(dict(self.counts.hits), dict(self.counts.stored), dict(self.counts.errors), used)
+        sources = [*(name for name, _ in self.stores), *([PEER] if self.peers else [])]
+        errors = {f"{name} corrupt": 0 for name in sources} | self.counts.errors  # an alert needs their first increase
+        return TierReport(dict(self.counts.hits), dict(self.counts.stored), errors, used)
 
     # --- other servers ------------------------------------------------------------------------------------
 
