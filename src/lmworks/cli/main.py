@@ -21,6 +21,7 @@ from ..record.parent_death import die_with_parent
 from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
 from . import (
+    batch,
     bench,
     chat,
     checkpoint,
@@ -76,6 +77,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "generate": generate.generate,
         "chat": chat.chat,
         "serve": serve.serve,
+        "batch": batch.batch,
         "gateway": gateway.app,
         "kv-store": kv_store.kv_store,
         "fleet": fleet.app,

@@ -122,10 +122,11 @@ class Results:
             self.add(record, self.end)
             self.end = self.path.stat().st_size
 
-    def read(self, ok: bool) -> Iterator[dict[str, Any]]:
-        """What is shown of those that succeeded, or failed, in the order of the input."""
+    def read(self, ok: bool | None = None) -> Iterator[dict[str, Any]]:
+        """What is shown of those that succeeded, or failed (None: of all), in the order of the input."""
+        chosen = {None: self.places.keys(), True: self.places.keys() - self.failures, False: self.failures}[ok]
         with self.path.open("rb") as file:
-            for number in sorted(self.places.keys() - self.failures if ok else self.failures):
+            for number in sorted(chosen):
                 file.seek(self.places[number])
                 yield json.loads(file.readline())["shown"]
 

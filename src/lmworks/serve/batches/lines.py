@@ -36,8 +36,10 @@ class LineError(Exception):
         self.code, self.param = code, param
 
 
-def scan(path: Path, endpoint: str, models: Collection[str], limits: Limits) -> tuple[list[Line], list[BatchError]]:
-    """All requests, and the errors that were found. `models`: those that may be named."""
+def scan(
+    path: Path, endpoints: Collection[str], models: Collection[str] | None, limits: Limits
+) -> tuple[list[Line], list[BatchError]]:
+    """All requests, and the errors that were found. `models`: those that may be named; None: any."""
     lines: list[Line] = []
     errors: list[BatchError] = []
     seen: dict[str, int] = {}
@@ -46,7 +48,7 @@ def scan(path: Path, endpoint: str, models: Collection[str], limits: Limits) -> 
             errors.append(error_object("too_many_lines", f"more than {limits.batch_lines} lines, the limit", number))
             break
         try:
-            custom_id = check_line(raw, endpoint, models, limits)
+            custom_id = check_line(raw, endpoints, models, limits)
             if custom_id in seen:
                 first = f"custom_id {custom_id[:64]!r} is that of line {seen[custom_id]}"
                 raise LineError("duplicate_custom_id", first, "custom_id")
@@ -80,7 +82,7 @@ def raw_lines(path: Path, longest: int) -> Iterator[tuple[int, int, bytes]]:
             start = file.tell()
 
 
-def check_line(raw: bytes, endpoint: str, models: Collection[str], limits: Limits) -> str:
+def check_line(raw: bytes, endpoints: Collection[str], models: Collection[str] | None, limits: Limits) -> str:
     """Its custom_id; raises LineError. What its endpoint refuses is in the error file, later."""
     if len(raw) > limits.body_bytes:
         raise LineError("line_too_long", f"the line has more than {limits.body_bytes} bytes, the limit")
@@ -93,16 +95,19 @@ def check_line(raw: bytes, endpoint: str, models: Collection[str], limits: Limit
         raise LineError("invalid_request", f"unknown field {unknown[0][:64]!r}: there are {', '.join(FIELDS)}")
     if request.get("method") != "POST":
         raise LineError("invalid_method", 'method must be "POST"', "method")
-    if request.get("url") != endpoint:
+    if request.get("url") not in endpoints:
         shown = str(request.get("url"))[:64]
-        raise LineError("mismatched_endpoint", f"url is {shown!r}, and this batch is of {endpoint}", "url")
+        message = f"url is {shown!r}, and this batch is of {', '.join(endpoints)}"
+        raise LineError("mismatched_endpoint", message, "url")
     body = request.get("body")
     if not isinstance(body, dict):
         raise LineError("invalid_body", "body must be an object", "body")
     if body.get("stream"):
         raise LineError("invalid_body", "stream = true: an answer of a batch is not streamed", "body.stream")
     model = body.get("model")
-    if not isinstance(model, str) or model not in models:
+    if not isinstance(model, str):
+        raise LineError("invalid_body", "body.model must be the name of a model", "body.model")
+    if models is not None and model not in models:
         message = f"the model {str(model)[:80]!r} is not served; available: {', '.join(sorted(models))}"
         raise LineError("model_not_found", message, "body.model")
     return custom_id
@@ -121,8 +126,9 @@ def parse_line(raw: bytes, limits: Limits) -> dict[str, Any]:
     return found
 
 
-def request_body_of(path: Path, line: Line) -> bytes:
-    """The body of a line that `scan` has accepted."""
+def request_of(path: Path, line: Line) -> tuple[str, bytes]:
+    """Path and body of a line that `scan` has accepted."""
     with path.open("rb") as file:
         file.seek(line.start)
-        return encode(from_json(file.read(line.size))["body"]).encode()
+        request = from_json(file.read(line.size))
+    return request["url"], encode(request["body"]).encode()

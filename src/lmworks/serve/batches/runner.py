@@ -19,7 +19,7 @@ from ..telemetry import log
 from .batch import Batch, Results, write_lines
 from .bodies import Status
 from .files import FileStore, StoredFile
-from .lines import Line, error_object, request_body_of, scan
+from .lines import Line, error_object, request_of, scan
 
 TRIES = 3  # of a line that fails in the server
 WAIT_S = 0.2  # between two looks whether a batch was cancelled
@@ -115,7 +115,7 @@ class BatchRunner:
         path = self.files.content(fields["input_file_id"])
         try:
             models = self.serving.visible_to(config.named(fields["key"]))
-            lines, errors = await asyncio.to_thread(scan, path, fields["endpoint"], models, config.limits)
+            lines, errors = await asyncio.to_thread(scan, path, [fields["endpoint"]], models, config.limits)
         except APIError as error:  # the key is gone
             lines, errors = [], [error_object(error.code, str(error), None)]
         if errors and batch.status == "validating":
@@ -145,11 +145,11 @@ class BatchRunner:
             async with self.slots:
                 if not self.may_start(batch):
                     return
-                body = await asyncio.to_thread(request_body_of, path, line)
-                answer = await ask(self.app, fields["endpoint"], body, f"{batch.id}-{line.number}", fields["key"])
+                url, body = await asyncio.to_thread(request_of, path, line)
+                answer = await ask(self.app, url, body, f"{batch.id}-{line.number}", fields["key"])
             failures += answer.status >= 500
             if answer.status not in BUSY and (answer.status < 500 or failures == TRIES):
-                await asyncio.to_thread(write_result, batch, line, answer, results)
+                await asyncio.to_thread(write_result, line_id(batch, line), line, answer, results)
                 count(batch, results)
                 return
             await self.pause(batch, float(answer.headers.get("retry-after", "1")))
@@ -202,13 +202,13 @@ def line_id(batch: Batch, line: Line) -> str:
     return f"batch_req_{batch.id.removeprefix('batch_')}_{line.number}"
 
 
-def write_result(batch: Batch, line: Line, answer: Answer, results: Results) -> None:
+def write_result(name: str, line: Line, answer: Answer, results: Results) -> None:
     response = {
         "status_code": answer.status,
-        "request_id": answer.headers["x-request-id"],
+        "request_id": answer.headers.get("x-request-id", ""),
         "body": from_json(answer.body),
     }
-    shown = {"id": line_id(batch, line), "custom_id": line.custom_id, "response": response, "error": None}
+    shown = {"id": name, "custom_id": line.custom_id, "response": response, "error": None}
     results.append(line, answer.status == 200, shown)
 
 
