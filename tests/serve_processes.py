@@ -62,7 +62,7 @@ def start_server(model: Path, template: Path, log: Path, *options: str) -> Serve
     ]
     with log.open("wb") as written:
         process = subprocess.Popen(
-            [sys.executable, *words, *TINY, *options],
+            [sys.executable, *words],
             stderr=written,
             stdout=written,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

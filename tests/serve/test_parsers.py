@@ -190,9 +190,10 @@ def test_required_call_after_reasoning() -> None:
 
 
 def test_ids_are_what_templates_accept() -> None:
-    found = parser_of(MISTRAL).call_id()
-    assert len(found) == 9 and found.isalnum() and found != parser_of(MISTRAL).call_id()
-    assert parser_of(THINK).call_id().startswith("call_")
+    found = parser_of(MISTRAL).call_id("a")
+    assert len(found) == 9 and found.isalnum() and found != parser_of(MISTRAL).call_id("b")
+    assert found == parser_of(MISTRAL).call_id("a")  # wherever the answer goes on
+    assert parser_of(THINK).call_id("a").startswith("call_")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import msgspec
 from .attempt import Attempt
 from .exchange import Exchange
 from .http_client import UpstreamError
+from .server_request import USAGE_PATHS, ServerRequests
 from .stream_events import Choice, EventSplitter
 
 if TYPE_CHECKING:
     from .rollouts import Rollout
-    from .server_request import ServerRequests
     from .servers import Server
 
 MOST = 64
@@ -88,7 +88,8 @@ class Shadows:
 
 
 def comparable(exchange: Exchange) -> bool:
-    return exchange.body.get("temperature") == 0 or exchange.body.get("seed") is not None
+    exact = exchange.body.get("temperature") == 0 or exchange.body.get("seed") is not None
+    return exact and exchange.path in USAGE_PATHS
 
 
 def answer_text(attempt: Attempt) -> str:

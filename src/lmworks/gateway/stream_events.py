@@ -15,6 +15,7 @@ from .http_client import UpstreamError
 
 DATA = b"data:"
 TOKENS = b": tokens "  # serve's `GenerationRequest.journal`
+EVENTS = b": events "  # after TOKENS, in APIs that have several events for a token: how many belong to these
 PROMPT = b": prompt "  # before a stream's first event: how many tokens its prompts have
 
 
@@ -31,14 +32,15 @@ class UsageFields(msgspec.Struct):
     input_tokens: int | None = None
     output_tokens: int | None = None
     input_tokens_details: Details | None = None
-    cache_read_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None  # Anthropic's input_tokens are without these two
+    cache_creation_input_tokens: int | None = None
 
     def usage(self) -> Usage:
         details = self.prompt_tokens_details or self.input_tokens_details
-        cached = details.cached_tokens if details is not None else self.cache_read_input_tokens
-        return Usage(
-            self.prompt_tokens or self.input_tokens or 0, self.completion_tokens or self.output_tokens or 0, cached or 0
-        )
+        cached = self.cache_read_input_tokens or 0
+        prompt = (self.prompt_tokens or self.input_tokens or 0) + cached + (self.cache_creation_input_tokens or 0)
+        found = details.cached_tokens if details is not None else cached
+        return Usage(prompt, self.completion_tokens or self.output_tokens or 0, found or 0)
 
 
 class Delta(msgspec.Struct):
@@ -55,7 +57,11 @@ class Choice(msgspec.Struct):
 
 
 class Inner(msgspec.Struct):
+    """The message or response that an event holds."""
+
     usage: UsageFields | None = None
+    id: str = ""
+    created_at: int = 0
 
 
 class ErrorFields(msgspec.Struct):
@@ -73,8 +79,21 @@ class EventFields(msgspec.Struct):
     error: ErrorFields | None = None
     id: str = ""
     created: int = 0
-    message: Inner | None = None
+    sequence_number: int | None = None
+    code: str | None = None  # of an event of Responses that is an error
     response: Inner | None = None
+    message: Inner | str | None = None  # Anthropic's; of an error of Responses, a text
+
+    @property
+    def inner(self) -> Inner | None:
+        return self.message if isinstance(self.message, Inner) else self.response
+
+    @property
+    def failed(self) -> bool:
+        """The server could not finish its answer; another one may."""
+        if self.error is not None:
+            return self.error.type != "invalid_request_error"
+        return self.type == "error" and self.code != "answer_failed"  # an error of Responses
 
 
 EVENT = msgspec.json.Decoder(EventFields)
@@ -88,6 +107,7 @@ class StreamEvent:
     answer: int = 0  # in a stream of ours: the number of the answer that it belongs to, and its tokens
     tokens: list[int] | None = None
     prompt_tokens: int | None = None
+    group: int = 1  # events that belong together, from this one on
     last: bool = False  # the answer is complete
 
     @property
@@ -104,10 +124,14 @@ class StreamEvent:
 
 
 class EventSplitter:
-    """Bytes as they come → whole events. A server's lines may end in CR, LF or both; ours end in LF."""
+    """Bytes as they come → whole events. A server's lines may end in CR, LF or both; ours end in LF.
+
+    Events that belong together come together: all of them are for the same tokens.
+    """
 
     def __init__(self) -> None:
         self.held = b""
+        self.group: list[StreamEvent] = []  # of which some are missing
 
     def feed(self, data: bytes) -> list[StreamEvent]:
         held = self.held + data if self.held else data
@@ -117,7 +141,18 @@ class EventSplitter:
         *whole, self.held = held.split(b"\n\n")
         if len(self.held) > LONGEST_LINE:
             raise UpstreamError("invalid", "the server sent an event without an end")
-        return [read_event(one) for one in whole if one]
+        return [event for one in whole if one for event in self.grouped(read_event(one))]
+
+    def grouped(self, event: StreamEvent) -> list[StreamEvent]:
+        if not self.group and event.group == 1:
+            return [event]
+        if self.group:
+            event.answer, event.tokens = self.group[0].answer, []
+        self.group.append(event)
+        if len(self.group) < self.group[0].group:
+            return []
+        found, self.group = self.group, []
+        return found
 
 
 def read_event(text: bytes) -> StreamEvent:
@@ -134,6 +169,13 @@ def read_event(text: bytes) -> StreamEvent:
         answer, *tokens = map(int, comment[len(TOKENS) :].split())
         found = read_event(text)
         found.answer, found.tokens = answer, tokens
+        return found
+    if text.startswith(EVENTS):
+        comment, _, text = text.partition(b"\n")
+        found = read_event(text)
+        if not (count := comment[len(EVENTS) :]).isdigit():
+            raise UpstreamError("invalid", "the server's count of events is no number")
+        found.group = int(count)
         return found
     raw = text + b"\n\n"
     start = 0 if text.startswith(DATA) else text.find(b"\ndata:") + 1

@@ -7,13 +7,19 @@ from .request_body import RequestBody
 from .server_request import USAGE_PATHS
 from .servers import Server
 
+CONTINUED = {*USAGE_PATHS, "/v1/responses", "/v1/messages"}
 MOST_ANSWERS = 4096  # of a stream that can be continued
 
 
-def can_continue(server: Server, exchange: Exchange) -> bool:
-    """Whether a stream of this server names its tokens, and another one's can be continued there."""
-    ours = server.pool.kind == "lmworks" and exchange.body.stream and exchange.path in USAGE_PATHS
+def names_tokens(server: Server, exchange: Exchange) -> bool:
+    """Whether a stream of this server can be one that names its tokens."""
+    ours = server.pool.kind == "lmworks" and exchange.body.stream and exchange.path in CONTINUED
     return ours and answers_of(exchange.body) <= MOST_ANSWERS
+
+
+def can_continue(server: Server, exchange: Exchange) -> bool:
+    """Whether another one's stream can be continued there. Earlier responses are stored where they were made."""
+    return names_tokens(server, exchange) and exchange.body.get("previous_response_id") is None
 
 
 def answers_of(body: RequestBody) -> int:

@@ -24,11 +24,11 @@ from .metrics import Metrics
 from .prefix_continuation import continued
 from .relay import StreamRelay
 from .server_choice import ServerChoice
-from .server_request import USAGE_PATHS, ServerRequests
+from .server_request import ServerRequests
 from .servers import Server
 from .shadow import whole_text
 from .stream_events import UsageFields
-from .token_continuation import answers_of, can_continue
+from .token_continuation import CONTINUED, answers_of, names_tokens
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lmworks.gateway")
 
 PASSED_BACK = (b"content-type", b"retry-after")
-END_PATHS = {*USAGE_PATHS, "/v1/responses", "/v1/messages"}  # whose streams say which event is the last
 
 
 class AnswerFields(msgspec.Struct):
@@ -80,7 +79,7 @@ class Tries:
         server.breaker.begin()
         if relay.by_prefix:
             changes |= continued(server, exchange, "".join(relay.texts), relay.by_prefix)
-        elif can_continue(server, exchange):
+        elif names_tokens(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
         if self.tracing is not None and exchange.span is not None:
             begun.span = self.tracing.begin_try(exchange.span, server.url)
@@ -171,7 +170,7 @@ class Tries:
                 relay.last_at = connection.loop.time()
         if not relay.done:  # a server that is lost after the last event has answered
             attempt.ended.result()
-            if exchange.path in END_PATHS:
+            if exchange.path in CONTINUED:  # where one event says that it is the last
                 raise UpstreamError("lost", "the server ended its stream too early")
         connection.end()
 

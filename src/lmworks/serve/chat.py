@@ -149,7 +149,7 @@ async def make_handler(
     serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: ChatRequest
 ) -> ChatHandler:
     chat = await make_generation(serving, caller, local, adapter, body)
-    return ChatHandler(chat, body, **identity(body.continuation))
+    return ChatHandler(chat, body, **identity(body.continuation, "id", "created"))
 
 
 @dataclass
@@ -188,7 +188,7 @@ class ChatHandler:
         return completion
 
     def choice(self, index: int, answer: CompletionOutput) -> ChatChoice:
-        message = chat_message(self.chat.parser(), answer.text)
+        message = chat_message(self.chat.parser(), answer.text, f"{self.id}/{index}")
         choice: ChatChoice = {
             "index": index,
             "message": message,
@@ -207,7 +207,7 @@ class ChatHandler:
             async for event, pieces, parser in events:
                 usage = usage if event.final is None else add_usage(usage, event.final)
                 is_first = event.index not in writers
-                writer = writers.setdefault(event.index, DeltaWriter(parser))
+                writer = writers.setdefault(event.index, DeltaWriter(parser, f"{self.id}/{event.index}"))
                 choice = self.chunk(event, writer.delta(pieces, is_first), parser)
                 made = self.make_chunk([choice], include_usage, None)
                 if self.body.return_token_ids and len(writers) == 1 and is_first:
@@ -240,7 +240,8 @@ class ChatHandler:
         return choice
 
 
-def chat_message(parser: AnswerParser, text: str) -> ChatMessage:
+def chat_message(parser: AnswerParser, text: str, source: str) -> ChatMessage:
+    """`source`: of the ids of its calls."""
     reasoning, content, calls = parts_of(parse_whole(parser, text))
     message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
     if not content and (calls or reasoning):
@@ -248,7 +249,9 @@ def chat_message(parser: AnswerParser, text: str) -> ChatMessage:
     if reasoning:
         message["reasoning_content"] = message["reasoning"] = reasoning
     if calls:
-        message["tool_calls"] = [tool_call(parser.call_id(), *call) for call in calls]
+        message["tool_calls"] = [
+            tool_call(parser.call_id(f"{source}/{number}"), *call) for number, call in enumerate(calls)
+        ]
     return message
 
 
@@ -271,9 +274,10 @@ def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
 
 @dataclass
 class DeltaWriter:
-    """The deltas of one answer."""
+    """The deltas of one answer. `source`: of the ids of its calls."""
 
     parser: AnswerParser
+    source: str
     calls: int = 0
 
     def delta(self, pieces: Sequence[Piece], is_first: bool) -> Delta:
@@ -288,7 +292,8 @@ class DeltaWriter:
                 reasoning += piece.text
             elif isinstance(piece, Call):
                 begun: FunctionDelta = {"name": piece.name, "arguments": ""}
-                found.append({"index": self.calls, "id": self.parser.call_id(), "type": "function", "function": begun})
+                id = self.parser.call_id(f"{self.source}/{self.calls}")
+                found.append({"index": self.calls, "id": id, "type": "function", "function": begun})
                 self.calls += 1
             elif found:
                 found[-1]["function"]["arguments"] += piece.text

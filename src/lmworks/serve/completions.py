@@ -108,7 +108,7 @@ async def make_handler(
         continuation=body.continuation,
         kv_remote=body.kv_transfer_params.remote if body.kv_transfer_params is not None else None,
     )
-    return CompletionHandler(generation, body, texts, prompt_only, **identity(body.continuation))
+    return CompletionHandler(generation, body, texts, prompt_only, **identity(body.continuation, "id", "created"))
 
 
 @dataclass

@@ -106,9 +106,9 @@ def token_texts(body: Sampling, local: LocalModel) -> TokenTexts:
     return local.token_texts.as_ids() if body.return_tokens_as_token_ids else local.token_texts
 
 
-def identity(continuation: Continuation | None) -> dict[str, Any]:
+def identity(continuation: Continuation | None, *fields: str) -> dict[str, Any]:
     """`id` and `created` of an answer that another server began."""
-    return {} if continuation is None else continuation.model_dump(include={"id", "created"}, exclude_none=True)
+    return {} if continuation is None else continuation.model_dump(include=set(fields), exclude_none=True)
 
 
 def parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
@@ -201,6 +201,16 @@ class GenerationRequest:
             return b""
         number = place * self.params.n + event.index
         return f": tokens {number} {' '.join(map(str, event.tokens))}\n".encode()
+
+    def group(self, event: Event, written: Sequence[bytes]) -> bytes:
+        """What is sent for an event in the APIs that say it in several of their own, or in none.
+
+        A gateway passes them on together: another server could not go on after half of them.
+        """
+        if self.continuation is None:
+            return b"".join(written)
+        count = b": events %d\n" % len(written) if written else b"\n"
+        return self.journal(0, event) + count + b"".join(written)
 
     def generated(self, place: int) -> tuple[list[int], ...]:
         """What another server generated for this prompt."""

@@ -61,6 +61,7 @@ class Continuation(Strict):
     answers: Annotated[list[Annotated[list[Count], Field(fail_fast=True)]], Field(fail_fast=True)] = Field(
         default_factory=list, description="the tokens of each answer so far; the stream goes on after them"
     )
+    sequence: Count = Field(0, description="of Responses: the number of the next event")
 
 
 class KVTransfer(Strict):

@@ -46,8 +46,8 @@ class AnswerParser:
                 found.append(piece)
         return found
 
-    def call_id(self) -> str:
-        return (self.tools or self.reasoning or Parser).call_id()
+    def call_id(self, source: str) -> str:
+        return (self.tools or self.reasoning or Parser).call_id(source)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ Found = TypeVar("Found")
 Steps = Generator[None, None, Found]  # yields where it needs more text
 
 
+def named_id(source: str) -> str:
+    """32 hexadecimal digits: the same for the same source."""
+    return uuid.uuid5(uuid.NAMESPACE_OID, source).hex
+
+
 class Parser:
     """Subclasses write `run`, which takes text from the buffer and emits pieces until the answer has ended."""
 
@@ -72,8 +77,9 @@ class Parser:
         return self.push("")
 
     @staticmethod
-    def call_id() -> str:
-        return f"call_{uuid.uuid4().hex[:24]}"
+    def call_id(source: str) -> str:
+        """Made of its source: a server that goes on with an answer of another one gives its calls the same ids."""
+        return f"call_{named_id(source)[:24]}"
 
     # --- for `run` ----------------------------------------------------------------------------------------
 

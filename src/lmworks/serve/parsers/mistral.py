@@ -4,10 +4,9 @@ Its reasoning stands between [THINK] and [/THINK].
 
 from __future__ import annotations
 
-import secrets
 import string
 
-from .base import Call, Steps
+from .base import Call, Steps, named_id
 from .json_calls import JSONCallParser
 from .think import ThinkParser
 
@@ -22,9 +21,10 @@ class MistralParser(JSONCallParser):
     special = True
 
     @staticmethod
-    def call_id() -> str:
+    def call_id(source: str) -> str:
         """Its templates refuse all but nine letters and digits."""
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        number, characters = int(named_id(source), 16), string.ascii_letters + string.digits
+        return "".join(characters[number // len(characters) ** place % len(characters)] for place in range(9))
 
     def run(self) -> Steps[None]:
         found = yield from self.text_until(MARKER)

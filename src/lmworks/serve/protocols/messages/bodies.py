@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...request_bodies import BIGGEST, LONGEST_NAME, Count, Name, Strict
+from ...request_bodies import BIGGEST, LONGEST_NAME, Continuation, Count, Name, Strict
 
 
 class Block(BaseModel):
@@ -108,6 +108,7 @@ class MessagesRequest(CountTokensRequest):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=LONGEST_NAME, description="share cached prefixes with equal salts alone"
     )
+    continuation: Continuation | None = Field(None, description="for gateways: a stream that can be continued")
     # Accepted, and of no effect here.
     metadata: UserMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -31,7 +31,7 @@ class MessageHandler:
     def full_response(self, found: RequestOutput) -> dict[str, Any]:
         (answer,) = found.answers
         parser = self.chat.parser()
-        content = blocks(parse_whole(parser, answer.text), parser)
+        content = blocks(parse_whole(parser, answer.text), parser, self.id)
         called = any(block["type"] == "tool_use" for block in content)
         usage = self.final_usage(answer, found.usage)
         return self.message(content, found.usage) | self.ending(answer, called) | {"usage": usage}
@@ -61,25 +61,31 @@ class MessageHandler:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Nothing is sent before the first token: a request that is rejected has an HTTP status of its own."""
-        usage, answer, writer = Usage(0, 0, 0), CompletionOutput(), BlockWriter()
-        begun = False
+        generation, usage, answer = self.chat.generation, Usage(0, 0, 0), CompletionOutput()
+        begun_elsewhere = self.body.continuation is not None and self.body.continuation.id is not None
+        known = Usage(len(generation.prompts[0]), 0, 0)
+        begin = [] if begun_elsewhere else [{"type": "message_start", "message": self.message([], known)}]
+        writer = BlockWriter(self.id)
+        comment, last, sent = generation.prompt_comment(), b"", False
         try:
             async with aclosing(self.chat.events()) as events:
                 async for event, pieces, parser in events:
-                    if not begun:
-                        begun, known = True, Usage(len(self.chat.generation.prompts[0]), 0, 0)
-                        yield put({"type": "message_start", "message": self.message([], known)})
                     usage = usage if event.final is None else add_usage(usage, event.final)
                     answer.add(event)
-                    for written in writer.add(pieces, parser):
-                        yield put(written)
-            for written in writer.close():
-                yield put(written)
-            delta = self.ending(answer, writer.calls > 0)
-            yield put({"type": "message_delta", "delta": delta, "usage": self.final_usage(answer, usage)})
-            yield put({"type": "message_stop"})
+                    made = list(writer.add(pieces, parser))
+                    written, begin = [*begin, *(() if event.replayed else made)], []
+                    if event.finish_reason is not None:
+                        delta = self.ending(answer, writer.calls > 0)
+                        end = {"type": "message_delta", "delta": delta, "usage": self.final_usage(answer, usage)}
+                        written += [*writer.close(), end, {"type": "message_stop"}]
+                        last = comment + generation.group(event, [*map(put, written)])
+                    elif not event.replayed and (shown := comment + generation.group(event, [*map(put, written)])):
+                        yield shown
+                        comment, sent = b"", True
+            if last:
+                yield last
         except Exception as error:
-            if not begun:
+            if not sent:
                 raise
             api_error = to_api_error(error)
             if api_error.code == "internal_error":
@@ -102,7 +108,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def blocks(pieces: Sequence[Piece], parser: AnswerParser) -> list[dict[str, Any]]:
+def blocks(pieces: Sequence[Piece], parser: AnswerParser, source: str) -> list[dict[str, Any]]:
     """A call whose arguments are no JSON object cannot be a block of its own: it is text."""
     reasoning, text, calls = parts_of(pieces)
     found: list[dict[str, Any]] = []
@@ -110,13 +116,14 @@ def blocks(pieces: Sequence[Piece], parser: AnswerParser) -> list[dict[str, Any]
         found.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if text:
         found.append({"type": "text", "text": text})
-    for name, arguments in calls:
+    for number, (name, arguments) in enumerate(calls):
         try:
             given = json.loads(arguments)
         except (ValueError, RecursionError):
             given = None
         if isinstance(given, dict):
-            found.append({"type": "tool_use", "id": parser.call_id(), "name": name, "input": given})
+            id = parser.call_id(f"{source}/{number}")
+            found.append({"type": "tool_use", "id": id, "name": name, "input": given})
         else:
             found.append({"type": "text", "text": f"{name}{arguments}"})
     return found
@@ -124,8 +131,9 @@ def blocks(pieces: Sequence[Piece], parser: AnswerParser) -> list[dict[str, Any]
 
 @dataclass
 class BlockWriter:
-    """Events of the blocks of one message."""
+    """Events of the blocks of one message. `source`: of the ids of its calls."""
 
+    source: str
     open: str = ""  # the type of the block that is open
     count: int = 0  # of blocks
     calls: int = 0
@@ -155,7 +163,7 @@ class BlockWriter:
             return {"type": kind, "text": ""}
         return {
             "type": kind,
-            "id": parser.call_id(),
+            "id": parser.call_id(f"{self.source}/{self.calls}"),
             "name": piece.name if isinstance(piece, Call) else "",
             "input": {},
         }

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from ...body import Body, read_body
 from ...chat import make_generation
-from ...generation_request import collect_output
+from ...generation_request import collect_output, identity
 from ...limits import APIError
 from ...openapi import STREAM, error_responses, request_body
 from ...prompts import chat_size, render_chat, tokenize_prompt
@@ -57,7 +57,7 @@ def add_messages_routes(app: FastAPI, serving: Serving) -> None:
         """Create a message (Anthropic's Messages API)."""
         caller, body, local, adapter = await read(serving, request, MessagesRequest)
         chat = await make_generation(serving, caller, local, adapter, chat_request(body))
-        handler = MessageHandler(chat, body)
+        handler = MessageHandler(chat, body, **identity(body.continuation, "id"))
         if body.stream:
             return await start_stream(request, handler.stream())
         output = await while_connected(request.receive, collect_output(chat.generation))

@@ -43,6 +43,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             "max_completion_tokens": body.max_tokens,
             "stop": body.stop_sequences,
             "stream": body.stream,
+            "continuation": body.continuation,
             "cache_salt": body.cache_salt,
             "temperature": body.temperature,
             "top_p": body.top_p,

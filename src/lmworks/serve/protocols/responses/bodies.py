@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...request_bodies import BIGGEST, LONGEST_NAME, Effort, Name, ObjectFormat, StreamOptions, Strict, TextFormat
+from ...request_bodies import (
+    BIGGEST,
+    LONGEST_NAME,
+    Continuation,
+    Effort,
+    Name,
+    ObjectFormat,
+    StreamOptions,
+    Strict,
+    TextFormat,
+)
 
 
 class Returned(BaseModel):
@@ -120,6 +130,7 @@ class ResponsesRequest(Strict):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=LONGEST_NAME, description="share cached prefixes with equal salts alone"
     )
+    continuation: Continuation | None = Field(None, description="for gateways: a stream that can be continued")
     # Accepted, and of no effect here.
     user: str | None = None
     service_tier: str | None = None

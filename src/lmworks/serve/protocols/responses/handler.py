@@ -36,15 +36,18 @@ class ResponseHandler:
     def full_response(self, found: RequestOutput) -> dict[str, Any]:
         (answer,) = found.answers
         parser = self.chat.parser()
-        writer = ItemWriter(parser)
+        writer = ItemWriter(parser, self.id)
         for _ in writer.add(parse_whole(parser, answer.text)):
             pass
         return self.finished(writer, answer, found.usage)[0]
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Nothing is sent before the first token: a request that is rejected has an HTTP status of its own."""
-        number, usage, answer = 0, Usage(0, 0, 0), CompletionOutput()
+        generation, usage, answer = self.chat.generation, Usage(0, 0, 0), CompletionOutput()
+        begun_elsewhere = self.body.continuation
+        number = 0 if begun_elsewhere is None else begun_elsewhere.sequence
         writer: ItemWriter | None = None
+        comment, last, sent = generation.prompt_comment(), b"", False
 
         def numbered(event: dict[str, Any], to_text: Callable[[Any], str] = encode) -> bytes:
             nonlocal number
@@ -56,23 +59,27 @@ class ResponseHandler:
             return await asyncio.to_thread(numbered, event, encode_in_slices) if self.large else numbered(event)
 
         try:
+            begin = [] if number else ["response.created", "response.in_progress"]
             async with aclosing(self.chat.events()) as events:
                 async for event, pieces, parser in events:
-                    if writer is None:
-                        writer = ItemWriter(parser)
-                        for kind in ("response.created", "response.in_progress"):
-                            yield await whole(kind, self.response([], "in_progress"))
+                    writer = writer or ItemWriter(parser, self.id)
                     usage = usage if event.final is None else add_usage(usage, event.final)
                     answer.add(event)
-                    for written in writer.add(pieces):
-                        yield numbered(written)
-            if writer is not None:
-                response, ends = self.finished(writer, answer, usage)
-                for written in ends:
-                    yield numbered(written)
-                yield await whole(f"response.{response['status']}", response)
+                    written = [await whole(kind, self.response([], "in_progress")) for kind in begin]
+                    made, begin = list(writer.add(pieces)), []
+                    written += map(numbered, () if event.replayed else made)
+                    if event.finish_reason is not None:
+                        response, ends = self.finished(writer, answer, usage)
+                        written += map(numbered, ends)
+                        written.append(await whole(f"response.{response['status']}", response))
+                        last = comment + generation.group(event, written)
+                    elif not event.replayed and (shown := comment + generation.group(event, written)):
+                        yield shown
+                        comment, sent = b"", True
+            if last:
+                yield last
         except Exception as error:
-            if writer is None:
+            if not sent or writer is None:
                 raise
             api_error = to_api_error(error)
             if api_error.code == "internal_error":

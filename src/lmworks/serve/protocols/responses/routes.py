@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from ...body import LARGE_BODY_BYTES, read_body
 from ...chat import make_generation
-from ...generation_request import collect_output
+from ...generation_request import collect_output, identity
 from ...openapi import STREAM, error_responses, request_body
 from ...serving import Serving
 from ...sse import encode_in_slices, start_stream, while_connected
@@ -92,7 +92,7 @@ async def create_response(serving: Serving, request: Request) -> Response:
     chat = await make_generation(
         serving, caller, local, adapter, chat_request(body, ITEMS.validate_python([*earlier, *own]), limits)
     )
-    handler = ResponseHandler(chat, body, len(raw) > LARGE_BODY_BYTES)
+    handler = ResponseHandler(chat, body, len(raw) > LARGE_BODY_BYTES, **identity(body.continuation, "id", "created"))
 
     async def store() -> None:
         if body.store is not False and handler.done is not None:

@@ -42,6 +42,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem], limits: Lim
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "chat_template_kwargs": {"verbosity": body.text.verbosity} if body.text and body.text.verbosity else None,
         "stream": body.stream,
+        "continuation": body.continuation,
     }
     return ChatRequest.model_validate({name: value for name, value in wanted.items() if value is not None})
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...parsers.answer import AnswerParser
-from ...parsers.base import Arguments, Call, Piece, Reasoning
+from ...parsers.base import Arguments, Call, Piece, Reasoning, named_id
 
 Item = dict[str, Any]
 Event = dict[str, Any]
@@ -17,9 +16,10 @@ Status = Literal["completed", "incomplete"]
 
 @dataclass
 class ItemWriter:
-    """Events without sequence numbers."""
+    """Events without sequence numbers. `source`: of the ids of items and calls."""
 
     parser: AnswerParser
+    source: str
     items: list[Item] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # of the item that is open
     is_open: bool = False
@@ -36,13 +36,14 @@ class ItemWriter:
                 yield self.event(f"{DELTAS[kind]}.delta", delta=piece.text, **self.place(), **more)
 
     def begin(self, kind: str, name: str) -> Iterator[Event]:
-        item: Item = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        source = f"{self.source}/{len(self.items)}"
+        item: Item = {"id": f"{PREFIXES[kind]}_{named_id(source)}", "type": kind, "status": "in_progress"}
         if kind == "message":
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":
             item |= {"summary": [], "content": []}
         else:
-            item |= {"call_id": self.parser.call_id(), "name": name, "arguments": ""}
+            item |= {"call_id": self.parser.call_id(source), "name": name, "arguments": ""}
         self.items.append(item)
         self.is_open = True
         yield self.event("response.output_item.added", item=dict(item))
