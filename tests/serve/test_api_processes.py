@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import httpx
 import pytest
 from api_server import until
 from test_drain import Reading, answers, connects, served
+
+from lmworks.serve.reload import POLL_S
 
 KEY, LIMITED = "key-without-limits", "key-with-limits"
 CONFIG = f"""
@@ -80,3 +83,34 @@ def test_api_processes_share_limits_and_metrics(tmp_path: Path) -> None:
         *_, usage, done = reading.lines
         assert done == "data: [DONE]" and '"completion_tokens":1600' in usage, "finished, not cut"
         assert not Path(f"/proc/{kept}").exists()
+
+
+@pytest.mark.slow
+def test_keys_are_rotated_in_all_api_processes(tmp_path: Path) -> None:
+    """SIGHUP to the first process, or to its whole group: nobody ends, and all believe the new keys."""
+    config = tmp_path / "keys.toml"
+    config.write_text(CONFIG)
+    with served("--api-processes", "2", "--config", str(config)) as (process, url), ThreadPoolExecutor(8) as many:
+
+        def statuses(key: str) -> set[int]:
+            return {one.status_code for one in many.map(lambda _: post(url, key), range(24))}
+
+        until(lambda: len(api_processes(process.pid)) == 2)
+        processes = api_processes(process.pid)
+        assert statuses(KEY) == {200}
+        reading = Reading(url, KEY)
+        until(lambda: reading.lines, 60)
+        for number in (1, 2):
+            config.write_text(CONFIG.replace(KEY, f"rotated-{number}"))
+            process.send_signal(signal.SIGHUP)
+            for one in processes if number == 2 else ():
+                os.kill(one, signal.SIGHUP)
+            time.sleep(2 * POLL_S)  # requests come after the rotation, and it has to be true for the first of them
+            assert statuses(f"rotated-{number}") == {200} and statuses(KEY) == {401}
+        assert api_processes(process.pid) == processes and process.poll() is None
+        reading.join(120)
+        assert reading.lines[-1] == "data: [DONE]", "a stream of a key that is gone is finished"
+        config.write_text("[[keys]]\nname = 3\n")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(2 * POLL_S)
+        assert statuses("rotated-2") == {200}, "a wrong file is not taken over"

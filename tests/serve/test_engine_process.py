@@ -21,6 +21,7 @@ import tiny_engine
 
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.record import oom
 from lmworks.serve import engine_loop, engine_process
 from lmworks.serve.backend import BackendError, EngineRequest, Event, EventQueue, merge_events
 from lmworks.serve.channel import Profile, ProfileReport, SocketChannel
@@ -520,3 +521,20 @@ def test_engine_ends_with_server() -> None:
     while not all(map(gone, processes)):
         assert time.monotonic() < deadline, "an engine's process is still there"
         time.sleep(0.02)
+
+
+def test_a_kill_by_the_kernel_for_want_of_memory_is_counted(
+    engine: EngineProcess, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = engine.ooms
+
+    async def end() -> None:
+        assert engine.handle is not None
+        (tmp_path / "memory.events").write_text(f"oom 1\noom_kill {engine.handle.oom_kills + 1}\noom_group_kill 0\n")
+        (tmp_path / "cgroup").write_text("0::/\n")
+        monkeypatch.setattr(oom, "CGROUPS", tmp_path / "cgroup")
+        monkeypatch.setattr(oom, "CGROUP_ROOT", tmp_path)
+        os.kill(pid(engine), signal.SIGKILL)
+
+    run(recovers(engine, end, "killed by SIGKILL, as the kernel does when memory runs out"))
+    assert engine.ooms == engine.state.ooms == before + 1

@@ -16,6 +16,8 @@ from ..spec import TrainingError
 OOM_MESSAGES = ("out of memory", "allocate memory", "not enough memory", "std::bad_alloc", "cublas_status_alloc_failed")
 ASKED = re.compile(r"(?i)tried to allocate ([\d.]+) (bytes|[KMG]iB)")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+CGROUPS, CGROUP_ROOT, VMSTAT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/proc/vmstat")
+OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 POLL_S = 0.1  # between two reads of process memory
 
 
@@ -47,6 +49,26 @@ def as_oom(error: Exception) -> Exception:
     if not is_oom(error):
         return error
     return OutOfMemory(f"out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory: those of this process' cgroup where it counts them, else
+    those of the machine.
+    """
+    cgroups = CGROUPS.read_text().splitlines() if CGROUPS.is_file() else []
+    counters = [counter for line in cgroups if (counter := oom_counter(*line.split(":", 2))) is not None]
+    for counter in (*counters, VMSTAT):
+        with suppress(OSError):
+            if found := OOM_KILL.search(counter.read_text()):
+                return int(found[1])
+    return 0
+
+
+def oom_counter(_number: str, controllers: str, path: str) -> Path | None:
+    """Of a line of /proc/self/cgroup, in which version 2 names no controllers."""
+    if controllers == "":
+        return CGROUP_ROOT / path.strip("/") / "memory.events"
+    return CGROUP_ROOT / "memory" / path.strip("/") / "memory.oom_control" if controllers == "memory" else None
 
 
 def requested_bytes(error: BaseException) -> int | None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..record.oom import is_oom_message
+from ..record.oom import is_oom_message, oom_kills
 from ..spec import LMWorksError, SpecError
 from .backend import BackendError, EngineRequest, Event, EventQueue, ModelCard, ProfileRequest, PromptTokenizer, State
 from .cache_events import CacheChange, CacheKeys
@@ -76,6 +76,7 @@ class ProcessHandle:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     started: float = field(default_factory=time.monotonic)
+    oom_kills: int = field(default_factory=oom_kills)  # of the kernel, when it was started
     ready: float = 0.0  # when it reported ready
     steps: int = 0
     cancelling: bool = False  # it was told of a cancelled request, and has not reported since
@@ -506,4 +507,6 @@ async def reap(handle: ProcessHandle) -> str:
     code = await asyncio.to_thread(handle.process.wait)
     names = {each.value: each.name for each in signal.Signals}  # not of all that there are
     how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
+    if code == -signal.SIGKILL and oom_kills() > handle.oom_kills:
+        how += ", as the kernel does when memory runs out (out of memory)"
     return handle.exit_reason or f"the engine's process ended: {how}"
