@@ -17,6 +17,7 @@ from test_sleep import DENSE, SMALL
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.lora.adapters import Adapters
 from lmworks.spec import ModelSpec, SpecError
 from tiny import write_adapter
 from variations import with_slow
@@ -57,7 +58,9 @@ def answers(engine: Engine, requests: list[Request]) -> list[Result]:
 
 
 @pytest.mark.parametrize("warm", with_slow([6, WARM], [WARM]))
-def test_a_thousand_registered_and_few_warm_answer_as_preloaded(store: Path, warm: int) -> None:
+def test_a_thousand_registered_and_few_warm_answer_as_preloaded(
+    store: Path, warm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(tiers=False, adapter_store=str(store), warm_adapters=warm)
     preloaded = make_engine(tiers=False)
     distinct = min(warm + 4, DISTINCT)
@@ -68,7 +71,12 @@ def test_a_thousand_registered_and_few_warm_answer_as_preloaded(store: Path, war
     # Of the names, only those over files that are preloaded, too.
     known = [number for number in range(REGISTERED) if number % DISTINCT < distinct]
     numbers = [*range(distinct), *(chance.choice(known) for _ in range(15))]
-    found = answers(engine, [asked(number) for number in numbers])
+    stacked: list[int] = []
+    stack = Adapters.stack
+    with monkeypatch.context() as patch:
+        patch.setattr(Adapters, "stack", lambda self, given: (stacked.append(len(given)), stack(self, given))[1])
+        found = answers(engine, [asked(number) for number in numbers])
+    assert stacked == [1], "there is room for all warm ones from the first on"
     want = answers(preloaded, [asked(number % DISTINCT) for number in numbers])
     assert [each.token_ids for each in found] == [each.token_ids for each in want]
     assert len({tuple(each.token_ids) for each in want}) > 5  # the adapters matter

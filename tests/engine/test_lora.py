@@ -19,7 +19,7 @@ from torch import Tensor
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.lora import adapters
+from lmworks.engine.lora.adapters import Adapters
 from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
@@ -330,13 +330,61 @@ def test_mismatched_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     engine = engine_with("llama", {"first": made["first"]}, tmp_path)
     params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in ("first", None)]
     before = answers(engine, [[1, 2, 3]] * 2, params)
-    room = iter([adapters.stack_deltas] * 3)  # for some of the layers
-    monkeypatch.setattr(adapters, "stack_deltas", lambda *given: next(room, no_room)(*given))
+    room = iter([Adapters.write])  # for the first of both
+    monkeypatch.setattr(Adapters, "write", lambda *given: next(room, no_room)(*given))
     with pytest.raises(LMWorksError, match=r"second: the adapter does not fit the device \(out of memory\)"):
         engine.add_adapter("second", made["second"].save(tmp_path / "second"))
     monkeypatch.undo()
     assert [each.logprobs for each in answers(engine, [[1, 2, 3]] * 2, params)] == [each.logprobs for each in before]
     engine.add_adapter("second", tmp_path / "second")
+
+
+def test_adapters_that_come_and_go_are_written_into_free_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks and layers; what is left of those that were unloaded changes nothing."""
+    every, few = LAYERS["llama"], LAYERS["llama"][::2]
+    made = {
+        name: make_adapter("llama", layers, rank=rank, seed=seed)
+        for seed, (name, layers, rank) in enumerate(
+            [("a", every, 3), ("b", few, 4), ("c", every, 2), ("d", every, 2), ("e", few, 2), ("f", every, 5)]
+        )
+    }
+    stacked: list[int] = []
+    stack = Adapters.stack
+    monkeypatch.setattr(Adapters, "stack", lambda self, given: (stacked.append(len(given)), stack(self, given))[1])
+    engine = engine_with("llama", {name: made[name] for name in "abc"}, tmp_path)
+    engine.remove_adapter("b")
+    assert stacked == [1, 2, 3]
+    for name in "de":  # both where b was
+        engine.add_adapter(name, made[name].save(tmp_path / name))
+    loaded = engine.runner.adapters
+    assert isinstance(loaded, Adapters) and stacked == [1, 2, 3]
+    assert {name: (slot.row, slot.begin) for name, slot in loaded.loaded.items()} == {
+        "a": (1, 0), "c": (3, 7), "d": (2, 3), "e": (4, 5),
+    }  # fmt: skip
+
+    def compare(names: str) -> None:
+        fresh = engine_with("llama", {name: made[name] for name in names}, tmp_path / f"fresh-{names}")
+        params = [SamplingParams(temperature=0, max_tokens=6, logprobs=0, adapter=name) for name in (None, *names)]
+        found, want = (answers(one, [[1, 2, 3]] * len(params), params) for one in (engine, fresh))
+        for one, other in zip(found, want, strict=True):
+            assert one.token_ids == other.token_ids
+            assert [each.logprob for each in one.logprobs or ()] == pytest.approx(
+                [each.logprob for each in other.logprobs or ()], abs=1e-5
+            )
+        assert len({tuple(each.token_ids) for each in want}) > 2
+
+    compare("acde")
+    engine.remove_adapter("d")
+    write = Adapters.write
+    monkeypatch.setattr(Adapters, "write", lambda *given: no_room(write(*given)))
+    with pytest.raises(LMWorksError, match="out of memory"):
+        engine.add_adapter("d", tmp_path / "d")
+    monkeypatch.undo()
+    compare("ace")
+    engine.add_adapter("f", made["f"].save(tmp_path / "f"))  # wider than any free columns
+    compare("acef")
 
 
 def no_room(*_: Any) -> None:

@@ -152,11 +152,13 @@ class ModelRunner:
     def load_adapter(self, name: str, folder: Path) -> None:
         """On this rank."""
         tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.max_decode_tokens)
-        adapters = self.adapters or Adapters(self.model, tokens, {} if self.tp_rank is None else self.tp_rank.shards)
-        adapters.add(name, folder)
+        shards = {} if self.tp_rank is None else self.tp_rank.shards
+        slots = self.spec.warm_adapters if self.spec.adapter_store else 0
+        adapters = self.adapters or Adapters(self.model, tokens, shards, slots)
+        replaced = adapters.add(name, folder)
         self.adapters = adapters
-        if self.graphs is not None:
-            self.graphs.reset()  # captured without the adapter
+        if replaced and self.graphs is not None:
+            self.graphs.reset()  # captured with other layers
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter on all ranks; no sequence uses it."""
@@ -167,9 +169,8 @@ class ModelRunner:
     def unload_adapter(self, name: str) -> None:
         """On this rank."""
         assert self.adapters is not None
-        self.adapters.remove(name)
-        if self.graphs is not None:
-            self.graphs.reset()  # captured with the adapter
+        if self.adapters.remove(name) and self.graphs is not None:
+            self.graphs.reset()  # captured with other layers
 
     def watch_drift(self, folder: Path) -> DriftMonitor:
         """Attach a drift monitor to a network loaded from the quantized `folder`."""

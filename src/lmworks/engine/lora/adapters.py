@@ -1,7 +1,7 @@
 """LoRA adapters beside the weights: several at once in one batch.
 
-All adapters of a layer are stacked into one pair of matrices, as wide as the sum of their ranks. Every row of the batch
-is multiplied by all of them, and the columns of other adapters are masked:
+All adapters of a layer are in one pair of matrices, as wide as the sum of their ranks, and room for more. Every row of
+the batch is multiplied by all of them, and the columns of other adapters are masked:
 
     y = W·x + B·mask(A·x)        A (Σ rank, in), B (out, Σ rank)
 
@@ -14,7 +14,7 @@ With tensor parallelism a rank has its rows of B, or its columns of A, whose pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,59 +72,164 @@ class LoRATarget:
         return layer.base if isinstance(layer, LoRALinear) else layer
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Where a loaded adapter is: its row of the table of masks, and its first column."""
+
+    adapter: Adapter
+    row: int
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.adapter.rank
+
+
 class Adapters:
-    """The adapters of an engine. Adding one restacks all of them."""
+    """The adapters of an engine, each in columns of its own. One that fits in free columns is written there; else all
+    are stacked again. Removed ones leave their columns free.
+    """
 
-    def __init__(self, model: GPT, tokens: int, shards: Mapping[str, LinearShard]) -> None:
-        """`model` is fused; `tokens` are those of the largest step; `shards`: of layers that ranks share, by name."""
-        self.model, self.tokens, self.shards = model, tokens, shards
-        self.adapters: dict[str, Adapter] = {}
+    def __init__(self, model: GPT, tokens: int, shards: Mapping[str, LinearShard], slots: int = 0) -> None:
+        """`model` is fused; `tokens` are those of the largest step; `shards`: of layers that ranks share, by name;
+        `slots`: adapters for which there is room from the first one on.
+        """
+        self.model, self.tokens, self.shards, self.slots = model, tokens, shards, slots
+        self.loaded: dict[str, Slot] = {}
+        self.width = 0  # columns
+        self.layers: list[tuple[LoRATarget, LoRALinear]] = []
+        self.columns = torch.ones(1, 0, dtype=torch.bool)  # (1 + adapters, columns): `masked`, by a token's row
 
-    def add(self, name: str, folder: Path) -> None:
+    def add(self, name: str, folder: Path) -> bool:
+        """Whether layers have been replaced, and not only written."""
         if not name:
             raise SpecError("an adapter needs a name, by which requests ask for it")
-        if name in self.adapters:
+        if name in self.loaded:
             raise SpecError(f"an adapter named {name!r} exists already; choose another name")
-        adapter = read_adapter(name, folder, self.model.spec, next(self.model.parameters()).dtype)
+        adapter = read_adapter(name, folder, self.model.spec, self.weight.dtype)
         reachable = {part for target in lora_targets(self.model, self.shards) for part in target.parts}
         if missed := sorted(adapter.deltas.keys() - reachable):
             raise SpecError(f"{folder}: it changes {missed[0]}, and the engine applies adapters to plain layers only")
+        adapter = local_shard(adapter, self.shards)
+        # Never another adapter's later: ranks agree on rows also where some of them have stacked their adapters again.
+        row = min({*range(1, len(self.loaded) + 2)}.difference(self.rows.values()))
+        begin = self.room(adapter, row)
         try:
-            self.stack({**self.adapters, name: local_shard(adapter, self.shards)})
+            if begin is not None:
+                self.fill(name, Slot(adapter, row, begin))
+            else:
+                there = {other: (slot.adapter, slot.row) for other, slot in self.loaded.items()}
+                self.stack({**there, name: (adapter, row)})
         except RuntimeError as error:  # out of memory, of several types
             raise LMWorksError(f"{folder}: the adapter does not fit the device ({error})") from None
+        return begin is None
 
-    def remove(self, name: str) -> None:
-        self.stack({other: adapter for other, adapter in self.adapters.items() if other != name})
+    def fill(self, name: str, slot: Slot) -> None:
+        try:
+            self.write(slot)
+        except RuntimeError:
+            self.erase(slot)
+            raise
+        self.loaded[name] = slot
+
+    def remove(self, name: str) -> bool:
+        """Whether layers have been replaced."""
+        slot = self.loaded.pop(name)
+        if not self.loaded:
+            self.stack({})
+            return True
+        self.erase(slot)
+        return False
+
+    @property
+    def weight(self) -> Tensor:
+        """One whose device and precision those of all layers are."""
+        return next(self.model.parameters())
+
+    @property
+    def rows(self) -> dict[str | None, int]:
+        """Of the table of masks; None: of tokens without an adapter."""
+        return {None: 0, **{name: slot.row for name, slot in self.loaded.items()}}
+
+    def room(self, adapter: Adapter, row: int) -> int | None:
+        """The first columns that are free side by side; None where there are none, or a layer has no adapters yet."""
+        parts = {part for target, _ in self.layers for part in target.parts}
+        if row >= len(self.columns) or not parts.issuperset(adapter.deltas):
+            return None
+        begin = 0
+        for slot in sorted(self.loaded.values(), key=lambda slot: slot.begin):
+            if begin + adapter.rank <= slot.begin:
+                return begin
+            begin = slot.end
+        return begin if begin + adapter.rank <= self.width else None
 
     @torch.no_grad()
-    def stack(self, adapters: dict[str, Adapter]) -> None:
-        """Replace the stacked adapters; on failure nothing changes."""
-        weight = next(self.model.parameters())  # whose device and precision those of all layers are
-        width = sum(adapter.rank for adapter in adapters.values())
-        columns = torch.ones(1 + len(adapters), width, dtype=torch.bool)
-        indices: dict[str | None, int] = {None: 0}
-        begin = 0
-        for index, (name, adapter) in enumerate(adapters.items(), start=1):
-            indices[name] = index
-            columns[index, begin : begin + adapter.rank] = False
-            begin += adapter.rank
-        mask = AdapterMask(torch.ones(self.tokens, width, dtype=torch.bool, device=weight.device))
+    def stack(self, adapters: Mapping[str, tuple[Adapter, int]]) -> None:
+        """All anew, with their rows; on failure nothing changes."""
+        device = self.weight.device
+        spare = max(0, self.slots - len(adapters)) * max((adapter.rank for adapter, _ in adapters.values()), default=0)
+        width = sum(adapter.rank for adapter, _ in adapters.values()) + spare
+        rows = 1 + max([width, *(row for _, row in adapters.values())])  # no adapter has less than one column
+        mask = AdapterMask(torch.ones(self.tokens, width, dtype=torch.bool, device=device))
         targets = lora_targets(self.model, self.shards)
-        layers = [target.base for target in targets]
+        linears: list[nn.Module] = [target.base for target in targets]
+        changed = []
         for at, target in enumerate(targets):
-            if any(part in adapter.deltas for adapter in adapters.values() for part in target.parts):
-                down, up = (matrix.to(weight) for matrix in stack_deltas(list(adapters.values()), target.parts, width))
-                layers[at] = LoRALinear(target.base, target.apply, mask, down, up)
-        self.columns = columns.to(weight.device)  # (1 + adapters, Σ rank): `masked`, by the index of a row's adapter
-        self.adapters, self.indices, self.mask = adapters, indices, mask
-        for target, layer in zip(targets, layers, strict=True):
-            setattr(target.owner, target.attribute, layer)
+            found = [adapter.deltas.get(part) for adapter, _ in adapters.values() for part in target.parts]
+            deltas = [delta for delta in found if delta is not None]
+            if deltas:
+                wide = len(target.parts) * width
+                down = self.weight.new_zeros(wide, deltas[0].down.shape[1])
+                up = self.weight.new_zeros(sum(target.parts.values()), wide)
+                linears[at] = layer = LoRALinear(target.base, target.apply, mask, down, up)
+                changed.append((target, layer))
+        before = self.layers, self.width, self.columns, self.loaded
+        self.layers, self.width, self.loaded = changed, width, {}
+        self.columns = torch.ones(rows, width, dtype=torch.bool, device=device)
+        try:
+            begin = 0
+            for name, (adapter, row) in adapters.items():
+                self.write(slot := Slot(adapter, row, begin))
+                self.loaded[name], begin = slot, slot.end
+        except RuntimeError:
+            self.layers, self.width, self.columns, self.loaded = before
+            raise
+        self.mask = mask
+        for target, linear in zip(targets, linears, strict=True):
+            setattr(target.owner, target.attribute, linear)
+
+    @torch.no_grad()
+    def write(self, slot: Slot) -> None:
+        """Into columns that are free, of all layers."""
+        for part, down, up in self.parts():
+            if (delta := slot.adapter.deltas.get(part)) is not None:
+                end = slot.begin + delta.down.shape[0]
+                down[slot.begin : end].copy_(delta.down)
+                up[:, slot.begin : end].copy_(delta.up)
+        self.columns[slot.row, slot.begin : slot.end] = False
+
+    @torch.no_grad()
+    def erase(self, slot: Slot) -> None:
+        """With zeros: what is masked is still multiplied, and a weight may be NaN."""
+        self.columns[slot.row] = True
+        for part, down, up in self.parts():
+            if part in slot.adapter.deltas:
+                down[slot.begin : slot.end] = 0
+                up[:, slot.begin : slot.end] = 0
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Views of A (columns, in) and B (out, columns) of each weight of each layer that has adapters."""
+        for target, layer in self.layers:
+            row = 0
+            for index, (part, rows) in enumerate(target.parts.items()):
+                columns = slice(index * self.width, (index + 1) * self.width)
+                yield part, layer.down[columns], layer.up[row : row + rows, columns]
+                row += rows
 
     def adapter_indices(self, chunks: list[Chunk]) -> np.ndarray:
-        """The adapter index of each token of a step."""
-        indices = [self.indices[chunk.sequence.params.adapter] for chunk in chunks]
-        return np.repeat(indices, [chunk.count for chunk in chunks])
+        """The row of each token of a step, by its adapter."""
+        rows = self.rows
+        return np.repeat([rows[chunk.sequence.params.adapter] for chunk in chunks], [chunk.count for chunk in chunks])
 
     def set_adapter_indices(self, indices: np.ndarray) -> None:
         """Set the mask for the next forward pass, asynchronously."""
@@ -170,19 +275,3 @@ def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarg
                     LoRATarget(linear if summed else owner, "part" if summed else attribute, owner.apply_linear, parts)
                 )
     return targets
-
-
-def stack_deltas(adapters: list[Adapter], parts: dict[str, int], width: int) -> tuple[Tensor, Tensor]:
-    """A (parts · Σ rank, in) and B (out, parts · Σ rank) of a layer that was merged from `parts`."""
-    inputs = next(a.deltas[part].down.shape[1] for a in adapters for part in parts if part in a.deltas)
-    down, up = torch.zeros(len(parts) * width, inputs), torch.zeros(sum(parts.values()), len(parts) * width)
-    column = row = 0
-    for part, rows in parts.items():
-        for adapter in adapters:
-            if (delta := adapter.deltas.get(part)) is not None:
-                rank = delta.down.shape[0]
-                down[column : column + rank] = delta.down
-                up[row : row + rows, column : column + rank] = delta.up
-            column += adapter.rank
-        row += rows
-    return down, up
