@@ -91,6 +91,7 @@ class FakeDevice:
     synchronous: bool = False
     bad_seeds: set[int] = field(default_factory=set)  # sequences whose logits are not finite
     grammars: Grammars | None = None
+    scalar_head: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = self.spec.blocks
