@@ -105,6 +105,35 @@ def test_a_load_comes_at_its_rate_and_learns_its_answers() -> None:
     assert {one.end for one in found} == {"ok"}
 
 
+def test_clients_that_leave_close_their_connections() -> None:
+    left = 0
+
+    async def answer(asked: Asked, answering: Answering) -> None:
+        nonlocal left
+        answering.begin_stream()
+        try:
+            await asyncio.sleep(20)
+        finally:
+            left += 1
+
+    async def main() -> Load:
+        async with fake_server(answer) as server:
+            load = Load(
+                server.url.removesuffix("/v1"), "m", [Tenant("a", 50.0)], [Question("x", 2, None)], time.monotonic
+            )
+            load.start()
+            while len(server.asked) < 3:
+                await asyncio.sleep(0.02)
+            load.leave("a")
+            await asyncio.to_thread(load.stop)  # else it waits for every answer
+            while left < len(server.asked):
+                await asyncio.sleep(0.02)
+            return load
+
+    load = asyncio.run(asyncio.wait_for(main(), 10))
+    assert load.outcomes == [] and load.rates == {"a": 0.0}
+
+
 def test_the_slo_counts_right_answers_in_time() -> None:
     found = [
         Outcome("a", 0.0, 0, "ok", first=0.1),

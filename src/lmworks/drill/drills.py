@@ -35,7 +35,7 @@ ADAPTER = "helper"
 # One sequence at a time, so that a few requests a second are more than it can do; and time for those that wait.
 SMALL = Shape(
     options=("engine.max_seqs=1",),
-    limits={"queue": 32, "queue_seconds": 0.0},
+    limits={"queue": 24, "queue_seconds": 0.0},
     gateway={"timeouts": {"connect": 1.0, "first_token": 120.0, "idle": 3.0, "per_try": 150.0, "total": 150.0}},
 )
 
@@ -342,11 +342,11 @@ def only_its_own(stage: Stage) -> list[Check]:
 
 def storm(stage: Stage) -> None:
     """More than the servers can do, from clients that ask again at once."""
-    stage.load.rates["storm"] = 20.0
+    stage.load.rates["storm"] = 12.0
 
 
 def end_storm(stage: Stage) -> None:
-    stage.load.rates["storm"] = 0.0
+    stage.load.leave("storm")
     stage.note("the clients have gone")
 
 
@@ -424,7 +424,7 @@ DRILLS = (
         act=("cp $FLEET/gateway.toml.good $FLEET/gateway.toml",),
     ),
     Drill(
-        "retry-storm", "20 requests a second more, from clients that ask again at once when they are refused", storm,
+        "retry-storm", "12 requests a second more, from clients that ask again at once when they are refused", storm,
         alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*TENANTS, STORM),
         impact=Impact(refused=None, failed=0), seconds=8.0,
         look=(STATUS, SERVERS, "curl -s $GATEWAY/metrics | grep gateway_requests_total"), shape=SMALL,

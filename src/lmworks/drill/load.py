@@ -106,7 +106,8 @@ class Load:
     learned: list[Outcome] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)  # of tenants, where they changed
-    open: int = 0
+    asking: dict[str, set[asyncio.Task[None]]] = field(default_factory=dict)  # requests under way, of tenants
+    loop: asyncio.AbstractEventLoop | None = None
     stopping: bool = False
     thread: threading.Thread | None = None
     failure: BaseException | None = None
@@ -143,14 +144,26 @@ class Load:
         except BaseException as error:  # said by `stop`
             self.failure = error
 
+    def leave(self, tenant: str) -> None:
+        """Its clients end: their connections are closed, whatever they wait for."""
+        self.rates[tenant] = 0.0
+
+        def cancel() -> None:
+            for one in self.asking.get(tenant, ()):
+                one.cancel()
+
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(cancel)
+
     async def main(self) -> None:
+        self.loop = asyncio.get_running_loop()
         async with self.client() as http, asyncio.TaskGroup() as group:
             for number, tenant in enumerate(self.tenants):
                 group.create_task(self.arrive(http, tenant, random.Random(self.seed * 1000 + number), group))
 
     def client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        timeout = httpx.Timeout(READ_S, connect=2.0)
+        timeout = httpx.Timeout(READ_S, connect=10.0)
         return httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=self.verify)
 
     async def arrive(
@@ -164,22 +177,19 @@ class Load:
                 await asyncio.sleep(0.02)
                 due = max(due, self.clock()) if rate <= 0 else due
                 continue
-            group.create_task(self.request(http, tenant, luck.randrange(len(self.questions))))
+            asking = self.asking.setdefault(tenant.name, set())
+            task = group.create_task(self.request(http, tenant, luck.randrange(len(self.questions))))
+            asking.add(task)
+            task.add_done_callback(asking.discard)
             due = max(due + luck.expovariate(rate), self.clock() - 1.0)
 
     async def request(self, http: httpx.AsyncClient, tenant: Tenant, number: int) -> None:
-        self.open += 1
-        try:
-            for attempt in range(tenant.retries + 1):
-                found = await self.ask(http, tenant, number)
-                found.retried = attempt
-                if found.end not in ("refused", "failed") or self.stopping:
-                    break
-                if attempt < tenant.retries:
-                    self.outcomes.append(found)
+        for attempt in range(tenant.retries + 1):
+            found = await self.ask(http, tenant, number)
+            found.retried = attempt
             self.outcomes.append(found)
-        finally:
-            self.open -= 1
+            if found.end not in ("refused", "failed") or self.stopping:
+                return
 
     async def ask(self, http: httpx.AsyncClient, tenant: Tenant, number: int, id: str = "") -> Outcome:
         found = Outcome(tenant.name, self.clock(), number, id=id)
