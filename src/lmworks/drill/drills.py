@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -35,7 +36,7 @@ ADAPTER = "helper"
 # One sequence at a time, so that a few requests a second are more than it can do; and time for those that wait.
 SMALL = Shape(
     options=("engine.max_seqs=1",),
-    limits={"queue": 24, "queue_seconds": 0.0},
+    limits={"queue": 48, "queue_seconds": 0.0},
     gateway={"timeouts": {"connect": 1.0, "first_token": 120.0, "idle": 3.0, "per_try": 150.0, "total": 150.0}},
 )
 
@@ -342,7 +343,7 @@ def only_its_own(stage: Stage) -> list[Check]:
 
 def storm(stage: Stage) -> None:
     """More than the servers can do, from clients that ask again at once."""
-    stage.load.rates["storm"] = 12.0
+    stage.load.rates["storm"] = 24.0
 
 
 def end_storm(stage: Stage) -> None:
@@ -350,6 +351,7 @@ def end_storm(stage: Stage) -> None:
     stage.note("the clients have gone")
 
 
+FEW = tuple(replace(one, rate=0.5) for one in TENANTS)  # whom two servers of one sequence each can serve
 STORM = Tenant("storm", 0.0, retries=3, limited=True)
 
 FLOOD = Tenant("flood", 0.0, limited=True)
@@ -424,11 +426,11 @@ DRILLS = (
         act=("cp $FLEET/gateway.toml.good $FLEET/gateway.toml",),
     ),
     Drill(
-        "retry-storm", "12 requests a second more, from clients that ask again at once when they are refused", storm,
-        alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*TENANTS, STORM),
+        "retry-storm", "24 requests a second more, from clients that ask again at once when they are refused", storm,
+        alerts=("QueueSaturated",), withdraw=end_storm, tenants=(*FEW, STORM),
         impact=Impact(refused=None, failed=0), seconds=8.0,
         look=(STATUS, SERVERS, "curl -s $GATEWAY/metrics | grep gateway_requests_total"), shape=SMALL,
-        tokens=(64, 96), recovers=120.0,
+        tokens=(48, 64),
     ),
     Drill(
         "tenant-flood", "a tenant sends twenty times its limit of a request a second", flood,

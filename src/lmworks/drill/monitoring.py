@@ -136,7 +136,8 @@ class Monitoring:
             with suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/-/ready", timeout=2.0).close()
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/-/ready", timeout=2.0).close()
-                return
+                if len(self.query("up")) == sum(map(len, self.targets.values())):
+                    return  # scraped, 5 s after it says that it is ready: else what happens meanwhile is no increase
             time.sleep(0.1)
         raise LMWorksError(f"Prometheus was not ready after {seconds:.0f} s; see {self.folder}")
 
