@@ -55,6 +55,7 @@ SHORTER = {
     r"--dial depth=4": "data.global_batch=1 data.micro_batch=1",
     # a CPU without bf16 takes minutes for what is seconds elsewhere
     r"^lmworks train configs/tiny.toml precision.dtype=": SMALL_RUN,
+    r"^lmworks train tiny data.path=stdlib:bytes": SMALL_RUN,
     r"^lmworks train gpt2-small": f"{SMALL_RUN} {SMALL_SHAPE} {SMALL_BATCH} data.global_batch=1",
     r"^lmworks bench train (gpt2-small|llama3-1b)": f"{SMALL_SHAPE} {SMALL_BATCH} parallel.compile=false --steps 1",
     r"^lmworks finetune": "optim.steps=1 log.eval_batches=1",
