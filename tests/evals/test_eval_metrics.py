@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmworks.evals.compare import check_baseline, compare_results, mcnemar, permutation, regressions
+from lmworks.evals.compare import check_baseline, compare_results, mcnemar, permutation, regressions, unscored
 from lmworks.evals.metrics import bootstrap, edit_similarity, levenshtein, pass_at_k
 from lmworks.spec import SpecError
 
@@ -123,6 +123,16 @@ def test_noise_is_no_regression() -> None:
     base = result("pass", {str(n): float(n % 2) for n in range(20)})
     other = result("pass", {str(n): float(n % 2) if n else 0.0 for n in range(20)} | {"1": 0.0})
     assert not regressions({"s": base}, {"s": other}, 0.05)  # one problem lost of twenty
+
+
+def test_problems_without_a_score_are_no_pass() -> None:
+    """Of those that were refused there is no likelihood: the few that are left say nothing of the others."""
+    base = result("nll", {str(n): 2.0 for n in range(8)}, higher=False) | {"problems": 8}
+    refused = result("nll", {"1": 2.0}, higher=False) | {"problems": 8}
+    limited = result("nll", {"1": 2.0}, higher=False) | {"problems": 1}
+    assert not regressions({"s": base}, {"s": refused}, 0.05)
+    assert unscored({"s": base}, {"s": refused}) == ["s: 7 of 8 problems have no score, 0 before"]
+    assert unscored({"s": base}, {"s": limited}) == unscored({"s": refused}, {"s": refused}) == []
 
 
 def test_a_suite_that_the_baseline_lacks_is_named() -> None:

@@ -324,8 +324,10 @@ def read_baseline(gate: Path | None, suites: Sequence[str]) -> dict[str, Any]:
 def check_gate(baseline: Mapping[str, Any], gate: Path | None, results: Mapping[str, Any], level: float) -> None:
     if gate is None:
         return
-    from ..evals.compare import regressions
+    from ..evals.compare import regressions, unscored
 
+    if lost := unscored(baseline, results):
+        raise Regression(f"cannot be held against {gate}: {'; '.join(lost)}; `error` in verdicts.jsonl")
     worse = regressions(baseline, results, level)
     if worse:
         said = "; ".join(map(str, worse))

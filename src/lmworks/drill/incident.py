@@ -160,7 +160,7 @@ class Stage:
             ["sh", "-c", typed], capture_output=True, text=True, timeout=240, env=environment(self.variables),
             check=False,
         )  # fmt: skip
-        output = (ended.stdout + ended.stderr).strip()
+        output = (ended.stdout + ended.stderr).strip().replace(str(self.fleet.folder), "$FLEET")
         done = CommandRun(line, ended.returncode, output, at, round(time.monotonic() - began, 2))
         self.commands.append(done)
         self.note(f"$ {line}" + (f"   (exit code {done.code})" if done.code else ""), "command")

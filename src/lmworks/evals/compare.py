@@ -107,5 +107,17 @@ def regressions(baseline: Mapping[str, Any], results: Mapping[str, Any], level: 
     return [one for one in compared if is_worse(one) and one.p < level]
 
 
+def unscored(baseline: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+    """Suites with more problems that have no score than in the baseline: refused ones have no likelihood to compare."""
+
+    def count(result: Mapping[str, Any]) -> int:
+        return int(result["problems"]) - len(result["scores"][result["metric"]])
+
+    return [
+        f"{name}: {count(result)} of {result['problems']} problems have no score, {count(baseline[name])} before"
+        for name, result in results.items() if count(result) > count(baseline[name])
+    ]  # fmt: skip
+
+
 def is_worse(one: Comparison) -> bool:
     return one.difference < 0 if METRICS[one.metric].higher_is_better else one.difference > 0
