@@ -32,5 +32,12 @@ class ServerChoice:
         found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
         return self.pick(found, exchange, rule) if found else None
 
+    def of_its_version(self, exchange: Exchange, rule: ModelRule) -> list[Server]:
+        """Servers that can go on with what `exchange.server` has said: of a rollout's pools those of the same one."""
+        found = self.servers.serving(rule.serves, rule.pools)
+        if self.rollouts.of(rule.name) is None or exchange.server is None:
+            return found
+        return [server for server in found if server.pool.name == exchange.server.pool.name]
+
     def pick(self, servers: Sequence[Server], exchange: Exchange, rule: ModelRule) -> Server:
         return self.router.pick(servers, exchange, rule.policy or self.config().routing.policy)
