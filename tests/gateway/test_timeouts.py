@@ -200,7 +200,7 @@ def test_a_stream_is_finished_after_sigterm(tmp_path: Path, monkeypatch: pytest.
             with socket.socket() as listening:
                 listening.bind(("127.0.0.1", 0))
                 url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-                serving = asyncio.create_task(gateway.run(listening))
+                serving = asyncio.create_task(gateway.run([listening]))
                 async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as http:
                     while not any(one.up for one in gateway.servers):
                         await asyncio.sleep(0.01)

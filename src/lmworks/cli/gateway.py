@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +39,7 @@ def run(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Instead of listen.port; 0: any that is free.")
     ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port.")] = 1,
 ) -> None:
     """Route requests to many OpenAI-compatible servers.
 
@@ -47,25 +50,36 @@ def run(
     Examples:
       lmworks gateway gateway.toml
       lmworks gateway gateway.toml --host 0.0.0.0 --port 8080
+      lmworks gateway gateway.toml --workers 4
     """
     try:
         import uvloop
 
         from ..gateway.gateway import Gateway, GatewaySettings
+        from ..gateway.workers import Supervisor, check_workers
         from ..observability.tracing import tracing_from_environment
         from ..serve.server import bind_socket
         from ..serve.telemetry import log_as_json
     except ImportError as error:
         raise LMWorksError(f"the gateway needs {error.name}: pip install 'lmworks[gateway]'") from None
-    settings, tracing = GatewaySettings(config), tracing_from_environment("lmworks-gateway")
-    listen = settings.config.listen
-    with bind_socket(listen.host if host is None else host, listen.port if port is None else port) as listening:
+    settings = GatewaySettings(config)
+    check_workers(settings.config, workers)
+    listen, tenants = settings.config.listen, settings.config.tenants
+    with ExitStack() as sockets:
+        addresses = [(listen.host if host is None else host, listen.port if port is None else port)]
+        if tenants.on and tenants.admin_port:
+            addresses.append((tenants.admin_host, tenants.admin_port))
+        bound = [sockets.enter_context(bind_socket(*one)) for one in addresses]
         log_as_json()
-        address, number = listening.getsockname()[:2]
+        address, number = bound[0].getsockname()[:2]
         typer.echo(f"{'http' if listen.tls is None else 'https'}://{address}:{number}", err=True)
+        if workers > 1:
+            asyncio.run(Supervisor(config, workers, bound).run())
+            return
+        tracing = tracing_from_environment("lmworks-gateway")
 
         async def main() -> None:
-            await Gateway(settings, tracing).run(listening)
+            await Gateway(settings, tracing).run(bound)
 
         uvloop.run(main())
         if tracing is not None:

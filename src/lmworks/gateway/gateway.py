@@ -8,18 +8,19 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..observability.families import Collected, combined, render
 from ..observability.tracing import Tracing
 from ..serve.connection import HEADER_SECONDS
 from ..serve.limits import APIError
 from ..serve.middleware import loopback
 from ..serve.reload import ReloadedFile, has_terminal
-from ..serve.server import NOTICE_S, bind_socket
+from ..serve.server import NOTICE_S
 from ..serve.tls import Certificates, listening_context
 from ..spec import SpecError
 from . import overview
@@ -36,6 +37,10 @@ from .rollouts import Rollouts
 from .servers import Server, Servers
 from .tenants.admin_api import PREFIX as ADMIN_PATHS
 from .tenants.tenancy import Tenancy
+from .workers import Place, Tell
+
+if TYPE_CHECKING:
+    from .worker_process import Siblings
 
 log = logging.getLogger("lmworks.gateway")
 
@@ -65,8 +70,12 @@ Route = Callable[[HTTPRequest, ClientConnection], Awaitable[None]]
 class GatewaySettings(ReloadedFile[GatewayConfig]):
     path: Path
 
+    def __init__(self, path: Path, place: Place = Place()) -> None:
+        self.place = place
+        super().__init__(path)
+
     def read(self) -> GatewayConfig:
-        return read_config(self.path)
+        return self.place.share(read_config(self.path))
 
     def check_change(self, config: GatewayConfig) -> None:
         old, new = self.config.listen, config.listen
@@ -90,7 +99,14 @@ class Gateway:
         own = settings.config.tenants.admin_port
         self.serves_admin = None if tenancy is None or own else tenancy.admin_api.handle
         state = settings.path.with_suffix(".rollouts.json")
-        self.rollouts = Rollouts(state, lambda: self.settings.config.rollouts, self.addresses)
+        self.siblings: Siblings | None = None  # where there are several workers
+        self.rollouts = Rollouts(
+            state,
+            lambda: self.settings.config.rollouts,
+            self.addresses,
+            lambda model, now: self.tell("rollout", model, now),
+            leads=settings.place.number == 0,
+        )
         self.metrics = Metrics(
             self.servers,
             lambda: self.settings.config.slos,
@@ -200,7 +216,10 @@ class Gateway:
         connection.respond_json(200 if ok else 503, {"status": "ok" if ok else "draining" if up else "no_server"})
 
     async def show_metrics(self, request: HTTPRequest, connection: ClientConnection) -> None:
-        text, kind = self.metrics.render(request.header("accept"))
+        found = self.metrics.collect()
+        if self.siblings is not None:
+            found = combined([*found, *await self.siblings.metrics(found)])
+        text, kind = render(Collected(found), request.header("accept"))
         connection.respond(200, [(b"content-type", kind.encode())], text)
 
     async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
@@ -257,8 +276,22 @@ class Gateway:
         config = self.settings.current()
         found = self.leases.register(config.pools, request.body, request.header("authorization"))
         pool = next(pool for pool in config.pools if pool.name == found.pool)
+        self.tell("registered", f"{found.pool} {found.url}", (found.pool, found.url, self.leases.end(found)))
         self.update(pool, "registered", self.leases.current(pool.name))
         connection.respond_json(200, {"pool": pool.name, "url": found.url, "seconds": found.seconds})
+
+    # --- other workers ------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, name: str, content: Any) -> None:
+        if self.siblings is not None:
+            self.siblings.tell(kind, name, content)
+
+    def heard(self, message: Tell) -> None:
+        """What another worker was told; it is seen here within a second."""
+        if message.kind == "rollout":
+            self.rollouts.adopt(message.name, message.content)
+        else:
+            self.leases.apply(*message.content)
 
     # --- start and end ------------------------------------------------------------------------------------
 
@@ -285,8 +318,12 @@ class Gateway:
             ssl_handshake_timeout=HEADER_SECONDS if context is not None else None,
         )
 
-    async def run(self, listening: socket.socket) -> None:
-        """Serves until SIGTERM or SIGINT, then drains. Ends at once at a second one."""
+    async def run(self, sockets: Sequence[socket.socket], started: Callable[[], None] = lambda: None) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. Ends at once at a second one.
+
+        `sockets`: of clients, and of the admin API where it has one of its own.
+        """
+        listening, *admin_sockets = sockets
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         notice = 0.0  # seconds between a failing /ready and closing the socket, for load balancers
 
@@ -309,9 +346,10 @@ class Gateway:
         if tenancy is not None:
             background.append(asyncio.create_task(tenancy.run()))
         server = await self.listen(listening, self.handle)
-        config, admin = self.settings.config.tenants, None
-        if tenancy is not None and config.admin_port:
-            admin = await self.listen(bind_socket(config.admin_host, config.admin_port), tenancy.admin_api.handle)
+        admin = None
+        if tenancy is not None and admin_sockets:
+            admin = await self.listen(admin_sockets[0], tenancy.admin_api.handle)
+        started()
         await stop.wait()
         await self.drain(server, notice)
         if admin is not None:

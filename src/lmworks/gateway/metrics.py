@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from ..observability.families import Labels, counter, exemplar, family, gauge, histogram, render
+from ..observability.families import Labels, counter, exemplar, family, gauge, histogram
 from ..serve.limits import APIError
 from ..serve.tls import METRIC, Certificates
 from .attainment import SLOs
@@ -144,9 +144,8 @@ class Metrics:
     def try_failed(self, server: Server, reason: str) -> None:
         self.failures.labels(server.url, reason).inc()
 
-    def render(self, accept: str | None = None) -> tuple[bytes, str]:
-        """The text of /metrics, and its type."""
-        return render(self.registry, accept)
+    def collect(self) -> list[Metric]:
+        return list(self.registry.collect())
 
 
 class ServerCollector(Collector):

@@ -33,6 +33,7 @@ State = Literal["stable", "canary", "promoted", "rolled_back"]
 STATES: tuple[State, ...] = get_args(State)
 ACTIONS: dict[str, State] = {"start": "canary", "promote": "promoted", "roll_back": "rolled_back", "stop": "stable"}
 SHADOW_OUTCOMES = ("same", "different", "answered", "failed")  # "answered": not compared
+STORED = ("state", "step", "reason", "since")  # fields of a rollout that are kept
 TICK_S = 0.25
 FEW = 5  # tries that failures are judged by: a circuit breaker may let no more of them through
 OUTCOMES = 500  # of each side that count
@@ -127,9 +128,15 @@ class Rollouts:
     """All of them. `file`: where their states are kept."""
 
     def __init__(
-        self, file: Path, rules: Callable[[], Sequence[RolloutRule]], urls: Callable[[str], list[str]]
+        self,
+        file: Path,
+        rules: Callable[[], Sequence[RolloutRule]],
+        urls: Callable[[str], list[str]],
+        tell: Callable[[str, dict[str, Any]], None] = lambda model, state: None,
+        leads: bool = True,
     ) -> None:
-        self.file, self.rules, self.urls = file, rules, urls
+        """`tell`: other workers, what was decided; of these one `leads` to the next step, and each may roll back."""
+        self.file, self.rules, self.urls, self.tell, self.leads = file, rules, urls, tell, leads
         self.known: dict[str, Rollout] = {}
         self.stored: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
 
@@ -154,14 +161,24 @@ class Rollouts:
         return Rollout(rule, stored["state"], step, stored["reason"], stored["since"])
 
     def save(self) -> None:
-        self.stored |= {
-            name: {"candidate": one.rule.candidate}
-            | {key: getattr(one, key) for key in ("state", "step", "reason", "since")}
-            for name, one in self.known.items()
-        }
+        for name, one in self.known.items():
+            state = {"candidate": one.rule.candidate} | {key: getattr(one, key) for key in STORED}
+            if self.stored.get(name) != state:
+                self.stored[name] = state
+                self.tell(name, state)
         written = self.file.with_suffix(f".{os.getpid()}.new")
         written.write_text(json.dumps(self.stored, indent=1))
         written.replace(self.file)
+
+    def adopt(self, model: str, state: dict[str, Any]) -> None:
+        """What another worker has decided, and written."""
+        self.stored[model] = state
+        found = self.of(model)
+        if found is not None and found.rule.candidate == state["candidate"]:
+            found.begin_step()
+            found.gated = -1
+            for key in STORED:
+                setattr(found, key, state[key])
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -209,7 +226,8 @@ class Rollouts:
         if fault := rollout.fault():
             rollout.roll_back(fault)
             return
-        if time.time() - rollout.since < rule.step_seconds or rollout.of(rule.candidate).count < rule.min_requests:
+        early = time.time() - rollout.since < rule.step_seconds
+        if early or not self.leads or rollout.of(rule.candidate).count < rule.min_requests:
             return
         if rule.gate and rollout.gated < rollout.step:
             if rollout.gate is None:

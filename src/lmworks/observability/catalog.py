@@ -21,6 +21,7 @@ N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 Kind = Literal["counter", "gauge", "histogram"]
 Process = Literal["server", "gateway"]
+Combine = Literal["sum", "max", "min"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class MetricSpec:
     buckets: tuple[float, ...] = ()
     engine: str = ""  # field of `engine.core.metrics.Metrics` that it is read from
     vllm: bool = False  # has a name of vLLM's
+    combine: Combine = "max"  # values of a gauge that several workers of one gateway have
 
     @property
     def exported(self) -> str:
@@ -125,16 +127,18 @@ SERVER = (
 )  # fmt: skip
 
 
-def gateway(name: str, kind: Kind, help: str, labels: tuple[str, ...] = (), unit: str = "") -> MetricSpec:
+def gateway(
+    name: str, kind: Kind, help: str, labels: tuple[str, ...] = (), unit: str = "", combine: Combine = "max"
+) -> MetricSpec:
     buckets = BUCKETS if kind == "histogram" else ()
-    return MetricSpec(f"gateway_{name}", kind, help, labels, unit, "gateway", buckets)
+    return MetricSpec(f"gateway_{name}", kind, help, labels, unit, "gateway", buckets, combine=combine)
 
 
 WHO = ("model_name", "tenant", "tier")
 PLACE = ("pool", "server")
 GATEWAY = (
     gateway("requests", "counter", "requests", ("model_name", "path", "status", "tenant", "tier"), "requests"),
-    gateway("requests_open", "gauge", "requests under way", unit="requests"),
+    gateway("requests_open", "gauge", "requests under way", unit="requests", combine="sum"),
     gateway("request_failures", "counter", "requests that ended with an error, begun streams included",
             ("model_name", "tenant", "tier", "code"), "requests"),
     gateway("try_failures", "counter", "tries that failed", ("server", "reason"), "tries"),
@@ -159,7 +163,7 @@ GATEWAY = (
     gateway("e2e_request_latency_seconds", "histogram", "from the request to the last byte of its answer", WHO,
             "seconds"),
     gateway("server_up", "gauge", "1: it gets requests", PLACE),
-    gateway("server_requests_open", "gauge", "requests of this gateway under way", PLACE, "requests"),
+    gateway("server_requests_open", "gauge", "requests of this gateway under way", PLACE, "requests", "sum"),
     gateway("server_queue", "gauge", "requests that it has to do, as far as is known", PLACE, "requests"),
     gateway("server_kv_cache_usage_perc", "gauge", "of its KV blocks, 0 to 1", PLACE, "ratio"),
     gateway("server_time_to_first_token_seconds", "histogram", "of requests that one server answered alone", PLACE,
@@ -169,15 +173,15 @@ GATEWAY = (
     gateway("slo_objective", "gauge", "share of requests that must meet the SLO", ("slo",), "ratio"),
     gateway("slo_requests", "counter", "requests that count for the SLO", ("slo", "tenant", "tier"), "requests"),
     gateway("slo_missed", "counter", "of these: missed it", ("slo", "tenant", "tier", "reason"), "requests"),
-    gateway("slo_attainment", "gauge", "share of requests that met the SLO", ("slo", "window"), "ratio"),
+    gateway("slo_attainment", "gauge", "share of requests that met the SLO", ("slo", "window"), "ratio", "min"),
     gateway("slo_burn_rate", "gauge", "share missed over the share that may be; 1 uses the budget up exactly",
             ("slo", "window"), "ratio"),
     gateway("quality_score", "gauge", "share of its quality checks that a server passed, of the last round",
-            ("model_name", "server"), "ratio"),
-    gateway("store_up", "gauge", "1: the store answers", ("store",)),
-    gateway("config_reload_success", "gauge", "1: the file as it is now is in use"),
+            ("model_name", "server"), "ratio", "min"),
+    gateway("store_up", "gauge", "1: the store answers", ("store",), combine="min"),
+    gateway("config_reload_success", "gauge", "1: the file as it is now is in use", combine="min"),
     gateway("tls_certificate_expiry_timestamp_seconds", "gauge", "when certificates of a file end, Unix time",
-            ("side", "file"), "seconds"),
+            ("side", "file"), "seconds", "min"),
 )  # fmt: skip
 
 METRICS = {one.name: one for one in (*ENGINE, *SERVER, *GATEWAY)}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from .catalog import METRICS, PREFIX, MetricSpec
+from .catalog import METRICS, PREFIX, Combine, MetricSpec
 
 disable_created_metrics()  # a second series for each counter, unused
 
@@ -72,7 +74,7 @@ def family_of(
     return found
 
 
-def render(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
+def render(registry: CollectorRegistry | Collected, accept: str | None) -> tuple[bytes, str]:
     """The text of /metrics and its type: OpenMetrics, with exemplars, for who accepts it.
 
     The client's own choice of an encoder writes the colons of names as underscores in OpenMetrics: not `allow-utf-8`.
@@ -86,18 +88,45 @@ def exemplar(trace_id: str | None) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
-def summed(metrics: Sequence[Metric]) -> list[Metric]:
-    """Metrics of several processes: series of the same labels are added."""
+def combined(metrics: Sequence[Metric]) -> list[Metric]:
+    """Metrics of several processes: counters and histograms are added, gauges as the list says."""
     families: dict[str, Metric] = {}
-    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], tuple[float, Any]]] = {}
+    found: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], tuple[float, Any]]] = {}
     for metric in metrics:
         families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-        totals = sums.setdefault(metric.name, {})
+        values, combine = found.setdefault(metric.name, {}), COMBINE[combine_of(metric)]
         for sample in metric.samples:
             place = (sample.name, tuple(sample.labels.items()))
-            before, shown = totals.get(place, (0.0, None))
-            totals[place] = before + sample.value, sample.exemplar or shown
-    for name, found in families.items():
-        for (sample_name, labels), (value, shown) in sums[name].items():
-            found.add_sample(sample_name, dict(labels), value, exemplar=shown)
+            before = values.get(place)
+            value = sample.value if before is None else combine(before[0], sample.value)
+            values[place] = value, sample.exemplar or (before and before[1])
+    for name, family in families.items():
+        for (sample_name, labels), (value, shown) in found[name].items():
+            family.add_sample(sample_name, dict(labels), value, exemplar=shown)
     return list(families.values())
+
+
+COMBINE: dict[Combine, Callable[[float, float], float]] = {"sum": operator.add, "max": max, "min": min}
+COUNTING = ("counter", "histogram")
+
+
+def combine_of(metric: Metric) -> Combine:
+    if metric.type in COUNTING:
+        return "sum"
+    spec = METRICS.get(metric.name.removeprefix(PREFIX))
+    return "max" if spec is None else spec.combine
+
+
+def counted(metrics: Sequence[Metric]) -> list[Metric]:
+    """What stays true of a process that has ended."""
+    return [metric for metric in metrics if metric.type in COUNTING]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Metrics that were collected, as the Prometheus client's encoders take a registry."""
+
+    metrics: Sequence[Metric]
+
+    def collect(self) -> Sequence[Metric]:
+        return self.metrics

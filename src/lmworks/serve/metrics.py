@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from ..observability.catalog import ENGINE, VLLM_PREFIX, MetricSpec
-from ..observability.families import counter, family, family_of, histogram, render, summed
+from ..observability.families import combined, counter, family, family_of, histogram, render
 from ..observability.gpus import gpu_metrics
 from .tls import METRIC
 
@@ -81,7 +81,7 @@ class HTTPCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         own = self.serving.http_metrics.registry.collect()
         host = self.serving.engine_host
-        yield from own if host is None else summed([*own, *host.other_metrics])
+        yield from own if host is None else combined([*own, *host.other_metrics])
 
 
 def render_metrics(serving: Serving, accept: str | None) -> tuple[bytes, str]:

@@ -61,6 +61,13 @@ class Leases:
             ends[found.url] = self.clock() + found.seconds
         return found
 
+    def end(self, found: Registration) -> float:
+        return self.ends[found.pool].get(found.url, 0.0)
+
+    def apply(self, pool: str, url: str, end: float) -> None:
+        """What was registered with another worker of this gateway: their clock is the same."""
+        self.ends.setdefault(pool, {})[url] = end
+
     def current(self, pool: str) -> list[str]:
         """Servers whose lease has not ended."""
         now = self.clock()
