@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from gateway_case import Answering, Asked, Running, chunk, fake_server, running, say
+from lmworks.gateway.exchange import Usage
+from lmworks.gateway.stream_events import UsageFields
 from lmworks.gateway.tenants.database import SQLiteDatabase, StoreDown, open_database
 from lmworks.gateway.tenants.journal import Journal, JournalDown
 from lmworks.gateway.tenants.limits import Limits, period_ends, periods_of
@@ -59,6 +62,14 @@ def test_tokens_and_money_of_answers_and_streams(tmp_path: Path) -> None:
             }  # fmt: skip
 
     asyncio.run(main())
+
+
+def test_prompt_tokens_of_anthropics_messages_are_with_those_of_caches() -> None:
+    """Its input_tokens are without them; both APIs are billed for the same prompt alike."""
+    said = b'{"input_tokens": 3, "cache_read_input_tokens": 5, "cache_creation_input_tokens": 2, "output_tokens": 4}'
+    assert msgspec.json.decode(said, type=UsageFields).usage() == Usage(10, 4, 5)
+    said = b'{"input_tokens": 10, "input_tokens_details": {"cached_tokens": 5}, "output_tokens": 4}'
+    assert msgspec.json.decode(said, type=UsageFields).usage() == Usage(10, 4, 5)
 
 
 def test_a_client_that_leaves_pays_for_what_was_generated(tmp_path: Path) -> None:
