@@ -36,6 +36,7 @@ from . import (
     generate,
     kv_store,
     launch,
+    learn,
     lsp,
     plan,
     profile,
@@ -51,8 +52,7 @@ from . import (
 from .groups import RootGroup
 from .ranks import write_error_file
 
-# Panel of the help → word → command. What comes next has its panel already:
-# `learn`, `ui` (learn).
+# Panel of the help → word → command. What comes next has its panel already: `ui` (learn).
 PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
     "Plan": {"plan": plan.app, "scaling": scaling.app},
     "Data and training": {
@@ -87,7 +87,7 @@ PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
         "evals": evals.app,
         "quantize": quantize.quantize,
     },
-    "Learn": {"demo": demo.demo},
+    "Learn": {"demo": demo.demo, "learn": learn.app},
 }
 
 

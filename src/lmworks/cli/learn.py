@@ -1,0 +1,315 @@
+"""`lmworks learn`: the course's commands. Exercises are checked in processes of their own."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..learn.exercise import Exercise, exercises, find_exercise
+from ..learn.progress import Progress
+from ..learn.workspace import Workspace
+from ..spec.errors import SpecError
+from .groups import CommandGroup
+from .output import Json, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..learn.verdict import Verdict
+
+Id = Annotated[str, typer.Argument(metavar="[ID]", help="An exercise by its name or number; else the next one.")]
+NamedId = Annotated[str, typer.Argument(metavar="ID", help="An exercise by its name or number.")]
+POLL_S = 0.2  # `watch` looks at the files this often
+
+app = typer.Typer(
+    cls=CommandGroup,
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    help="Build it yourself: exercises on the real code, checked.",
+)
+
+
+@app.callback()
+def learn(context: typer.Context, json: Json = False) -> None:
+    """Without a command: where you are, what is next, and the one thing to do."""
+    if context.invoked_subcommand is None:
+        print_status(json)
+
+
+def print_status(json: bool) -> None:
+    workspace, progress = here()
+    done = [one.id for one in exercises().values() if progress.of(one.id).passed]
+    upcoming = next_exercise(progress)
+    if json:
+        print_json({"passed": done, "of": len(exercises()), "next": upcoming.id if upcoming else None})
+        return
+    typer.echo(f"{len(done)} of {len(exercises())} exercises pass.")
+    if upcoming is None:
+        typer.echo("All are done. `lmworks learn progress` shows how it went.")
+        return
+    hole = workspace.holes(upcoming)[0]
+    written = workspace.written(upcoming)
+    typer.echo(f"\nNext: {upcoming.number}. {upcoming.title} ({upcoming.difficulty})")
+    typer.echo(f"  {upcoming.task}")
+    typer.echo(f"  {workspace.folder / upcoming.file}:{hole.start + 1}")
+    typer.echo(f"\n{'It is written: ' if written else 'Write it, then '}`lmworks learn check {upcoming.id}`")
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")]) -> None:
+    """Make a workspace: programs with holes, which run from the start."""
+    workspace = Workspace.create(folder)
+    typer.echo(f"{workspace.folder}: {len(exercises())} exercises. Now: cd {workspace.folder} && lmworks learn")
+
+
+@app.command("list")
+def list_exercises(json: Json = False) -> None:
+    """All exercises, with how far you are."""
+    try:
+        workspace, progress = here()
+    except SpecError:
+        workspace, progress = None, Progress(Path())
+    rows = [
+        {"number": one.number, "id": one.id, "title": one.title, "file": one.file, "difficulty": one.difficulty,
+         "depends_on": list(one.depends_on), "state": state_of(workspace, progress, one)}
+        for one in exercises().values()
+    ]  # fmt: skip
+    if json:
+        print_json(rows)
+        return
+    cells = [[row["number"], row["id"], row["title"], row["difficulty"], row["state"]] for row in rows]
+    print_table("Exercises", ["", "exercise", "what is written", "difficulty", "state"], cells)
+
+
+@app.command()
+def check(name: Id = "", json: Json = False) -> None:
+    """Check an exercise, and show what it does in the real trainer."""
+    workspace, progress = here()
+    exercise = chosen(name, progress)
+    verdict = judge(workspace, progress, exercise)
+    if json:
+        print_json(verdict.as_json())
+    else:
+        print_verdict(exercise, verdict)
+        if verdict.passed:
+            print_effect(workspace, exercise)
+            print_what_follows(progress)
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def watch() -> None:
+    """Check whatever you save, until Ctrl-C."""
+    workspace, progress = here()
+    typer.echo("Loading PyTorch, once.")
+    __import__("torch")
+    seen = {path: (workspace.folder / path).stat().st_mtime_ns for path in watched(workspace)}
+    typer.echo(f"Watching {workspace.folder}: save a file. Ctrl-C ends it.")
+    while True:
+        time.sleep(POLL_S)
+        for path in watched(workspace):
+            stamp = (workspace.folder / path).stat().st_mtime_ns
+            if seen.get(path) == stamp:
+                continue
+            seen[path] = stamp
+            check_file(workspace, progress, path)
+
+
+def check_file(workspace: Workspace, progress: Progress, path: str) -> None:
+    """The first exercise of the file that is written and has not passed; else the last that was written."""
+    written = [one for one in exercises().values() if one.file == path and written_or_broken(workspace, one)]
+    open_ones = [one for one in written if not progress.of(one.id).passed]
+    if not written:
+        typer.echo(f"{path}: saved; no exercise in it is written yet")
+        return
+    exercise = (open_ones or written[-1:])[0]
+    try:
+        verdict = judge(workspace, progress, exercise)
+    except SpecError as error:
+        typer.echo(str(error))
+        return
+    print_verdict(exercise, verdict)
+    if verdict.passed:
+        print_effect(workspace, exercise)
+        print_what_follows(progress)
+
+
+def written_or_broken(workspace: Workspace, exercise: Exercise) -> bool:
+    try:
+        return workspace.written(exercise)
+    except SpecError:
+        return True  # its check says what is wrong
+
+
+def watched(workspace: Workspace) -> list[str]:
+    return sorted({one.file for one in exercises().values() if (workspace.folder / one.file).exists()})
+
+
+@app.command()
+def hint(name: Id = "") -> None:
+    """The next of three hints."""
+    _, progress = here()
+    exercise = chosen(name, progress)
+    record = progress.of(exercise.id)
+    record.hints = min(record.hints + 1, len(exercise.hints))
+    progress.save()
+    typer.echo(f"{exercise.number}. {exercise.title}, hint {record.hints} of {len(exercise.hints)}:")
+    typer.echo(f"  {exercise.hints[record.hints - 1]}")
+    if record.hints == len(exercise.hints):
+        typer.echo(f"That was the last one; `lmworks learn solution {exercise.id}` shows the reference.")
+
+
+@app.command()
+def explain(name: Id = "") -> None:
+    """The lesson: what it is about, what to read first, what is asked."""
+    exercise = find_exercise(name) if name else chosen(name, here()[1])
+    typer.echo(f"{exercise.number}. {exercise.title}\n{exercise.phase} · {exercise.difficulty}\n")
+    typer.echo(f"Concept: {exercise.concept}\n\n{exercise.insight}\n\nTask: {exercise.task}\n")
+    typer.echo(f"File: {exercise.file}")
+    for label, lines in (("Depends on", exercise.depends_on), ("Read first", exercise.read_first)):
+        if lines:
+            typer.echo(f"{label}: {'; '.join(lines)}")
+    if exercise.test:
+        typer.echo(f"See it at work: {exercise.test}")
+
+
+@app.command()
+def solution(
+    name: NamedId,
+    apply: Annotated[bool, typer.Option("--apply", help="Put it in place; your file is kept.")] = False,
+) -> None:
+    """The reference, as a diff. Asked for before it passes: given up."""
+    workspace, progress = here()
+    exercise = find_exercise(name)
+    record = progress.of(exercise.id)
+    if not record.passed:
+        record.gave_up = True
+        progress.save()
+    if not apply:
+        typer.echo(workspace.solution_diff(exercise) or "yours is the reference, word for word", nl=False)
+        return
+    copy = workspace.apply_solution(exercise)
+    typer.echo(f"{exercise.file} has the reference of {exercise.id}; yours is kept: {copy}")
+
+
+@app.command()
+def reset(name: Annotated[str, typer.Argument(metavar="ID|FILE", help="An exercise, or a file.")]) -> None:
+    """Take an exercise, or a file, back to its start; a copy is kept."""
+    workspace, _ = here()
+    is_file = name.endswith(".py")
+    target = name if is_file else find_exercise(name).id
+    if is_file and name not in {one.file for one in exercises().values()}:
+        raise SpecError(f"{name} is no file of the course: {', '.join(watched(workspace))}")
+    copy = workspace.reset(target)
+    typer.echo(f"{target} is as it was at first; yours is kept: {copy}")
+
+
+@app.command()
+def progress(json: Json = False) -> None:
+    """What passed, how many tries and hints it took."""
+    workspace, progress = here()
+    rows = [
+        {"id": one.id, "state": state_of(workspace, progress, one), **vars(progress.of(one.id))}
+        for one in exercises().values()
+    ]
+    if json:
+        print_json(rows)
+        return
+    cells = [[row["id"], row["state"], row["tries"], row["hints"], row["passed"][:10]] for row in rows]
+    print_table("Progress", ["exercise", "state", "tries", "hints", "passed"], cells)
+
+
+@app.command()
+def quiz(
+    name: Id = "",
+    answer: Annotated[list[int] | None, typer.Option("--answer", help="Which choice, from 1; repeat it.")] = None,
+) -> None:
+    """Questions on an exercise; without --answer they are printed."""
+    _, progress = here()
+    exercise = chosen(name, progress)
+    if answer and len(answer) != len(exercise.quiz):
+        raise SpecError(f"--answer: {len(exercise.quiz)} questions, {len(answer)} answers; repeat the option")
+    for number, question in enumerate(exercise.quiz):
+        typer.echo(f"{number + 1}. {question.question}")
+        for index, choice in enumerate(question.choices):
+            typer.echo(f"   {index + 1}) {choice}")
+        if answer:
+            right = answer[number] - 1 == question.answer
+            progress.answers[f"{exercise.id}/{number}"] = right
+            typer.echo(f"   {'right' if right else f'no: {question.answer + 1}'}. {question.why}")
+    if answer:
+        progress.save()
+
+
+# --- shared ----------------------------------------------------------------------------------------------
+
+
+def here() -> tuple[Workspace, Progress]:
+    workspace = Workspace.find(Path.cwd())
+    return workspace, Progress.load(workspace.folder)
+
+
+def next_exercise(progress: Progress) -> Exercise | None:
+    return next((one for one in exercises().values() if not progress.of(one.id).passed), None)
+
+
+def chosen(name: str, progress: Progress) -> Exercise:
+    if name:
+        return find_exercise(name)
+    return next_exercise(progress) or list(exercises().values())[-1]
+
+
+def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise) -> str:
+    record = progress.of(exercise.id)
+    if record.passed:
+        return "gave up, then passed" if record.gave_up else "passed"
+    if record.gave_up:
+        return "gave up"
+    return "written" if workspace and written_or_broken(workspace, exercise) else "to do"
+
+
+def judge(workspace: Workspace, progress: Progress, exercise: Exercise) -> Verdict:
+    from ..learn.check import check_exercise
+    from ..learn.verdict import UNFINISHED
+
+    verdict = check_exercise(workspace, exercise)
+    record = progress.of(exercise.id)
+    record.tries += verdict.status != UNFINISHED
+    if verdict.passed and not record.passed:
+        record.passed = datetime.now(UTC).isoformat(timespec="seconds")
+    progress.save()
+    return verdict
+
+
+def print_verdict(exercise: Exercise, verdict: Verdict) -> None:
+    about = f"{exercise.number}. {exercise.title}"
+    if verdict.passed:
+        typer.echo(f"✓ {about} passes ({verdict.seconds:.1f} s)")
+        return
+    typer.echo(f"✗ {about}: {verdict.message or verdict.case}")
+    for line in verdict.traceback:
+        typer.echo(f"    {line}")
+    if verdict.expected or verdict.got:
+        rows = {"case": verdict.case, **verdict.inputs, "expected": verdict.expected, "got": verdict.got}
+        for label, text in rows.items():
+            typer.echo(f"    {label:<9} {text}")
+    if verdict.misconception:
+        typer.echo(f"  Perhaps: {verdict.misconception}")
+    if verdict.output.strip():
+        printed = verdict.output.strip().splitlines()[-5:]
+        typer.echo("  Your code printed:\n" + "\n".join(f"    {line}" for line in printed))
+
+
+def print_effect(workspace: Workspace, exercise: Exercise) -> None:
+    from ..learn.effect import show_effect
+
+    for line in show_effect(workspace, exercise):
+        typer.echo(line)
+
+
+def print_what_follows(progress: Progress) -> None:
+    upcoming = next_exercise(progress)
+    typer.echo(f"Next: {upcoming.number}. {upcoming.title}" if upcoming else "That was the last one.")

@@ -1,0 +1,17 @@
+"""Every exercise's check: a function of the learner's module that raises Mismatch at the smallest case that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from . import ddp, fsdp, gpt
+
+CHECKS: dict[str, Callable[[ModuleType], None]] = {**gpt.CHECKS, **ddp.CHECKS, **fsdp.CHECKS}
+
+# What a file's exercises import on first use: before the fork, so that each check of a process has it.
+PRELOAD = {
+    "src/models/gpt.py": ("torch._dynamo",),
+    "src/training/ddp_trainer.py": ("torch._dynamo", "torch.distributed"),
+    "src/training/fsdp_trainer.py": ("torch._dynamo", "torch.distributed.fsdp"),
+}

@@ -1,0 +1,242 @@
+"""After a pass: the learner's part inside LMWorks' own trainer, its losses beside those without it.
+
+Where the product has no such part (the course's own training step and checkpoint), the course's trainer runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from .check import NOT_COPIED, load, write_references
+from .course_files import course_sources
+from .exercise import Exercise
+from .run_isolated import run_isolated
+from .workspace import Workspace
+
+STEPS = 24
+SHOWN = (1, 4, 8, 16, 24)
+SECONDS = 60.0
+
+
+def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
+    """Lines to print."""
+    if exercise.id not in {**PLUGS, **dict.fromkeys(IN_COURSE)}:
+        return [f"See it at work: {exercise.test}"] if exercise.test else []
+    train = importlib.import_module("lmworks.train")
+    importlib.import_module("lmworks.data")
+    assert train is not None
+    text, _ = workspace.with_reference_around(exercise)
+    with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
+        folder = Path(temporary, "workspace")
+        shutil.copytree(workspace.folder, folder, ignore=NOT_COPIED, symlinks=True)
+        write_references(folder)
+        (folder / exercise.file).write_text(text)
+        measure = in_product if exercise.id in PLUGS else in_course
+        outcome = run_isolated(partial(measure, exercise, folder), folder, SECONDS)
+    if outcome.result is None:
+        why = outcome.why or "no result"
+        return [f"In training it does not work yet: {why}", *outcome.output.splitlines()[-5:]]
+    where = "LMWorks' own trainer" if exercise.id in PLUGS else "your trainer"
+    return curves(where, *outcome.result)
+
+
+def curves(where: str, reference: list[float], yours: list[float]) -> list[str]:
+    at = [step for step in SHOWN if step <= len(reference)]
+    rows = [("step", [f"{step:>7}" for step in at])]
+    rows += [(label, [f"{losses[step - 1]:7.3f}" for step in at])
+             for label, losses in (("reference", reference), ("yours", yours))]  # fmt: skip
+    apart = max(abs(one - other) for one, other in zip(reference, yours, strict=True))
+    return [
+        f"In {where}, {len(reference)} steps of a small model, the loss:",
+        *(f"  {label:<10}{''.join(cells)}" for label, cells in rows),
+        f"  at most {apart:.1g} apart",
+    ]
+
+
+def in_product(exercise: Exercise, folder: Path) -> tuple[list[float], list[float]]:
+    module = load(folder, exercise.file)
+    tokens = make_tokens(folder)
+    reference = product_losses(tokens, folder / "reference")
+    with PLUGS[exercise.id](module):
+        return reference, product_losses(tokens, folder / "yours")
+
+
+def make_tokens(folder: Path) -> Path:
+    """The course's own programs, as bytes."""
+    from ..data import prepare
+
+    documents = folder / "text.jsonl"
+    pieces = [text[at : at + 400] for text in course_sources().values() for at in range(0, len(text), 400)]
+    documents.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces * 20))
+    return prepare([str(documents)], folder / "tokens", workers=1).folder
+
+
+def product_losses(tokens: Path, run: Path) -> list[float]:
+    from ..record import read_metrics
+    from ..spec import RunSpec
+    from ..train import Trainer
+
+    spec = RunSpec.from_dict(
+        {
+            "name": "learn",
+            "model": {"preset": "tiny", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "init_std": 0.02},
+            "data": {"path": str(tokens), "seq": 64, "micro_batch": 8, "global_batch": 8},
+            "optim": {"steps": STEPS, "lr": 1e-2, "warmup": 4},
+            "checkpoint": {"every": 0},
+            "log": {"eval_every": 0},
+        }
+    )
+    Trainer(spec, run, quiet=True).run()
+    return [float(line["loss"]) for line in read_metrics(run / "metrics.jsonl")]
+
+
+# --- plugs: the product with the learner's part in it -----------------------------------------------------
+
+
+@contextmanager
+def rmsnorm(module: ModuleType) -> Iterator[None]:
+    gpt = importlib.import_module("lmworks.model.gpt")
+    with patch.object(gpt.RMSNorm, "forward", module.RMSNorm.forward):
+        yield
+
+
+@contextmanager
+def rotary(module: ModuleType) -> Iterator[None]:
+    """The product keeps (−sin, sin) beside (cos, cos); the course keeps (sin, sin)."""
+    gpt, torch = importlib.import_module("lmworks.model.gpt"), importlib.import_module("torch")
+
+    def rotate_qk(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        low, high = sin.chunk(2, dim=-1)
+        return module.apply_rotary_pos_emb(q, k, cos, torch.cat((-low, high), dim=-1))
+
+    with patch.object(gpt, "rotate_qk", rotate_qk):
+        yield
+
+
+@contextmanager
+def swiglu(module: ModuleType) -> Iterator[None]:
+    gpt = importlib.import_module("lmworks.model.gpt")
+
+    def forward(self: Any, x: Any) -> Any:
+        return module.MLP.forward(SimpleNamespace(gate_proj=self.gate, up_proj=self.up, down_proj=self.down), x)
+
+    with patch.object(gpt.MLP, "forward", forward):
+        yield
+
+
+@contextmanager
+def attention(module: ModuleType) -> Iterator[None]:
+    """Its projections hand over the queries, keys and values that the product has made."""
+    ours, torch = importlib.import_module("lmworks.model.attention"), importlib.import_module("torch")
+
+    def sdpa(q: Any, k: Any, v: Any, mask: Any, causal: bool) -> Any:
+        if mask is not None or not causal:
+            raise ValueError("the exercise is plain causal attention")
+        batch, seq, heads, dim = q.shape
+        layer = SimpleNamespace(num_heads=heads, head_dim=dim, use_flash=False, o_proj=lambda x: x)
+        for name, value in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
+            setattr(layer, name, lambda _, value=value: value.flatten(-2))
+        tables = torch.ones(seq, dim), torch.zeros(seq, dim)  # they are turned already
+        return module.CausalSelfAttention.forward(layer, q.flatten(-2), *tables).view(batch, seq, heads, dim)
+
+    with patch.object(ours, "sdpa", sdpa):
+        yield
+
+
+@contextmanager
+def init_weights(module: ModuleType) -> Iterator[None]:
+    """Each matrix as a module of its kind; the draws are others, so the losses differ by luck."""
+    weights, torch = importlib.import_module("lmworks.parallel.initial_weights"), importlib.import_module("torch")
+    original = weights.initial_weight
+
+    def initial_weight(spec: Any, seed: int, name: str, shape: Any) -> Any:
+        if len(shape) < 2:
+            return original(spec, seed, name, shape)
+        layer = torch.nn.Embedding(*shape) if name.startswith("embed") else torch.nn.Linear(shape[1], shape[0], False)
+        module.GPT._init_weights(SimpleNamespace(config=SimpleNamespace(init_std=spec.init_std)), layer)
+        return layer.weight.detach()
+
+    with patch.object(weights, "initial_weight", initial_weight):
+        yield
+
+
+@contextmanager
+def optimizer(module: ModuleType) -> Iterator[None]:
+    optim = importlib.import_module("lmworks.train.optim")
+
+    def parameter_groups(shards: Any, model: Any, settings: Any) -> list[dict[str, Any]]:
+        leaves = [shard.leaf for shard in shards]
+        args = SimpleNamespace(weight_decay=settings.weight_decay, learning_rate=settings.lr)
+        trainer = SimpleNamespace(model=SimpleNamespace(parameters=lambda: leaves), args=args)
+        groups = module.DistributedTrainer._setup_optimizer(trainer).param_groups
+        return [
+            {"params": one["params"], "weight_decay": one["weight_decay"], "lr": one["lr"], "lr_scale": 1.0}
+            for one in groups
+        ]
+
+    with patch.object(optim, "parameter_groups", parameter_groups):
+        yield
+
+
+@contextmanager
+def lr_schedule(module: ModuleType) -> Iterator[None]:
+    step_module = importlib.import_module("lmworks.train.step")
+
+    def learning_rate(optim: Any, step: int) -> float:
+        args = SimpleNamespace(
+            learning_rate=optim.lr, min_lr=optim.lr * optim.min_lr_ratio, warmup_steps=optim.warmup,
+            max_steps=optim.steps - 1,
+        )  # fmt: skip
+        return float(module.DistributedTrainer.get_lr(SimpleNamespace(args=args), step))
+
+    with patch.object(step_module, "learning_rate", learning_rate):
+        yield
+
+
+PLUGS: dict[str, Callable[[ModuleType], Any]] = {
+    "rmsnorm": rmsnorm,
+    "rotate_half": rotary,
+    "rotary": rotary,
+    "swiglu": swiglu,
+    "attention": attention,
+    "init_weights": init_weights,
+    "optimizer": optimizer,
+    "lr_schedule": lr_schedule,
+}
+
+
+# --- the course's own trainer ----------------------------------------------------------------------------
+
+IN_COURSE = ("gpt_forward", "train_step", "ddp_checkpoint")
+
+
+def in_course(_exercise: Exercise, folder: Path) -> tuple[list[float], list[float]]:
+    yours = course_losses(folder, "yours")
+    write_references(folder)
+    return course_losses(folder, "reference"), yours
+
+
+def course_losses(folder: Path, name: str) -> list[float]:
+    """Stopped half-way and gone on from its checkpoint."""
+    ddp = load(folder, "src/training/ddp_trainer.py")
+    settings = {"model_size": "tiny", "batch_size": 8, "seq_len": 64, "max_steps": STEPS, "learning_rate": 1e-2,
+                "min_lr": 1e-3, "warmup_steps": 4, "grad_accum_steps": 2, "output_dir": name}  # fmt: skip
+    losses: list[float] = []
+    for part in (False, True):
+        trainer = ddp.DistributedTrainer(ddp.TrainingArguments(**settings, resume=part))
+        if part:
+            trainer.load_checkpoint(Path(name, "checkpoint.pt"))
+        for _ in range(STEPS // 2):
+            losses.append(trainer.train_step(trainer.micro_batches(trainer.step))["loss"])
+        trainer.save_checkpoint(Path(name, "checkpoint.pt"))
+    return losses

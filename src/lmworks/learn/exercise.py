@@ -1,0 +1,78 @@
+"""An exercise as data: learn/exercises/ID.toml."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..spec.errors import SpecError, near_names, suggestion
+
+FOLDER = Path(__file__).parent / "exercises"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong answer that people give: one edit of the solution, and what its author believes."""
+
+    find: str
+    replace: str
+    misconception: str
+    part: str = ""  # of an exercise with several
+
+
+@dataclass(frozen=True)
+class Question:
+    question: str
+    choices: tuple[str, ...]
+    answer: int  # which of the choices, from 0
+    why: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    id: str
+    number: int
+    title: str
+    file: str
+    phase: str
+    concept: str
+    difficulty: str  # with the lines of the reference
+    insight: str
+    task: str
+    hints: tuple[str, str, str]
+    mutants: tuple[Mutant, ...]
+    quiz: tuple[Question, ...]
+    read_first: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
+    test: str = ""  # a command of the workspace that shows it at work
+
+
+@functools.cache
+def exercises() -> dict[str, Exercise]:
+    """In their order."""
+    found = [load(path) for path in FOLDER.glob("*.toml")]
+    return {one.id: one for one in sorted(found, key=lambda one: one.number)}
+
+
+def load(path: Path) -> Exercise:
+    table: dict[str, Any] = tomllib.loads(path.read_text())
+    table["mutants"] = tuple(Mutant(**one) for one in table["mutants"])
+    table["quiz"] = tuple(Question(**{**one, "choices": tuple(one["choices"])}) for one in table["quiz"])
+    for field in fields(Exercise):
+        if str(field.type).startswith("tuple[str") and field.name in table:
+            table[field.name] = tuple(table[field.name])
+    return Exercise(path.stem, **table)
+
+
+def find_exercise(name: str) -> Exercise:
+    """By its ID or number."""
+    known = exercises()
+    for one in known.values():
+        if name in (one.id, str(one.number)):
+            return one
+    raise SpecError(
+        f"no exercise {name!r}{suggestion(near_names(name, list(known)))}; `lmworks learn list` has them all"
+    )

@@ -1,0 +1,74 @@
+"""What a check says of an answer: the smallest case that fails, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHOWN = 24  # numbers of a tensor
+
+
+@dataclass
+class Mismatch(Exception):
+    """An answer that is wrong; raised by a check at its first, so smallest, failing case."""
+
+    case: str
+    expected: Any
+    got: Any
+    inputs: dict[str, Any] = field(default_factory=dict)
+    remark: str = ""
+
+    def is_like(self, other: Mismatch) -> bool:
+        """Another answer fails at the same case with the same value."""
+        return self.case == other.case and alike(self.got, other.got)
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(
+            one.double(), other.double(), rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def expect_close(
+    case: str, got: Any, expected: Tensor, *, rtol: float = 1e-4, atol: float = 1e-6, remark: str = "", **inputs: Any
+) -> None:
+    if not isinstance(got, Tensor):
+        raise Mismatch(case, expected, got, inputs, remark or f"a tensor is expected, this is {kind_of(got)}")
+    if got.shape != expected.shape:
+        raise Mismatch(case, expected, got, inputs, remark or "the shape is another one")
+    if got.dtype != expected.dtype:
+        raise Mismatch(case, expected, got, inputs, remark or "the dtype is another one")
+    if not torch.allclose(got, expected, rtol=rtol, atol=atol):
+        raise Mismatch(case, expected, got, inputs, remark)
+
+
+def expect_equal(case: str, got: Any, expected: Any, *, remark: str = "", **inputs: Any) -> None:
+    if not alike(got, expected):
+        raise Mismatch(case, expected, got, inputs, remark)
+
+
+def kind_of(value: Any) -> str:
+    return "None: is a `return` missing?" if value is None else f"a {type(value).__name__}"
+
+
+def shown(value: Any) -> str:
+    """Shape and numbers, short."""
+    if isinstance(value, Tensor):
+        about = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        flat = value.detach().flatten()
+        numbers = ", ".join(f"{number:.4g}" for number in flat[:SHOWN].tolist())
+        return f"{about}: [{numbers}{', …' if len(flat) > SHOWN else ''}]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if len(text) < 500 else text[:500] + "…"

@@ -1,0 +1,50 @@
+"""What the learner has done: .learn/progress.json in the workspace."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..spec.errors import SpecError
+
+
+@dataclass
+class Record:
+    """Of one exercise."""
+
+    tries: int = 0
+    hints: int = 0
+    passed: str = ""  # when it first did, ISO 8601
+    gave_up: bool = False  # its solution was asked for before it passed
+
+
+@dataclass
+class Progress:
+    file: Path
+    exercises: dict[str, Record] = field(default_factory=dict)
+    answers: dict[str, bool] = field(default_factory=dict)  # question → right at the last time
+
+    @classmethod
+    def load(cls, workspace: Path) -> Progress:
+        file = workspace / ".learn" / "progress.json"
+        if not file.exists():
+            return cls(file)
+        try:
+            table = json.loads(file.read_text())
+            records = {name: Record(**one) for name, one in table["exercises"].items()}
+            return cls(file, records, dict(table["answers"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SpecError(f"{file} is not a progress file ({error}); move it away to begin anew") from None
+
+    def of(self, exercise: str) -> Record:
+        return self.exercises.setdefault(exercise, Record())
+
+    def save(self) -> None:
+        """The old file stays whole if this is cut off."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        table = {"exercises": {name: asdict(one) for name, one in self.exercises.items()}, "answers": self.answers}
+        new = self.file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(table, indent=2) + "\n")
+        os.replace(new, self.file)

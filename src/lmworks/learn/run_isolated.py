@@ -1,0 +1,141 @@
+"""A function in a process of its own: whatever it does, this process and the files around it stay as they are.
+
+    this process ── supervisor ── the function, and what it starts
+
+The supervisor waits, and ends all that is below it. The function may write in its own folder alone (Landlock, where
+the kernel has it). Both are forks: modules that are imported here are there.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..sandbox import landlock, linux
+from ..sandbox.processes import kill_descendants
+
+MEMORY_BYTES = 6 << 30  # of address space, beyond what is mapped at the start
+FILE_BYTES = 1 << 30
+OUTPUT_BYTES = 4000  # of what is printed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    result: Any  # None where there is none
+    why: str  # "": it returned; else what ended it
+    output: str
+    seconds: float
+
+
+def run_isolated(function: Callable[[], Any], folder: Path, seconds: float) -> Outcome:
+    """What `function` returns (as JSON takes it), with `folder` as its working directory."""
+    began = time.perf_counter()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read_end, write_end = os.pipe()
+    supervisor = os.fork()
+    if not supervisor:
+        os.close(read_end)
+        supervise(function, folder, seconds, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(supervisor, 0)
+    content: dict[str, Any] = (
+        json.loads(answer) if answer else {"result": None, "why": "it killed the process that watches it"}
+    )
+    printed = (folder / "output.txt").read_bytes()[-OUTPUT_BYTES:] if (folder / "output.txt").exists() else b""
+    return Outcome(content["result"], content["why"], printed.decode(errors="replace"), time.perf_counter() - began)
+
+
+def supervise(function: Callable[[], Any], folder: Path, seconds: float, answer: int) -> None:
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.setsid()
+        if sys.platform == "linux":
+            linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+            linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+        read_end, write_end = os.pipe()
+        runner = os.fork()
+        if not runner:
+            os.close(read_end)
+            os.close(answer)
+            run_here(function, folder, write_end)
+        os.close(write_end)
+        content = {"result": None, **wait_for(runner, read_end, seconds)}
+        if sys.platform == "linux":
+            kill_descendants()
+        else:
+            os.kill(runner, signal.SIGKILL)
+        os.write(answer, json.dumps(content).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def wait_for(runner: int, pipe: int, seconds: float) -> dict[str, Any]:
+    deadline, received = time.monotonic() + seconds, b""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return {"why": f"it did not end within {seconds:.0f} seconds: is there a loop without an end?"}
+        part = os.read(pipe, 1 << 16)
+        received += part
+        if received.endswith(b"\n"):
+            return {"why": "", "result": json.loads(received)}
+        if not part:
+            break
+    _, status = os.waitpid(runner, 0)
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return {"why": f"its process was ended by {name}" + (" (a crash in native code)" if name == "SIGSEGV" else "")}
+    return {"why": f"it ended the process, with exit code {os.WEXITSTATUS(status)}"}
+
+
+def run_here(function: Callable[[], Any], folder: Path, answer: int) -> None:
+    faulthandler.disable()  # that of a test or a debugger would speak into the terminal
+    os.chdir(folder)
+    printed = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    limit(folder)
+    code = 1
+    try:
+        result = json.dumps(function())
+        sys.stdout.flush()
+        with os.fdopen(answer, "wb") as pipe:
+            pipe.write(result.encode() + b"\n")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def limit(folder: Path) -> None:
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if (
+        sys.platform == "linux") else 0  # fmt: skip
+    if mapped:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux" and landlock.version() >= landlock.LEAST_VERSION:
+        linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+        landlock.restrict(landlock.make_ruleset(["/"], [str(folder), "/dev", "/proc/self"]))

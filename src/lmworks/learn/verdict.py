@@ -1,0 +1,30 @@
+"""What a check says, as data: what the terminal, the page and an autograder show."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+PASSED, FAILED, UNFINISHED, BROKEN, STOPPED = "passed", "failed", "unfinished", "broken", "stopped"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    exercise: str
+    status: str
+    message: str = ""
+    case: str = ""
+    expected: str = ""
+    got: str = ""
+    inputs: dict[str, str] = field(default_factory=dict)
+    misconception: str = ""
+    traceback: list[str] = field(default_factory=list)  # of the learner's own lines
+    output: str = ""  # what the learner's code printed
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSED
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)

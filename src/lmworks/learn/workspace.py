@@ -1,0 +1,143 @@
+"""The learner's folder: programs with stubs, where the learner writes."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..spec.errors import SpecError
+from .course_files import course_holes, course_sources
+from .exercise import Exercise, exercises
+from .holes import Hole, find_holes, replace_holes
+
+MARKER = Path(".learn")
+README = """# Your workspace
+
+`lmworks learn` says what is next. Write between the marks `# exercise …` and `# end …`, and keep the marks.
+
+    lmworks learn check        the next exercise, or `check rmsnorm`
+    lmworks learn watch        checks what you save
+    lmworks learn hint         three rungs
+    lmworks learn explain      the lesson
+
+The programs run at any time; what is not written yet runs as the reference does:
+
+    python src/models/gpt.py
+    python src/training/ddp_trainer.py --model_size small --max_steps 50
+    torchrun --nproc_per_node=2 src/training/fsdp_trainer.py --model_size medium --max_steps 50
+"""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    folder: Path
+
+    @classmethod
+    def create(cls, folder: Path) -> Workspace:
+        if (folder / MARKER).exists():
+            raise SpecError(f"{folder} is a workspace already; `lmworks learn reset ID` takes one exercise back")
+        if folder.exists() and any(folder.iterdir()):
+            raise SpecError(f"{folder} is not empty; name a new folder")
+        for path, text in course_sources().items():
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(replace_holes(text, path, stub_of)[0])
+        (folder / "README.md").write_text(README)
+        (folder / MARKER).mkdir()
+        return cls(folder)
+
+    @classmethod
+    def find(cls, start: Path) -> Workspace:
+        """The one that `start` lies in."""
+        for folder in (start.resolve(), *start.resolve().parents):
+            if (folder / MARKER).is_dir():
+                return cls(folder)
+        raise SpecError(f"{start.resolve()} is in no workspace; `lmworks learn init DIR` makes one, then `cd DIR`")
+
+    def text(self, path: str) -> str:
+        try:
+            return (self.folder / path).read_text()
+        except FileNotFoundError:
+            raise SpecError(f"{self.folder / path} is gone; `lmworks learn reset FILE` writes {path} anew") from None
+        except UnicodeDecodeError as error:
+            raise SpecError(f"{self.folder / path} is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+    def holes(self, exercise: Exercise) -> list[Hole]:
+        """The exercise's parts as they stand here."""
+        found = [hole for hole in find_holes(self.text(exercise.file), exercise.file) if hole.exercise == exercise.id]
+        missing = {name for name, hole in course_holes().items() if hole.exercise == exercise.id}
+        missing -= {hole.name for hole in found}
+        if missing:
+            raise SpecError(
+                f"{exercise.file}: the marks of exercise {', '.join(sorted(missing))} are gone; "
+                f"`lmworks learn reset {exercise.file}` writes the file anew (yours is kept beside it)"
+            )
+        return found
+
+    def written(self, exercise: Exercise) -> bool:
+        return all(hole.written for hole in self.holes(exercise))
+
+    def with_reference_around(self, exercise: Exercise) -> tuple[str, list[int]]:
+        """The file with every other exercise solved by the reference; the line that each line stands for."""
+        self.holes(exercise)
+        text = self.text(exercise.file)
+        return replace_holes(
+            text, exercise.file, lambda hole: None if hole.exercise == exercise.id else solution_of(hole)
+        )
+
+    def reset(self, target: str) -> Path:
+        """An exercise, or a file, as it was at first. What stood there is kept: the copy's path."""
+        for path, text in course_sources().items():
+            if target == path:
+                copy = self.keep_copy(path)
+                (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (self.folder / path).write_text(replace_holes(text, path, stub_of)[0])
+                return copy
+        exercise = exercises()[target]
+        self.holes(exercise)
+        copy = self.keep_copy(exercise.file)
+        self.rewrite(exercise, stub_of)
+        return copy
+
+    def apply_solution(self, exercise: Exercise) -> Path:
+        self.holes(exercise)
+        copy = self.keep_copy(exercise.file)
+        self.rewrite(exercise, solution_of)
+        return copy
+
+    def solution_diff(self, exercise: Exercise) -> str:
+        """From what stands here to the reference."""
+        mine = self.text(exercise.file)
+        solved = self.changed(exercise, solution_of)
+        lines = difflib.unified_diff(
+            mine.splitlines(keepends=True), solved.splitlines(keepends=True), exercise.file, "the reference"
+        )
+        return "".join(lines)
+
+    def changed(self, exercise: Exercise, body: object) -> str:
+        assert callable(body)
+        text = self.text(exercise.file)
+        return replace_holes(text, exercise.file, lambda hole: body(hole) if hole.exercise == exercise.id else None)[0]
+
+    def rewrite(self, exercise: Exercise, body: object) -> None:
+        (self.folder / exercise.file).write_text(self.changed(exercise, body))
+
+    def keep_copy(self, path: str) -> Path:
+        """Of a file, in .learn/kept; what is not there cannot be kept."""
+        copy = self.folder / MARKER / "kept" / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}" / path
+        copy.parent.mkdir(parents=True)
+        if (self.folder / path).exists():
+            shutil.copy2(self.folder / path, copy)
+        return copy
+
+
+def stub_of(hole: Hole) -> str:
+    about = exercises()[hole.exercise]
+    return f"# TODO {about.number}: {about.title}. `lmworks learn explain {about.id}`\n{hole.stub}"
+
+
+def solution_of(hole: Hole) -> str:
+    return course_holes()[hole.name].body if hole.name in course_holes() else hole.body

@@ -1,0 +1,218 @@
+"""Every solution passes its check, every stub runs as the reference, every known wrong answer is caught and named."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmworks.learn import check as checking
+from lmworks.learn import effect
+from lmworks.learn.check import check_exercise, failure_of, mutate, write_references
+from lmworks.learn.checks import CHECKS
+from lmworks.learn.course_files import course_sources
+from lmworks.learn.exercise import Exercise, exercises
+from lmworks.learn.holes import replace_holes
+from lmworks.learn.run_isolated import run_isolated
+from lmworks.learn.workspace import Workspace, stub_of
+
+EXERCISES = list(exercises().values())
+# Those whose checks build no trainer.
+LIGHT = [
+    one for one in EXERCISES if one.number <= 7 or one.id in ("sharding_strategy", "mixed_precision", "fsdp_policy")
+]
+HEAVY = [one for one in EXERCISES if one not in LIGHT]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.create(tmp_path / "course")
+
+
+def failures(folder: Path, exercise: Exercise) -> list[str]:
+    """Of the solution, of the stubs of all exercises, and of each mutant: "" where the check passes."""
+    found = []
+    solved = dict(course_sources())
+    stubs = {path: replace_holes(text, path, stub_of)[0] for path, text in solved.items()}
+    mutants = [
+        {**solved, exercise.file: replace_holes(solved[exercise.file], exercise.file, mutate(exercise, one))[0]}
+        for one in exercise.mutants
+    ]
+    for number, files in enumerate((solved, stubs, *mutants)):
+        root = folder / f"lmworks-learn-{number}"
+        write_references(root)
+        for path, text in files.items():
+            (root / path).write_text(text)
+        error = failure_of(CHECKS[exercise.id], root, exercise.file)
+        found.append("" if error is None else f"{type(error).__name__}: {error}")
+    return found
+
+
+def caught(folder: Path, exercise: Exercise) -> list[bool]:
+    """Of each mutant; the solution and the stubs have to pass."""
+    checking.preload(exercise)
+    outcome = run_isolated(lambda: failures(folder, exercise), folder, 240)
+    assert outcome.result is not None, f"{exercise.id}: {outcome.why}\n{outcome.output}"
+    solution, stubs, *mutants = outcome.result
+    assert solution == "" and stubs == "", (exercise.id, solution, stubs)
+    return [error != "" for error in mutants]
+
+
+@pytest.mark.parametrize("exercise", LIGHT, ids=lambda one: one.id)
+def test_solution_passes_and_wrong_answers_are_caught(tmp_path: Path, exercise: Exercise) -> None:
+    assert all(caught(tmp_path, exercise))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", HEAVY, ids=lambda one: one.id)
+def test_wrong_answers_of_trainers_are_caught(tmp_path: Path, exercise: Exercise) -> None:
+    assert all(caught(tmp_path, exercise))
+
+
+def write(workspace: Workspace, exercise: str, body: str) -> None:
+    """As the learner does: the stub's line is replaced."""
+    workspace.rewrite(exercises()[exercise], lambda _: body)
+
+
+def test_a_wrong_answer_is_explained(workspace: Workspace) -> None:
+    exercise = exercises()["rotate_half"]
+    verdict = check_exercise(workspace, exercise)
+    assert verdict.status == "unfinished" and "exercise 2 is not written yet" in verdict.message
+    write(workspace, "rotate_half", "print('hello')\na, b = x.chunk(2, -1)\nreturn torch.cat((b, -a), -1)\n")
+    verdict = check_exercise(workspace, exercise)
+    assert (verdict.status, verdict.case) == ("failed", "[1, 2, 3, 4]")
+    assert verdict.expected == "float32 (4,): [-3, -4, 1, 2]" and verdict.got == "float32 (4,): [3, 4, -1, -2]"
+    assert verdict.inputs == {"x": "float32 (4,): [1, 2, 3, 4]"}
+    assert verdict.misconception.startswith("The wrong half is negated")
+    assert verdict.output.strip() == "hello"
+    write(workspace, "rotate_half", "a, b = x.chunk(2, -1)\nreturn torch.cat((-b, a), -1)\n")
+    assert check_exercise(workspace, exercise).passed
+
+
+def test_errors_name_the_learners_line(workspace: Workspace) -> None:
+    write(workspace, "rotate_half", "a = x + 1\nb = a / nothing\nreturn b\n")
+    write(workspace, "rmsnorm", "# a comment of mine\n\n\n\nreturn x * 0\n")  # lines of another exercise before it
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    line = workspace.text("src/models/gpt.py").splitlines().index("    b = a / nothing") + 1
+    assert verdict.status == "broken" and verdict.message == "NameError: name 'nothing' is not defined"
+    assert verdict.traceback == [f"src/models/gpt.py, line {line}: b = a / nothing"]
+    assert check_exercise(workspace, exercises()["rmsnorm"]).case == "one vector"
+    write(workspace, "rmsnorm", "return (x\n")
+    verdict = check_exercise(workspace, exercises()["swiglu"])
+    assert (
+        verdict.status == "broken"
+        and "src/models/gpt.py, line" in verdict.message
+        and "never closed" in verdict.message
+    )
+
+
+HOSTILE = {
+    "an endless loop": ("while True: pass\n", "did not end within"),
+    "an end of the process": ("import os\nos._exit(3)\n", "exit code 3"),
+    "sys.exit": ("import sys\nsys.exit(0)\n", "exit code 0"),
+    "a crash": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
+    "children that stay": (
+        "import os, time\nfor _ in range(5):\n    if not os.fork():\n        os.setsid()\n        time.sleep(60)\n"
+        "while True: pass\n", "did not end within",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_ends_the_process_is_said(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    body, says = HOSTILE[kind]
+    write(workspace, "rotate_half", body)
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    assert verdict.status == "stopped" and says in verdict.message, verdict
+
+
+def test_who_kills_its_watcher(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Landlock forbids it from Linux 6.12 on."""
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    write(workspace, "rotate_half", "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nreturn x\n")
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    assert (verdict.status, verdict.message) in (
+        ("stopped", "it killed the process that watches it"),
+        ("broken", "PermissionError: [Errno 1] Operation not permitted"),
+    )
+
+
+def test_the_workspace_is_out_of_reach(workspace: Workspace) -> None:
+    kept = workspace.folder / ".learn" / "progress.json"
+    kept.write_text("{}")
+    body = (
+        f"import shutil, pathlib\nshutil.rmtree(pathlib.Path(__file__).parents[1])\n"
+        f"shutil.rmtree({str(workspace.folder)!r}, ignore_errors=True)\nraise ValueError('done')\n"
+    )
+    write(workspace, "rotate_half", body)
+    before = workspace.text("src/models/gpt.py")
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    assert verdict.message == "ValueError: done"
+    assert kept.read_text() == "{}" and workspace.text("src/models/gpt.py") == before
+
+
+def test_unfinished_parts_use_what_the_learner_has_written(workspace: Workspace) -> None:
+    """The reference of rotary calls the learner's rotate_half."""
+    write(workspace, "rotate_half", "return 0 * x\n")
+
+    def turned() -> Any:
+        gpt = checking.load(workspace.folder, "src/models/gpt.py")
+        q = torch.ones(1, 1, 2, 4)
+        return gpt.apply_rotary_pos_emb(q, q, torch.ones(2, 4), torch.ones(2, 4))[0].sum().item()
+
+    outcome = run_isolated(turned, workspace.folder, 30)
+    assert outcome.result == 8.0, outcome
+    assert "exercise rotary is not written yet: the reference runs in its place" in outcome.output
+
+
+WRONG = {  # a mutant that changes the losses of a run
+    "rmsnorm": 3, "rotate_half": 0, "rotary": 0, "swiglu": 1, "attention": 0, "init_weights": 2, "optimizer": 1,
+    "lr_schedule": 0,
+}  # fmt: skip
+
+
+def plugged_losses(folder: Path) -> dict[str, list[list[float]]]:
+    """By exercise: without the plug, with the solution in it, with a wrong answer."""
+    tokens = effect.make_tokens(folder)
+    reference = effect.product_losses(tokens, folder / "reference")
+    found = {}
+    for name, plug in effect.PLUGS.items():
+        exercise, losses = exercises()[name], [reference]
+        mutant = replace_holes(
+            course_sources()[exercise.file], exercise.file, mutate(exercise, exercise.mutants[WRONG[name]])
+        )[0]
+        for kind, text in (("solution", course_sources()[exercise.file]), ("mutant", mutant)):
+            root = folder / f"lmworks-learn-{name}-{kind}"
+            write_references(root)
+            (root / exercise.file).write_text(text)
+            with plug(checking.load(root, exercise.file)):
+                losses.append(effect.product_losses(tokens, folder / f"{name}-{kind}"))
+        found[name] = losses
+    return found
+
+
+@pytest.mark.slow
+def test_the_learners_part_is_in_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(effect, "STEPS", 5)
+    importlib.import_module("lmworks.train")
+    outcome = run_isolated(lambda: plugged_losses(tmp_path), tmp_path, 120)
+    assert outcome.result is not None, outcome
+    for name, (reference, solution, mutant) in outcome.result.items():
+        near = 0.3 if name == "init_weights" else 1e-4  # other draws of the same spread
+        assert solution == pytest.approx(reference, abs=near), name
+        assert max(abs(one - other) for one, other in zip(mutant, reference, strict=True)) > 1e-3, (name, mutant)
+
+
+def test_losses_are_drawn() -> None:
+    lines = effect.curves("your trainer", [3.0, 2.5, 2.25, 2.0], [3.0, 2.5, 2.25, 2.01])
+    assert lines == [
+        "In your trainer, 4 steps of a small model, the loss:",
+        "  step            1      4",
+        "  reference   3.000  2.000",
+        "  yours       3.000  2.010",
+        "  at most 0.01 apart",
+    ]

@@ -1,0 +1,72 @@
+"""Marks in the course's source: what stands between them, and lines that keep their numbers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lmworks.learn.course_files import course_holes, course_sources
+from lmworks.learn.exercise import exercises
+from lmworks.learn.holes import find_holes, replace_holes
+from lmworks.spec.errors import SpecError
+
+TEXT = """\
+def f(x):
+    # exercise one(x)
+    y = x + 1
+    return y
+    # end one
+
+
+def g(x):
+    if x:
+        # exercise two.part(x) -> a, b
+        a = x
+        b = 2 * x
+        # end two.part
+    return a + b
+"""
+
+
+def test_parts_and_stubs() -> None:
+    one, two = find_holes(TEXT, "f.py")
+    assert (one.name, one.exercise, one.arguments, one.results) == ("one", "one", "x", "")
+    assert one.body == "y = x + 1\nreturn y\n" and one.stub == 'return unfinished("one", x)\n'
+    assert (two.name, two.exercise, two.results) == ("two.part", "two", "a, b")
+    assert two.body == "a = x\nb = 2 * x\n" and two.stub == 'a, b = unfinished("two.part", x)\n'
+    assert one.written and two.written
+
+
+def test_replaced_lines_know_where_they_come_from() -> None:
+    text, origin = replace_holes(TEXT, "f.py", lambda hole: "return 7\n" if hole.name == "one" else None)
+    lines, before = text.splitlines(), TEXT.splitlines()
+    assert lines[2] == "    return 7" and origin[2] == 3
+    assert len(origin) == len(lines) == len(before) - 1
+    assert all(lines[at] == before[origin[at] - 1] for at in range(len(lines)) if at != 2)
+    stubs, _ = replace_holes(TEXT, "f.py", lambda hole: hole.stub)
+    assert not any(hole.written for hole in find_holes(stubs, "f.py"))
+    assert "        a, b = unfinished" in stubs
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# exercise one(x)\nx\n", "mine.py:1: the line `# end one` is missing; `lmworks learn reset one`"),
+        ("# exercise one(x)\n# exercise two(x)\n# end two\n", "mine.py:2: a mark within exercise one"),
+    ],
+)
+def test_broken_marks_are_named(text: str, says: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(says)):
+        find_holes(text, "mine.py")
+
+
+def test_every_exercise_has_its_parts_and_data() -> None:
+    known = exercises()
+    assert [one.number for one in known.values()] == list(range(1, 16))
+    assert {hole.exercise for hole in course_holes().values()} == set(known)
+    for one in known.values():
+        assert any(hole.exercise == one.id for hole in find_holes(course_sources()[one.file], one.file)), one.id
+        assert len(one.hints) == 3 and len(one.mutants) >= 5 and one.quiz, one.id
+        assert all(known[other].number < one.number for other in one.depends_on), one.id
+        assert all(0 <= question.answer < len(question.choices) for question in one.quiz), one.id

@@ -1,0 +1,165 @@
+"""The loop of `lmworks learn` as a learner types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmworks.cli.main import app
+from lmworks.learn import effect
+from lmworks.learn.exercise import exercises
+from lmworks.spec.errors import SpecError
+
+SOLVED = "half = x.shape[-1] // 2\n    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)"
+
+
+def learn(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["learn", *words])
+    if isinstance(result.exception, SpecError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    learn("init", str(tmp_path / "course"))
+    monkeypatch.chdir(tmp_path / "course")
+    monkeypatch.setattr(effect, "show_effect", lambda *_: ["in the real trainer"])
+    return tmp_path / "course"
+
+
+def answer(workspace: Path, exercise: str, body: str) -> None:
+    """In the learner's editor."""
+    file = workspace / "src" / "models" / "gpt.py"
+    lines = file.read_text().splitlines()
+    (at,) = [number for number, line in enumerate(lines) if f'unfinished("{exercise}"' in line]
+    lines[at] = lines[at][: len(lines[at]) - len(lines[at].lstrip())] + body
+    file.write_text("\n".join(lines) + "\n")
+
+
+def test_from_the_first_look_to_a_pass(workspace: Path) -> None:
+    said = learn()
+    assert "0 of 15 exercises pass" in said and "Next: 1. RMSNorm.forward" in said and "src/models/gpt.py:" in said
+    assert "not written yet" in learn("check", code=1)
+    assert "Sizes" not in learn("hint", "2") and "hint 2 of 3" in learn("hint", "rotate_half")
+    answer(workspace, "rotate_half", "return x")
+    said = learn("check", "2", code=1)
+    assert "case      [1, 2, 3, 4]" in said and "expected  float32 (4,): [-3, -4, 1, 2]" in said
+    file = workspace / "src" / "models" / "gpt.py"
+    file.write_text(file.read_text().replace("    return x\n", f"    {SOLVED}\n"))
+    said = learn("check", "rotate_half")
+    assert said.startswith("✓ 2. rotate_half passes") and "in the real trainer" in said and "Next: 1." in said
+    rows = {row["id"]: row for row in json.loads(learn("progress", "--json"))}
+    assert rows["rotate_half"]["state"] == "passed" and rows["rotate_half"]["tries"] == 2
+    assert rows["rotate_half"]["hints"] == 2 and rows["rmsnorm"] == {
+        "id": "rmsnorm", "state": "to do", "tries": 0, "hints": 0, "passed": "", "gave_up": False,
+    }  # fmt: skip
+    assert json.loads(learn("--json")) == {"passed": ["rotate_half"], "of": 15, "next": "rmsnorm"}
+
+
+def test_solution_and_reset_keep_what_was_there(workspace: Path) -> None:
+    file = workspace / "src" / "models" / "gpt.py"
+    first = file.read_text()
+    assert "+    x1, x2 = x[..., :half], x[..., half:]" in learn("solution", "rotate_half")
+    assert file.read_text() == first
+    kept = Path(learn("solution", "rotate_half", "--apply").rstrip().rpartition(" ")[2])
+    assert kept.read_text() == first and "x1, x2" in file.read_text()
+    assert "gave up, then passed" not in learn("progress") and "gave up" in learn("progress")
+    learn("reset", "rotate_half")
+    assert file.read_text() == first
+    file.unlink()
+    with pytest.raises(SpecError, match=r"gpt\.py is gone; `lmworks learn reset FILE` writes"):
+        learn("check", "rmsnorm")
+    learn("reset", "src/models/gpt.py")
+    assert file.read_text() == first
+
+
+def test_errors_say_what_would_work(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match=r"no exercise 'rotatehalf'; did you mean 'rotate_half'\?"):
+        learn("check", "rotatehalf")
+    with pytest.raises(SpecError, match="is a workspace already"):
+        learn("init", ".")
+    with pytest.raises(SpecError, match="--answer: 2 questions, 1 answers"):
+        learn("quiz", "rmsnorm", "--answer", "1")
+    file = workspace / "src" / "models" / "gpt.py"
+    file.write_text(file.read_text().replace("# exercise rmsnorm", "# rmsnorm"))
+    with pytest.raises(
+        SpecError, match="the marks of exercise rmsnorm are gone; `lmworks learn reset src/models/gpt.py`"
+    ):
+        learn("check", "rmsnorm")
+    (workspace / ".learn" / "progress.json").write_text('{"exercises": 7}')
+    with pytest.raises(SpecError, match=r"progress\.json is not a progress file"):
+        learn()
+    monkeypatch.chdir(workspace.parent)
+    with pytest.raises(SpecError, match="is in no workspace; `lmworks learn init DIR`"):
+        learn()
+
+
+def test_quiz(workspace: Path) -> None:
+    question = exercises()["rmsnorm"].quiz[0]
+    assert question.question in learn("quiz", "rmsnorm")
+    said = learn("quiz", "rmsnorm", "--answer", "2", "--answer", "3")
+    assert "   right. " in said and "   no: 1. " in said
+    table = json.loads((workspace / ".learn" / "progress.json").read_text())
+    assert table["answers"] == {"rmsnorm/0": True, "rmsnorm/1": False}
+
+
+@pytest.mark.slow
+def test_watch_says_it_within_two_seconds_of_a_save(workspace: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmworks", "learn", "watch"], stdout=subprocess.PIPE, text=True, cwd=workspace,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("Watching"):
+                break
+        answer(workspace, "rotate_half", "return x")
+        first = process.stdout.readline()  # warms the checks up, too
+        assert first.startswith("✗ 2. rotate_half"), first
+        file = workspace / "src" / "models" / "gpt.py"
+        file.write_text(file.read_text().replace("    return x\n", f"    {SOLVED}\n"))
+        began = time.monotonic()
+        line = next(line for line in process.stdout if line.startswith("✓"))
+        assert "rotate_half passes" in line and time.monotonic() - began < 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+
+
+COMMANDS = {
+    "model": [sys.executable, "src/models/gpt.py"],
+    "ddp": [sys.executable, "src/training/ddp_trainer.py", "--model_size", "small", "--max_steps", "50"],
+    "fsdp": [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "src/training/fsdp_trainer.py",
+        "--model_size", "medium", "--max_steps", "50",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", COMMANDS)
+def test_the_programs_of_a_workspace_run(workspace: Path, which: str) -> None:
+    """As the guide has them, with nothing written yet."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    done = subprocess.run(COMMANDS[which], cwd=workspace, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if which == "model":
+        assert "logits: (1, 64, 50257)" in done.stdout and "loss: 10." in done.stdout
+        return
+    run = workspace / "runs" / {"ddp": "ddp-small-1", "fsdp": "fsdp-medium-2"}[which]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 51))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1 and (run / "checkpoint.pt").exists()
+    assert "no GPU: " in done.stdout
