@@ -452,6 +452,14 @@ def typed(*words: str) -> Callable[[Sample], object]:
     return lambda sample: sample.prints(*words)
 
 
+def course(sample: Sample) -> None:
+    """A workspace where nothing is written yet."""
+    sample.prints("learn", "init", str(sample.folder / "course"))
+    sample.patch.chdir(sample.folder / "course")
+    sample.prints("learn", "list")
+    sample.prints("learn", "progress")
+
+
 def validated(sample: Sample) -> None:
     """One source, and the parts that are printed beside all of them."""
     from lmworks.cli.plan_validate import print_parts, print_report
@@ -643,6 +651,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (positions, "train.print_positions"),
     (sweeps, "sweep_display.print_trials tune.print_outcome tune.print_rungs runs_sweeps.print_sweeps"),
     (typed("tune", "seeds", "--std", "1.63"), "tune.seeds"),
+    (course, "learn.list_exercises learn.progress"),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

@@ -26,8 +26,8 @@ FLOORS = [
     {"train", "serve", "sweep"},
     {"align", "loading", "weight_prefetch"},  # the last two: files
     {"llm", "bench", "prove", "tune", "scaling", "evals", "gateway", "fleet"},
-    {"drill"},
-    {"cli", "ui", "learn"},
+    {"drill", "learn"},
+    {"cli", "ui"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {

@@ -35,6 +35,8 @@ def parse(line: str) -> None:
     command = COMMAND
     context = command.make_context(name, words)
     while hasattr(command, "resolve_command"):
+        if not (context._protected_args or context.args) and command.invoke_without_command:
+            return
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
         context = command.make_context(name, words, parent=context)
     given = context.params

@@ -93,7 +93,7 @@ def test_errors_say_what_would_work(workspace: Path, monkeypatch: pytest.MonkeyP
     file = workspace / "src" / "models" / "gpt.py"
     file.write_text(file.read_text().replace("# exercise rmsnorm", "# rmsnorm"))
     with pytest.raises(
-        SpecError, match="the marks of exercise rmsnorm are gone; `lmworks learn reset src/models/gpt.py`"
+        SpecError, match=r"the marks of exercise rmsnorm are gone; `lmworks learn reset src/models/gpt\.py`"
     ):
         learn("check", "rmsnorm")
     (workspace / ".learn" / "progress.json").write_text('{"exercises": 7}')
