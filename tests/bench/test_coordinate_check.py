@@ -15,6 +15,7 @@ from typed import lmworks
 SMALL = ["tiny", "optim.lr=4e-3", "data.seq=32", "data.micro_batch=4"]
 
 
+@pytest.mark.slow
 def test_flat_under_mup_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A missing multiplier, initial scale or learning rate of any role gives a slope of at least a half."""
     plot = tmp_path / "check.png"

@@ -149,6 +149,7 @@ def test_any_step_size_uses_compiled_kernels(tmp_path: Path) -> None:
     assert told_by(DRIVER + ANY_NUMBER, tmp_path) == {"norm": [], "added": [], "draw": []}
 
 
+@pytest.mark.slow
 def test_launches_compile_in_parallel_without_running(tmp_path: Path) -> None:
     told = told_by(DRIVER + APART, tmp_path)
     assert told["inside"] == []

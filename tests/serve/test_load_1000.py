@@ -171,6 +171,7 @@ def test_killed_engine_fails_streams_and_recovers(backend: EngineProcess, run: R
     run(main())
 
 
+@pytest.mark.slow
 def test_stopped_engine_is_detected_under_load(backend: EngineProcess, run: Run) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(answer(backend, number, 20)) for number in range(STREAMS)]
