@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def failures(folder: Path, exercise: Exercise) -> list[str]:
-    """Of the solution, of the stubs of all exercises, and of each mutant: "" where the check passes."""
+    """Of the solution, of the stubs of all exercises, and of each mutant: "" where the check passes.
+
+    A mutant has to fail by its values or by the error that it is known for, not by a name that does not exist.
+    """
     found = []
     solved = dict(course_sources())
     stubs = {path: replace_holes(text, path, stub_of)[0] for path, text in solved.items()}
@@ -47,6 +51,7 @@ def failures(folder: Path, exercise: Exercise) -> list[str]:
         for path, text in files.items():
             (root / path).write_text(text)
         error = failure_of(CHECKS[exercise.id], root, exercise.file)
+        assert not isinstance(error, NameError | SyntaxError), (exercise.id, number, error)
         found.append("" if error is None else f"{type(error).__name__}: {error}")
     return found
 
@@ -114,10 +119,6 @@ HOSTILE = {
     "an end of the process": ("import os\nos._exit(3)\n", "exit code 3"),
     "sys.exit": ("import sys\nsys.exit(0)\n", "exit code 0"),
     "a crash": ("import ctypes\nctypes.string_at(0)\n", "SIGSEGV"),
-    "children that stay": (
-        "import os, time\nfor _ in range(5):\n    if not os.fork():\n        os.setsid()\n        time.sleep(60)\n"
-        "while True: pass\n", "did not end within",
-    ),
 }  # fmt: skip
 
 
@@ -128,6 +129,27 @@ def test_what_ends_the_process_is_said(workspace: Workspace, monkeypatch: pytest
     write(workspace, "rotate_half", body)
     verdict = check_exercise(workspace, exercises()["rotate_half"])
     assert verdict.status == "stopped" and says in verdict.message, verdict
+
+
+def test_children_are_gone(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SECONDS", 1.0)
+    body = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(77.25)\nprint(os.getpid())\nwhile True: pass\n"
+    write(workspace, "rotate_half", body)
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    assert not os.path.exists(f"/proc/{int(verdict.output)}")
+    assert not [one for one in Path("/proc").glob("[0-9]*") if parent_of(one) == int(verdict.output)]
+
+
+def parent_of(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_a_fork_that_comes_back_is_one_answer(workspace: Workspace) -> None:
+    write(workspace, "rotate_half", "import os\nos.fork()\na, b = x.chunk(2, -1)\nreturn torch.cat((-b, a), -1)\n")
+    assert check_exercise(workspace, exercises()["rotate_half"]).status in ("passed", "failed")
 
 
 def test_who_kills_its_watcher(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +189,45 @@ def test_unfinished_parts_use_what_the_learner_has_written(workspace: Workspace)
     outcome = run_isolated(turned, workspace.folder, 30)
     assert outcome.result == 8.0, outcome
     assert "exercise rotary is not written yet: the reference runs in its place" in outcome.output
+
+
+OTHER = {  # right answers unlike the reference
+    "rmsnorm": "return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)\n",
+    "rotary": "turn = lambda x: x * cos + rotate_half(x) * sin\nreturn [turn(q), turn(k)]\n",
+    "attention": "out = torch.einsum('bhqk,bhkd->bhqd', (torch.einsum('bhqd,bhkd->bhqk', q, k) * self.head_dim**-0.5"
+    " + torch.full((q.shape[2], q.shape[2]), float('-inf')).triu(1)).softmax(-1), v)\n",
+    "optimizer": "named = dict(self.model.named_parameters())\nvectors = [n for n in named if 'norm' in n]\n"
+    "rest = [n for n in named if 'norm' not in n]\nreturn torch.optim.AdamW([{'params': [named[n] for n in names if "
+    "named[n].requires_grad], 'weight_decay': decay} for names, decay in ((vectors, 0.0), (rest, "
+    "self.args.weight_decay))], lr=self.args.learning_rate, betas=(0.9, 0.95))\n",
+    "train_step": "self.optimizer.zero_grad()\nself.model.train()\nlr = self.get_lr(self.step)\n"
+    "for group in self.optimizer.param_groups:\n    group['lr'] = lr\nlosses = []\n"
+    "*first, last = micro_batches\ndef both(tokens):\n    with self.autocast():\n"
+    "        loss = self.model(tokens, labels=tokens)[1] / len(micro_batches)\n    loss.backward()\n"
+    "    losses.append(loss.detach())\nfor tokens in first:\n    with self.without_sync():\n        both(tokens)\n"
+    "both(last)\nnorm = self.clip_gradients()\nself.optimizer.step()\nself.step += 1\n"
+    "return {'loss': float(sum(losses)), 'grad_norm': norm, 'lr': lr}\n",
+    "ddp_checkpoint.save": "model = self.model.module if self.world_size > 1 else self.model\n"
+    "path.parent.mkdir(parents=True, exist_ok=True)\n"
+    "if not dist.is_initialized() or dist.get_rank() == 0:\n    with open(path, 'wb') as file:\n"
+    "        torch.save({'model': model.state_dict(), 'optimizer': self.optimizer.state_dict(), 'step': self.step}, "
+    "f=file)\nif dist.is_initialized():\n    dist.barrier()\n",
+    "fsdp_policy": "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n"
+    "return ModuleWrapPolicy({TransformerBlock})\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] if one in ("train_step", "ddp_checkpoint.save") else [])
+        for one in OTHER
+    ],
+)
+def test_other_right_answers_pass(tmp_path: Path, name: str) -> None:
+    exercise = exercises()[name.partition(".")[0]]
+    verdict = checking.check_source(exercise, lambda hole: OTHER[name] if hole.name == name else None)
+    assert verdict.passed, verdict
 
 
 WRONG = {  # a mutant that changes the losses of a run

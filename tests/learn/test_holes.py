@@ -52,8 +52,11 @@ def test_replaced_lines_know_where_they_come_from() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("# exercise one(x)\nx\n", "mine.py:1: the line `# end one` is missing; `lmworks learn reset one`"),
-        ("# exercise one(x)\n# exercise two(x)\n# end two\n", "mine.py:2: a mark within exercise one"),
+        (
+            "# exercise one(x)\nx\n",
+            "mine.py:1: the line `# end one` is missing; write it again, or `lmworks learn reset",
+        ),
+        ("# exercise one(x)\n# exercise two(x)\n# end two\n", "mine.py:1: the line `# end one` is missing"),
     ],
 )
 def test_broken_marks_are_named(text: str, says: str) -> None:

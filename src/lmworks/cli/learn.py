@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..learn.exercise import Exercise, exercises, find_exercise
-from ..learn.progress import Progress
+from ..learn.progress import Progress, change_progress
 from ..learn.workspace import Workspace
 from ..spec.errors import SpecError
 from .groups import CommandGroup
@@ -88,14 +88,9 @@ def check(name: Id = "", json: Json = False) -> None:
     """Check an exercise, and show what it does in the real trainer."""
     workspace, progress = here()
     exercise = chosen(name, progress)
-    verdict = judge(workspace, progress, exercise)
+    verdict = judge(workspace, exercise, quiet=json)
     if json:
         print_json(verdict.as_json())
-    else:
-        print_verdict(exercise, verdict)
-        if verdict.passed:
-            print_effect(workspace, exercise)
-            print_what_follows(progress)
     if not verdict.passed:
         raise typer.Exit(1)
 
@@ -103,38 +98,32 @@ def check(name: Id = "", json: Json = False) -> None:
 @app.command()
 def watch() -> None:
     """Check whatever you save, until Ctrl-C."""
-    workspace, progress = here()
+    workspace, _ = here()
     typer.echo("Loading PyTorch, once.")
     __import__("torch")
-    seen = {path: (workspace.folder / path).stat().st_mtime_ns for path in watched(workspace)}
+    seen = {one.id: answer_of(workspace, one) for one in exercises().values()}
     typer.echo(f"Watching {workspace.folder}: save a file. Ctrl-C ends it.")
     while True:
         time.sleep(POLL_S)
-        for path in watched(workspace):
-            stamp = (workspace.folder / path).stat().st_mtime_ns
-            if seen.get(path) == stamp:
+        for exercise in exercises().values():
+            answer = answer_of(workspace, exercise)
+            if answer == seen[exercise.id]:
                 continue
-            seen[path] = stamp
-            check_file(workspace, progress, path)
+            seen[exercise.id] = answer
+            try:
+                if workspace.written(exercise):
+                    judge(workspace, exercise)
+            except SpecError as error:
+                typer.echo(str(error))
+                break  # the file is broken: once is enough
 
 
-def check_file(workspace: Workspace, progress: Progress, path: str) -> None:
-    """The first exercise of the file that is written and has not passed; else the last that was written."""
-    written = [one for one in exercises().values() if one.file == path and written_or_broken(workspace, one)]
-    open_ones = [one for one in written if not progress.of(one.id).passed]
-    if not written:
-        typer.echo(f"{path}: saved; no exercise in it is written yet")
-        return
-    exercise = (open_ones or written[-1:])[0]
+def answer_of(workspace: Workspace, exercise: Exercise) -> list[str]:
+    """What the learner has written; the error where the file cannot be read."""
     try:
-        verdict = judge(workspace, progress, exercise)
+        return [hole.body for hole in workspace.holes(exercise)]
     except SpecError as error:
-        typer.echo(str(error))
-        return
-    print_verdict(exercise, verdict)
-    if verdict.passed:
-        print_effect(workspace, exercise)
-        print_what_follows(progress)
+        return [str(error)]
 
 
 def written_or_broken(workspace: Workspace, exercise: Exercise) -> bool:
@@ -144,18 +133,14 @@ def written_or_broken(workspace: Workspace, exercise: Exercise) -> bool:
         return True  # its check says what is wrong
 
 
-def watched(workspace: Workspace) -> list[str]:
-    return sorted({one.file for one in exercises().values() if (workspace.folder / one.file).exists()})
-
-
 @app.command()
 def hint(name: Id = "") -> None:
     """The next of three hints."""
-    _, progress = here()
+    workspace, progress = here()
     exercise = chosen(name, progress)
-    record = progress.of(exercise.id)
-    record.hints = min(record.hints + 1, len(exercise.hints))
-    progress.save()
+    with change_progress(workspace.folder) as progress:
+        record = progress.of(exercise.id)
+        record.hints = min(record.hints + 1, len(exercise.hints))
     typer.echo(f"{exercise.number}. {exercise.title}, hint {record.hints} of {len(exercise.hints)}:")
     typer.echo(f"  {exercise.hints[record.hints - 1]}")
     if record.hints == len(exercise.hints):
@@ -182,14 +167,13 @@ def solution(
     apply: Annotated[bool, typer.Option("--apply", help="Put it in place; your file is kept.")] = False,
 ) -> None:
     """The reference, as a diff. Asked for before it passes: given up."""
-    workspace, progress = here()
+    workspace, _ = here()
     exercise = find_exercise(name)
-    record = progress.of(exercise.id)
-    if not record.passed:
-        record.gave_up = True
-        progress.save()
+    with change_progress(workspace.folder) as progress:
+        record = progress.of(exercise.id)
+        record.gave_up = record.gave_up or not record.passed
     if not apply:
-        typer.echo(workspace.solution_diff(exercise) or "yours is the reference, word for word", nl=False)
+        typer.echo(workspace.solution_diff(exercise).rstrip("\n") or "yours is the reference, word for word")
         return
     copy = workspace.apply_solution(exercise)
     typer.echo(f"{exercise.file} has the reference of {exercise.id}; yours is kept: {copy}")
@@ -199,10 +183,14 @@ def solution(
 def reset(name: Annotated[str, typer.Argument(metavar="ID|FILE", help="An exercise, or a file.")]) -> None:
     """Take an exercise, or a file, back to its start; a copy is kept."""
     workspace, _ = here()
-    is_file = name.endswith(".py")
-    target = name if is_file else find_exercise(name).id
-    if is_file and name not in {one.file for one in exercises().values()}:
-        raise SpecError(f"{name} is no file of the course: {', '.join(watched(workspace))}")
+    files = sorted({one.file for one in exercises().values()})
+    if name.endswith(".py"):
+        full = Path(name).resolve()
+        target = next((file for file in files if full == (workspace.folder / file).resolve()), "")
+        if not target:
+            raise SpecError(f"{name} is no file of the course: {', '.join(files)}")
+    else:
+        target = find_exercise(name).id
     copy = workspace.reset(target)
     typer.echo(f"{target} is as it was at first; yours is kept: {copy}")
 
@@ -228,20 +216,23 @@ def quiz(
     answer: Annotated[list[int] | None, typer.Option("--answer", help="Which choice, from 1; repeat it.")] = None,
 ) -> None:
     """Questions on an exercise; without --answer they are printed."""
-    _, progress = here()
+    workspace, progress = here()
     exercise = chosen(name, progress)
     if answer and len(answer) != len(exercise.quiz):
         raise SpecError(f"--answer: {len(exercise.quiz)} questions, {len(answer)} answers; repeat the option")
+    for given, question in zip(answer or (), exercise.quiz, strict=False):
+        if not 1 <= given <= len(question.choices):
+            raise SpecError(f"--answer {given}: the choices are 1 to {len(question.choices)}")
+    right = [given - 1 == question.answer for given, question in zip(answer or (), exercise.quiz, strict=False)]
     for number, question in enumerate(exercise.quiz):
         typer.echo(f"{number + 1}. {question.question}")
         for index, choice in enumerate(question.choices):
             typer.echo(f"   {index + 1}) {choice}")
         if answer:
-            right = answer[number] - 1 == question.answer
-            progress.answers[f"{exercise.id}/{number}"] = right
-            typer.echo(f"   {'right' if right else f'no: {question.answer + 1}'}. {question.why}")
+            typer.echo(f"   {'right' if right[number] else f'no: {question.answer + 1}'}. {question.why}")
     if answer:
-        progress.save()
+        with change_progress(workspace.folder) as progress:
+            progress.answers |= {f"{exercise.id}/{number}": one for number, one in enumerate(right)}
 
 
 # --- shared ----------------------------------------------------------------------------------------------
@@ -271,16 +262,22 @@ def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise
     return "written" if workspace and written_or_broken(workspace, exercise) else "to do"
 
 
-def judge(workspace: Workspace, progress: Progress, exercise: Exercise) -> Verdict:
+def judge(workspace: Workspace, exercise: Exercise, quiet: bool = False) -> Verdict:
+    """Checks, records and says it, with the effect of a pass."""
     from ..learn.check import check_exercise
     from ..learn.verdict import UNFINISHED
 
     verdict = check_exercise(workspace, exercise)
-    record = progress.of(exercise.id)
-    record.tries += verdict.status != UNFINISHED
-    if verdict.passed and not record.passed:
-        record.passed = datetime.now(UTC).isoformat(timespec="seconds")
-    progress.save()
+    if not quiet:
+        print_verdict(exercise, verdict)
+    with change_progress(workspace.folder) as progress:
+        record = progress.of(exercise.id)
+        record.tries += verdict.status != UNFINISHED
+        if verdict.passed and not record.passed:
+            record.passed = datetime.now(UTC).isoformat(timespec="seconds")
+    if verdict.passed and not quiet:
+        print_effect(workspace, exercise)
+        print_what_follows(progress)
     return verdict
 
 

@@ -24,7 +24,6 @@ from .workspace import Workspace, solution_of
 
 SECONDS = 30.0  # a check takes less than ten on two cores
 RECOGNITION_SECONDS = 5.0  # for the misconception behind a wrong answer
-NOT_COPIED = shutil.ignore_patterns(".learn", ".git", "runs", "wandb", "__pycache__", "*.pt")
 
 
 def check_exercise(workspace: Workspace, exercise: Exercise) -> Verdict:
@@ -37,8 +36,7 @@ def check_exercise(workspace: Workspace, exercise: Exercise) -> Verdict:
     text, origin = workspace.with_reference_around(exercise)
     with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
         folder = Path(temporary, "workspace")
-        shutil.copytree(workspace.folder, folder, ignore=NOT_COPIED, symlinks=True)
-        write_references(folder)
+        copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
         return verdict_of(exercise, folder, origin, workspace.text(exercise.file).splitlines())
 
@@ -51,6 +49,12 @@ def check_source(exercise: Exercise, changed: Callable[[Hole], str | None]) -> V
         text, origin = replace_holes(course_sources()[exercise.file], exercise.file, changed)
         (folder / exercise.file).write_text(text)
         return verdict_of(exercise, folder, origin, text.splitlines())
+
+
+def copy_sources(workspace: Workspace, folder: Path) -> None:
+    """The learner's own modules beside the references of the course's files."""
+    shutil.copytree(workspace.folder / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    write_references(folder)
 
 
 def write_references(folder: Path) -> None:
@@ -91,7 +95,8 @@ def verdict_of(exercise: Exercise, folder: Path, origin: list[int], lines: list[
     check = importlib.import_module("lmworks.learn.checks").CHECKS[exercise.id]
     outcome = run_isolated(lambda: judge(exercise, check, origin, lines), folder, SECONDS)
     if outcome.result is None:
-        return Verdict(exercise.id, STOPPED, outcome.why, output=outcome.output, seconds=outcome.seconds)
+        why = f"{outcome.why}. {exercise.if_stopped}" if exercise.if_stopped else outcome.why
+        return Verdict(exercise.id, STOPPED, why, output=outcome.output, seconds=outcome.seconds)
     return Verdict(**{**outcome.result, "output": outcome.output, "seconds": outcome.seconds})
 
 

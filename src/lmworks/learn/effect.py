@@ -5,19 +5,19 @@ Where the product has no such part (the course's own training step and checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from .check import NOT_COPIED, load, write_references
+from .check import copy_sources, load, write_references
 from .course_files import course_sources
 from .exercise import Exercise
 from .run_isolated import run_isolated
@@ -30,16 +30,14 @@ SECONDS = 60.0
 
 def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
     """Lines to print."""
-    if exercise.id not in {**PLUGS, **dict.fromkeys(IN_COURSE)}:
+    if exercise.id not in PLUGS and exercise.id not in IN_COURSE:
         return [f"See it at work: {exercise.test}"] if exercise.test else []
-    train = importlib.import_module("lmworks.train")
-    importlib.import_module("lmworks.data")
-    assert train is not None
+    for room in ("lmworks.train", "lmworks.data"):  # before the fork
+        importlib.import_module(room)
     text, _ = workspace.with_reference_around(exercise)
     with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
         folder = Path(temporary, "workspace")
-        shutil.copytree(workspace.folder, folder, ignore=NOT_COPIED, symlinks=True)
-        write_references(folder)
+        copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
         measure = in_product if exercise.id in PLUGS else in_course
         outcome = run_isolated(partial(measure, exercise, folder), folder, SECONDS)
@@ -126,9 +124,11 @@ def rotary(module: ModuleType) -> Iterator[None]:
 @contextmanager
 def swiglu(module: ModuleType) -> Iterator[None]:
     gpt = importlib.import_module("lmworks.model.gpt")
+    layer = module.MLP(module.SIZES["tiny"])
 
     def forward(self: Any, x: Any) -> Any:
-        return module.MLP.forward(SimpleNamespace(gate_proj=self.gate, up_proj=self.up, down_proj=self.down), x)
+        layer.gate_proj, layer.up_proj, layer.down_proj = self.gate, self.up, self.down
+        return layer(x)
 
     with patch.object(gpt.MLP, "forward", forward):
         yield
@@ -138,16 +138,20 @@ def swiglu(module: ModuleType) -> Iterator[None]:
 def attention(module: ModuleType) -> Iterator[None]:
     """Its projections hand over the queries, keys and values that the product has made."""
     ours, torch = importlib.import_module("lmworks.model.attention"), importlib.import_module("torch")
+    layer = module.CausalSelfAttention(module.SIZES["tiny"])
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        delattr(layer, name)
+    layer.o_proj = lambda x: x
 
     def sdpa(q: Any, k: Any, v: Any, mask: Any, causal: bool) -> Any:
         if mask is not None or not causal:
             raise ValueError("the exercise is plain causal attention")
         batch, seq, heads, dim = q.shape
-        layer = SimpleNamespace(num_heads=heads, head_dim=dim, use_flash=False, o_proj=lambda x: x)
+        layer.num_heads, layer.head_dim = heads, dim
         for name, value in (("q_proj", q), ("k_proj", k), ("v_proj", v)):
             setattr(layer, name, lambda _, value=value: value.flatten(-2))
         tables = torch.ones(seq, dim), torch.zeros(seq, dim)  # they are turned already
-        return module.CausalSelfAttention.forward(layer, q.flatten(-2), *tables).view(batch, seq, heads, dim)
+        return layer(q.flatten(-2), *tables).view(batch, seq, heads, dim)
 
     with patch.object(ours, "sdpa", sdpa):
         yield
@@ -157,13 +161,14 @@ def attention(module: ModuleType) -> Iterator[None]:
 def init_weights(module: ModuleType) -> Iterator[None]:
     """Each matrix as a module of its kind; the draws are others, so the losses differ by luck."""
     weights, torch = importlib.import_module("lmworks.parallel.initial_weights"), importlib.import_module("torch")
-    original = weights.initial_weight
+    original, model = weights.initial_weight, module.GPT(module.SIZES["tiny"])
 
     def initial_weight(spec: Any, seed: int, name: str, shape: Any) -> Any:
         if len(shape) < 2:
             return original(spec, seed, name, shape)
         layer = torch.nn.Embedding(*shape) if name.startswith("embed") else torch.nn.Linear(shape[1], shape[0], False)
-        module.GPT._init_weights(SimpleNamespace(config=SimpleNamespace(init_std=spec.init_std)), layer)
+        model.config = dataclasses.replace(model.config, init_std=spec.init_std)
+        model._init_weights(layer)
         return layer.weight.detach()
 
     with patch.object(weights, "initial_weight", initial_weight):
@@ -172,13 +177,14 @@ def init_weights(module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def optimizer(module: ModuleType) -> Iterator[None]:
-    optim = importlib.import_module("lmworks.train.optim")
+    optim, torch = importlib.import_module("lmworks.train.optim"), importlib.import_module("torch")
 
     def parameter_groups(shards: Any, model: Any, settings: Any) -> list[dict[str, Any]]:
-        leaves = [shard.leaf for shard in shards]
-        args = SimpleNamespace(weight_decay=settings.weight_decay, learning_rate=settings.lr)
-        trainer = SimpleNamespace(model=SimpleNamespace(parameters=lambda: leaves), args=args)
-        groups = module.DistributedTrainer._setup_optimizer(trainer).param_groups
+        trainer = bare_trainer(module, weight_decay=settings.weight_decay, learning_rate=settings.lr)
+        trainer.model = torch.nn.Module()
+        for shard in shards:
+            trainer.model.register_parameter(shard.name.replace(".", "_"), shard.leaf)
+        groups = trainer._setup_optimizer().param_groups
         return [
             {"params": one["params"], "weight_decay": one["weight_decay"], "lr": one["lr"], "lr_scale": 1.0}
             for one in groups
@@ -193,14 +199,21 @@ def lr_schedule(module: ModuleType) -> Iterator[None]:
     step_module = importlib.import_module("lmworks.train.step")
 
     def learning_rate(optim: Any, step: int) -> float:
-        args = SimpleNamespace(
-            learning_rate=optim.lr, min_lr=optim.lr * optim.min_lr_ratio, warmup_steps=optim.warmup,
+        trainer = bare_trainer(
+            module, learning_rate=optim.lr, min_lr=optim.lr * optim.min_lr_ratio, warmup_steps=optim.warmup,
             max_steps=optim.steps - 1,
         )  # fmt: skip
-        return float(module.DistributedTrainer.get_lr(SimpleNamespace(args=args), step))
+        return float(trainer.get_lr(step))
 
     with patch.object(step_module, "learning_rate", learning_rate):
         yield
+
+
+def bare_trainer(module: ModuleType, **arguments: Any) -> Any:
+    """The learner's class with arguments alone: no model, no ranks."""
+    trainer = object.__new__(module.DistributedTrainer)
+    trainer.args = module.TrainingArguments(**arguments)
+    return trainer
 
 
 PLUGS: dict[str, Callable[[ModuleType], Any]] = {

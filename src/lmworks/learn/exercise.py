@@ -47,6 +47,7 @@ class Exercise:
     quiz: tuple[Question, ...]
     read_first: tuple[str, ...] = ()
     depends_on: tuple[str, ...] = ()
+    if_stopped: str = ""  # what a crash or an endless wait of this exercise is usually caused by
     test: str = ""  # a command of the workspace that shows it at work
 
 

@@ -45,9 +45,17 @@ def expect_close(
     if not isinstance(got, Tensor):
         raise Mismatch(case, expected, got, inputs, remark or f"a tensor is expected, this is {kind_of(got)}")
     if got.shape != expected.shape:
-        raise Mismatch(case, expected, got, inputs, remark or "the shape is another one")
+        raise Mismatch(
+            case,
+            expected,
+            got,
+            inputs,
+            remark or f"wrong shape: {tuple(expected.shape)} expected, {tuple(got.shape)} given",
+        )
     if got.dtype != expected.dtype:
-        raise Mismatch(case, expected, got, inputs, remark or "the dtype is another one")
+        raise Mismatch(
+            case, expected, got, inputs, remark or f"wrong dtype: {expected.dtype} expected, {got.dtype} given"
+        )
     if not torch.allclose(got, expected, rtol=rtol, atol=atol):
         raise Mismatch(case, expected, got, inputs, remark)
 

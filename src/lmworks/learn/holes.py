@@ -43,7 +43,8 @@ class Hole:
     @property
     def written(self) -> bool:
         """Something of its own stands here, not the stub."""
-        return f'unfinished("{self.name}"' not in self.body
+        code = [line for line in self.body.splitlines() if not line.lstrip().startswith("#")]
+        return not any(f'unfinished("{self.name}"' in line for line in code)
 
 
 def find_holes(text: str, path: str) -> list[Hole]:
@@ -53,7 +54,7 @@ def find_holes(text: str, path: str) -> list[Hole]:
     for number, line in enumerate(lines):
         if mark := MARK.match(line.rstrip("\n")):
             if opened:
-                raise SpecError(f"{path}:{number + 1}: a mark within exercise {opened[0]['name']}, which has no end")
+                raise SpecError(without_end(path, opened[0]["name"], opened[1]))
             opened = mark, number + 1
         elif opened and line.strip() == f"# end {opened[0]['name']}":
             mark, start = opened
@@ -63,9 +64,15 @@ def find_holes(text: str, path: str) -> list[Hole]:
             )
             opened = None
     if opened:
-        name = opened[0]["name"]
-        raise SpecError(f"{path}:{opened[1]}: the line `# end {name}` is missing; `lmworks learn reset {name.partition('.')[0]}` writes it anew")  # fmt: skip  # noqa: E501
+        raise SpecError(without_end(path, opened[0]["name"], opened[1]))
     return found
+
+
+def without_end(path: str, name: str, line: int) -> str:
+    return (
+        f"{path}:{line}: the line `# end {name}` is missing; write it again, or `lmworks learn reset {path}` writes "
+        "the file anew (yours is kept)"
+    )
 
 
 def replace_holes(text: str, path: str, body: Callable[[Hole], str | None]) -> tuple[str, list[int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -43,8 +46,21 @@ class Progress:
 
     def save(self) -> None:
         """The old file stays whole if this is cut off."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
         table = {"exercises": {name: asdict(one) for name, one in self.exercises.items()}, "answers": self.answers}
-        new = self.file.with_suffix(f".{os.getpid()}")
+        new = self.file.with_suffix(".new")
         new.write_text(json.dumps(table, indent=2) + "\n")
         os.replace(new, self.file)
+
+
+@contextmanager
+def change_progress(workspace: Path) -> Iterator[Progress]:
+    """Reads, lets the caller change, and writes, one process at a time."""
+    folder = workspace / ".learn"
+    try:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            progress = Progress.load(workspace)
+            yield progress
+            progress.save()
+    except OSError as error:
+        raise SpecError(f"{folder}: progress is not written: {error.strerror}") from None

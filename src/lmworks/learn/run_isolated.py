@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -44,29 +45,54 @@ def run_isolated(function: Callable[[], Any], folder: Path, seconds: float) -> O
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    supervisor = os.fork()
+    caller, supervisor = os.getpid(), os.fork()
     if not supervisor:
         os.close(read_end)
-        supervise(function, folder, seconds, write_end)
+        supervise(function, folder, seconds, write_end, caller)
     os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(supervisor, 0)
+    try:
+        with os.fdopen(read_end, "rb") as pipe:
+            answer = pipe.read()
+    except BaseException:  # Ctrl-C: nothing is left behind
+        os.kill(supervisor, signal.SIGTERM)
+        raise
+    finally:
+        os.waitpid(supervisor, 0)
     content: dict[str, Any] = (
         json.loads(answer) if answer else {"result": None, "why": "it killed the process that watches it"}
     )
-    printed = (folder / "output.txt").read_bytes()[-OUTPUT_BYTES:] if (folder / "output.txt").exists() else b""
-    return Outcome(content["result"], content["why"], printed.decode(errors="replace"), time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Outcome(content["result"], content["why"], end_of(folder / "output.txt"), seconds)
 
 
-def supervise(function: Callable[[], Any], folder: Path, seconds: float, answer: int) -> None:
+def end_of(file: Path) -> str:
+    """The last of what was printed."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as printed:
+        printed.seek(max(0, file.stat().st_size - OUTPUT_BYTES))
+        return printed.read().decode(errors="replace")
+
+
+def supervise(function: Callable[[], Any], folder: Path, seconds: float, answer: int, caller: int) -> None:
+    """When the caller ends, however it does, so does all that is below, and the folder is removed."""
     code = 1
+
+    def end(*_: object) -> None:
+        if sys.platform == "linux":
+            kill_descendants()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code)
+
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, end)
         os.setsid()
         if sys.platform == "linux":
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != caller:
+                end()
         read_end, write_end = os.pipe()
         runner = os.fork()
         if not runner:
@@ -93,8 +119,8 @@ def wait_for(runner: int, pipe: int, seconds: float) -> dict[str, Any]:
             return {"why": f"it did not end within {seconds:.0f} seconds: is there a loop without an end?"}
         part = os.read(pipe, 1 << 16)
         received += part
-        if received.endswith(b"\n"):
-            return {"why": "", "result": json.loads(received)}
+        if b"\n" in received:  # the first line: a fork of the function may come back, too
+            return {"why": "", "result": json.loads(received.partition(b"\n")[0])}
         if not part:
             break
     _, status = os.waitpid(runner, 0)
@@ -105,6 +131,9 @@ def wait_for(runner: int, pipe: int, seconds: float) -> dict[str, Any]:
 
 
 def run_here(function: Callable[[], Any], folder: Path, answer: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.disable()  # that of a test or a debugger would speak into the terminal
     os.chdir(folder)
     printed = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

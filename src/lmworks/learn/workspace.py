@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,14 +40,17 @@ class Workspace:
     def create(cls, folder: Path) -> Workspace:
         if (folder / MARKER).exists():
             raise SpecError(f"{folder} is a workspace already; `lmworks learn reset ID` takes one exercise back")
-        if folder.exists() and any(folder.iterdir()):
-            raise SpecError(f"{folder} is not empty; name a new folder")
-        for path, text in course_sources().items():
-            file = folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(replace_holes(text, path, stub_of)[0])
-        (folder / "README.md").write_text(README)
-        (folder / MARKER).mkdir()
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise SpecError(f"{folder} is there already, and not an empty folder; name a new one")
+        try:
+            for path, text in course_sources().items():
+                file = folder / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(replace_holes(text, path, stub_of)[0])
+            (folder / "README.md").write_text(README)
+            (folder / MARKER).mkdir()
+        except OSError as error:
+            raise SpecError(f"{folder}: {error.strerror}; name a folder that can be written") from None
         return cls(folder)
 
     @classmethod
@@ -61,7 +65,7 @@ class Workspace:
         try:
             return (self.folder / path).read_text()
         except FileNotFoundError:
-            raise SpecError(f"{self.folder / path} is gone; `lmworks learn reset FILE` writes {path} anew") from None
+            raise SpecError(f"{self.folder / path} is gone; `lmworks learn reset {path}` writes it anew") from None
         except UnicodeDecodeError as error:
             raise SpecError(f"{self.folder / path} is not UTF-8 ({error.reason} at byte {error.start})") from None
 
@@ -117,12 +121,11 @@ class Workspace:
         )
         return "".join(lines)
 
-    def changed(self, exercise: Exercise, body: object) -> str:
-        assert callable(body)
+    def changed(self, exercise: Exercise, body: Callable[[Hole], str | None]) -> str:
         text = self.text(exercise.file)
         return replace_holes(text, exercise.file, lambda hole: body(hole) if hole.exercise == exercise.id else None)[0]
 
-    def rewrite(self, exercise: Exercise, body: object) -> None:
+    def rewrite(self, exercise: Exercise, body: Callable[[Hole], str | None]) -> None:
         (self.folder / exercise.file).write_text(self.changed(exercise, body))
 
     def keep_copy(self, path: str) -> Path:

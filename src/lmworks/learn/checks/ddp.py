@@ -6,17 +6,16 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch._C._distributed_c10d import HashStore
-from torch.nn.parallel import DistributedDataParallel
 
 from ..expect import Mismatch, expect_close, expect_equal
+from .ranks import on_two_ranks, saved_by_rank_zero
 
 TINY = {"model_size": "tiny", "batch_size": 2, "seq_len": 16, "max_steps": 10, "warmup_steps": 2, "output_dir": "run"}
 
@@ -93,7 +92,7 @@ def one_large_batch(trainer: Any, micro_batches: list[torch.Tensor]) -> tuple[nn
 
 
 def train_step(ddp: ModuleType) -> None:
-    for count, clip, steps in ((1, 100.0, 1), (2, 100.0, 1), (3, 0.05, 3)):
+    for count, clip, steps in ((1, 100.0, 2), (2, 100.0, 1), (3, 0.05, 3)):
         trainer = make_trainer(ddp, grad_accum_steps=count, max_grad_norm=clip, learning_rate=0.01)
         for step in range(steps):
             which = f"{count} micro-batch{'es' * (count > 1)}, clipped at {clip:g}, step {step}"
@@ -103,6 +102,9 @@ def train_step(ddp: ModuleType) -> None:
             got = trainer.train_step(batches)
             if not isinstance(got, dict) or not {"loss", "grad_norm", "lr"} <= set(got):
                 raise Mismatch(which, "a dictionary with loss, grad_norm and lr", got)
+            for key in ("loss", "grad_norm", "lr"):
+                if not isinstance(got[key], (float, int)):
+                    raise Mismatch(f"{which}: {key}", "a number (`.item()` of a tensor)", type(got[key]).__name__)
             remark = "the mean loss of the micro-batches, as a number"
             expect_close(f"{which}: loss", torch.tensor(got["loss"]), torch.tensor(loss), rtol=1e-4, remark=remark)
             remark = "the norm before clipping, of the gradient that one large batch of all micro-batches has"
@@ -112,85 +114,76 @@ def train_step(ddp: ModuleType) -> None:
             expect_equal(f"{which}: lr", float(got["lr"]), lr)
             for (name, one), other in zip(trainer.model.named_parameters(), after.parameters(), strict=True):
                 expect_close(f"{which}: {name} after the update", one.data, other.data, rtol=1e-3, atol=2e-5)
-            left = [one for one in trainer.model.parameters() if one.grad is not None and one.grad.any()]
-            expect_equal(
-                f"{which}: gradients left after it", len(left), 0, remark="the next step would begin with them"
-            )
             expect_equal(f"{which}: self.step", trainer.step, step + 1)
     synchronised(ddp)
 
 
 def synchronised(ddp: ModuleType) -> None:
+    """What runs under which of the trainer's contexts, and who clips."""
     trainer = make_trainer(ddp, grad_accum_steps=3)
-    entered: list[bool] = []
+    inside: list[str] = []
+    seen: list[str] = []
 
     @contextmanager
-    def without_sync() -> Iterator[None]:
-        entered.append(True)
+    def context(name: str) -> Iterator[None]:
+        inside.append(name)
         yield
+        inside.remove(name)
 
-    trainer.without_sync = without_sync
+    trainer.without_sync, trainer.autocast = partial(context, "without_sync"), partial(context, "autocast")
+    clip = trainer.clip_gradients
+    trainer.clip_gradients = lambda: (seen.append("clip"), clip())[1]
+    trainer.model.norm.register_forward_hook(lambda *_: seen.append(f"forward {' '.join(sorted(inside))}".strip()))
+    trainer.model.norm.weight.register_hook(lambda _: seen.append(f"backward {' '.join(sorted(inside))}".strip()))
     trainer.train_step(trainer.micro_batches(0))
-    remark = "gradients of all micro-batches but the last stay on the rank: `with self.without_sync():`"
-    expect_equal("3 micro-batches: passes without synchronisation", len(entered), 2, remark=remark)
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Of this process alone, so that DDP can wrap."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    under = [one for one in seen if one.startswith("forward")]
+    remark = "every forward pass runs under `with self.autocast():`"
+    expect_equal(
+        "3 micro-batches: forward passes under autocast", sum("autocast" in one for one in under), 3, remark=remark
+    )
+    remark = (
+        "gradients of all micro-batches but the last stay on the rank: `with self.without_sync():` around both passes"
+    )
+    backward = [one.replace(" autocast", "") for one in seen if one.startswith("backward")]
+    expected = ["backward without_sync", "backward without_sync", "backward"]
+    expect_equal("3 micro-batches: the backward passes", backward, expected, remark=remark)
+    remark = "FSDP inherits this step, and only its own clip_gradients knows the whole norm"
+    expect_equal("calls of self.clip_gradients", seen.count("clip"), 1, remark=remark)
 
 
 def ddp_checkpoint(ddp: ModuleType) -> None:
-    with process_group():
-        path = Path("checkpoints") / "one" / "checkpoint.pt"
-        trainer = make_trainer(ddp, learning_rate=0.01)
-        trainer.model = DistributedDataParallel(trainer.model)
-        for step in range(2):
-            trainer.train_step(trainer.micro_batches(step))
-        trainer.save_checkpoint(path)
-        if not path.exists():
-            raise Mismatch("save_checkpoint(path)", "a file, in folders that are made for it", "no file")
-        state = torch.load(path, weights_only=True)
-        kind = sorted(state) if isinstance(state, dict) else type(state).__name__
-        expect_equal("what the file holds", kind, ["model", "optimizer", "step"])
-        plain = ddp.GPT(trainer.config)
-        remark = "DDP holds the model as `.module`; a checkpoint has to load into a plain GPT"
-        expect_equal("the keys of the model", sorted(state["model"]), sorted(plain.state_dict()), remark=remark)
-        remark = "the number of steps that are done"
-        expect_equal("step", state["step"], 2, remark=remark)
-        expect_equal("optimizer", sorted(state["optimizer"]), ["param_groups", "state"])
-        for wrapped in (False, True):
-            resumed = make_trainer(ddp, learning_rate=0.01, seed=99)
-            if wrapped:
-                resumed.model = DistributedDataParallel(resumed.model)
-            resumed.load_checkpoint(path)
-            goes_on(
-                copy.deepcopy(trainer) if not wrapped else trainer, resumed, "with DDP" if wrapped else "without DDP"
-            )
-        trainer.rank = 1
-        other = Path("checkpoints") / "two" / "checkpoint.pt"
-        trainer.save_checkpoint(other)
-        remark = "every rank has the same weights; two that write one file break it"
-        expect_equal("rank 1 writes a file", other.exists(), False, remark=remark)
+    on_two_ranks(lambda root: save_and_resume(ddp, root))
 
 
-def goes_on(trainer: Any, resumed: Any, how: str) -> None:
-    expect_equal(f"loaded {how}: self.step", resumed.step, 2)
+def save_and_resume(ddp: ModuleType, root: Path) -> None:
+    settings = {"learning_rate": 0.01, "output_dir": str(root / "run")}
+    trainer = make_trainer(ddp, **settings)
+    for step in range(2):
+        trainer.train_step(trainer.micro_batches(step))
+    path = root / "one" / "checkpoint.pt"
+    state = saved_by_rank_zero(trainer, path)
+    plain = ddp.GPT(trainer.config)
+    remark = "DDP holds the model as `.module`; a checkpoint has to load into a plain GPT"
+    expect_equal("the keys of the model", sorted(state["model"]), sorted(plain.state_dict()), remark=remark)
+    expect_equal("step", state["step"], 2, remark="the number of steps that are done")
+    expect_equal("optimizer", sorted(state["optimizer"]), ["param_groups", "state"])
+    resumed = make_trainer(ddp, **settings, seed=99)
+    resumed.load_checkpoint(path)
+    expect_equal("loaded: self.step", resumed.step, 2)
     for (name, one), other in zip(resumed.model.state_dict().items(), trainer.model.state_dict().values(), strict=True):
-        expect_close(f"loaded {how}: {name}", one, other, rtol=0, atol=0)
+        expect_close(f"loaded: {name}", one, other, rtol=0, atol=0)
     batches = trainer.micro_batches(2)
-    resumed.args.learning_rate = trainer.args.learning_rate
-    expected = trainer.train_step(batches)
-    got = resumed.train_step(batches)
-    expect_equal(f"loaded {how}: loss of the next step", got["loss"], expected["loss"])
+    expected, got = trainer.train_step(batches), resumed.train_step(batches)
+    expect_equal("loaded: loss of the next step", got["loss"], expected["loss"])
     remark = "the uninterrupted run has other weights after one more step: were the optimizer's states loaded?"
     for (name, one), other in zip(resumed.model.state_dict().items(), trainer.model.state_dict().values(), strict=True):
-        expect_close(f"loaded {how}: {name} after one more step", one, other, rtol=0, atol=1e-7, remark=remark)
+        expect_close(f"loaded: {name} after one more step", one, other, rtol=0, atol=1e-7, remark=remark)
+    alone = make_trainer(ddp, **settings, seed=98)
+    alone.model, alone.world_size = plain, 1
+    alone.optimizer = alone._setup_optimizer()
+    alone.load_checkpoint(path)
+    for name, one in plain.state_dict().items():
+        expect_close(f"loaded by one process without DDP: {name}", one, state["model"][name], rtol=0, atol=0)
 
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {

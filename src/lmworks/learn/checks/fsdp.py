@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ..expect import Mismatch, expect_close, expect_equal
 from .ddp import TINY
-
-RANKS = 2
-PATIENCE = timedelta(seconds=4)  # of a collective that another rank does not enter
+from .ranks import on_two_ranks, saved_by_rank_zero
 
 
 def policies_of(fsdp: ModuleType, **changes: Any) -> Any:
@@ -62,14 +56,18 @@ def mixed_precision(fsdp: ModuleType) -> None:
 
 def fsdp_policy(fsdp: ModuleType) -> None:
     policy = policies_of(fsdp)._get_fsdp_policy()
+    model = fsdp.GPT(fsdp_config(fsdp))
+    block = model.blocks[0]
+    if isinstance(policy, CustomPolicy):  # tells all at once
+        units = policy._run_policy(model, set(), {})
+        policy = lambda module, recurse, nonwrapped_numel: recurse or module in units  # noqa: E731
     if not callable(policy):
         raise Mismatch("what is returned", "a policy: something that FSDP calls with a module", policy)
-    block = fsdp.TransformerBlock(fsdp.GPT(fsdp_config(fsdp)).config)
     for name, module, wraps in (
         ("a TransformerBlock", block, True),
         ("an nn.Linear within a block", block.mlp.up_proj, False),
         ("a block's attention", block.attention, False),
-        ("the whole GPT", fsdp.GPT(fsdp_config(fsdp)), False),
+        ("the whole GPT", model, False),
     ):
         got = bool(policy(module=module, recurse=False, nonwrapped_numel=10**9))
         remark = "units are blocks: finer ones send many small messages, one for all gathers the whole model at once"
@@ -83,28 +81,7 @@ def fsdp_config(fsdp: ModuleType) -> Any:
 
 
 def fsdp_checkpoint(fsdp: ModuleType) -> None:
-    """Rank 0 is this process; the other rank is a fork of it and says nothing."""
-    root = Path.cwd() / f"ranks-{os.getpid()}-{len(list(Path.cwd().iterdir()))}"
-    root.mkdir()
-    os.environ.update(WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
-    rank = 0 if os.fork() else 1
-    os.environ["RANK"] = str(rank)
-    store = FileStore(str(root / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
-    if rank:
-        try:
-            save_and_resume(fsdp, root)
-        finally:
-            os._exit(0)
-    try:
-        save_and_resume(fsdp, root)
-    except RuntimeError as error:
-        if "imed out" in str(error) or "onnection" in str(error):
-            remark = "a collective waited for a rank that never came: all ranks gather, and rank 0 alone writes"
-            raise Mismatch("two ranks save", "both get through", "one waits for ever", remark=remark) from None
-        raise
-    finally:
-        dist.destroy_process_group()
+    on_two_ranks(lambda root: save_and_resume(fsdp, root))
 
 
 def save_and_resume(fsdp: ModuleType, root: Path) -> None:
@@ -114,14 +91,7 @@ def save_and_resume(fsdp: ModuleType, root: Path) -> None:
     with FullyShardedDataParallel.summon_full_params(trainer.model):
         whole = {name: parameter.detach().clone() for name, parameter in plain_names(trainer.model)}
     path = root / "one" / "checkpoint.pt"
-    written = count_writes(lambda: trainer.save_checkpoint(path))
-    expect_equal(f"files that rank {trainer.rank} writes", written, 0 if trainer.rank else 1)
-    dist.barrier()
-    if not path.exists():
-        raise Mismatch("save_checkpoint(path)", "a file, in folders that are made for it", "no file")
-    state = torch.load(path, weights_only=True)
-    kind = sorted(state) if isinstance(state, dict) else type(state).__name__
-    expect_equal("what the file holds", kind, ["model", "optimizer", "step"])
+    state = saved_by_rank_zero(trainer, path)
     remark = "the keys of a plain GPT: a state dict of type FULL_STATE_DICT has them"
     plain = fsdp.GPT(fsdp_config(fsdp)).state_dict()
     expect_equal("the keys of the model", sorted(state["model"]), sorted(plain), remark=remark)
@@ -155,20 +125,6 @@ def plain_names(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def plain_parameters(fsdp: ModuleType) -> list[tuple[str, torch.Tensor]]:
     return list(fsdp.GPT(fsdp_config(fsdp)).named_parameters())
-
-
-def count_writes(function: Callable[[], None]) -> int:
-    """How often torch.save writes a file."""
-    calls, original = [], torch.save
-
-    def save(*arguments: Any, **options: Any) -> None:
-        if isinstance(arguments[1], (str, Path)):  # PyTorch copies objects between ranks through it, too
-            calls.append(arguments)
-        original(*arguments, **options)
-
-    with patch.object(torch, "save", save):
-        function()
-    return len(calls)
 
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {

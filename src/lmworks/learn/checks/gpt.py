@@ -44,7 +44,7 @@ def rotary(gpt: ModuleType) -> None:
     q = torch.tensor([[1.0, 0.0], [1.0, 0.0]]).view(1, 1, 2, 2)
     k = torch.tensor([[0.0, 2.0], [0.0, 2.0]]).view(1, 1, 2, 2)
     got = gpt.apply_rotary_pos_emb(q, k, angle.cos(), angle.sin())
-    if not isinstance(got, tuple) or len(got) != 2:
+    if not isinstance(got, (tuple, list)) or len(got) != 2:
         raise Mismatch("what is returned", "a tuple (q, k)", got)
     quarter = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
     expect_close("position 0 stays, position 1 makes a quarter turn: q", got[0], quarter, q=q, angle=angle)
@@ -112,8 +112,9 @@ def init_weights(gpt: ModuleType) -> None:
     initialise(biased)
     for name, weight in (("Linear", biased.weight), ("Embedding", initialise(nn.Embedding(300, 300)).weight)):
         about = "weights have mean 0 and standard deviation 0.5 (config.init_std)"
-        found = (round(weight.mean().item(), 2), round(weight.std().item(), 2))
-        expect_equal(f"nn.{name}: mean and standard deviation", tuple(x + 0.0 for x in found), (0.0, 0.5), remark=about)
+        mean, std = weight.mean().item(), weight.std().item()
+        expect_close(f"nn.{name}: mean", torch.tensor(mean), torch.tensor(0.0), atol=0.015, remark=about)
+        expect_close(f"nn.{name}: standard deviation", torch.tensor(std), torch.tensor(0.5), rtol=0.05, remark=about)
     beyond = (biased.weight.abs() > 1.0).float().mean().item()
     about = f"4.6 % of a normal distribution lie beyond two standard deviations; here {beyond:.1%}"
     expect_equal("a normal distribution", 0.035 < beyond < 0.06, True, remark=about)
@@ -164,7 +165,7 @@ def checkpointing(gpt: ModuleType, config: Any, tokens: Tensor) -> None:
     plain, lean = gpt.GPT(config), gpt.GPT(type(config)(**changes))
     lean.load_state_dict(plain.state_dict())
     calls: list[bool] = []
-    list(lean.blocks)[-1].register_forward_pre_hook(lambda *_: calls.append(True))
+    list(lean.blocks)[-1].attention_norm.register_forward_pre_hook(lambda *_: calls.append(True))
     _, loss = lean(tokens, labels=tokens)
     once = len(calls)
     loss.backward()

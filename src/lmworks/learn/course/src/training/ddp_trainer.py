@@ -44,7 +44,7 @@ class TrainingArguments:
     warmup_steps: int = 10
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    mixed_precision: str = "no"  # no, bf16 or fp16
+    mixed_precision: str = "no"  # no, bf16 or fp16 (without loss scaling: small gradients vanish)
     gradient_checkpointing: bool = False
     data: str = ""  # a text file, read as bytes; "": made-up tokens
     output_dir: str = ""  # "": runs/ddp-small-2 and the like, by trainer, size and ranks
@@ -70,7 +70,9 @@ class DistributedTrainer:
         config = SIZES[args.model_size]
         changes = {"gradient_checkpointing": args.gradient_checkpointing}
         self.config = type(config)(**{**vars(config), **changes})
-        self.model = self.wrap(GPT(self.config).to(self.device))
+        model = GPT(self.config).to(self.device)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        self.model = self.wrap(model)
         self.optimizer = self._setup_optimizer()
         self.step = 0
         self.folder = Path(args.output_dir or f"runs/{self.name}-{args.model_size}-{self.world_size}")
@@ -139,7 +141,9 @@ class DistributedTrainer:
     def train_step(self, micro_batches: list[Tensor]) -> dict[str, float]:
         """One update from `grad_accum_steps` micro-batches of tokens (batch, seq): as one batch of them all would do.
 
-        The mean loss of the micro-batches, the norm of the gradient before clipping, and the learning rate.
+        Passes run under `self.autocast()`; all but the last under `self.without_sync()`, with their backward pass. Clip
+        with `self.clip_gradients()`: FSDP inherits this step and has its own. Returns numbers: the mean loss of the
+        micro-batches, the norm of the gradient before clipping, and the learning rate.
         """
         # exercise train_step(self, micro_batches)
         self.model.train()
@@ -240,7 +244,7 @@ class DistributedTrainer:
             "trainer": self.name,
             "world_size": self.world_size,
             "device": self.device.type,
-            "parameters": sum(parameter.numel() for parameter in GPT(self.config).to("meta").parameters()),
+            "parameters": self.parameter_count,
             **vars(self.args),
         }
         (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -54,8 +54,18 @@ class FSDPTrainer(DistributedTrainer):
             mixed_precision=self._get_mixed_precision_policy(),
             auto_wrap_policy=self._get_fsdp_policy(),
             device_id=self.device,
-            use_orig_params=True,  # the optimizer sees the model's own parameters, by shape
+            use_orig_params=True,  # the optimizer sees the model's own parameters, by name
         )
+
+    def _setup_optimizer(self) -> torch.optim.AdamW:
+        """As in exercise 8, by names: of a sharded matrix a rank holds a run of numbers, which is a vector."""
+        vectors = {name for name, parameter in meta_model(self.config).named_parameters() if parameter.dim() < 2}
+        named = {name.replace("_fsdp_wrapped_module.", ""): one for name, one in self.model.named_parameters()}
+        groups = [
+            {"params": [one for name, one in named.items() if (name in vectors) == vector], "weight_decay": decay}
+            for vector, decay in ((False, self.args.weight_decay), (True, 0.0))
+        ]
+        return torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=(0.9, 0.95))
 
     def autocast(self) -> Any:
         return torch.autocast(self.device.type, enabled=False)  # the policy casts already
@@ -98,7 +108,8 @@ class FSDPTrainer(DistributedTrainer):
     def save_checkpoint(self, path: Path) -> None:
         """One file of the whole model: all ranks gather weights and optimizer states, rank 0 alone writes them.
 
-        The same keys as without FSDP. On a CPU nothing is moved off the device: `offload_to_cpu` only for CUDA.
+        The same keys as without FSDP. On a CPU both configurations need `offload_to_cpu=False`, said explicitly: the
+        one of the optimizer's states has True by default, and PyTorch's offloading from a CPU to itself breaks.
         """
         # exercise fsdp_checkpoint(self, path)
         offload = self.device.type == "cuda"
@@ -122,6 +133,12 @@ class FSDPTrainer(DistributedTrainer):
             shards = FullyShardedDataParallel.optim_state_dict_to_load(self.model, self.optimizer, state["optimizer"])
         self.optimizer.load_state_dict(shards)
         self.step = state["step"]
+
+
+def meta_model(config: Any) -> GPT:
+    """Names and shapes alone."""
+    with torch.device("meta"):
+        return GPT(config)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""Checks on two real ranks: this process, and a fork of it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from ..expect import Mismatch, expect_equal
+
+RANKS = 2
+PATIENCE = timedelta(seconds=8)  # of a collective that another rank does not enter
+WRITING_S = 0.3  # a file takes so long to write: who does not wait for it finds none
+
+
+def on_two_ranks(function: Callable[[Path], None]) -> None:
+    """Raises what rank 0 finds wrong, or else what rank 1 does. `function` gets a folder of its own."""
+    root = Path.cwd() / f"ranks-{time.monotonic_ns()}"
+    root.mkdir()
+    os.environ.update(WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1")
+    other = os.fork()
+    os.environ["RANK"] = "0" if other else "1"
+    store = FileStore(str(root / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=RANKS, timeout=PATIENCE)
+    if not other:
+        try:
+            function(root)
+        except Exception as error:
+            (root / "error").write_bytes(pickle.dumps((type(error) is Mismatch, vars(error), str(error))))
+        finally:
+            os._exit(0)
+    try:
+        function(root)
+    except RuntimeError as error:
+        dist.destroy_process_group()
+        os.waitpid(other, 0)
+        raise_other(root)
+        if "imed out" in str(error) or "onnection" in str(error):
+            remark = "a collective waited for a rank that never came: all ranks gather, and rank 0 alone writes"
+            raise Mismatch("two ranks save", "both get through", "one waits for ever", remark=remark) from None
+        raise
+    dist.destroy_process_group()
+    os.waitpid(other, 0)
+    raise_other(root)
+
+
+def raise_other(root: Path) -> None:
+    """What rank 1 found wrong."""
+    if not (root / "error").exists():
+        return
+    mismatch, fields, text = pickle.loads((root / "error").read_bytes())
+    if mismatch:
+        raise Mismatch(**{**fields, "remark": fields["remark"] or "on rank 1"})
+    if "imed out" not in text and "onnection" not in text:
+        raise RuntimeError(f"rank 1: {text}")
+
+
+def saved_by_rank_zero(trainer: Any, path: Path) -> Any:
+    """What the file holds. Rank 0 alone writes it, slowly, and both ranks find it as soon as they go on."""
+    calls: list[object] = []
+    original = torch.save
+
+    def save(obj: object, f: Any, *arguments: Any, **options: Any) -> None:
+        if not isinstance(f, io.BytesIO):  # PyTorch copies objects between ranks through these
+            calls.append(f)
+            time.sleep(WRITING_S)
+        original(obj, f, *arguments, **options)
+
+    with patch.object(torch, "save", save):
+        trainer.save_checkpoint(path)
+    found: list[Any] = [None] * RANKS
+    dist.all_gather_object(found, (len(calls), path.exists()))
+    remark = "every rank has the same weights; two that write one file break it"
+    expect_equal("files that ranks 0 and 1 write", [count for count, _ in found], [1, 0], remark=remark)
+    remark = "rank 0 writes, in folders that it makes, and the others wait until it has: dist.barrier()"
+    expect_equal(
+        "the file is there when ranks 0 and 1 go on", [there for _, there in found], [True, True], remark=remark
+    )
+    state = torch.load(path, weights_only=True)
+    kind = sorted(state) if isinstance(state, dict) else type(state).__name__
+    expect_equal("what the file holds", kind, ["model", "optimizer", "step"])
+    return state
