@@ -151,7 +151,8 @@ def test_random_requests_equal_those_without_tiers(tmp_path: Path) -> None:
             assert result is not None and result.token_ids == ask(plain, prompt).token_ids
     tiers = settled(engine)
     assert set(tiers.report().hits) == {"host", "disk"}
-    assert set(tiers.report().errors) <= {"host memory busy", "writes behind"}  # there is room for 20 blocks
+    errors = {name for name, count in tiers.report().errors.items() if count}
+    assert errors <= {"host memory busy", "writes behind"}  # there is room for 20 blocks
     assert not any(slot.pins for slot in tiers.host.slots.values()) and not tiers.fetches
     assert len(tiers.host.free) + len(tiers.host) == tiers.host.num_slots
     engine.close()

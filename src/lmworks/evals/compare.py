@@ -111,10 +111,11 @@ def unscored(baseline: Mapping[str, Any], results: Mapping[str, Any]) -> list[st
     """Suites with more problems that have no score than in the baseline: refused ones have no likelihood to compare."""
 
     def count(result: Mapping[str, Any]) -> int:
-        return int(result["problems"]) - len(result["scores"][result["metric"]])
+        scored = len(result["scores"][result["metric"]])
+        return int(result.get("problems", scored)) - scored  # the held-out loss has no problems
 
     return [
-        f"{name}: {count(result)} of {result['problems']} problems have no score, {count(baseline[name])} before"
+        f"{name}: {count(result)} of {result.get('problems')} problems have no score, {count(baseline[name])} before"
         for name, result in results.items() if count(result) > count(baseline[name])
     ]  # fmt: skip
 

@@ -132,7 +132,12 @@ def synchronised(ddp: ModuleType) -> None:
 
     trainer.without_sync, trainer.autocast = partial(context, "without_sync"), partial(context, "autocast")
     clip = trainer.clip_gradients
-    trainer.clip_gradients = lambda: (seen.append("clip"), clip())[1]
+
+    def clip_gradients() -> float:
+        seen.append("clip")
+        return float(clip())
+
+    trainer.clip_gradients = clip_gradients
     trainer.model.norm.register_forward_hook(lambda *_: seen.append(f"forward {' '.join(sorted(inside))}".strip()))
     trainer.model.norm.weight.register_hook(lambda _: seen.append(f"backward {' '.join(sorted(inside))}".strip()))
     trainer.train_step(trainer.micro_batches(0))

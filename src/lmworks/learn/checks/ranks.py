@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
 import os
-import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ..expect import Mismatch, expect_equal
+from ..expect import Mismatch, expect_equal, shown
 
 RANKS = 2
 PATIENCE = timedelta(seconds=8)  # of a collective that another rank does not enter
@@ -35,8 +35,12 @@ def on_two_ranks(function: Callable[[Path], None]) -> None:
     if not other:
         try:
             function(root)
+        except Mismatch as wrong:
+            inputs = {name: shown(value) for name, value in wrong.inputs.items()}
+            said = (wrong.case, shown(wrong.expected), shown(wrong.got), inputs, wrong.remark)
+            (root / "mismatch").write_text(json.dumps(said))
         except Exception as error:
-            (root / "error").write_bytes(pickle.dumps((type(error) is Mismatch, vars(error), str(error))))
+            (root / "error").write_text(f"{type(error).__name__}: {error}")
         finally:
             os._exit(0)
     try:
@@ -56,12 +60,10 @@ def on_two_ranks(function: Callable[[Path], None]) -> None:
 
 def raise_other(root: Path) -> None:
     """What rank 1 found wrong."""
-    if not (root / "error").exists():
-        return
-    mismatch, fields, text = pickle.loads((root / "error").read_bytes())
-    if mismatch:
-        raise Mismatch(**{**fields, "remark": fields["remark"] or "on rank 1"})
-    if "imed out" not in text and "onnection" not in text:
+    if (root / "mismatch").exists():
+        raise Mismatch(*json.loads((root / "mismatch").read_text()))
+    text = (root / "error").read_text() if (root / "error").exists() else ""
+    if text and "imed out" not in text and "onnection" not in text:
         raise RuntimeError(f"rank 1: {text}")
 
 
