@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 from ..expect import Mismatch, expect_equal, shown
 
 RANKS = 2
-PATIENCE = timedelta(seconds=8)  # of a collective that another rank does not enter
+PATIENCE = timedelta(seconds=6)  # of a collective that another rank does not enter
 WRITING_S = 0.3  # a file takes so long to write: who does not wait for it finds none
 
 
@@ -35,27 +36,46 @@ def on_two_ranks(function: Callable[[Path], None]) -> None:
     if not other:
         try:
             function(root)
-        except Mismatch as wrong:
-            inputs = {name: shown(value) for name, value in wrong.inputs.items()}
-            said = (wrong.case, shown(wrong.expected), shown(wrong.got), inputs, wrong.remark)
+        except Mismatch as found:
+            inputs = {name: shown(value) for name, value in found.inputs.items()}
+            said = (found.case, shown(found.expected), shown(found.got), inputs, found.remark)
             (root / "mismatch").write_text(json.dumps(said))
         except Exception as error:
             (root / "error").write_text(f"{type(error).__name__}: {error}")
         finally:
             os._exit(0)
+    wrong: Exception | None = None
     try:
         function(root)
-    except RuntimeError as error:
+    except Exception as error:
+        wrong = error
+    finally:
         dist.destroy_process_group()
-        os.waitpid(other, 0)
-        raise_other(root)
-        if "imed out" in str(error) or "onnection" in str(error):
-            remark = "a collective waited for a rank that never came: all ranks gather, and rank 0 alone writes"
-            raise Mismatch("two ranks save", "both get through", "one waits for ever", remark=remark) from None
-        raise
-    dist.destroy_process_group()
+    if wrong is None or lost_rank(str(wrong)):  # else the other rank may wait for this one, and has nothing to add
+        wait_for(other, root)
+    os.kill(other, signal.SIGKILL)  # also where it has ended: it is still to be waited for
     os.waitpid(other, 0)
-    raise_other(root)
+    if wrong is None or lost_rank(str(wrong)):
+        raise_other(root)
+    if wrong is not None and lost_rank(str(wrong)):
+        remark = "a collective waited for a rank that never came: all ranks gather, and rank 0 alone writes"
+        raise Mismatch("two ranks save", "both get through", "one waits for ever", remark=remark)
+    if wrong is not None:
+        raise wrong
+
+
+def wait_for(process: int, root: Path) -> None:
+    """Until it has ended, or said what is wrong; not for one that waits itself."""
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while time.monotonic() < deadline:
+        ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None or (root / "mismatch").exists():
+            return
+        time.sleep(0.02)
+
+
+def lost_rank(error: str) -> bool:
+    return "imed out" in error or "onnection" in error
 
 
 def raise_other(root: Path) -> None:
@@ -63,7 +83,7 @@ def raise_other(root: Path) -> None:
     if (root / "mismatch").exists():
         raise Mismatch(*json.loads((root / "mismatch").read_text()))
     text = (root / "error").read_text() if (root / "error").exists() else ""
-    if text and "imed out" not in text and "onnection" not in text:
+    if text and not lost_rank(text):
         raise RuntimeError(f"rank 1: {text}")
 
 
