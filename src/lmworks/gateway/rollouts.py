@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, Literal, get_args
 
 from ..serve.limits import APIError
+from ..spec.files import write_whole
 from .exchange import Exchange
 from .policies.session_affinity import session_of
 from .rollout_rule import RolloutRule
@@ -166,9 +167,7 @@ class Rollouts:
             if self.stored.get(name) != state:
                 self.stored[name] = state
                 self.tell(name, state)
-        written = self.file.with_suffix(f".{os.getpid()}.new")
-        written.write_text(json.dumps(self.stored, indent=1))
-        written.replace(self.file)
+        write_whole(self.file, json.dumps(self.stored, indent=1))
 
     def adopt(self, model: str, state: dict[str, Any]) -> None:
         """What another worker has decided, and written."""

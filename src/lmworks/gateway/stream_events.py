@@ -155,14 +155,18 @@ class EventSplitter:
         return found
 
 
+def count_in(comment: bytes, prefix: bytes, what: str) -> int:
+    if not (count := comment[len(prefix) :]).isdigit():
+        raise UpstreamError("invalid", f"the server's count of {what} is no number")
+    return int(count)
+
+
 def read_event(text: bytes) -> StreamEvent:
     """`text`: without the empty line that ends it."""
     if text.startswith(PROMPT):
         comment, _, text = text.partition(b"\n")
         found = read_event(text)
-        if not (count := comment[len(PROMPT) :]).isdigit():
-            raise UpstreamError("invalid", "the server's count of prompt tokens is no number")
-        found.prompt_tokens = int(count)
+        found.prompt_tokens = count_in(comment, PROMPT, "prompt tokens")
         return found
     if text.startswith(TOKENS):
         comment, _, text = text.partition(b"\n")
@@ -173,9 +177,7 @@ def read_event(text: bytes) -> StreamEvent:
     if text.startswith(EVENTS):
         comment, _, text = text.partition(b"\n")
         found = read_event(text)
-        if not (count := comment[len(EVENTS) :]).isdigit():
-            raise UpstreamError("invalid", "the server's count of events is no number")
-        found.group = int(count)
+        found.group = count_in(comment, EVENTS, "events")
         return found
     raw = text + b"\n\n"
     start = 0 if text.startswith(DATA) else text.find(b"\ndata:") + 1

@@ -39,8 +39,8 @@ def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
         folder = Path(temporary, "workspace")
         copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
-        measure = in_product if exercise.id in PLUGS else in_course
-        outcome = run_isolated(partial(measure, exercise, folder), folder, SECONDS)
+        measure = partial(in_product, exercise, folder) if exercise.id in PLUGS else partial(in_course, folder)
+        outcome = run_isolated(measure, folder, SECONDS)
     if outcome.result is None:
         why = outcome.why or "no result"
         return [f"In training it does not work yet: {why}", *outcome.output.splitlines()[-5:]]
@@ -233,7 +233,7 @@ PLUGS: dict[str, Callable[[ModuleType], Any]] = {
 IN_COURSE = ("gpt_forward", "train_step", "ddp_checkpoint")
 
 
-def in_course(_exercise: Exercise, folder: Path) -> tuple[list[float], list[float]]:
+def in_course(folder: Path) -> tuple[list[float], list[float]]:
     yours = course_losses(folder, "yours")
     write_references(folder)
     return course_losses(folder, "reference"), yours

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..spec.errors import SpecError
+from ..spec.files import write_whole
 
 
 @dataclass
@@ -45,11 +45,8 @@ class Progress:
         return self.exercises.setdefault(exercise, Record())
 
     def save(self) -> None:
-        """The old file stays whole if this is cut off."""
         table = {"exercises": {name: asdict(one) for name, one in self.exercises.items()}, "answers": self.answers}
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(table, indent=2) + "\n")
-        os.replace(new, self.file)
+        write_whole(self.file, json.dumps(table, indent=2) + "\n")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..spec.errors import SpecError
+from ..spec.files import write_whole
 from .course_files import course_holes, course_sources
 from .exercise import Exercise, exercises
 from .holes import Hole, find_holes, replace_holes
@@ -98,7 +99,7 @@ class Workspace:
             if target == path:
                 copy = self.keep_copy(path)
                 (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-                (self.folder / path).write_text(replace_holes(text, path, stub_of)[0])
+                write_whole(self.folder / path, replace_holes(text, path, stub_of)[0])
                 return copy
         exercise = exercises()[target]
         self.holes(exercise)
@@ -126,7 +127,7 @@ class Workspace:
         return replace_holes(text, exercise.file, lambda hole: body(hole) if hole.exercise == exercise.id else None)[0]
 
     def rewrite(self, exercise: Exercise, body: Callable[[Hole], str | None]) -> None:
-        (self.folder / exercise.file).write_text(self.changed(exercise, body))
+        write_whole(self.folder / exercise.file, self.changed(exercise, body))
 
     def keep_copy(self, path: str) -> Path:
         """Of a file, in .learn/kept; what is not there cannot be kept."""
