@@ -31,8 +31,8 @@ from lmworks.plan.flops import model_flops_per_token
 from lmworks.spec import ModelSpec, RunSpec
 
 SAMPLES, PROMPT_TOKENS = 4, 100
-# Part of the GPU that is the engine's, packed rows of a forward pass: GRPO in no more memory than TRL takes (28 GiB).
-ENGINE_MEMORY = {"grpo": 0.1, "ppo": 0.5}
+# Part of the GPU in use while the engine answers, packed rows of a forward pass: GRPO in no more memory than TRL takes.
+ENGINE_MEMORY = {"grpo": 0.18, "ppo": 0.5}
 MICRO_BATCH = {"grpo": 3, "ppo": 8}
 REWARD = "def parity(completions, **_):\n    return [float(len(one) % 2) for one in completions]\n"
 CUDA = torch.cuda.is_available()
@@ -54,6 +54,8 @@ def parse(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine-memory", type=float, help=f"align.engine_memory ({ENGINE_MEMORY})")
+    parser.add_argument("--micro-batch", type=int, help=f"rows of 2,048 tokens of a forward pass ({MICRO_BATCH})")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     lengths = answer_lengths(options)
@@ -128,9 +130,10 @@ def make_trainer(options: argparse.Namespace, method: str, root: Path) -> Online
     spec = RunSpec.from_dict({
         "model": {"preset": options.model, "context": context, **({} if CUDA else {"vocab": 258})},
         "data": {"path": str(write_prompts(root, options)), "tokenizer": "bytes", "seq": context,
-                 "micro_batch": MICRO_BATCH[method], "overlong": "refuse"},
+                 "micro_batch": options.micro_batch or MICRO_BATCH[method], "overlong": "refuse"},
         "align": {"method": method, "prompts": options.prompts, "samples": SAMPLES,
-                  "max_tokens": options.max_tokens, "engine_memory": ENGINE_MEMORY[method], **scored},
+                  "max_tokens": options.max_tokens,
+                  "engine_memory": options.engine_memory or ENGINE_MEMORY[method], **scored},
         "precision": {"dtype": "bf16", "weights": "bf16"} if CUDA else {},
         "optim": {"lr": 1e-6, "steps": 100},
     })  # fmt: skip
@@ -167,6 +170,9 @@ def measure(options: argparse.Namespace, method: str) -> dict[str, Any]:
             "sleep_wake_hand_over_share": (median["sleep_wake_s"] + median["hand_over_s"]) / median["round_s"],
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,  # without the KV cache
             "peak_device_gib": used.gib,
+            "engine_memory": trainer.spec.align.engine_memory,
+            "micro_batch": trainer.spec.data.micro_batch,
+            "kv_cache_tokens": trainer.rollout_engine.runner.blocks * trainer.rollout_engine.runner.spec.block,
             "generate_s_by_round": [one["generate_s"] for one in warm],
             "graph_recaptures": trainer.rollout_engine.engine.metrics.graph_recaptures,
         }

@@ -50,7 +50,7 @@ name = "gateway"
 secret = "{GATEWAY}"
 gateway = true
 """
-BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
+BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
 
 
 def header(key: str) -> dict[str, str]:

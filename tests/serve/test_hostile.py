@@ -13,7 +13,7 @@ from api_server import MODEL, Api, until
 from lmworks.serve import connection, sse
 from lmworks.serve.limits import Admission
 
-GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2}
+GOOD = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
