@@ -128,12 +128,21 @@ def test_a_pair_has_two_rows() -> None:
 
 def test_a_rollout_engine_takes_its_share_of_the_gpu() -> None:
     online = ["align.method=grpo", 'align.rewards=["exact"]', "align.beta=0.04", "align.samples=64"]
-    options = ["llama3-8b", *online, "precision.weights=bf16", "--cluster", "1xh200", "--seq", "4096"]
+    options = [
+        "llama3-8b",
+        *online,
+        "align.engine_memory=0.8",
+        "precision.weights=bf16",
+        "--cluster",
+        "1xh200",
+        "--seq",
+        "4096",
+    ]
     found = command(*options, "--micro-batch", "1")["post_training"]
     assert [phase["phase"] for phase in found["phases"]] == ["generate", "score", "update"]
     assert found["engine"]["weights"] == 0  # the trainer's own, in bf16
-    share = 0.4 * 0.99 * 141 * 2**30
-    models = sum(model["weights"] for model in found["models"])
+    share = 0.8 * 0.99 * 141 * 2**30
+    models = sum(model["weights"] + model["optimizer"] for model in found["models"])
     assert 0 < share - models - found["engine"]["cache"] < 4e9  # the CUDA context, and the engine's largest step
     sharded = command(*options, "--micro-batch", "1", "--cluster", "8xh200", "--zero", "3")["post_training"]
     count, norms = 8_030_261_248, (2 * 32 + 1) * 4096
@@ -145,6 +154,19 @@ def test_a_rollout_engine_takes_its_share_of_the_gpu() -> None:
     # Rows of FSDP2 are those of column-parallel layers; of out and down a rank has rows, and needs columns.
     rows = 32 * (4096 * 4096 + 4096 * 14336)
     assert moved["received"] == 2 * (rows // 8 * 7 // 8 + norms * 7 // 8)
+
+
+def test_cache_of_a_colocated_engine_beside_what_an_h200_left_it() -> None:
+    """`benchmarks/online_round.py grpo`: tokens of the cache by align.engine_memory (0.1: it did not start)."""
+    run = ["llama3-1b", "align.method=grpo", 'align.rewards=["exact"]', "align.prompts=256", "align.samples=4"]
+    options = [*run, "precision.dtype=bf16", "precision.weights=bf16", "--cluster", "1xh200", "--seq", "2048"]
+    for part, tokens in ((0.1, 0), (0.15, 119_424), (0.18, 256_848), (0.2, 348_480)):
+        found = command(*options, "--micro-batch", "3", f"align.engine_memory={part}")
+        planned = found["post_training"]["engine"]["cache"]
+        assert abs(planned - tokens * 2**15) < 2 * 2**30, (part, planned / 2**15)  # of 140 GiB
+        assert found["fits"] == (tokens > 0)
+    fp32 = command(*options[:-6], "--cluster", "1xh200", "--seq", "2048", "align.engine_memory=0.1")
+    assert fp32["post_training"]["engine"]["cache"] > 0  # PyTorch makes the states at the first step
 
 
 def test_the_sheet_of_a_run_has_all_models() -> None:

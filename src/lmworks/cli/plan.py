@@ -101,7 +101,8 @@ def run(
             facts["rounds"] = rounds.to_dict()
         if job.stages:
             facts["stages"] = stages_of(job, machine)
-        verdict = fits_in_all([fits(prediction), *(stage["fits"] for stage in facts.get("stages", []))])
+        starts = [] if phases is None or phases.engine_starts else [False]
+        verdict = fits_in_all([fits(prediction), *(stage["fits"] for stage in facts.get("stages", [])), *starts])
         print_json({"name": job.name, **facts, "fits": verdict, "collectives": calls})
         return
     last = ", of the last stage" if job.stages else ""
@@ -406,7 +407,7 @@ def memory(
         "host_per_machine_parts": shared.to_dict() if shared else None,
         "capacity": capacity(gpu),
         "usable": room,
-        "fits": chance <= RISK,
+        "fits": chance <= RISK and (phases is None or phases.engine_starts),
         "oom_probability": chance,
         "stages": stages,
     }
@@ -434,7 +435,8 @@ def memory(
     print_stages(stages)
     if phases:
         print_phases(phases)
-    verdict = "fits" if facts["fits"] else "does NOT fit" if chance > 1 - RISK else "may not fit"
+    no_engine = phases is not None and not phases.engine_starts
+    verdict = "fits" if facts["fits"] else "does NOT fit" if no_engine or chance > 1 - RISK else "may not fit"
     typer.echo(
         f"{verdict}: {needed / 2**30:.1f} GiB reserved of {room / 2**30:.1f} GiB usable; "
         f"out of memory with a probability of {chance:.0%}"
@@ -493,7 +495,8 @@ def print_phases(sheet: PhaseSheet) -> None:
     if engine := sheet.engine:
         shared = f"{binary_bytes(engine.shared)} are the trainer's own" if engine.shared else "a copy"
         rows.append(["engine", "", "–", binary_bytes(engine.weights), "–", "–", shared])
-        rows.append(["KV cache", "", "–", binary_bytes(engine.cache), "–", "–", "while answers are sampled"])
+        use = "while answers are sampled" if sheet.engine_starts else "the run will not start"
+        rows.append(["KV cache", "", "–", binary_bytes(engine.cache), "–", "–", use])
     print_table(
         "Models on a rank",
         ["model", "parameters", "trained", "weights", "gradients", "optimizer states", "note"],
@@ -519,6 +522,8 @@ def print_phases(sheet: PhaseSheet) -> None:
             where = f"{binary_bytes(moved.received)} from other ranks of the trainer, {sent} broadcast to rollout ranks"
         typer.echo(f"a hand-over of weights to the engine: {where}")
     typer.echo(f"the highest phase is {sheet.highest.phase}: {both(sheet.highest.peak)}")
+    if not sheet.engine_starts:
+        typer.echo("no memory is left for the engine's KV cache: raise align.engine_memory, a part of the whole GPU")
     if other := sheet.rollout_rank:
         parts = f"{binary_bytes(other.resting)} of weights and KV cache, {binary_bytes(other.working)} of activations"
         typer.echo(f"a rollout rank: {parts}; {both(other.peak)} in all")

@@ -157,7 +157,9 @@ class AlignSpec(Section):
         1, "online: rounds by which the weights of rollout ranks are behind those that are trained (0: none)", ge=0
     )
     engine_tp: int = opt(1, "online: ranks that are one engine: each has a tensor-parallel shard of it", ge=1)
-    engine_memory: float = opt(0.4, "online: part of a GPU's memory for the engine's weights and cache", gt=0, lt=1)
+    engine_memory: float = opt(
+        0.4, "online: part of a GPU's memory in use while the engine answers, cache included", gt=0, lt=1
+    )
 
     offload: str = opt(
         "none",

@@ -64,6 +64,10 @@ class PrecisionSpec(Section):
         """What everything runs in that is not a product in 8 bits: activations are kept in it, ranks exchange it."""
         return "bf16" if self.dtype == "fp8" else self.dtype
 
+    def low_precision_optimizer(self, optimizer: str) -> bool:
+        """Weights or moments are held in 16 bits. Its states are made with it, PyTorch's at the first step."""
+        return self.weights == "bf16" or (optimizer == "adamw" and self.states == "bf16")
+
 
 def check_precision(run: RunSpec) -> None:
     """What the layout must allow."""

@@ -32,7 +32,7 @@ def make_optimizer(
     leaves = [shard for shard in shards if shard.leaf.numel() and shard.leaf.requires_grad]
     groups, adam = parameter_groups(leaves, model, optim), optim.optimizer == "adamw"
     # fused: one pass over the states, on a CPU too, and it takes `grad_scale` and `found_inf` (see step_scalars.py)
-    if precision is not None and (precision.weights == "bf16" or (adam and precision.states == "bf16")):
+    if precision is not None and precision.low_precision_optimizer(optim.optimizer):
         return LowPrecisionOptimizer(groups, leaves, optim, precision, seed)
     if not adam:
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)

@@ -72,7 +72,7 @@ class ModelMemory:
 class EngineMemory:
     weights: int  # of its own, beside those that it shares with the trainer
     shared: int
-    cache: int
+    cache: int  # 0: no room for one, so the run does not start
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ class PhaseSheet:
     @property
     def highest(self) -> PhaseMemory:
         return max(self.phases, key=lambda phase: phase.peak)
+
+    @property
+    def engine_starts(self) -> bool:
+        return self.engine is None or self.engine.cache > 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -223,7 +227,8 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     """Of a rank's shard of an engine (align/rollout_engine.py).
 
     It takes align.engine_memory of the GPU for its cache, less what is allocated when it starts: weights of all models
-    and its own. More than all its sequences at full length need it does not take.
+    and its own, and optimizer states that do not wait for the first step. More than all its sequences at full length
+    need it does not take.
     """
     if not spec.align.online:
         return None
@@ -236,8 +241,11 @@ def engine_memory(spec: RunSpec, models: tuple[ModelMemory, ...], gpu: Gpu | Non
     most = engine_sequences(spec, device) * -(-spec.data.seq // block)
     room = float(CPU_CACHE)
     if gpu is not None:
-        away = sum(size for (_, kind), size in movable_parts(spec, models).items() if kind == WEIGHTS)
-        there = sum(model.weights for model in models) - away + own + engine_working(spec, device)
+        early = spec.precision.low_precision_optimizer(spec.optim.optimizer)
+        held = sum(model.weights + early * model.optimizer for model in models)
+        movable = movable_parts(spec, models).items()
+        away = sum(size for (_, kind), size in movable if early or kind == WEIGHTS)
+        there = held - away + own + engine_working(spec, device)
         room = spec.align.engine_memory * capacity(gpu) - reserve().context - there
     blocks = max(0, min(int(room) // block_bytes, most))
     return EngineMemory(own, sum(weight.bytes for weight in weights if weight.shared), blocks * block_bytes)
