@@ -50,7 +50,9 @@ name = "gateway"
 secret = "{GATEWAY}"
 gateway = true
 """
-BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
+SHORT = {"model": MODEL, "prompt": "Hello", "max_tokens": 2}
+BODY = SHORT | {"ignore_eos": True}
+ARGUMENTS = SHORT | {"extra_body": {"ignore_eos": True}}  # of OpenAI's client
 
 
 def header(key: str) -> dict[str, str]:
@@ -94,16 +96,16 @@ def test_missing_key_reveals_nothing(locked: Api, path: str, shown: str | None) 
 def test_the_right_key(locked: Api) -> None:
     client = locked.client(ALICE)
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.completions.create(**BODY).usage.completion_tokens == 2  # type: ignore[call-overload]
+    assert client.completions.create(**ARGUMENTS).usage.completion_tokens == 2  # type: ignore[call-overload]
     with pytest.raises(openai.AuthenticationError):
-        locked.client("wrong-wrong").completions.create(**BODY)  # type: ignore[call-overload]
+        locked.client("wrong-wrong").completions.create(**ARGUMENTS)  # type: ignore[call-overload]
 
 
 def test_model_not_allowed_for_key(locked: Api) -> None:
     client = locked.client(CAROL)
     assert list(client.models.list()) == []
     with pytest.raises(openai.PermissionDeniedError):
-        client.completions.create(**BODY)  # type: ignore[call-overload]
+        client.completions.create(**ARGUMENTS)  # type: ignore[call-overload]
 
 
 def test_what_only_gateways_may(locked: Api) -> None:
@@ -158,7 +160,7 @@ def test_full_queue_returns_429_with_retry_after(house: House, tmp_path: Path) -
             assert stream.status_code == 200
         found = api.post("/v1/completions", BODY)
         with pytest.raises(openai.RateLimitError):
-            api.client().completions.create(**BODY)  # type: ignore[call-overload]
+            api.client().completions.create(**ARGUMENTS)  # type: ignore[call-overload]
     until(lambda: house.idle() and not sum(api.serving.rate_limiter.open.values()))
     assert found.status_code == 429 and found.json()["error"]["code"] == "queue_full"
     assert int(found.headers["retry-after"]) >= 1
