@@ -108,6 +108,7 @@ class FakeServer:
     models: tuple[str, ...] = ("m",)
     metrics: str = ""
     tell_cache: Callable[[Answering], Awaitable[None]] | None = None  # answers GET /cache_events
+    transfers: dict[str, Any] = field(default_factory=dict)  # answers GET /kv_transfer
     asked: list[Asked] = field(default_factory=list)
     left: int = 0  # clients that closed their connection before they had their answer
     healthy: bool = True
@@ -148,6 +149,8 @@ class FakeServer:
             await self.tell_cache(answering)
         elif asked.path == "/cache_events":
             await answering.whole({}, 404)
+        elif asked.path == "/kv_transfer":
+            await answering.whole(self.transfers)
         elif not self.healthy:
             await answering.whole({}, 503)
         else:

@@ -109,7 +109,7 @@ def test_model_not_allowed_for_key(locked: Api) -> None:
 
 
 def test_what_only_gateways_may(locked: Api) -> None:
-    """To say what another server has answered, and to follow the prefix caches."""
+    """To say what another server has answered, to follow the prefix caches, and to see where KV blocks are."""
     going_on = BODY | {"stream": True, "continuation": {"answers": [[65, 66]]}}
     for key, status in ((ALICE, 403), (GATEWAY, 200)):
         answer = locked.http.post("/v1/completions", json=going_on, headers=header(key))
@@ -117,6 +117,7 @@ def test_what_only_gateways_may(locked: Api) -> None:
         with locked.http.stream("GET", "/cache_events", headers=header(key)) as events:
             assert events.status_code == status
             assert status != 200 or next(events.iter_lines()).startswith(":")
+        assert locked.http.get("/kv_transfer", headers=header(key)).status_code == status
     begun = locked.http.post("/v1/completions", json=BODY | {"stream": True, "continuation": {}}, headers=header(ALICE))
     assert begun.status_code == 200 and ": tokens 0 " in begun.text
 

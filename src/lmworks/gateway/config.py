@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
@@ -188,6 +188,7 @@ class ModelRule(Section):
     aliases: list[str] = opt(list, "other names for it")
     serves: str = opt("", "what its servers call it (empty: the same)")
     pools: list[str] = opt(list, "pools that may answer (empty: all that have it)")
+    prefill_pools: list[str] = opt(list, "pools that compute prompts for those of pools, which take the KV blocks")
     hedge_seconds: float = opt(0.0, "without a first token for so long, another server is asked too (0: never)", ge=0)
     policy: list[str] = opt(list, "routing policies, in their order (empty: routing.policy)")
     fallback: list[str] = opt(list, "models to try where none of its servers can answer")
@@ -196,6 +197,10 @@ class ModelRule(Section):
         if not self.name:
             raise SpecError("models: every model needs a name")
         check_policies(f"models: {self.name!r}: policy", self.policy)
+        if self.prefill_pools and not self.pools:
+            raise SpecError(f"models: {self.name!r}: prefill_pools need pools: those that answer")
+        if both := sorted({*self.prefill_pools} & {*self.pools}):
+            raise SpecError(f"models: {self.name!r}: {both[0]!r} is one of pools and of prefill_pools: name it once")
         self.derive("serves", self.serves or self.name)
 
 
@@ -257,9 +262,32 @@ class GatewayConfig(Section):
                         f"rollouts: {rollout.model!r}: no pool is called {name!r}{did_you_mean(name, pools)}"
                     )
         for model in self.models:
-            unknown = next((name for name in model.pools if name not in pools), None)
+            unknown = next((name for name in (*model.pools, *model.prefill_pools) if name not in pools), None)
             if unknown is not None:
                 raise SpecError(f"models: {model.name!r}: no pool is called {unknown!r}{did_you_mean(unknown, pools)}")
+        self.check_prefill_pools()
+
+    def check_prefill_pools(self) -> None:
+        for pool in self.pools:
+            if pool.kind != "lmworks" and self.transfers(pool.name):
+                raise SpecError(
+                    f"pools: {pool.name!r}: prefill_pools need kind = 'lmworks' on both sides, not {pool.kind!r}"
+                )
+        for rollout in self.rollouts:
+            if self.rule(rollout.model).prefill_pools:
+                raise SpecError(f"rollouts: {rollout.model!r}: a model with prefill_pools cannot have a rollout")
+        for model in self.models:
+            model.derive("pools", model.pools or list(self.answering))
+
+    @cached_property
+    def answering(self) -> tuple[str, ...]:
+        """Pools that may answer where a model names none: all but prefill_pools. Empty: all."""
+        prefill = {name for model in self.models for name in model.prefill_pools}
+        return tuple(pool.name for pool in self.pools if pool.name not in prefill) if prefill else ()
+
+    def transfers(self, pool: str) -> bool:
+        """Whether its servers hand KV blocks out, or take them."""
+        return any(pool in (*one.pools, *one.prefill_pools) for one in self.models if one.prefill_pools)
 
     def level(self, model: str, tier: str) -> ServiceLevel | None:
         """The objective of a tier's requests for a model."""
@@ -274,12 +302,12 @@ class GatewayConfig(Section):
     def rule(self, name: str) -> ModelRule:
         """The rule of what a client asks for; one of its own for a name that no rule has."""
         found = next((one for one in self.models if name == one.name or name in one.aliases), None)
-        return found or own_rule(name)
+        return found or own_rule(name, self.answering)
 
 
 @lru_cache(1024)
-def own_rule(name: str) -> ModelRule:
-    return ModelRule(name=name)
+def own_rule(name: str, pools: tuple[str, ...] = ()) -> ModelRule:
+    return ModelRule(name=name, pools=list(pools))
 
 
 def check_url(where: str, url: str) -> None:

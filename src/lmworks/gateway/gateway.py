@@ -157,7 +157,13 @@ class Gateway:
     def update(self, pool: Pool, source: str, urls: list[str]) -> None:
         config = self.settings.config
         for server in self.servers.update(pool, source, urls, config.timeouts.connect):
-            self.spawn_probe(probe_forever(server, lambda: self.settings.config.health))
+            self.spawn_probe(
+                probe_forever(
+                    server,
+                    lambda: self.settings.config.health,
+                    lambda: self.settings.config.transfers(pool.name),
+                )
+            )
             if pool.kind == "lmworks":
                 self.spawn_probe(follow_forever(server, lambda: self.settings.config.uses("prefix_cache")))
 

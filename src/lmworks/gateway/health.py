@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from ..serve.backend import TransferSettings
 from .config import Health
 from .http_client import UpstreamError, fetch
 from .servers import Load, Server
@@ -28,15 +29,19 @@ class ModelListing(msgspec.Struct):
 
 ADAPTER = re.compile(r'adapter="((?:[^"\\]|\\.)*)"')
 LISTING = msgspec.json.Decoder(ModelListing)
+TRANSFERS = msgspec.json.Decoder(dict[str, TransferSettings])
 
 
-async def probe_forever(server: Server, health: Callable[[], Health]) -> None:
+async def probe_forever(
+    server: Server, health: Callable[[], Health], transfers: Callable[[], bool] = lambda: False
+) -> None:
+    """`transfers`: whether its KV blocks, or those of others, move."""
     while not server.draining:
-        await probe(server, health())
+        await probe(server, health(), transfers())
         await asyncio.sleep(health().interval)
 
 
-async def probe(server: Server, health: Health) -> None:
+async def probe(server: Server, health: Health, transfers: bool = False) -> None:
     was_up = server.up
     try:
         if server.kind.probe:
@@ -44,6 +49,8 @@ async def probe(server: Server, health: Health) -> None:
         if not server.pool.models:
             listing = await get(server, f"{server.base}/models", health.timeout)
             server.models = frozenset(model.id for model in LISTING.decode(listing).data)
+        if transfers:
+            server.transfers = TRANSFERS.decode(await get(server, f"{server.root}/kv_transfer", health.timeout))
         if server.kind.running:
             server.load = load_of(server, await get(server, f"{server.root}/metrics", health.timeout))
         server.probed(None, health.fall, health.rise)

@@ -54,6 +54,7 @@ class Metrics:
         self.retries = counter("gateway_retries", registry)
         self.migrations = counter("gateway_migrations", registry)
         self.hedges = counter("gateway_hedges", registry)
+        self.prefills = counter("gateway_prefills", registry)
         self.prompt_tokens = counter("gateway_prompt_tokens", registry)
         self.generation_tokens = counter("gateway_generation_tokens", registry)
         self.cached_tokens = counter("gateway_cached_tokens", registry)

@@ -120,7 +120,7 @@ class Proxy:
         exchange.trace_id = sampled_id(exchange.span)
 
     def check_model(self, rule: ModelRule, name: str) -> None:
-        if not self.servers.known(rule.serves, rule.pools):
+        if not self.servers.known(rule.serves, [*rule.pools, *rule.prefill_pools]):
             near = near_names(name, sorted(self.names()))
             raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{suggestion(near)}", "model")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -48,7 +49,9 @@ class RequestBody:
         """The JSON of a field; nothing where there is none."""
         return bytes(self.fields.get(name, b""))
 
-    def with_changes(self, changes: dict[str, Any]) -> bytes:
+    def with_changes(self, changes: dict[str, Any], without: Container[str] = ()) -> bytes:
+        """`without`: fields that are left out, of the changes too."""
         if not changes:
             return self.raw
-        return msgspec.json.encode({**self.fields, **changes})
+        said = {**self.fields, **changes}
+        return msgspec.json.encode({name: value for name, value in said.items() if name not in without})

@@ -10,6 +10,7 @@ from .admission import in_time
 from .config import GatewayConfig, ModelRule
 from .exchange import Exchange
 from .policies import Router
+from .prefill_decode import check_agreement, disagreement
 from .rollouts import Rollouts
 from .servers import Server, Servers
 
@@ -20,16 +21,29 @@ class ServerChoice:
         self.router = Router()
 
     def able(self, exchange: Exchange, rule: ModelRule, without: Container[Server]) -> list[Server]:
-        """Servers on the request's side of a rollout."""
+        """Servers on the request's side of a rollout. Prefill servers answer where there are no others."""
         found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in without]
+        if not found and rule.prefill_pools:
+            found = [one for one in self.servers.serving(rule.serves, rule.prefill_pools) if one not in without]
         if exchange.ticket is not None:
             found = [server for server in found if server.pool.name == exchange.ticket.pool] or found
         return self.rollouts.narrow(found, exchange, rule.name)
 
     def first(self, exchange: Exchange, rule: ModelRule, failed: Container[Server]) -> Server | None:
-        """Raises APIError where there are servers, and none would answer in time."""
+        """Raises APIError where there are servers, and none would answer in time, or take KV blocks."""
         found = self.able(exchange, rule, failed)
+        if rule.prefill_pools and found and found[0].pool.name in rule.pools:
+            found = check_agreement(found, self.servers.known(rule.serves, rule.prefill_pools), rule.serves)
         found = in_time(found, exchange, self.config().level(rule.name, exchange.tenant.tier))
+        return self.pick(found, exchange, rule) if found else None
+
+    def prefill(self, exchange: Exchange, rule: ModelRule, decode: Server, failed: Container[Server]) -> Server | None:
+        """Who computes the prompt for this decode server."""
+        found = [
+            server
+            for server in self.servers.serving(rule.serves, rule.prefill_pools)
+            if server not in failed and disagreement(server, decode, rule.serves) is None
+        ]
         return self.pick(found, exchange, rule) if found else None
 
     def of_its_version(self, exchange: Exchange, rule: ModelRule) -> list[Server]:

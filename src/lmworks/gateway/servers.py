@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from ..serve.backend import TransferSettings
 from ..serve.tls import Certificates, TLSFiles
 from .config import GatewayConfig, Pool
 from .forecast import KV_FULL, Forecast, ServiceRates, Work
@@ -77,6 +78,7 @@ class Server:
     load: Load = field(default_factory=Load)
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     cached: dict[str, set[bytes]] | None = None  # blocks of its prefix cache by model, where it tells of them
+    transfers: dict[str, TransferSettings] | None = None  # by model, of pools whose blocks move; None: not known
     rates: ServiceRates = field(default_factory=ServiceRates)
     since: float = field(default_factory=time.monotonic)
 
@@ -206,6 +208,6 @@ class Servers:
             if server.up and not server.draining and model in server.models and (not pools or server.pool.name in pools)
         ]
 
-    def known(self, model: str, pools: list[str]) -> bool:
-        """Whether any server has this model, be it up or not."""
-        return any(model in server.models and (not pools or server.pool.name in pools) for server in self)
+    def known(self, model: str, pools: list[str]) -> list[Server]:
+        """Servers that have this model, be they up or not."""
+        return [server for server in self if model in server.models and (not pools or server.pool.name in pools)]

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from .forecast import Work
 from .http_client import UpstreamError
 from .http_server import Headers
 from .metrics import Metrics
+from .prefill_decode import block_address, can_prefill, prompt_alone
 from .prefix_continuation import continued
 from .relay import StreamRelay
 from .server_choice import ServerChoice
@@ -51,7 +54,7 @@ class Tries:
     def __init__(
         self, choice: ServerChoice, requests: ServerRequests, metrics: Metrics, tracing: Tracing | None
     ) -> None:
-        self.config, self.router, self.rollouts = choice.config, choice.router, choice.rollouts
+        self.choice, self.config, self.router, self.rollouts = choice, choice.config, choice.router, choice.rollouts
         self.requests, self.metrics, self.tracing = requests, metrics, tracing
 
     async def run(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
@@ -76,25 +79,52 @@ class Tries:
     async def send(self, begun: Try, exchange: Exchange, rule: ModelRule, relay: StreamRelay) -> None:
         server, attempt = begun.server, begun.attempt
         changes = self.requests.changes(exchange, server, rule)
-        server.breaker.begin()
+        if rule.prefill_pools and server.pool.name in rule.pools and can_prefill(exchange):
+            changes |= await self.compute_prompt(exchange, server, rule)
         if relay.by_prefix:
             changes |= continued(server, exchange, "".join(relay.texts), relay.by_prefix)
         elif names_tokens(server, exchange):
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
+        await self.post(begun, exchange, exchange.body.with_changes(changes))
+        if attempt.streams:
+            server.rates.answered(begun.work)
+
+    async def post(self, begun: Try, exchange: Exchange, content: bytes) -> None:
+        server = begun.server
+        server.breaker.begin()
         if self.tracing is not None and exchange.span is not None:
             begun.span = self.tracing.begin_try(exchange.span, server.url)
         headers = self.requests.headers(exchange, server, begun.span)
+        with begun.noting_failure():
+            await self.wait_for_answer(begun.attempt, exchange, content, headers)
+        self.learn_blocks(begun.attempt, exchange)
+
+    async def compute_prompt(self, exchange: Exchange, decode: Server, rule: ModelRule) -> dict[str, Any]:
+        """By a prefill server; returns what tells `decode` whose KV blocks to take, nothing where it computes them."""
+        failed: set[Server] = set()
+        found: dict[str, Any] = {}
+        while not found and (server := self.choice.prefill(exchange, rule, decode, failed)) is not None:
+            try:
+                if not await self.prefill(exchange, server, rule):
+                    break  # the decode server says what is wrong with the request
+                found = {"kv_transfer_params": {"remote": block_address(server, rule.serves)}}
+            except UpstreamError as error:
+                failed.add(server)
+                self.failed(exchange, server, error)
+                if error.kind == "timeout":
+                    break
+        self.metrics.prefills.labels(exchange.rule.name, "remote" if found else "local").inc()
+        return found
+
+    async def prefill(self, exchange: Exchange, server: Server, rule: ModelRule) -> bool:
+        begun = Try(server, server.begin_work(len(exchange.body.raw)))
         try:
-            await self.wait_for_answer(attempt, exchange, exchange.body.with_changes(changes), headers)
-        except UpstreamError as error:
-            begun.failed = error.kind
-            raise
-        except asyncio.CancelledError:
-            server.breaker.abandoned()
-            raise
-        self.learn_blocks(attempt, exchange)
-        if attempt.streams:
+            await self.post(begun, exchange, prompt_alone(exchange.body, self.requests.changes(exchange, server, rule)))
+            server.breaker.succeeded()
             server.rates.answered(begun.work)
+            return begun.attempt.status == 200
+        finally:
+            begun.close(exchange)
 
     async def wait_for_answer(self, attempt: Attempt, exchange: Exchange, content: bytes, headers: Headers) -> None:
         timeouts = self.config().timeouts
@@ -122,19 +152,13 @@ class Tries:
         """From its first bytes to the client's last."""
         server, attempt = begun.server, begun.attempt
         first_token = time.monotonic() - begun.work.sent
-        try:
+        with begun.noting_failure():
             if attempt.streams:
                 await self.stream(attempt, exchange, relay, self.config().timeouts)
             elif relay.begun:
                 raise RefusedTry(attempt)
             else:
                 self.whole(attempt, exchange)
-        except UpstreamError as error:
-            begun.failed = error.kind
-            raise
-        except asyncio.CancelledError:
-            server.breaker.abandoned()
-            raise
         server.breaker.succeeded()
         self.rollouts.record(exchange, server, first_token)
 
@@ -207,6 +231,17 @@ class Try:
 
     def __post_init__(self) -> None:
         self.attempt = Attempt(self.server)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except UpstreamError as error:
+            self.failed = error.kind
+            raise
+        except asyncio.CancelledError:
+            self.server.breaker.abandoned()
+            raise
 
     def close(self, exchange: Exchange) -> None:
         tokens = exchange.chunks if self.attempt.streams else int(self.attempt.status == 200)

@@ -146,6 +146,8 @@ GATEWAY = (
     gateway("migrations", "counter", "streams that another server went on with", ("model_name",), "streams"),
     gateway("hedges", "counter", "requests that a second server was asked too, by which of them began first",
             ("model_name", "winner"), "requests"),
+    gateway("prefills", "counter", "tries at decode servers: remote took KV blocks of a prefill server, local computed "
+            "the prompt", ("model_name", "where"), "tries"),
     gateway("rollout_share", "gauge", "share of requests that go to the candidate", ("model_name", "candidate"),
             "ratio"),
     gateway("rollout_state", "gauge", "1: the rollout's state", ("model_name", "state")),

@@ -76,6 +76,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Retries and migrations", per_second("gateway_retries", "model_name", "retries")
               | per_second("gateway_migrations", "model_name", "migrations")),
         Panel("Hedged requests, by which server began first", per_second("gateway_hedges", "winner"), "reqps"),
+        Panel("Prompts, by who computed them", per_second("gateway_prefills", "where"), "reqps", optional=True),
         Panel("Requests to new versions", now("gateway_rollout_share", "{{model_name}} {{candidate}}"), "percentunit"),
         Panel("Shadow requests", per_second("gateway_rollout_shadow_requests", "outcome"), "reqps"),
         Panel("Tries that failed", {

@@ -112,6 +112,19 @@ class Event:
 
 
 @dataclass(frozen=True)
+class TransferSettings:
+    """What two servers must have in common for one to take the other's blocks, and where they find each other."""
+
+    fingerprint: str  # of the weights and of the layout of blocks, as hex
+    block: int  # engine.block, and so on
+    dtype: str
+    kv_dtype: str
+    context: int
+    listen: str  # where it hands out blocks; empty: nowhere
+    peers: tuple[str, ...]  # whose blocks it takes
+
+
+@dataclass(frozen=True)
 class ModelCard:
     """What /v1/models reports of a model, and what the limits need."""
 
@@ -126,6 +139,7 @@ class ModelCard:
     scalar_head: bool = False  # a reward model or reranker: it scores, and generates nothing
     block_size: int = 0  # tokens of a block of the prefix cache; 0: there is none
     eos: tuple[int, ...] = ()  # tokens that end an answer
+    transfer: TransferSettings | None = None  # None: its blocks do not leave the engine
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
-"""The stream of what happens in the prefix caches: see `cache_events`."""
+"""The stream of what happens in the prefix caches (see `cache_events`), and whose blocks go where."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from .cache_events import HEARTBEAT_S, CacheChange, split_keys
 from .serving import LocalModel, Serving
@@ -23,6 +24,18 @@ def add_cache_routes(app: FastAPI, serving: Serving) -> None:
         """What the prefix caches hold, for routers."""
         serving.authenticate(request).check_gateway("the events of caches are")
         return await start_stream(request, event_lines(serving.local_models))
+
+    @app.get("/kv_transfer", include_in_schema=False)
+    async def kv_transfer(request: Request) -> JSONResponse:
+        """Settings of transfers, by model and adapter: gateways compare those of prefill and decode servers."""
+        caller = serving.authenticate(request)
+        caller.check_gateway("settings of transfers are")
+        found = {}
+        for name, (model, _) in serving.visible(caller).items():
+            settings = model.backend.card.transfer if isinstance(model, LocalModel) else None
+            if settings is not None:
+                found[name] = asdict(settings)
+        return JSONResponse(found)
 
 
 async def event_lines(models: Sequence[LocalModel]) -> AsyncGenerator[bytes, None]:

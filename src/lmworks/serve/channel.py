@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..data.fim import Sentinels
 from ..data.tokenizer import FileTokenizer, Tokenizer
-from .backend import EngineRequest
+from .backend import EngineRequest, TransferSettings
 from .cache_events import CacheChange
 from .parsers.names import ParserNames
 
@@ -73,6 +73,7 @@ class EngineReady(NamedTuple):
     scalar_head: bool
     block_size: int  # 0: without a prefix cache
     eos: tuple[int, ...]
+    transfer: TransferSettings | None
 
 
 class Submit(NamedTuple):

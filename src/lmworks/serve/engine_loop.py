@@ -26,7 +26,7 @@ from ..engine.core.engine import Engine
 from ..engine.core.request import Answer, OutputDelta, Request, Result
 from ..parallel.profiler import recorder, write_trace
 from ..spec import LMWorksError, SpecError
-from .backend import EngineRequest, Usage
+from .backend import EngineRequest, TransferSettings, Usage
 from .cache_events import CacheJournal
 from .channel import (
     Cancel,
@@ -110,6 +110,17 @@ def ready_message(served: LoadedEngine) -> EngineReady:
         engine.runner.scalar_head,
         engine.spec.block if engine.spec.prefix_cache else 0,
         engine.eos,
+        transfer_settings(engine),
+    )
+
+
+def transfer_settings(engine: Engine) -> TransferSettings | None:
+    spec, tiers = engine.spec, engine.tiers
+    if tiers is None:
+        return None
+    key = tiers.fingerprint.hex()
+    return TransferSettings(
+        key, spec.block, spec.dtype, spec.kv_dtype, spec.context, tiers.address, tuple(spec.kv_peers)
     )
 
 

@@ -140,6 +140,7 @@ class EngineProcess:
             scalar_head=ready.scalar_head,
             block_size=ready.block_size,
             eos=ready.eos,
+            transfer=ready.transfer,
         )
 
     @property

@@ -54,6 +54,13 @@ class BlockListener(Protocol):
 class PrefixTiers(BlockListener, Protocol):
     """Blocks of the prefix cache outside the device (`engine.kv_tiers`), as the engine uses them."""
 
+    fingerprint: bytes  # of what computes the blocks
+
+    @property
+    def address(self) -> str:
+        """Where other servers read these blocks; empty: nowhere."""
+        ...
+
     def begin_fetch(self, sequence: Sequence, digests: list[bytes], on_device: int) -> None:
         """Bring its blocks nearer, in the background. The device has the first of them."""
         ...

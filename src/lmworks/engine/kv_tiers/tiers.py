@@ -321,6 +321,10 @@ class KVTiers:
         self.listener.start()
         log.info("blocks are handed out", extra={"address": self.listener.address})
 
+    @property
+    def address(self) -> str:
+        return "" if self.listener is None else self.listener.address
+
     def connect(self, address: str) -> None:
         self.peers[address] = backend_of(address).connect(address, self.host.whole)
 
