@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib.util
@@ -50,6 +51,7 @@ def pytest_collection_finish() -> None:
         # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.
         vars(importlib.import_module("lmworks.report.run_report")).update(draw_plots=lambda folder, steps: [])
     gc.freeze()  # else each forked rank copies the pages of all that was imported when it looks for garbage
+    atexit.register(gc.unfreeze)  # so late that pytest, which looks for garbage twice at its end, does not find it
     gc.enable()
     if "torch" in sys.modules and sys.platform == "linux":
         importlib.import_module("huge_pages").collapse_heap()
@@ -63,6 +65,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first: a worker takes a file at a time, and one that begins late would keep the others waiting."""
+    if "hypothesis" in sys.modules:
+        # It would read all of LMWorks for constants to try, and its examples depend on what else was imported here.
+        providers = importlib.import_module("hypothesis.internal.conjecture.providers")
+        vars(providers).update(is_local_module_file=lambda path: False)
     order = {
         name: place
         for place, name in enumerate(
@@ -73,7 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
     shutil.rmtree(os.environ["LMWORKS_CACHE"], ignore_errors=True)
 
 

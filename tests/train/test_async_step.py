@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +24,7 @@ from lmworks.data import Batch
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.record import RunFolder, phase
 from lmworks.spec import LMWorksError, RunSpec
-from lmworks.train import Trainer
+from lmworks.train import Trainer, async_step, checkpoint_manager, step, step_scalars, trainer
 from lmworks.train.async_step import PassLauncher, is_sync_point, supports_async_step
 from lmworks.train.health.bad_step import Health
 from lmworks.train.prefetcher import Prefetcher
@@ -180,16 +183,19 @@ def test_step_time_includes_its_own_passes_only(dataset: Path, tmp_path: Path) -
     """On a clock that only passes advance. Those after a checkpoint are launched late, by their own step."""
     spec = make_spec(dataset, "checkpoint.every=3", "optim.steps=5", "log.eval_every=0")
     clock = [0.0]
-    with looking(True), mock.patch("time.perf_counter", lambda: clock[0]):
-        trainer = Trainer(spec, tmp_path / "run", quiet=True)
-        passes = trainer.forward_backward
+    clock_module = SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]})
+    with looking(True), ExitStack() as patches:
+        for module in (async_step, checkpoint_manager, step, step_scalars, trainer):  # and of no other thread
+            patches.enter_context(mock.patch.object(module, "time", clock_module))
+        run = Trainer(spec, tmp_path / "run", quiet=True)
+        passes = run.forward_backward
 
         def timed(*arguments: Any) -> Any:
             clock[0] += 1.0
             return passes(*arguments)
 
-        trainer.forward_backward = timed  # type: ignore[method-assign]
-        trainer.run()
+        run.forward_backward = timed  # type: ignore[method-assign]
+        run.run()
     rows = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics_path.read_text().splitlines()]
     assert [row["step_s"] for row in rows] == [1.0] * 5
 

@@ -2,9 +2,11 @@
 
 import io
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from lmworks.train import progress as progress_module
 from lmworks.train.progress import WINDOW, Progress
 
 
@@ -79,7 +81,7 @@ def test_missing_loss(capsys):
 
 def test_eta_uses_recent_pace(monkeypatch):
     clock_now = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock_now[0])
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=lambda: clock_now[0]))
     progress = Progress(total=1000, quiet=True)
     clock_now[0] += 60  # a slow first step: compilation
     progress.step(line(1))
