@@ -42,10 +42,11 @@ def pytest_collection_finish() -> None:
             importlib.import_module(name)
         importlib.import_module("lmworks.train.device").warm_runtime()
     if "lmworks.cli.main" in sys.modules:
-        # Else a tenth of a second at every call.
+        # Else a tenth of a second at every call. The help names all commands, and so imports them.
         typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
+        typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["--help"])
         typer.testing.CliRunner().invoke(sys.modules["lmworks.cli.main"].app, ["models", "--json"])
-        table = importlib.import_module("lmworks.cli.output")  # whatever a test prints fits every terminal
+        table = importlib.import_module("lmworks.cli.tables")  # whatever a test prints fits every terminal
         vars(table).update(render_table=importlib.import_module("fitting_tables").checked(table.render_table))
     if {"lmworks.cli.main", "lmworks.report.run_report"} & sys.modules.keys():
         # To draw the PNGs of a report takes longer than a small run: done where somebody looks at them.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,21 @@ def test_a_default_command_takes_what_names_no_other(capsys: pytest.CaptureFixtu
     assert lmworks(capsys, "runs", str(tmp_path), "--json") == lmworks(capsys, "runs", "ls", str(tmp_path), "--json")
     plain, named = (lmworks(capsys, "plan", *run, "tiny", "--no-probe", "--json") for run in ((), ("run",)))
     assert plain[0] == named[0] == 0 and json.loads(plain[1])["memory"] == json.loads(named[1])["memory"]
+
+
+# What a command must not wait for, unless it uses it: module names, or how they begin.
+HEAVY = ("torch", "transformers", "numpy", "lmworks.engine", "lmworks.train", "lmworks.model")
+OTHERS = ("lmworks.cli.plan", "lmworks.cli.train", "lmworks.serve", "lmworks.spec.run", "lmworks.record.folder")
+
+
+@pytest.mark.parametrize(
+    ("words", "unwanted"),
+    [(["--help"], HEAVY), (["--version"], (*HEAVY, *OTHERS)), (["learn", "list"], (*HEAVY, *OTHERS))],
+    ids=["help", "version", "learn"],
+)  # fmt: skip
+def test_a_command_imports_what_it_uses(words: list[str], unwanted: tuple[str, ...]) -> None:
+    code = f"import sys; from lmworks.cli.main import app; app({words!r}, standalone_mode=False); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "lmworks.cli.main" in loaded, done.stderr
+    assert not {name for name in loaded for start in unwanted if f"{name}.".startswith(f"{start}.")}

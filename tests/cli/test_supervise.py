@@ -15,7 +15,8 @@ import typer
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from lmworks.cli import ranks, train
-from lmworks.cli.ranks import RanksExit, find_root_cause, local_ranks, write_error_file
+from lmworks.cli.error_file import write_error_file
+from lmworks.cli.ranks import RanksExit, find_root_cause, local_ranks
 from lmworks.record import RunFolder
 from lmworks.spec import DataError, LMWorksError, RunSpec, SpecError, TrainingError, load_run
 from tiny import events

@@ -18,7 +18,7 @@ from rich.text import Text
 import lmworks as package
 import typed
 from fitting_tables import seen
-from lmworks.cli import output
+from lmworks.cli import tables
 from lmworks.cli.plan_validate import percent, print_report
 from lmworks_validation.replay import Line, replay
 from table_samples import SAMPLES, Sample, show
@@ -32,7 +32,7 @@ def plain(lines: list[Text]) -> list[str]:
 
 def test_prose_gives_way_before_figures() -> None:
     rows = [["step", "12.5 ms", "the slowest of all that were timed: 14.25 ms"]]
-    assert plain(output.render_table("", ["", "measured", "how it was found"], rows, 42)) == [
+    assert plain(tables.render_table("", ["", "measured", "how it was found"], rows, 42)) == [
         "",
         "       measured  how it was found",
         " " + "─" * 41,
@@ -44,7 +44,7 @@ def test_prose_gives_way_before_figures() -> None:
 
 def test_prose_may_begin_with_a_figure() -> None:
     rows = [["8 × H100-SXM-80GB: tp=4, dp=2 ZeRO-2, micro-batch 1", "34.5"]]
-    assert plain(output.render_table("", ["layout", "GiB"], rows, 40))[3:5] == [
+    assert plain(tables.render_table("", ["layout", "GiB"], rows, 40))[3:5] == [
         " 8 × H100-SXM-80GB: tp=4, dp=2      34.5",
         " ZeRO-2, micro-batch 1",
     ]
@@ -52,7 +52,7 @@ def test_prose_may_begin_with_a_figure() -> None:
 
 def test_columns_go_in_their_order_and_are_named() -> None:
     columns, row = ["name", "fp32", "bf16", "GB/s"], ["H100-SXM-80GB", "67", "989", "3350"]
-    lines = plain(output.render_table("", columns, [row], 28, drop=("GB/s", "fp32")))
+    lines = plain(tables.render_table("", columns, [row], 28, drop=("GB/s", "fp32")))
     assert lines[1:4] == [" name           fp32  bf16", " " + "─" * 25, " H100-SXM-80GB    67   989"]
     assert " ".join(lines[4:]) == "not shown in 28 columns: GB/s (a wider terminal has them, and --json) "
     assert "fp32," not in lines[4]
@@ -60,20 +60,20 @@ def test_columns_go_in_their_order_and_are_named() -> None:
 
 def test_a_table_that_is_still_too_wide_is_turned() -> None:
     rows = [["runs/a", "1,234,567", "[x] is text"], ["runs/b", "-0.35", ""]]
-    assert plain(output.render_table("Runs", ["run", "tokens", "note"], rows, 20)) == [
+    assert plain(tables.render_table("Runs", ["run", "tokens", "note"], rows, 20)) == [
         *("Runs", "", "run: runs/a", "  tokens: 1,234,567", "  note:   [x] is text", ""),
         *("run: runs/b", "  tokens: -0.35", ""),
     ]
 
 
 def test_figures_stand_under_one_another() -> None:
-    lines = plain(output.render_table("", ["a", "b"], [["+1.5", "$2"], ["-12.25", "-"]], None))
+    lines = plain(tables.render_table("", ["a", "b"], [["+1.5", "$2"], ["-12.25", "-"]], None))
     assert lines[3:5] == ["   +1.5  $2", " -12.25   -"]
 
 
 def test_a_column_that_is_not_there_cannot_be_dropped() -> None:
     with pytest.raises(ValueError, match="no such column"):
-        output.render_table("", ["a"], [["1"]], 80, drop=("b",))
+        tables.render_table("", ["a"], [["1"]], 80, drop=("b",))
 
 
 def test_tables_are_made_in_one_place() -> None:

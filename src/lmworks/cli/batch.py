@@ -14,7 +14,8 @@ import typer
 from ..data.progress import activity
 from ..spec.errors import SpecError
 from . import options
-from .output import Json, loading, print_json, write
+from .loading import loading
+from .output import Json, print_json, write
 from .serve import KEY, check_files, import_server, make_serving, parse_sources, read_parsers, read_templates
 
 

@@ -21,8 +21,8 @@ from .bench_inference import offline, serve
 from .bench_link import link
 from .bench_overlap import overlap
 from .groups import CommandGroup
-from .options import Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec, print_json, print_table, write_file
+from .options import Force, OnDevice, Overrides, Spec, device_options, on_device
+from .output import Json, print_json, print_table, write_file
 from .ranks import needs_ranks, start_ranks
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Timed steps, after three warm-up steps.")]

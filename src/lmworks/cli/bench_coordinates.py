@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..spec import SpecError, load_run
-from .options import OnDevice, on_device
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import OnDevice, Overrides, Spec, on_device
+from .output import Json, print_json, print_table
 
 FLAT = 0.1  # a slope that is taken for none
 NOISE = 0.2  # what one seed can make of none (docs/mup.md)

@@ -16,7 +16,8 @@ from ..spec.files import check_writable
 from ..weight_prefetch import prefetch_weights
 from . import options
 from .generate import EngineOverrides, engine_options
-from .output import Json, loading, print_json, print_table
+from .loading import loading
+from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -10,8 +10,8 @@ import typer
 from ..data.progress import console_progress, silent
 from ..record.formatting import binary_bytes, duration
 from ..spec import load_run
-from .options import Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import Force, OnDevice, Overrides, Spec, device_options, on_device
+from .output import Json, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from ..data.progress import activity
 from ..spec import SpecError
 from ..spec.align import METHODS
 from ..spec.errors import did_you_mean
-from .options import Force, OnDevice, on_device
-from .output import Json, Overrides
+from .options import Force, OnDevice, Overrides, on_device
+from .output import Json
 from .train import MaxRestarts, start_run
 
 

@@ -16,7 +16,8 @@ from ..spec.load import apply_overrides
 from ..spec.serving import EngineSpec
 from ..weight_prefetch import prefetch_weights
 from . import options
-from .output import Json, as_json, loading, uninterrupted_output, write
+from .loading import loading
+from .output import Json, as_json, uninterrupted_output, write
 
 if TYPE_CHECKING:
     from ..engine.core.request import Answer, Result

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 
 class CommandGroup(TyperGroup):
@@ -37,14 +40,48 @@ class DefaultCommandGroup(CommandGroup):
         return super().parse_args(ctx, args)
 
 
-class RootGroup(CommandGroup):
-    """The top level: commands in the order of `order`; former spellings are rewritten to the ones of today."""
+class LazyCommands(Mapping[str, Any]):
+    """The commands of `panels`, in order: panel of the help → word → a module of this folder and what it calls it."""
 
-    order: ClassVar[Sequence[str]] = ()
+    def __init__(self, panels: Mapping[str, Mapping[str, str]]) -> None:
+        self.places = {word: (place, panel) for panel, words in panels.items() for word, place in words.items()}
+        self.loaded: dict[str, Any] = {}
+
+    def __getitem__(self, word: str) -> Any:
+        if word not in self.loaded:
+            place, panel = self.places[word]
+            module, _, name = place.partition(".")
+            command = getattr(importlib.import_module(f".{module}", __package__), name)
+            parent = typer.Typer(rich_markup_mode=None)
+            if isinstance(command, typer.Typer):
+                parent.add_typer(command, name=word, rich_help_panel=panel)
+            else:
+                parent.command(word, rich_help_panel=panel)(command)
+            self.loaded[word] = get_group(parent).commands[word]
+        return self.loaded[word]
+
+    def __contains__(self, word: object) -> bool:
+        return word in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class RootGroup(CommandGroup):
+    """The top level: commands are imported when they are used; former spellings are rewritten to those of today."""
+
+    panels: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # see LazyCommands
     former: ClassVar[Mapping[str, str]] = {}  # a command or a group's command of earlier → how it is spelt now
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands: Any = LazyCommands(self.panels)
+
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(super().list_commands(ctx), key=self.order.index)
+        return list(self.commands)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for count in (2, 1):

@@ -12,7 +12,8 @@ from ..spec import Cluster, DataSpec, RunSpec, load_run, recognise
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.files import with_absolute_paths
 from .groups import CommandGroup
-from .output import Overrides, Spec, write_file
+from .options import Overrides, Spec
+from .output import write_file
 
 if TYPE_CHECKING:
     from ..data.index import Index

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,78 +15,47 @@ import typer
 
 from .. import __version__
 from ..plan.memory.host import process_bytes
-from ..record.oom import as_oom
 from ..record.parent_death import die_with_parent
-from ..spec import EngineSpec, RunSpec
 from ..spec.errors import LMWorksError, SpecError, last_line, near_keys, suggestion
-from . import (
-    batch,
-    bench,
-    chat,
-    checkpoint,
-    data,
-    demo,
-    diagnose,
-    drill,
-    evals,
-    finetune,
-    fleet,
-    gateway,
-    generate,
-    kv_store,
-    launch,
-    learn,
-    lsp,
-    plan,
-    profile,
-    prove,
-    quantize,
-    runs,
-    scaling,
-    serve,
-    sweep,
-    train,
-    tune,
-)
+from .error_file import write_error_file
 from .groups import RootGroup
-from .ranks import write_error_file
 
-# Panel of the help → word → command. What comes next has its panel already: `ui` (learn).
-PANELS: dict[str, dict[str, Callable[..., Any] | typer.Typer]] = {
-    "Plan": {"plan": plan.app, "scaling": scaling.app},
+# Panel of the help → word → where its command is: a module of this folder, imported when the word is typed.
+PANELS: dict[str, dict[str, str]] = {
+    "Plan": {"plan": "plan.app", "scaling": "scaling.app"},
     "Data and training": {
-        "data": data.app,
-        "train": train.train,
-        "finetune": finetune.finetune,
-        "resume": train.resume,
-        "launch": launch.app,
-        "sweep": sweep.app,
-        "tune": tune.app,
-        "checkpoint": checkpoint.app,
+        "data": "data.app",
+        "train": "train.train",
+        "finetune": "finetune.finetune",
+        "resume": "train.resume",
+        "launch": "launch.app",
+        "sweep": "sweep.app",
+        "tune": "tune.app",
+        "checkpoint": "checkpoint.app",
     },
     "Look and prove": {
-        "runs": runs.app,
-        "report": runs.report,
-        "profile": profile.app,
-        "diagnose": diagnose.diagnose,
-        "bench": bench.app,
-        "prove": prove.app,
+        "runs": "runs.app",
+        "report": "runs.report",
+        "profile": "profile.app",
+        "diagnose": "diagnose.diagnose",
+        "bench": "bench.app",
+        "prove": "prove.app",
     },
     "Use and serve": {
-        "generate": generate.generate,
-        "chat": chat.chat,
-        "serve": serve.serve,
-        "batch": batch.batch,
-        "gateway": gateway.app,
-        "kv-store": kv_store.kv_store,
-        "fleet": fleet.app,
-        "drill": drill.drill,
-        "lsp": lsp.lsp,
-        "eval": train.evaluate,
-        "evals": evals.app,
-        "quantize": quantize.quantize,
+        "generate": "generate.generate",
+        "chat": "chat.chat",
+        "serve": "serve.serve",
+        "batch": "batch.batch",
+        "gateway": "gateway.app",
+        "kv-store": "kv_store.kv_store",
+        "fleet": "fleet.app",
+        "drill": "drill.drill",
+        "lsp": "lsp.lsp",
+        "eval": "train.evaluate",
+        "evals": "evals.app",
+        "quantize": "quantize.quantize",
     },
-    "Learn": {"demo": demo.demo, "learn": learn.app},
+    "Learn": {"demo": "demo.demo", "learn": "learn.app"},
 }
 
 
@@ -96,7 +64,7 @@ class Interrupted(Exception):
 
 
 class Commands(RootGroup):
-    order: ClassVar = [word for panel in PANELS.values() for word in panel]
+    panels: ClassVar = PANELS
     former: ClassVar = {
         "models": "plan models",
         "hardware": "plan hardware",
@@ -130,12 +98,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for panel, words in PANELS.items():
-    for word, command in words.items():
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=word, rich_help_panel=panel)
-        else:
-            app.command(word, rich_help_panel=panel)(command)
 
 
 def print_version(wanted: bool) -> None:
@@ -167,6 +129,8 @@ def main() -> None:
                 typer.echo("lmworks: interrupted", err=True)
         sys.exit(130)
     except Exception as error:
+        from ..record.oom import as_oom
+
         cause = as_oom(error)
         if not isinstance(cause, LMWorksError):
             raise
@@ -221,6 +185,8 @@ def check_address_space() -> None:
 
 
 def run_probe(probe: str) -> None:
+    import subprocess
+
     there = process_bytes()
     if there is None:
         return
@@ -259,6 +225,8 @@ def misspelt(option: str, command: Any) -> bool:
 
 def accepted_keys(command: Any) -> Iterable[str]:
     """Keys of the spec that a command takes overrides of; none where it takes none."""
+    from ..spec import EngineSpec, RunSpec
+
     taken = {parameter.metavar for parameter in command.params if parameter.metavar}
     if "[SECTION.KEY=VALUE]..." in taken:
         return RunSpec.dotted_keys()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..spec.dial import dial_overrides
 from ..spec.errors import SpecError
 from ..spec.hardware import catalogue, spelling
 from ..spec.presets import PRESETS
@@ -100,6 +101,22 @@ def describe(field: dataclasses.Field[Any]) -> str:
 # --- options ---------------------------------------------------------------------------------------------
 
 
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        help="A TOML file, a run folder, or the name of a model preset.",
+        autocompletion=sources,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...",
+        help="Changes to the spec, e.g. optim.lr=3e-4.",
+        autocompletion=overrides,
+    ),
+]
 OnCluster = Annotated[
     str | None,
     typer.Option(
@@ -159,3 +176,12 @@ def parse_bytes(text: str, option: str) -> int:
     if size < 1:
         raise SpecError(f"{option} {text!r} is not a size; write it like 5GB, 500MB or 2GiB")
     return int(size)
+
+
+def with_dial(spec: str, overrides: list[str] | None, dial: str) -> list[str]:
+    """Overrides with the keys that --dial stands for, which are printed, in front of them."""
+    given = overrides or []
+    expanded = dial_overrides(spec, given, dial)
+    if dial:
+        typer.echo(f"--dial {dial}: {' '.join(expanded[: len(expanded) - len(given)])}", err=True)
+    return expanded

@@ -12,8 +12,8 @@ from ..plan.memory.host import available_bytes, ranks_on_host
 from ..record.formatting import binary_bytes, duration, short
 from ..spec import Cluster, Gpu, RunSpec, SpecError, load_run
 from .groups import DefaultCommandGroup
-from .options import Dial, Dtype, GlobalBatch, MicroBatch, OnCluster, Seq, print_host_memory
-from .output import Json, Overrides, Spec, print_json, print_table, with_dial, write_file
+from .options import Dial, Dtype, GlobalBatch, MicroBatch, OnCluster, Overrides, Seq, Spec, print_host_memory, with_dial
+from .output import Json, print_json, print_table, write_file
 from .plan_collective import collective
 from .plan_kv_tiers import kv_tiers
 from .plan_lookup import hardware, mesh, models, pipeline, print_busy

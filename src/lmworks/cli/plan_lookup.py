@@ -15,7 +15,8 @@ from ..spec import PRESETS, Cluster, Gpu, Grid, ModelSpec, RunSpec, SpecError, c
 from ..spec.hardware import find_gpu_name
 from ..spec.presets import PLAN_ONLY
 from . import options
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import Overrides, Spec
+from .output import Json, print_json, print_table
 from .ranks import needs_ranks, start_ranks
 
 if TYPE_CHECKING:

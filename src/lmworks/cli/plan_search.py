@@ -15,8 +15,8 @@ from ..spec.files import check_writable
 from ..spec.load import dump_toml
 from . import options
 from .launch import check_vocabulary, print_written
-from .options import Dtype, GlobalBatch, Seq
-from .output import Json, Overrides, Spec, print_json, print_table, write_file
+from .options import Dtype, GlobalBatch, Overrides, Seq, Spec
+from .output import Json, print_json, print_table, write_file
 
 if TYPE_CHECKING:
     from ..plan.search.candidates import SearchProblem

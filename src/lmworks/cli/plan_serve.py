@@ -10,7 +10,8 @@ from ..record.formatting import duration, short
 from ..spec import SpecError, catalogue, load_run
 from ..spec.hardware import find_gpu_name
 from . import options
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import Overrides, Spec
+from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..plan.serving.plans import Plan

@@ -18,8 +18,8 @@ from ..record import RunFolder
 from ..record.attach import Attach
 from ..record.profile_request import ProfileRequest
 from ..spec import LMWorksError, RunSpec, SpecError, load_run
-from .options import Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec
+from .options import Force, OnDevice, Overrides, Spec, device_options, on_device
+from .output import Json
 from .ranks import needs_ranks, start_ranks
 from .trace_report import report_traces
 from .train import RunDir, default_run_folder

@@ -13,8 +13,8 @@ from ..spec import RunSpec, SpecError, load_run
 from ..spec.load import apply_overrides, read_source, with_initial_shape
 from . import options
 from .groups import CommandGroup
-from .options import Force
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import Force, Overrides, Spec
+from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..prove.parity import Result

@@ -16,8 +16,9 @@ from ..record import RunFolder
 from ..spec import DataError, LMWorksError, ModelSpec, SpecError
 from ..spec.errors import NoSuchData
 from .evals import LEVEL, chosen_suites, print_comparisons
+from .loading import loading
 from .options import Force
-from .output import Json, loading, print_json, print_table
+from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..data import Tokenizer

@@ -4,11 +4,9 @@ restarts them when they fail (`--max-restarts`).
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +22,9 @@ from ..record import RunFolder
 from ..record.folder import CAUSE, NO_ERROR_MESSAGE, RESTARTS, attempts
 from ..record.oom import ChildPeaks
 from ..record.parent_death import until_this_process_ends
-from ..spec import LMWorksError, RunSpec, SpecError
+from ..spec import RunSpec, SpecError
 from ..spec.errors import PREEMPTED, STOPPED, last_line
+from .error_file import read_error_file
 
 PROGRAM = ("-m", "lmworks")  # what Python runs as a rank
 KILL_GRACE_S = 10  # beyond fault.deadline_s, before the agent kills a rank
@@ -189,33 +188,6 @@ def root_cause_order(code: int) -> int:
     Those that a SIGTERM ended did not fail: torchrun's agent sends it to the ranks that are left.
     """
     return 2 if code in (-signal.SIGTERM, PREEMPTED) else 0 if code < 0 else 1
-
-
-# --- in a rank ------------------------------------------------------------------------------------------
-
-
-def write_error_file(error: LMWorksError, reported: bool) -> None:
-    """Reports to the agent why this rank fails, in the error file that torchrun gives every rank."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)
-    if path == os.devnull:
-        return
-    error_record = {"message": str(error), "timestamp": int(time.time()), "final": error.final, "reported": reported}
-    half = Path(f"{path}.half")
-    with suppress(OSError):  # the run ends anyway
-        half.write_text(json.dumps(error_record))
-        half.replace(path)
-
-
-def read_error_file(path: Path) -> dict[str, Any] | None:
-    try:
-        error_record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return (
-        error_record
-        if isinstance(error_record, dict) and {"message", "final", "reported"} <= error_record.keys()
-        else None
-    )
 
 
 # --- this machine ---------------------------------------------------------------------------------------

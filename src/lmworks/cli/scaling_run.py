@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..record.formatting import short
-from .output import Json, Overrides, print_json, print_table
+from .options import Overrides
+from .output import Json, print_json, print_table
 from .sweep import check_folder_name
 from .sweep_workers import (
     Ray,

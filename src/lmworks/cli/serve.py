@@ -16,7 +16,7 @@ from ..spec.presets import PRESETS
 from ..weight_prefetch import prefetch_weights
 from . import options
 from .generate import engine_options, parse_adapters
-from .output import loading
+from .loading import loading
 
 if TYPE_CHECKING:
     from ..serve.channel import LoadedEngine

@@ -12,7 +12,8 @@ from ..record.parent_death import until_this_process_ends
 from ..spec import SpecError
 from ..spec.files import unsafe_name
 from .groups import DefaultCommandGroup
-from .output import Json, Overrides, Spec, print_json
+from .options import Overrides, Spec
+from .output import Json, print_json
 from .sweep_workers import (
     Ray,
     SbatchLines,

@@ -20,7 +20,8 @@ from ..record.formatting import clock
 from ..spec.errors import PREEMPTED
 from ..sweep.folder import Trial
 from ..sweep.progress import Progress, Row, best, counts
-from .output import print_table, render_table
+from .output import print_table
+from .tables import render_table
 
 REFRESH_S = 1.0
 STATUS_EVERY_S = 60.0  # a line for logs, when no trial ends

@@ -16,8 +16,9 @@ from ..record import RunFolder
 from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from ..spec.load import is_hf_folder
 from .generate import Step
-from .options import Dial, Force, OnDevice, device_options, on_device
-from .output import Json, Overrides, Spec, loading, print_json, print_table, with_dial
+from .loading import loading
+from .options import Dial, Force, OnDevice, Overrides, Spec, device_options, on_device, with_dial
+from .output import Json, print_json, print_table
 from .ranks import needs_ranks, supervise
 
 if TYPE_CHECKING:

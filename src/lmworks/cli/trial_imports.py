@@ -4,3 +4,4 @@ from ..align import post_trainer as post_trainer
 from ..bench import calibrate as calibrate
 from ..report import run_report as run_report
 from ..train import trainer as trainer
+from . import train as train

@@ -11,7 +11,8 @@ import typer
 
 from ..spec.errors import SpecError, did_you_mean
 from .groups import DefaultCommandGroup
-from .output import Json, Overrides, Spec, print_json, print_table
+from .options import Overrides, Spec
+from .output import Json, print_json, print_table
 from .sweep import SpaceFile, SweepDir, check_folder_name, locate
 from .sweep_workers import (
     Ray,

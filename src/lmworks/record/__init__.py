@@ -1,7 +1,25 @@
-"""What a run leaves behind, written and read. Imports no torch."""
+"""What a run leaves behind, written and read. Imports no torch. Names are loaded when they are used."""
 
-from . import phase
-from .folder import RunFolder
-from .metrics import MetricsWriter, StepMetrics, read_metrics
+from __future__ import annotations
 
-__all__ = ["MetricsWriter", "RunFolder", "StepMetrics", "phase", "read_metrics"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .folder import RunFolder as RunFolder
+    from .metrics import MetricsWriter as MetricsWriter
+    from .metrics import StepMetrics as StepMetrics
+    from .metrics import read_metrics as read_metrics
+
+EXPORTS = {
+    "MetricsWriter": "metrics",
+    "RunFolder": "folder",
+    "StepMetrics": "metrics",
+    "read_metrics": "metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,10 +6,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import LMWorksError, SpecError
-from .run import RunSpec
+
+if TYPE_CHECKING:
+    from .run import RunSpec
 
 
 def write_whole(path: Path, content: bytes | str) -> None:

@@ -281,7 +281,7 @@ def mount(path: Path) -> bool:
 TRIAL_TIMEOUT_S = 2000.0  # of one trial, above the sum of its own timeouts
 PRELOADED_MODULES = (  # imported once here, inherited by every forked rank
     "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-    "lmworks.cli.main", "lmworks.report.run_report", "lmworks.bench.calibrate", "lmworks.train",
+    "lmworks.cli.main", "lmworks.cli.train", "lmworks.report.run_report", "lmworks.bench.calibrate", "lmworks.train",
 )  # fmt: skip
 
 
