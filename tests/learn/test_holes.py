@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -73,3 +74,34 @@ def test_every_exercise_has_its_parts_and_data() -> None:
         assert len(one.hints) == 3 and len(one.mutants) >= 5 and one.quiz, one.id
         assert all(known[other].number < one.number for other in one.depends_on), one.id
         assert all(0 <= question.answer < len(question.choices) for question in one.quiz), one.id
+
+
+def tokens(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+def longest_run(line: list[str], text: list[str]) -> int:
+    """Of tokens of `line`, in their order and next to each other, that stand in `text` too."""
+    inside = "\0".join(["", *text, ""])
+    runs = (stop - start for start in range(len(line)) for stop in range(start + 1, len(line) + 1)
+            if "\0".join(["", *line[start:stop], ""]) in inside)  # fmt: skip
+    return max(runs, default=0)
+
+
+def given_away(solution: str, hints: Sequence[str]) -> list[tuple[str, str]]:
+    """Lines of the solution that a hint has so much of that it could be pasted: more than half, or six tokens of it."""
+    lines = [line.partition("  #")[0].strip() for line in solution.splitlines()]
+    return [
+        (line, hint)
+        for line in lines
+        for hint in hints
+        if len(tokens(line)) >= 5 and longest_run(tokens(line), tokens(hint)) > max(5, len(tokens(line)) // 2)
+    ]
+
+
+def test_hints_give_no_line_away() -> None:
+    solution = "scores = q @ k.transpose(-2, -1) / 8\nreturn scores\n"
+    assert given_away(solution, ["try scores = q @ k.transpose(-2, -1)"]) and given_away(solution, [solution])
+    assert not given_away(solution, ["`k.transpose` swaps two dimensions", "scores = q·kᵀ / 8"])
+    for hole in course_holes().values():
+        assert not given_away(hole.body, exercises()[hole.exercise].hints), hole.name
