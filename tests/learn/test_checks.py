@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from lmworks.learn import check as checking
-from lmworks.learn import effect
-from lmworks.learn.check import check_exercise, failure_of, mutate, write_references
+from lmworks.learn import effect, recognise
+from lmworks.learn.answers import failure_of, load, mutate, write_references
+from lmworks.learn.check import check_exercise
 from lmworks.learn.checks import CHECKS
 from lmworks.learn.course_files import course_sources
 from lmworks.learn.exercise import Exercise, exercises
+from lmworks.learn.expect import Mismatch
 from lmworks.learn.holes import replace_holes
 from lmworks.learn.run_isolated import run_isolated
 from lmworks.learn.workspace import Workspace, stub_of
@@ -75,6 +78,28 @@ def test_solution_passes_and_wrong_answers_are_caught(tmp_path: Path, exercise: 
 @pytest.mark.parametrize("exercise", HEAVY, ids=lambda one: one.id)
 def test_wrong_answers_of_trainers_are_caught(tmp_path: Path, exercise: Exercise) -> None:
     assert all(caught(tmp_path, exercise))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_checkpoint", "fsdp_checkpoint"])
+def test_wrong_answers_on_two_ranks_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after others that left ranks and groups behind, and without waiting for those that wait."""
+    monkeypatch.setattr(recognise, "RECOGNITION_SECONDS", 60.0)
+    exercise = exercises()[name]
+    for mutant in exercise.mutants:
+        verdict = checking.check_source(exercise, mutate(exercise, mutant))
+        assert verdict.misconception == mutant.misconception, verdict
+
+
+def test_a_value_of_the_learners_own_kind_is_compared_by_what_is_shown() -> None:
+    class Own:
+        def __str__(self) -> str:
+            return "mine"
+
+    sent = pickle.loads(recognise.as_bytes(recognise.failure_from(Mismatch("a case", 1, Own()))))
+    assert recognise.alike_failures(recognise.failure_from(Mismatch("a case", 1, Own())), sent)
+    assert not recognise.alike_failures(recognise.failure_from(Mismatch("a case", 1, "yours")), sent)
+    assert not recognise.alike_failures(recognise.failure_from(Mismatch("another", 1, Own())), sent)
 
 
 def write(workspace: Workspace, exercise: str, body: str) -> None:
@@ -183,7 +208,7 @@ def test_unfinished_parts_use_what_the_learner_has_written(workspace: Workspace)
     write(workspace, "rotate_half", "return 0 * x\n")
 
     def turned() -> Any:
-        gpt = checking.load(workspace.folder, "src/models/gpt.py")
+        gpt = load(workspace.folder, "src/models/gpt.py")
         q = torch.ones(1, 1, 2, 4)
         return gpt.apply_rotary_pos_emb(q, q, torch.ones(2, 4), torch.ones(2, 4))[0].sum().item()
 
@@ -251,7 +276,7 @@ def plugged_losses(folder: Path) -> dict[str, list[list[float]]]:
             root = folder / f"lmworks-learn-{name}-{kind}"
             write_references(root)
             (root / exercise.file).write_text(text)
-            with plug(checking.load(root, exercise.file)):
+            with plug(load(root, exercise.file)):
                 losses.append(effect.product_losses(tokens, folder / f"{name}-{kind}"))
         found[name] = losses
     return found

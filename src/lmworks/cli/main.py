@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Annotated, Any, ClassVar, NoReturn
@@ -80,6 +82,10 @@ class Commands(RootGroup):
         "export": "checkpoint export",
     }
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with ended_by_interrupt():
+            return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -88,6 +94,20 @@ class Commands(RootGroup):
         except Exception as error:
             check_key_as_option(error, sys.argv[1:])
             raise
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """While a command is loaded, Ctrl-C ends the process without a word, as before (`lmworks.__main__`)."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 app = typer.Typer(

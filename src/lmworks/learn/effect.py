@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from .check import copy_sources, load, write_references
+from .answers import load, write_references
+from .check import copy_sources
 from .course_files import course_sources
 from .exercise import Exercise
 from .run_isolated import run_isolated

@@ -21,6 +21,7 @@ class Mutant:
     replace: str
     misconception: str
     part: str = ""  # of an exercise with several
+    waits: bool = False  # a rank of it waits until the check gives up
 
 
 @dataclass(frozen=True)

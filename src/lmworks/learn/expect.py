@@ -22,10 +22,6 @@ class Mismatch(Exception):
     inputs: dict[str, Any] = field(default_factory=dict)
     remark: str = ""
 
-    def is_like(self, other: Mismatch) -> bool:
-        """Another answer fails at the same case with the same value."""
-        return self.case == other.case and alike(self.got, other.got)
-
 
 def alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):

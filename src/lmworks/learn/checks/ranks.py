@@ -21,6 +21,7 @@ from ..expect import Mismatch, expect_equal, shown
 
 RANKS = 2
 PATIENCE = timedelta(seconds=6)  # of a collective that another rank does not enter
+WAITS = "one waits for ever"  # what a check got where ranks do not enter the same collectives
 WRITING_S = 0.3  # a file takes so long to write: who does not wait for it finds none
 
 
@@ -59,7 +60,7 @@ def on_two_ranks(function: Callable[[Path], None]) -> None:
         raise_other(root)
     if wrong is not None and lost_rank(str(wrong)):
         remark = "a collective waited for a rank that never came: all ranks gather, and rank 0 alone writes"
-        raise Mismatch("two ranks save", "both get through", "one waits for ever", remark=remark)
+        raise Mismatch("two ranks save", "both get through", WAITS, remark=remark)
     if wrong is not None:
         raise wrong
 
