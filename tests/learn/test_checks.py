@@ -20,7 +20,7 @@ from lmworks.learn.course_files import course_sources
 from lmworks.learn.exercise import Exercise, exercises
 from lmworks.learn.expect import Mismatch
 from lmworks.learn.holes import replace_holes
-from lmworks.learn.run_isolated import run_isolated
+from lmworks.learn.run_isolated import Outcome, run_isolated
 from lmworks.learn.workspace import Workspace, stub_of
 
 EXERCISES = list(exercises().values())
@@ -264,21 +264,25 @@ WRONG = {  # a mutant that changes the losses of a run
 
 def plugged_losses(folder: Path) -> dict[str, list[list[float]]]:
     """By exercise: without the plug, with the solution in it, with a wrong answer."""
-    tokens = effect.make_tokens(folder)
-    reference = effect.product_losses(tokens, folder / "reference")
+
+    def losses(name: str) -> list[float]:
+        (folder / name).mkdir(exist_ok=True)
+        return effect.product_losses(folder / name)
+
+    reference = losses("reference")
     found = {}
     for name, plug in effect.PLUGS.items():
-        exercise, losses = exercises()[name], [reference]
+        exercise = exercises()[name]
         mutant = replace_holes(
             course_sources()[exercise.file], exercise.file, mutate(exercise, exercise.mutants[WRONG[name]])
         )[0]
+        found[name] = [reference]
         for kind, text in (("solution", course_sources()[exercise.file]), ("mutant", mutant)):
             root = folder / f"lmworks-learn-{name}-{kind}"
             write_references(root)
             (root / exercise.file).write_text(text)
             with plug(load(root, exercise.file)):
-                losses.append(effect.product_losses(tokens, folder / f"{name}-{kind}"))
-        found[name] = losses
+                found[name].append(losses(root.name))
     return found
 
 
@@ -292,6 +296,32 @@ def test_the_learners_part_is_in_the_real_trainer(tmp_path: Path, monkeypatch: p
         near = 0.3 if name == "init_weights" else 1e-4  # other draws of the same spread
         assert solution == pytest.approx(reference, abs=near), name
         assert max(abs(one - other) for one, other in zip(mutant, reference, strict=True)) > 1e-3, (name, mutant)
+
+
+def test_the_reference_is_measured_once_for_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path))
+    measured = iter([[3.0, 2.0], [3.0, 1.0], [3.0, 0.0]])
+    monkeypatch.setattr(effect, "run_isolated", lambda *_: Outcome(next(measured), "", "", 1.0))
+    version = effect.measured_version()
+    assert [effect.reference_losses("product").result for _ in range(2)] == [[3.0, 2.0]] * 2
+    monkeypatch.setattr(effect, "measured_version", lambda: "another")
+    assert effect.reference_losses("product").result == [3.0, 1.0]
+    monkeypatch.setattr(effect, "measured_version", lambda: version)
+    (tmp_path / "learn" / "product.json").write_text("{}")
+    assert effect.reference_losses("product").result == [3.0, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", ["swiglu", "gpt_forward"])
+def test_the_effect_of_a_solution_is_none(
+    workspace: Workspace, exercise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMWORKS_CACHE", str(tmp_path / "cache"))
+    workspace.apply_solution(exercises()[exercise])
+    first, second = (effect.show_effect(workspace, exercises()[exercise]) for _ in range(2))
+    assert first == second and first[0].endswith("24 steps of a small model, the loss:")
+    assert first[2].replace("reference", "yours    ") == first[3]
+    assert (tmp_path / "cache" / "learn" / f"{'product' if exercise == 'swiglu' else 'course'}.json").exists()
 
 
 def test_losses_are_drawn() -> None:

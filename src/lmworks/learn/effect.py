@@ -6,22 +6,24 @@ Where the product has no such part (the course's own training step and checkpoin
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from ..spec.files import cache_root, write_whole
 from .answers import load, write_references
 from .check import copy_sources
 from .course_files import course_sources
 from .exercise import Exercise
-from .run_isolated import run_isolated
+from .run_isolated import Outcome, run_isolated
 from .workspace import Workspace
 
 STEPS = 24
@@ -35,18 +37,49 @@ def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
         return [f"See it at work: {exercise.test}"] if exercise.test else []
     for room in ("lmworks.train", "lmworks.data"):  # before the fork
         importlib.import_module(room)
+    in_course = exercise.id in IN_COURSE
+    reference = reference_losses("course" if in_course else "product")
+    if reference.result is None:
+        return [f"In training the reference itself does not run: {reference.why}", *reference.output.splitlines()[-5:]]
     text, _ = workspace.with_reference_around(exercise)
     with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
         folder = Path(temporary, "workspace")
         copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
-        measure = partial(in_product, exercise, folder) if exercise.id in PLUGS else partial(in_course, folder)
+        measure = partial(course_losses, folder) if in_course else partial(plugged_losses, exercise, folder)
         outcome = run_isolated(measure, folder, SECONDS)
     if outcome.result is None:
         why = outcome.why or "no result"
         return [f"In training it does not work yet: {why}", *outcome.output.splitlines()[-5:]]
-    where = "LMWorks' own trainer" if exercise.id in PLUGS else "your trainer"
-    return curves(where, *outcome.result)
+    return curves("your trainer" if in_course else "LMWorks' own trainer", reference.result, outcome.result)
+
+
+def reference_losses(kind: str) -> Outcome:
+    """Without the learner's part, measured once for a version of LMWorks and of PyTorch. `kind`: product or course."""
+    file, version = cache_root() / "learn" / f"{kind}.json", measured_version()
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(file.read_text())
+        if kept["version"] == version:
+            return Outcome(list(map(float, kept["losses"])), "", "", 0.0)
+    with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
+        folder = Path(temporary, "workspace")
+        write_references(folder)
+        measure = course_losses if kind == "course" else product_losses
+        outcome = run_isolated(partial(measure, folder), folder, SECONDS)
+    if outcome.result is not None:
+        with suppress(OSError):  # it is measured again the next time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps({"version": version, "losses": outcome.result}))
+    return outcome
+
+
+def measured_version() -> str:
+    """Of all that the losses depend on: our source, the library, and what kind of processor it computes on."""
+    torch, package = importlib.import_module("torch"), Path(__file__).parents[1]
+    digest = hashlib.sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}".encode())
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def curves(where: str, reference: list[float], yours: list[float]) -> list[str]:
@@ -62,12 +95,10 @@ def curves(where: str, reference: list[float], yours: list[float]) -> list[str]:
     ]
 
 
-def in_product(exercise: Exercise, folder: Path) -> tuple[list[float], list[float]]:
+def plugged_losses(exercise: Exercise, folder: Path) -> list[float]:
     module = load(folder, exercise.file)
-    tokens = make_tokens(folder)
-    reference = product_losses(tokens, folder / "reference")
     with PLUGS[exercise.id](module):
-        return reference, product_losses(tokens, folder / "yours")
+        return product_losses(folder)
 
 
 def make_tokens(folder: Path) -> Path:
@@ -80,7 +111,8 @@ def make_tokens(folder: Path) -> Path:
     return prepare([str(documents)], folder / "tokens", workers=1).folder
 
 
-def product_losses(tokens: Path, run: Path) -> list[float]:
+def product_losses(folder: Path) -> list[float]:
+    """Of LMWorks' own trainer; tokens and run are left in the folder."""
     from ..record import read_metrics
     from ..spec import RunSpec
     from ..train import Trainer
@@ -89,12 +121,13 @@ def product_losses(tokens: Path, run: Path) -> list[float]:
         {
             "name": "learn",
             "model": {"preset": "tiny", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "init_std": 0.02},
-            "data": {"path": str(tokens), "seq": 64, "micro_batch": 8, "global_batch": 8},
+            "data": {"path": str(make_tokens(folder)), "seq": 64, "micro_batch": 8, "global_batch": 8},
             "optim": {"steps": STEPS, "lr": 1e-2, "warmup": 4},
             "checkpoint": {"every": 0},
             "log": {"eval_every": 0},
         }
     )
+    run = folder / "run"
     Trainer(spec, run, quiet=True).run()
     return [float(line["loss"]) for line in read_metrics(run / "metrics.jsonl")]
 
@@ -234,23 +267,17 @@ PLUGS: dict[str, Callable[[ModuleType], Any]] = {
 IN_COURSE = ("gpt_forward", "train_step", "ddp_checkpoint")
 
 
-def in_course(folder: Path) -> tuple[list[float], list[float]]:
-    yours = course_losses(folder, "yours")
-    write_references(folder)
-    return course_losses(folder, "reference"), yours
-
-
-def course_losses(folder: Path, name: str) -> list[float]:
+def course_losses(folder: Path) -> list[float]:
     """Stopped half-way and gone on from its checkpoint."""
     ddp = load(folder, "src/training/ddp_trainer.py")
     settings = {"model_size": "tiny", "batch_size": 8, "seq_len": 64, "max_steps": STEPS, "learning_rate": 1e-2,
-                "min_lr": 1e-3, "warmup_steps": 4, "grad_accum_steps": 2, "output_dir": name}  # fmt: skip
+                "min_lr": 1e-3, "warmup_steps": 4, "grad_accum_steps": 2, "output_dir": "run"}  # fmt: skip
     losses: list[float] = []
     for part in (False, True):
         trainer = ddp.DistributedTrainer(ddp.TrainingArguments(**settings, resume=part))
         if part:
-            trainer.load_checkpoint(Path(name, "checkpoint.pt"))
+            trainer.load_checkpoint(Path("run", "checkpoint.pt"))
         for _ in range(STEPS // 2):
             losses.append(trainer.train_step(trainer.micro_batches(trainer.step))["loss"])
-        trainer.save_checkpoint(Path(name, "checkpoint.pt"))
+        trainer.save_checkpoint(Path("run", "checkpoint.pt"))
     return losses
