@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from planted import TRUTH, branches, ladder, planted
 
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.isoflop import fit_isoflop
-from lmworks.scaling.points import Points
+from lmworks.scaling.points import Points, read_points
 
 BUDGET = 1e21
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def free(noise: float, seed: int) -> Points:
@@ -46,6 +48,18 @@ def test_intervals_of_a_small_ladder_hold_the_truth() -> None:
     found = coverage(DESIGNS["ladder"], draws=20, replicates=50)
     assert 0.8 <= np.mean(list(found.values())) <= 0.98, found
     assert min(found.values()) >= 0.7, found
+
+
+def test_predictions_along_a_curved_valley_lie_inside_their_intervals() -> None:
+    """Eleven trunks on a GPU, with E undetermined: replicates that were widened in θ had larger losses throughout."""
+    points = read_points(RESULTS / "code_ladder.csv", conditions=["flops<5e16"])
+    fitted = fit_law(points, "chinchilla", hold_out=False).fitted
+    holdout, best = fitted.predict(n=23_468_544, d=626_327_552), fitted.optimum(3e16)
+    for found in (holdout, best):
+        low, high = found["interval"] if found is holdout else found["interval"]["loss"]
+        assert low < found["loss"] < high < 1.06 * found["loss"]
+    low, high = holdout["run_interval"]
+    assert low < 1.143309 < high  # the run itself
 
 
 @pytest.mark.slow

@@ -38,16 +38,21 @@ def replicate(
     seed: int = 0,
     trunk: NDArray[np.intp] | None = None,
 ) -> Array:
-    """θ of every replicate (replicates, parameters), spread by the correction for small samples."""
+    """θ of every replicate (replicates, parameters)."""
     weights = row_weights(len(targets), replicates, seed, trunk)
     together = max(1, MOST_ROWS // len(targets))
     parts = [weights[first : first + together] for first in range(0, replicates, together)]
     fits = [fit(terms, targets, np.repeat(theta[None], len(part), 0), delta, part, widest=4 * delta) for part in parts]
-    found = np.concatenate([one.theta for one in fits])
-    residuals = terms.log_loss(theta[None])[0] - targets
-    quadratic = float((np.abs(residuals) <= delta).mean())
-    spread = correction(len(targets), terms.parameters, quadratic, trunk)
-    return theta + spread * (found - theta)
+    return np.concatenate([one.theta for one in fits])
+
+
+def widened(value: Array, draws: Array, factor: float) -> Array:
+    """Draws of a quantity, as far from its value as the correction says.
+
+    Of each quantity in its own space, and not of θ: the fits of replicates lie along a curved valley, and a θ that is
+    moved straight away from its middle leaves the valley for laws of larger losses.
+    """
+    return value + factor * (draws - value)
 
 
 def correction(rows: int, parameters: int, quadratic: float = 1.0, trunk: NDArray[np.intp] | None = None) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..spec.errors import SpecError
-from .bootstrap import FEW_TRUNKS, LEVEL, REPLICATES, interval, replicate
+from .bootstrap import FEW_TRUNKS, LEVEL, REPLICATES, correction, interval, replicate, widened
 from .huber import DELTA, Array, fit
 from .laws import Law, law_of, variables_of
 from .optimum import FlopRule, exponents, optimum
@@ -29,6 +29,7 @@ class FittedLaw:
     law: Law
     theta: Array  # (parameters,)
     draws: Array  # (replicates, parameters); none where only the parameters were published
+    spread: float  # of the replicates: what they must be apart to stand for intervals, over what they are
     residuals: Array  # of log-loss: what one run differs from the law
     ranges: Mapping[str, tuple[float, float]]  # n, d, flops, seq, lr of the runs
     rule: FlopRule = FlopRule()
@@ -45,21 +46,25 @@ class FittedLaw:
     def interval(self) -> dict[str, list[float]]:
         if not len(self.draws):
             return {}
-        return {name: interval(values, self.level) for name, values in self.law.natural(self.draws).items()}
+        apart = widened(self.theta, self.draws, self.spread)
+        return {name: interval(values, self.level) for name, values in self.law.natural(apart).items()}
 
     def predict(self, **variables: float) -> dict[str, Any]:
         """Loss of a run; `interval` is of the law's value, `run_interval` of one more run with its own noise."""
         at = {name: np.asarray(float(value)) for name, value in variables.items()}
         found: dict[str, Any] = {"loss": float(np.exp(self.law.log_loss(self.theta, at)))}
         if len(self.draws):
-            logs = self.law.log_loss(self.draws, at)
+            logs = self.log_losses(at)
             found |= {"interval": interval(np.exp(logs), self.level), "run_interval": self.run_interval(logs)}
         return found
 
     def losses(self, variables: Mapping[str, Any]) -> Array:
         """Of every replicate, at a run's n, d, flops and seq."""
-        at = {name: np.asarray(float(variables[name])) for name in self.law.variables}
-        return np.exp(self.law.log_loss(self.draws, at))
+        return np.exp(self.log_losses({name: np.asarray(float(variables[name])) for name in self.law.variables}))
+
+    def log_losses(self, at: Mapping[str, Array]) -> Array:
+        """Of every replicate, (replicates,); of runs in a column, (runs, replicates)."""
+        return widened(self.law.log_loss(self.theta, at), self.law.log_loss(self.draws, at), self.spread)
 
     def run_interval(self, logs: Array) -> list[float] | None:
         if not len(self.residuals):
@@ -87,10 +92,15 @@ class FittedLaw:
         if len(self.draws):
             each = optimum(self.law, self.draws, flops, self.rule, seq)
             slope_n, slope_d = exponents(self.law, self.draws, flops, self.rule, seq)
-            spread = {"n": each.n, "d": each.d, "tokens_per_param": each.d / each.n, "loss": np.exp(each.log_loss)}
-            spread |= {"n_exponent": slope_n, "d_exponent": slope_d}
-            found["interval"] = {name: interval(draws, self.level) for name, draws in spread.items()}
-            found["run_interval"] = self.run_interval(each.log_loss)
+            sizes = {"n": each.n, "d": each.d, "tokens_per_param": each.d / each.n}
+            logs = widened(best.log_loss, each.log_loss, self.spread)
+            apart = {"loss": np.exp(logs)}
+            for name, draws in sizes.items():
+                apart[name] = np.exp(widened(np.log(values[name]), np.log(draws), self.spread))
+            for name, slope in (("n_exponent", slope_n), ("d_exponent", slope_d)):
+                apart[name] = widened(values[name], slope, self.spread)
+            found["interval"] = {name: interval(draws, self.level) for name, draws in apart.items()}
+            found["run_interval"] = self.run_interval(logs)
         return found
 
     def outside(self, best: Mapping[str, Any]) -> list[str]:
@@ -130,16 +140,18 @@ def fit_law(
     theta = found.theta[np.argmin(found.objective)]
     objective = float(found.objective.min())
     residuals = targets - terms.log_loss(theta[None])[0]
-    draws = np.zeros((0, len(theta)))
+    draws, spread = np.zeros((0, len(theta))), 1.0
     trunks = int(points.trunk.max()) + 1 if points.trunk is not None else len(points)
     if replicates and trunks > 2:
         draws = replicate(terms, targets, theta, delta, replicates=replicates, seed=seed, trunk=points.trunk)
+        quadratic = float((np.abs(residuals) <= delta).mean())
+        spread = correction(len(points), len(theta), quadratic, points.trunk)
     ranges = ranges_of(points)
     for column in spelt(points.columns, "lr")[:1]:
         with suppress(SpecError):  # some runs do not say theirs
             ranges["lr"] = (float(points.number(column).min()), float(points.number(column).max()))
     fitted = FittedLaw(
-        law, theta, draws, residuals, ranges, FlopRule.of(points, law), points.convention, level, points.source
+        law, theta, draws, spread, residuals, ranges, FlopRule.of(points, law), points.convention, level, points.source
     )
     return Fit(
         fitted,
@@ -283,7 +295,8 @@ def fit_warnings(points: Points, fitted: FittedLaw) -> list[str]:
         found.append("context lengths differ between runs, and this law has no term for them: --law context has")
     constant = law.coefficients[0]
     if len(draws) and constant in ("E", "L_inf"):
-        gone = float((fitted.law.natural(draws)[constant] < 0.05 * points.loss.min()).mean())
+        apart = widened(fitted.theta, draws, fitted.spread)
+        gone = float((law.natural(apart)[constant] < 0.05 * points.loss.min()).mean())
         if gone > 0.05:
             found.append(
                 f"{constant} is not determined: in {gone:.0%} of the replicates it is almost 0; predictions far beyond "

@@ -44,6 +44,7 @@ def law_to_dict(fitted: FittedLaw, digits: int = 6) -> dict[str, Any]:
         else [],
         "theta_names": list(fitted.law.parameters),
         "draws": [short(draw) for draw in fitted.draws],
+        "spread": fitted.spread,
     }
 
 
@@ -92,6 +93,7 @@ def law_from_dict(data: Any, source: str) -> FittedLaw:
         law,
         law.theta({name: float(params[name]) for name in names}),
         draws,
+        float(data.get("spread", 1.0)),
         np.array(data.get("residuals", []), dtype=float),
         {name: (float(low), float(high)) for name, (low, high) in data.get("ranges", {}).items()},
         FlopRule(**data.get("flops_per_token", {})),

@@ -55,7 +55,18 @@ def contours(axes: Any, fit: Fit) -> None:
     axes.plot([one.n[0] for one in best], [one.d[0] for one in best], color="#b03030", label="compute-optimal")
     axes.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="tokens D", title=fitted.law.formula)
     axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]))
+    for axis in (axes.xaxis, axes.yaxis):
+        label_sizes(axis)
     axes.legend(frameon=False)
+
+
+def label_sizes(axis: Any) -> None:
+    """1M, 2M, 5M, …: numbers of parameters or tokens on a logarithmic axis."""
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    axis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(EngFormatter(sep=""))
 
 
 def curve(axes: Any, fit: Fit) -> None:
@@ -63,9 +74,9 @@ def curve(axes: Any, fit: Fit) -> None:
     x = np.geomspace(flops.min() / 2, flops.max() * 10, GRID)
     axes.plot(x, np.exp(fitted.law.log_loss(fitted.theta, {"flops": x})), color="#b03030")
     if len(fitted.draws):
-        each = np.exp(fitted.law.log_loss(fitted.draws[:, None, :], {"flops": x[None]}))
+        each = np.exp(fitted.log_losses({"flops": x[:, None]}))
         edge = (1 - fitted.level) / 2
-        axes.fill_between(x, *np.quantile(each, [edge, 1 - edge], axis=0), color="#b03030", alpha=0.2, linewidth=0)
+        axes.fill_between(x, *np.quantile(each, [edge, 1 - edge], axis=1), color="#b03030", alpha=0.2, linewidth=0)
     axes.scatter(flops, fit.points.loss, s=12, color="#333")
     axes.set(xscale="log", xlabel="FLOPs", ylabel="loss", title=fitted.law.formula)
 
