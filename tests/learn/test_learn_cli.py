@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lmworks.cli.main import app
 from lmworks.learn import effect
-from lmworks.learn.exercise import exercises
+from lmworks.learn.exercise import FOLDER, Exercises, exercises
 from lmworks.spec.errors import SpecError
 
 SOLVED = "half = x.shape[-1] // 2\n    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)"
@@ -64,6 +64,24 @@ def test_from_the_first_look_to_a_pass(workspace: Path) -> None:
         "id": "rmsnorm", "state": "to do", "tries": 0, "hints": 0, "passed": "", "gave_up": False,
     }  # fmt: skip
     assert json.loads(learn("--json")) == {"passed": ["rotate_half"], "of": 15, "next": "rmsnorm"}
+
+
+def test_the_first_look_loads_little(workspace: Path) -> None:
+    """Neither PyTorch, nor tables, nor Pydantic, which Typer imports to convert an option's None."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "lmworks", "learn"], cwd=workspace, capture_output=True, text=True
+    )
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "typer" in loaded
+    assert not loaded & {"torch", "numpy", "rich", "pydantic"}
+
+
+def test_the_file_of_one_exercise_is_read() -> None:
+    found = Exercises(list(FOLDER.glob("*.toml")))
+    assert found["rotate_half"].number == 2 and list(found.read) == ["rotate_half"]
+    assert list(found)[:3] == ["rmsnorm", "rotate_half", "rotary"] and [one.number for one in found.values()] == sorted(
+        one.number for one in found.values()
+    )
 
 
 def test_solution_and_reset_keep_what_was_there(workspace: Path) -> None:

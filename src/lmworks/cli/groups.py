@@ -15,6 +15,14 @@ from typer.main import get_group
 class CommandGroup(TyperGroup):
     """Lists its commands by `rich_help_panel`; a description is wrapped where it is too long, never cut."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Flags that are not given are False: Typer imports Pydantic, which takes 0.1 s, to convert a None."""
+        params = super().get_params(ctx)
+        for param in params:
+            if getattr(param, "is_flag", False) and param.default is None:
+                param.default = False
+        return params
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
         visible = [(name, self.commands[name]) for name in self.list_commands(ctx) if not self.commands[name].hidden]

@@ -40,7 +40,7 @@ def learn(context: typer.Context, json: Json = False) -> None:
 
 def print_status(json: bool) -> None:
     workspace, progress = here()
-    done = [one.id for one in exercises().values() if progress.of(one.id).passed]
+    done = [name for name in exercises() if progress.of(name).passed]
     upcoming = next_exercise(progress)
     if json:
         print_json({"passed": done, "of": len(exercises()), "next": upcoming.id if upcoming else None})
@@ -244,7 +244,7 @@ def here() -> tuple[Workspace, Progress]:
 
 
 def next_exercise(progress: Progress) -> Exercise | None:
-    return next((one for one in exercises().values() if not progress.of(one.id).passed), None)
+    return next((exercises()[name] for name in exercises() if not progress.of(name).passed), None)
 
 
 def chosen(name: str, progress: Progress) -> Exercise:

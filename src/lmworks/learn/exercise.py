@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -52,11 +54,40 @@ class Exercise:
     test: str = ""  # a command of the workspace that shows it at work
 
 
+class Exercises(Mapping[str, Exercise]):
+    """By their IDs, in their order. A file is read when its exercise is asked for: `lmworks learn` needs one."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = {path.stem: path for path in sorted(paths, key=number_of)}
+        self.read: dict[str, Exercise] = {}
+
+    def __getitem__(self, name: str) -> Exercise:
+        if name not in self.read:
+            self.read[name] = load(self.paths[name])
+        return self.read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.paths
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
 @functools.cache
-def exercises() -> dict[str, Exercise]:
-    """In their order."""
-    found = [load(path) for path in FOLDER.glob("*.toml")]
-    return {one.id: one for one in sorted(found, key=lambda one: one.number)}
+def exercises() -> Exercises:
+    return Exercises(list(FOLDER.glob("*.toml")))
+
+
+def number_of(path: Path) -> int:
+    """From its first line, without parsing the rest."""
+    with path.open() as file:
+        line = file.readline()
+    if not (found := re.fullmatch(r"number = (\d+)\n", line)):
+        raise ValueError(f"{path}: the first line has to be `number = …`")
+    return int(found[1])
 
 
 def load(path: Path) -> Exercise:
