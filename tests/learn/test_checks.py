@@ -139,6 +139,36 @@ def test_errors_name_the_learners_line(workspace: Workspace) -> None:
     )
 
 
+def test_the_fused_call_is_not_the_plain_branch(workspace: Workspace) -> None:
+    """It gives the right numbers, under whatever name."""
+    write(
+        workspace,
+        "attention",
+        "from torch.nn.functional import scaled_dot_product_attention as mine\nout = mine(q, k, v, is_causal=True)\n",
+    )
+    verdict = check_exercise(workspace, exercises()["attention"])
+    assert (verdict.status, verdict.case) == ("failed", "calls of PyTorch's own attention")
+    assert verdict.misconception.startswith("F.scaled_dot_product_attention gives the right numbers")
+
+
+def test_lines_outside_of_the_marks_are_told(workspace: Workspace) -> None:
+    file = workspace.folder / "src" / "models" / "gpt.py"
+    write(workspace, "rotate_half", "import nothing_there\n\n\n\nreturn x\n")  # lines of an exercise are not told
+    assert workspace.lines_outside("src/models/gpt.py") == []
+    file.write_text(
+        file.read_text().replace("        self.eps = eps\n", "        self.eps = 1.0\n        self.mine = 2\n")
+    )
+    at = file.read_text().splitlines().index("        self.eps = 1.0") + 1
+    assert workspace.lines_outside("src/models/gpt.py") == [at, at + 1]
+    write(workspace, "swiglu", "return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))\n")
+    verdict = check_exercise(workspace, exercises()["swiglu"])
+    assert verdict.passed and verdict.note.startswith(
+        f"src/models/gpt.py is changed outside of the marks (2 lines from line {at} on): checks of this file run with"
+    )
+    write(workspace, "rmsnorm", "return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)\n")
+    assert check_exercise(workspace, exercises()["rmsnorm"]).status == "failed"  # runs with its eps of 1
+
+
 HOSTILE = {
     "an endless loop": ("while True: pass\n", "did not end within"),
     "an end of the process": ("import os\nos._exit(3)\n", "exit code 3"),
@@ -154,6 +184,14 @@ def test_what_ends_the_process_is_said(workspace: Workspace, monkeypatch: pytest
     write(workspace, "rotate_half", body)
     verdict = check_exercise(workspace, exercises()["rotate_half"])
     assert verdict.status == "stopped" and says in verdict.message, verdict
+
+
+def test_processes_are_limited_in_number(workspace: Workspace) -> None:
+    write(workspace, "rotate_half", "import os, time\nwhile True:\n    if not os.fork():\n        time.sleep(60)\n")
+    verdict = check_exercise(workspace, exercises()["rotate_half"])
+    assert (verdict.status, verdict.message) == (
+        "stopped", "it had more than 64 processes: is there a fork in a loop?",
+    ), verdict  # fmt: skip
 
 
 def test_children_are_gone(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

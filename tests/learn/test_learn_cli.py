@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,16 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
-from lmworks.learn import effect
+from lmworks.learn import effect, progress
 from lmworks.learn.exercise import FOLDER, Exercises, exercises
-from lmworks.spec.errors import SpecError
+from lmworks.spec.errors import LMWorksError, SpecError
 
 SOLVED = "half = x.shape[-1] // 2\n    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)"
 
 
 def learn(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["learn", *words])
-    if isinstance(result.exception, SpecError):
+    if isinstance(result.exception, LMWorksError):
         raise result.exception
     assert result.exit_code == code, result.output
     return result.output
@@ -122,6 +123,37 @@ def test_errors_say_what_would_work(workspace: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(workspace.parent)
     with pytest.raises(SpecError, match="is in no workspace; `lmworks learn init DIR`"):
         learn()
+
+
+def test_files_that_cannot_be_used_are_one_line(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = workspace / "src" / "models" / "gpt.py"
+    file.rename(workspace / "mine.py")
+    file.mkdir()
+    with pytest.raises(
+        LMWorksError, match=r"gpt\.py: Is a directory; a folder stands where a file belongs; move it away"
+    ):
+        learn("check", "rmsnorm")
+    file.rmdir()
+    (workspace / "mine.py").rename(file)
+    answer(workspace, "rmsnorm", "return x")
+    (workspace / ".learn" / "kept").write_text("")
+    with pytest.raises(
+        LMWorksError, match=r"kept.*: a file stands where a folder belongs|Not a directory; a file stands"
+    ):
+        learn("reset", "rmsnorm")
+    assert "return x" in file.read_text()
+
+    def full(path: Path, _: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(progress, "write_whole", full)
+    with pytest.raises(
+        LMWorksError, match=r"progress\.json: progress is not written: No space left on device; free some space"
+    ):
+        learn("hint", "rmsnorm")
+    monkeypatch.setattr("tempfile.mkdtemp", lambda *_, **__: full(Path("/tmp/x"), ""))
+    with pytest.raises(LMWorksError, match=r"/tmp/x: No space left on device; free some space on that disk"):
+        learn("check", "rmsnorm")
 
 
 def test_quiz(workspace: Path) -> None:

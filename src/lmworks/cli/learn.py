@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..learn.exercise import Exercise, exercises, find_exercise
 from ..learn.progress import Progress, change_progress
 from ..learn.workspace import Workspace
-from ..spec.errors import SpecError
+from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
 from .output import Json, print_json, print_table
 
@@ -23,8 +24,35 @@ Id = Annotated[str, typer.Argument(metavar="[ID]", help="An exercise by its name
 NamedId = Annotated[str, typer.Argument(metavar="ID", help="An exercise by its name or number.")]
 POLL_S = 0.2  # `watch` looks at the files this often
 
+# What helps where a file cannot be read or written.
+REMEDIES = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space: your quota is used up",
+    errno.EROFS: "copy the workspace to a disk that can be written",
+    errno.EACCES: "give yourself the right to write there, or copy the workspace",
+    errno.EPERM: "give yourself the right to write there, or copy the workspace",
+    errno.EISDIR: "a folder stands where a file belongs; move it away, then `lmworks learn reset FILE`",
+    errno.ENOTDIR: "a file stands where a folder belongs; move it away",
+    errno.EEXIST: "a file stands where a folder belongs; move it away",
+}
+
+
+class LearnCommands(CommandGroup):
+    """A file that cannot be read or written is an error of one line, whichever command meets it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            remedy = REMEDIES.get(error.errno or 0)
+            raise LMWorksError(f"{where}{error.strerror or error}{f'; {remedy}' if remedy else ''}") from None
+
+
 app = typer.Typer(
-    cls=CommandGroup,
+    cls=LearnCommands,
     invoke_without_command=True,
     rich_markup_mode=None,
     help="Build it yourself: exercises on the real code, checked.",
@@ -285,6 +313,8 @@ def print_verdict(exercise: Exercise, verdict: Verdict) -> None:
     about = f"{exercise.number}. {exercise.title}"
     if verdict.passed:
         typer.echo(f"✓ {about} passes ({verdict.seconds:.1f} s)")
+        if verdict.note:
+            typer.echo(f"  {verdict.note}")
         return
     typer.echo(f"✗ {about}: {verdict.message or verdict.case}")
     for line in verdict.traceback:
@@ -295,6 +325,8 @@ def print_verdict(exercise: Exercise, verdict: Verdict) -> None:
             typer.echo(f"    {label:<9} {text}")
     if verdict.misconception:
         typer.echo(f"  Perhaps: {verdict.misconception}")
+    if verdict.note:
+        typer.echo(f"  {verdict.note}")
     if verdict.output.strip():
         printed = verdict.output.strip().splitlines()[-5:]
         typer.echo("  Your code printed:\n" + "\n".join(f"    {line}" for line in printed))

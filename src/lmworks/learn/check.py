@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +37,20 @@ def check_exercise(workspace: Workspace, exercise: Exercise) -> Verdict:
         folder = Path(temporary, "workspace")
         copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
-        return verdict_of(exercise, folder, origin, workspace.text(exercise.file).splitlines())
+        verdict = verdict_of(exercise, folder, origin, workspace.text(exercise.file).splitlines())
+    return replace(verdict, note=own_lines_note(workspace, exercise.file))
+
+
+def own_lines_note(workspace: Workspace, path: str) -> str:
+    """What happens with what the learner has changed outside of the marks."""
+    changed = workspace.lines_outside(path)
+    if not changed:
+        return ""
+    lines = f"line {changed[0]}" if len(changed) == 1 else f"{len(changed)} lines from line {changed[0]} on"
+    return (
+        f"{path} is changed outside of the marks ({lines}): checks of this file run with that, those of other files "
+        "with the course's own"
+    )
 
 
 def check_source(exercise: Exercise, changed: Callable[[Hole], str | None]) -> Verdict:

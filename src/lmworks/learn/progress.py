@@ -60,4 +60,6 @@ def change_progress(workspace: Path) -> Iterator[Progress]:
             yield progress
             progress.save()
     except OSError as error:
-        raise SpecError(f"{folder}: progress is not written: {error.strerror}") from None
+        raise OSError(
+            error.errno, f"progress is not written: {error.strerror}", str(error.filename or folder)
+        ) from None

@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from ..sandbox import landlock, linux
-from ..sandbox.processes import kill_descendants
+from ..sandbox.processes import descendants, kill_descendants, tasks_of_user
 
 MEMORY_BYTES = 6 << 30  # of address space, beyond what is mapped at the start
 FILE_BYTES = 1 << 30
 OUTPUT_BYTES = 4000  # of what is printed
+PROCESSES = 64  # that run at once: a check on two ranks has ten
+TASKS = 16 * PROCESSES  # with their threads: what the kernel stops at before we have counted
+COUNT_S = 0.05  # how often processes are counted
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,13 @@ def supervise(function: Callable[[], Any], folder: Path, seconds: float, answer:
 def wait_for(runner: int, pipe: int, seconds: float) -> dict[str, Any]:
     deadline, received = time.monotonic() + seconds, b""
     while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        ready, _, _ = select.select([pipe], [], [], min(COUNT_S, max(0.0, deadline - time.monotonic())))
+        if sys.platform == "linux" and len(descendants(os.getpid())) > PROCESSES:
+            return {"why": f"it had more than {PROCESSES} processes: is there a fork in a loop?"}
+        if not ready and time.monotonic() >= deadline:
             return {"why": f"it did not end within {seconds:.0f} seconds: is there a loop without an end?"}
+        if not ready:
+            continue
         part = os.read(pipe, 1 << 16)
         received += part
         if b"\n" in received:  # the first line: a fork of the function may come back, too
@@ -158,13 +165,21 @@ def run_here(function: Callable[[], Any], folder: Path, answer: int) -> None:
         os._exit(code)
 
 
+def lower(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
 def limit(folder: Path) -> None:
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if (
         sys.platform == "linux") else 0  # fmt: skip
     if mapped:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Counted with all other processes of this user: a fence far out; the supervisor counts exactly.
+        lower(resource.RLIMIT_NPROC, tasks_of_user(os.getuid()) + TASKS)
+        lower(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
+    lower(resource.RLIMIT_FSIZE, FILE_BYTES)
+    lower(resource.RLIMIT_CORE, 0)
     if sys.platform == "linux" and landlock.version() >= landlock.LEAST_VERSION:
         linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
         landlock.restrict(landlock.make_ruleset(["/"], [str(folder), "/dev", "/proc/self"]))

@@ -19,6 +19,7 @@ class Verdict:
     inputs: dict[str, str] = field(default_factory=dict)
     misconception: str = ""
     traceback: list[str] = field(default_factory=list)  # of the learner's own lines
+    note: str = ""  # on lines that are not part of an exercise
     output: str = ""  # what the learner's code printed
     seconds: float = 0.0
 

@@ -93,6 +93,17 @@ class Workspace:
             text, exercise.file, lambda hole: None if hole.exercise == exercise.id else solution_of(hole)
         )
 
+    def lines_outside(self, path: str) -> list[int]:
+        """Numbers of the lines outside of all marks that are not the course's, or where some of its own are gone."""
+        mine, numbers = replace_holes(self.text(path), path, lambda _: "")
+        course, _ = replace_holes(course_sources()[path], path, lambda _: "")
+        matcher = difflib.SequenceMatcher(None, mine.splitlines(), course.splitlines(), autojunk=False)
+        found = []
+        for kind, start, stop, _, _ in matcher.get_opcodes():
+            if kind != "equal":
+                found += numbers[start : max(stop, start + 1)] or numbers[-1:]
+        return found
+
     def reset(self, target: str) -> Path:
         """An exercise, or a file, as it was at first. What stood there is kept: the copy's path."""
         for path, text in course_sources().items():

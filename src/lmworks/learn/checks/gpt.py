@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..expect import Mismatch, expect_close, expect_equal
 
@@ -77,6 +78,20 @@ def swiglu(gpt: ModuleType) -> None:
         expect_close(case, mlp(x), expected, atol=1e-5, x=x)
 
 
+class FusedCalls(TorchFunctionMode):
+    """Notices whoever calls PyTorch's own attention, by whatever name it was imported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("scaled_dot_product_attention", "multi_head_attention_forward"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
 def attention(gpt: ModuleType) -> None:
     for seq, heads in ((1, 1), (2, 1), (5, 4)):
         torch.manual_seed(seq)
@@ -84,7 +99,10 @@ def attention(gpt: ModuleType) -> None:
         layer = gpt.CausalSelfAttention(config)
         x = numbers(2 if heads > 1 else 1, seq, 8 * heads, seed=seq)
         cos, sin = gpt.rotary_tables(config)
-        got = layer(x, cos, sin)
+        with FusedCalls() as fused:
+            got = layer(x, cos, sin)
+        remark = "the plain branch computes scores, mask and softmax itself; the other branch has PyTorch's own already"
+        expect_equal("calls of PyTorch's own attention", fused.seen, [], remark=remark)
         layer.use_flash = True
         expected = layer(x, cos, sin)
         expect_close(f"{seq} position{'s' * (seq > 1)}, {heads} head{'s' * (heads > 1)}", got, expected, atol=1e-5, x=x)

@@ -44,7 +44,7 @@ class TrainingArguments:
     warmup_steps: int = 10
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    mixed_precision: str = "no"  # no, bf16 or fp16 (without loss scaling: small gradients vanish)
+    mixed_precision: str = "no"  # no, bf16 or fp16 (with a scaled loss: its small gradients would vanish)
     gradient_checkpointing: bool = False
     data: str = ""  # a text file, read as bytes; "": made-up tokens
     output_dir: str = ""  # "": runs/ddp-small-2 and the like, by trainer, size and ranks
@@ -53,6 +53,39 @@ class TrainingArguments:
     log_every: int = 10
     seed: int = 1234
     wandb: bool = False  # W&B; WANDB_MODE=offline needs no account
+
+
+class LossScale:
+    """For fp16, whose smallest number is 6e-8: the gradient of the loss is `factor` instead of one, so that small
+    gradients are numbers too. They are divided by it before they are clipped. Where one has overflowed, the step is
+    left out and the factor halved; after 2000 steps without, it is doubled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.factor, self.good_steps = 2.0**16, 0
+        model.register_forward_hook(self.scale)
+
+    def scale(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        logits, loss = output
+        if loss is not None and loss.requires_grad:
+            loss = loss.clone()
+            loss.register_hook(lambda gradient: gradient * self.factor)
+        return logits, loss
+
+    def divide(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.factor
+
+    def adapt(self, model: nn.Module, norm: float) -> None:
+        """`norm` is that of all ranks together: all leave the same step out, for AdamW skips what has no gradient."""
+        if math.isfinite(norm):
+            self.good_steps += 1
+            if self.good_steps % 2000 == 0:
+                self.factor *= 2
+            return
+        self.factor, self.good_steps = self.factor / 2, 0
+        for parameter in model.parameters():
+            parameter.grad = None
 
 
 class DistributedTrainer:
@@ -72,6 +105,7 @@ class DistributedTrainer:
         self.config = type(config)(**{**vars(config), **changes})
         model = GPT(self.config).to(self.device)
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        self.loss_scale = LossScale(model) if args.mixed_precision == "fp16" else None
         self.model = self.wrap(model)
         self.optimizer = self._setup_optimizer()
         self.step = 0
@@ -136,14 +170,22 @@ class DistributedTrainer:
 
     def clip_gradients(self) -> float:
         """Scales all gradients so that their norm is at most `max_grad_norm`; the norm before."""
+        if self.loss_scale:
+            self.loss_scale.divide(self.model)
+        norm = self.clip_norm()
+        if self.loss_scale:
+            self.loss_scale.adapt(self.model, norm)
+        return norm
+
+    def clip_norm(self) -> float:
         return float(nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm))
 
     def train_step(self, micro_batches: list[Tensor]) -> dict[str, float]:
         """One update from `grad_accum_steps` micro-batches of tokens (batch, seq): as one batch of them all would do.
 
         Passes run under `self.autocast()`; all but the last under `self.without_sync()`, with their backward pass. Clip
-        with `self.clip_gradients()`: FSDP inherits this step and has its own. Returns numbers: the mean loss of the
-        micro-batches, the norm of the gradient before clipping, and the learning rate.
+        with `self.clip_gradients()`: of shards, FSDP's trainer alone knows the norm, and it inherits this step. Returns
+        numbers: the mean loss of the micro-batches, the norm of the gradient before clipping, and the learning rate.
         """
         # exercise train_step(self, micro_batches)
         self.model.train()

@@ -70,7 +70,7 @@ class FSDPTrainer(DistributedTrainer):
     def autocast(self) -> Any:
         return torch.autocast(self.device.type, enabled=False)  # the policy casts already
 
-    def clip_gradients(self) -> float:
+    def clip_norm(self) -> float:
         return float(self.model.clip_grad_norm_(self.args.max_grad_norm))  # of shards: only FSDP knows the whole norm
 
     def _get_sharding_strategy(self) -> ShardingStrategy:
