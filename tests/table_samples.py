@@ -7,6 +7,7 @@ in benchmarks/results, or from a few figures of the same kind.
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -458,6 +459,22 @@ def course(sample: Sample) -> None:
     sample.patch.chdir(sample.folder / "course")
     sample.prints("learn", "list")
     sample.prints("learn", "progress")
+    leave_run(sample.folder / "course" / "runs" / "fsdp-medium-2")
+    sample.prints("learn", "benchmarks")
+
+
+def leave_run(folder: Path) -> None:
+    """As the course's trainers do."""
+    about = {"trainer": "fsdp", "model_size": "medium", "world_size": 2, "device": "cuda", "parameters": 0,
+             "max_steps": 10, "batch_size": 8, "seq_len": 1024, "grad_accum_steps": 4, "mixed_precision": "bf16",
+             "gradient_checkpointing": True}  # fmt: skip
+    line = {"grad_norm": 1.0, "lr": 3e-4, "seconds": 65536 / 123456, "tokens_per_s": 123456, "memory": 12 << 30}
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(about))
+    lines = ({"step": step, "loss": 10 - step / 10, **line} for step in range(1, 11))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with zipfile.ZipFile(folder / "checkpoint.pt", "w") as archive:
+        archive.writestr("archive/version", "3")
 
 
 def validated(sample: Sample) -> None:
@@ -651,7 +668,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (positions, "train.print_positions"),
     (sweeps, "sweep_display.print_trials tune.print_outcome tune.print_rungs runs_sweeps.print_sweeps"),
     (typed("tune", "seeds", "--std", "1.63"), "tune.seeds"),
-    (course, "learn.list_exercises learn.progress"),
+    (course, "learn.list_exercises learn.progress learn_plan.benchmarks"),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -248,5 +249,6 @@ def test_the_programs_of_a_workspace_run(workspace: Path, which: str) -> None:
     run = workspace / "runs" / {"ddp": "ddp-small-1", "fsdp": "fsdp-medium-2"}[which]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 51))
-    assert lines[-1]["loss"] < lines[0]["loss"] - 1 and (run / "checkpoint.pt").exists()
+    first, last = (statistics.mean(line["loss"] for line in part) for part in (lines[:10], lines[-10:]))
+    assert last < first - 0.3 and (run / "checkpoint.pt").exists()  # of one sequence a step: single losses are noisy
     assert "no GPU: " in done.stdout

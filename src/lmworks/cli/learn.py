@@ -15,6 +15,7 @@ from ..learn.progress import Progress, change_progress
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
+from .learn_plan import benchmarks, checklist, milestones, plan
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 Id = Annotated[str, typer.Argument(metavar="[ID]", help="An exercise by its name or number; else the next one.")]
 NamedId = Annotated[str, typer.Argument(metavar="ID", help="An exercise by its name or number.")]
+QuizId = Annotated[
+    str, typer.Argument(metavar="[ID]", help="An exercise, or a reading of `lmworks learn plan`; else the next one.")
+]
 POLL_S = 0.2  # `watch` looks at the files this often
 
 # What helps where a file cannot be read or written.
@@ -240,19 +244,21 @@ def progress(json: Json = False) -> None:
 
 @app.command()
 def quiz(
-    name: Id = "",
+    name: QuizId = "",
     answer: Annotated[list[int] | None, typer.Option("--answer", help="Which choice, from 1; repeat it.")] = None,
 ) -> None:
-    """Questions on an exercise; without --answer they are printed."""
+    """Questions on an exercise or a reading; --answer answers them."""
+    from ..learn.goals import readings
+
     workspace, progress = here()
-    exercise = chosen(name, progress)
-    if answer and len(answer) != len(exercise.quiz):
-        raise SpecError(f"--answer: {len(exercise.quiz)} questions, {len(answer)} answers; repeat the option")
-    for given, question in zip(answer or (), exercise.quiz, strict=False):
+    asked = readings().get(name) or chosen(name, progress)
+    if answer and len(answer) != len(asked.quiz):
+        raise SpecError(f"--answer: {len(asked.quiz)} questions, {len(answer)} answers; repeat the option")
+    for given, question in zip(answer or (), asked.quiz, strict=False):
         if not 1 <= given <= len(question.choices):
             raise SpecError(f"--answer {given}: the choices are 1 to {len(question.choices)}")
-    right = [given - 1 == question.answer for given, question in zip(answer or (), exercise.quiz, strict=False)]
-    for number, question in enumerate(exercise.quiz):
+    right = [given - 1 == question.answer for given, question in zip(answer or (), asked.quiz, strict=False)]
+    for number, question in enumerate(asked.quiz):
         typer.echo(f"{number + 1}. {question.question}")
         for index, choice in enumerate(question.choices):
             typer.echo(f"   {index + 1}) {choice}")
@@ -260,7 +266,11 @@ def quiz(
             typer.echo(f"   {'right' if right[number] else f'no: {question.answer + 1}'}. {question.why}")
     if answer:
         with change_progress(workspace.folder) as progress:
-            progress.answers |= {f"{exercise.id}/{number}": one for number, one in enumerate(right)}
+            progress.answers |= {f"{asked.id}/{number}": one for number, one in enumerate(right)}
+
+
+for command in (plan, checklist, milestones, benchmarks):
+    app.command()(command)
 
 
 # --- shared ----------------------------------------------------------------------------------------------

@@ -280,13 +280,15 @@ class DistributedTrainer:
         if self.rank:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.args.resume:
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+        metrics = self.folder / "metrics.jsonl"  # a run that goes on writes the steps after its checkpoint again
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        metrics.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= self.step))
         about = {
             "trainer": self.name,
             "world_size": self.world_size,
             "device": self.device.type,
             "parameters": self.parameter_count,
+            "resumed_from": self.step,
             **vars(self.args),
         }
         (self.folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
