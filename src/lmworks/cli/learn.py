@@ -29,7 +29,7 @@ QuizId = Annotated[
 POLL_S = 0.2  # `watch` looks at the files this often
 
 # What helps where a file cannot be read or written.
-REMEDIES = {
+WHAT_HELPS = {
     errno.ENOSPC: "free some space on that disk",
     errno.EDQUOT: "free some space: your quota is used up",
     errno.EROFS: "copy the workspace to a disk that can be written",
@@ -51,8 +51,8 @@ class LearnCommands(CommandGroup):
             raise
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            remedy = REMEDIES.get(error.errno or 0)
-            raise LMWorksError(f"{where}{error.strerror or error}{f'; {remedy}' if remedy else ''}") from None
+            helps = WHAT_HELPS.get(error.errno or 0)
+            raise LMWorksError(f"{where}{error.strerror or error}{f'; {helps}' if helps else ''}") from None
 
 
 app = typer.Typer(

@@ -24,6 +24,7 @@ README = """# Your workspace
     lmworks learn watch        checks what you save
     lmworks learn hint         three rungs
     lmworks learn explain      the lesson
+    lmworks learn plan         the study plan by days; also `checklist`, `milestones`
 
 The programs run at any time; what is not written yet runs as the reference does:
 
