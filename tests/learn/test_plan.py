@@ -27,6 +27,7 @@ from lmworks.learn.goals import LISTS, readings, sections, ticks
 from lmworks.learn.progress import Progress, Record
 from lmworks.learn.runs import find_runs
 from lmworks.learn.workspace import Workspace
+from lmworks.spec.errors import SpecError
 
 
 def found(workspace: Path, name: str) -> tuple[bool, str]:
@@ -210,6 +211,8 @@ def test_runs_that_differ_in_more_are_no_comparison(workspace: Path, real_run: P
 
 def test_readings_tick_by_their_quiz_and_exercises_by_their_checks(workspace: Path) -> None:
     assert readings()["ddp_tutorial"].quiz[0].question in learn("quiz", "ddp_tutorial")
+    with pytest.raises(SpecError, match=r"no exercise 'ddp_tutorail'; did you mean 'ddp_tutorial'\?"):
+        learn("quiz", "ddp_tutorail")
     learn("quiz", "ddp_tutorial", "--answer", "1", "--answer", "1")
     rows = {row["item"]: row for row in json.loads(learn("plan", "--json"))}
     row = rows["Read PyTorch's DDP tutorial"]

@@ -251,7 +251,7 @@ def quiz(
     from ..learn.goals import readings
 
     workspace, progress = here()
-    asked = readings().get(name) or chosen(name, progress)
+    asked = readings().get(name) or (find_exercise(name, readings()) if name else chosen(name, progress))
     if answer and len(answer) != len(asked.quiz):
         raise SpecError(f"--answer: {len(asked.quiz)} questions, {len(answer)} answers; repeat the option")
     for given, question in zip(answer or (), asked.quiz, strict=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,12 @@ def load(path: Path) -> Exercise:
     return Exercise(path.stem, **table)
 
 
-def find_exercise(name: str) -> Exercise:
-    """By its ID or number."""
+def find_exercise(name: str, others: Iterable[str] = ()) -> Exercise:
+    """By its ID or number. `others`: names of other things that would have been right here."""
     known = exercises()
     for one in known.values():
         if name in (one.id, str(one.number)):
             return one
     raise SpecError(
-        f"no exercise {name!r}{suggestion(near_names(name, list(known)))}; `lmworks learn list` has them all"
+        f"no exercise {name!r}{suggestion(near_names(name, [*known, *others]))}; `lmworks learn list` has them all"
     )
