@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -303,11 +304,15 @@ def test_real_runs_on_two_processes_tick(workspace: Path) -> None:
     run("fsdp_trainer")
     run("fsdp_trainer", "--gradient_checkpointing", "--output_dir", "runs/recompute")
     run("ddp_trainer", "--mixed_precision", "bf16", "--output_dir", "runs/bf16")
+    run("fsdp_trainer", "--mixed_precision", "fp16", "--output_dir", "runs/fp16")
+    last, half = (find_runs(workspace)[number].lines for number in (3, 2))
+    assert all(math.isfinite(line["grad_norm"]) for line in half)
+    assert half[-1]["loss"] == pytest.approx(last[-1]["loss"], abs=1e-2)
     learn("benchmarks")
     expected = {"ddp", "fsdp", "activation_checkpointing", "memory_table", "precisions", "throughput", "logging"}
     assert {name for name in EVIDENCE if found(workspace, name)[0]} == expected
     run("fsdp_trainer", "--max_steps", "30", "--resume")
-    assert [run.problem for run in find_runs(workspace)] == [""] * 4
+    assert [run.problem for run in find_runs(workspace)] == [""] * 5
     assert found(workspace, "fsdp_resumed")[0]
     pytest.importorskip("wandb")
     run("ddp_trainer", "--wandb", "--output_dir", "runs/wandb")

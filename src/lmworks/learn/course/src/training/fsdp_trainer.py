@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from models.gpt import GPT, TransformerBlock
+from models.gpt import GPT, RMSNorm, TransformerBlock
 from training.ddp_trainer import DistributedTrainer, TrainingArguments, parse_arguments
 
 from lmworks.learn import unfinished  # noqa: F401 - what is not written yet runs as the reference does
@@ -48,6 +48,8 @@ class FSDPTrainer(DistributedTrainer):
     def wrap(self, model: GPT) -> nn.Module:
         if not dist.is_initialized():
             raise SystemExit("FSDP shards over ranks: start it with torchrun --nproc_per_node=2 …")
+        if self.args.mixed_precision != "no":
+            compute_norms_in_fp32(model)
         return FullyShardedDataParallel(
             model,
             sharding_strategy=self._get_sharding_strategy(),
@@ -133,6 +135,14 @@ class FSDPTrainer(DistributedTrainer):
             shards = FullyShardedDataParallel.optim_state_dict_to_load(self.model, self.optimizer, state["optimizer"])
         self.optimizer.load_state_dict(shards)
         self.step = state["step"]
+
+
+def compute_norms_in_fp32(model: GPT) -> None:
+    """Of 1/√(mean(x²)) the backward pass takes the cube, which is beyond fp16's 65,504 at once."""
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.register_forward_pre_hook(lambda _module, inputs: inputs[0].float())
+            module.register_forward_hook(lambda module, _inputs, output: output.to(module.weight.dtype))
 
 
 def meta_model(config: Any) -> GPT:
