@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +129,11 @@ def gone(pids: list[int], within: float = 20) -> bool:
 
 SERVE = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from lmworks import LLM, SamplingParams
-llm = LLM(sys.argv[1], tp=2, device="cpu", dtype="fp32", blocks=100)
+with ThreadPoolExecutor(1) as loader:  # its thread ends, and the workers stay
+    llm = loader.submit(LLM, sys.argv[1], tp=2, device="cpu", dtype="fp32", blocks=100).result()
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
 print(*[process.pid for process in llm.native.runner.tp_rank.workers], flush=True)
 while True:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
@@ -136,17 +141,22 @@ while True:
 
 
 @pytest.mark.slow  # starts PyTorch twice; tests/serve/test_engine_process.py kills a server
-def test_workers_exit_when_rank_0_is_killed(llama: Path) -> None:
-    """In the middle of its work, without a chance to say so."""
+@pytest.mark.parametrize("how", ["runs", "is stopped"])
+def test_workers_exit_when_rank_0_is_killed(how: str, llama: Path) -> None:
+    """In the middle of its work, without a chance to say so; the kernel ends a worker that is stopped."""
     command = [sys.executable, "-c", SERVE, str(llama)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         pids = [int(pid) for pid in server.stdout.readline().split()]
         assert len(pids) == 1
         assert alive(pids[0])
-        time.sleep(0.2)
+        if how == "is stopped":
+            os.kill(pids[0], signal.SIGSTOP)
         server.send_signal(signal.SIGKILL)
-    assert gone(pids)
+    left = not gone(pids)
+    if left:  # it would outlive the tests
+        os.kill(pids[0], signal.SIGKILL)
+    assert not left
 
 
 def greedy(llm: LLM) -> list[list[int]]:
@@ -197,8 +207,8 @@ def test_worker_that_never_starts(llama: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_first_failed_worker_is_root_cause() -> None:
     """Others hear of it when a peer's connection is closed, and end too."""
 
-    def follower(command: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
+    def follower(command: str) -> Callable[[], subprocess.Popen[bytes]]:
+        return lambda: subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 
     executor = Executor.__new__(Executor)
     executor.exits = WorkerExits()

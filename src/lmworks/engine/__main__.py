@@ -9,20 +9,23 @@ import threading
 import time
 import traceback
 
-from ..loading import load_shard, make_runner
-from ..spec import EngineSpec, LMWorksError
-from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, reply
-from .tensor_parallel.tp_worker import run_worker
+from ..record.parent_death import kill_with_parent
 
 
 def exit_with_parent(parent: int) -> None:
-    """Exit when rank 0 is killed, as a collective with it would wait until its timeout."""
+    """Exit when rank 0 is gone, as a collective with it would wait until its timeout. `kill_with_parent` is for Linux
+    alone, and misses a rank 0 that was killed before."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def main() -> int:
+    from ..loading import load_shard, make_runner
+    from ..spec import EngineSpec, LMWorksError
+    from .tensor_parallel.executor import WorkerConfig, describe_error, join_group, reply
+    from .tensor_parallel.tp_worker import run_worker
+
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with replies
     try:
@@ -46,6 +49,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    kill_with_parent()  # one that is stopped does not see its pipe close; before the imports, which take seconds
     code = main()
     sys.stderr.flush()
     os._exit(code)  # no teardown of groups with ranks that may be gone

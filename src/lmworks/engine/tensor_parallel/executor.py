@@ -7,8 +7,8 @@ Rank 0 is the engine itself: it schedules, packs batches and samples. It starts 
     workers   wait ◀───────────────────────  layers ◀─ all-reduce ─▶ logits                 last_token_ids ◀──────┘
 
 Every rank loads adapters; the request goes through the same pipe, and a worker replies through a second one. A worker
-exits when its pipe closes: rank 0 has closed it or is gone. An error on a worker comes back through the second pipe and
-is raised on rank 0.
+exits when its pipe closes: rank 0 has closed it or is gone (on Linux the kernel then ends one that is stopped, too). An
+error on a worker comes back through the second pipe and is raised on rank 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -92,8 +94,8 @@ class Executor(TensorParallelRank):
         self.exits = WorkerExits()
         try:
             for rank in range(1, spec.tp):
-                self.workers.append(start_worker())
-                self.replies[rank] = WorkerReplies(rank, self.workers[-1], self.exits)
+                self.replies[rank] = WorkerReplies(rank, start_worker, self.exits)
+                self.workers.append(self.replies[rank].process)
                 with suppress(OSError):  # it has exited: its reply has the error
                     config = WorkerConfig(rank, os.getpid(), port, str(source), worker_spec, step, seed, threads)
                     self.send(rank, config)
@@ -161,12 +163,28 @@ class WorkerExits:
 
 
 class WorkerReplies:
-    """Reads the replies of a worker: ready, adapter loaded or not, and its final error."""
+    """Starts a worker and reads its replies: ready, adapter loaded or not, and its final error.
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], exits: WorkerExits) -> None:
+    Both in one thread, which lives as long as the worker: the kernel ends a worker with the thread that started it
+    (`kill_with_parent`), and who made the engine may be a thread that ends long before.
+    """
+
+    def __init__(self, rank: int, start: Callable[[], subprocess.Popen[bytes]], exits: WorkerExits) -> None:
         self.rank, self.exits = rank, exits
         self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: success; else the error
-        threading.Thread(target=self.listen, args=(process,), daemon=True).start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(target=self.run, args=(start, started), daemon=True).start()
+        self.process = started.result()
+
+    def run(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            process = start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self.listen(process)
+        process.wait()
 
     def listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
