@@ -98,7 +98,7 @@ TOO_MANY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "guided_json": (COMPLETION, {"guided_json": {"enum": ["a" * 70_000]}}),
     "guided_choice": (COMPLETION, {"guided_choice": ["a"] * 20_000}),
     "guided_regex": (COMPLETION, {"guided_regex": "a" * 70_000}),
-    "response_format": (
+    "response_format.json_schema.schema": (
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a" * 70_000]}}}},
     ),

@@ -157,9 +157,24 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex and choice"),
     ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex", "cannot be combined"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "there is no such field"),
-    ({"structured_outputs": {"json": {"oneOf": [{}, {}]}}}, "json_schema", "oneOf may both match"),
-    ({"structured_outputs": {"grammar": "((("}}, "grammar", "neither Lark nor EBNF"),
-    ({"structured_outputs": {"grammar": "x" * 70_000}}, "structured_outputs", "characters"),
+    ({"structured_outputs": {"json": {"oneOf": [{}, {}]}}}, "structured_outputs.json", "oneOf may both match"),
+    ({"structured_outputs": {"json": {"type": "number", "minimum": "a"}}}, "structured_outputs.json", "invalid"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "grammar is invalid"),
+    ({"structured_outputs": {"regex": "[^\\s\\S]"}}, "structured_outputs.regex", "no answer can match"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "none of them empty"),
+    ({"structured_outputs": {"grammar": "((("}}, "structured_outputs.grammar", "neither Lark nor EBNF"),
+    ({"structured_outputs": {"grammar": "x" * 70_000}}, "structured_outputs.grammar", "characters"),
+    ({"structured_outputs": {"structural_tag": {"triggers": []}}}, "structured_outputs.structural_tag", "structures"),
+    (
+        {"structured_outputs": {"structural_tag": TAG | {"structures": [{"begin": "<n>", "schema": "{", "end": ""}]}}},
+        "structured_outputs.structural_tag",
+        "not JSON",
+    ),
+    ({"guided_json": {"oneOf": [{}, {}]}}, "guided_json", "oneOf may both match"),
+    ({"guided_regex": "("}, "guided_regex", "grammar is invalid"),
+    ({"guided_choice": []}, "guided_choice", "at least one"),
+    ({"guided_grammar": "((("}, "guided_grammar", "neither Lark nor EBNF"),
     ({"bad_words": [" "]}, "bad_words", "empty text"),
     ({"bad_words": ["a"] * 65}, "bad_words", "at most 64"),
     ({"bad_words": ["a" * 300]}, "bad_words", "at most 256"),
@@ -183,6 +198,85 @@ def test_one_clear_400_for_each_bad_input(api: Api, wish: dict[str, Any], param:
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert message in error["message"] and (error["param"] or "") == param, error
+
+
+WRONG: dict[str, Any] = {"oneOf": [{}, {}]}
+TURN: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+FORMAT: dict[str, Any] = {"type": "json_schema", "name": "n", "schema": WRONG}
+FUNCTION = {"name": "f", "parameters": WRONG}
+SCHEMAS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"structured_outputs": {"json": WRONG}}, "structured_outputs.json"),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": WRONG}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
+        "tools",
+    ),
+    ("/v1/responses", {"input": "Hi", "text": {"format": FORMAT}}, "text.format.schema"),
+    (
+        "/v1/messages",
+        {"max_tokens": 2, "output_config": {"format": {"type": "json_schema", "schema": WRONG}}},
+        "output_config.format.schema",
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "wish", "field"), SCHEMAS, ids=[f"{path} {field}" for path, _, field in SCHEMAS])
+def test_an_invalid_schema_is_named_as_the_client_did(
+    api: Api, path: str, wish: dict[str, Any], field: str, stream: bool
+) -> None:
+    prompt = {} if "input" in wish else {"messages": TURN}
+    answer = api.post(path, {"model": MODEL, "stream": stream, **prompt, **wish})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{field}: ") and "oneOf" in error["message"], error
+    assert error.get("param", field) == field  # Anthropic's errors have none
+
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+NO_TOOLS = "there are no tools to choose from"
+ANY_OF_NONE = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "f"}}]}}
+NAMED: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 5}}},
+        "response_format.json_schema.schema",
+        "valid dictionary",
+    ),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "required"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice", NO_TOOLS),
+    (CHAT, {"tool_choice": ANY_OF_NONE}, "tool_choice", NO_TOOLS),
+    (RESPONSES, {"tool_choice": "required"}, "tool_choice", NO_TOOLS),
+    (MESSAGES, {"max_tokens": 2, "tool_choice": {"type": "any"}}, "tool_choice", NO_TOOLS),
+    (
+        MESSAGES,
+        {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages.0.content.0.text",
+        "required",
+    ),
+    (CHAT, {"add_generation_prompt": False}, "", "does not support add_generation_prompt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "wish", "param", "message"), NAMED, ids=[f"{path} {param}" for path, _, param, _ in NAMED]
+)
+def test_errors_name_the_clients_field(api: Api, path: str, wish: dict[str, Any], param: str, message: str) -> None:
+    prompt = {"input": "Hi"} if path == RESPONSES else {"messages": TURN}
+    answer = api.post(path, {"model": MODEL, **prompt, **wish})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"], error
+    if path == MESSAGES:  # Anthropic's errors have no param
+        assert error["message"].startswith(param)
+    else:
+        assert (error["param"] or "") == param, error
 
 
 def test_a_tenant_cannot_jump_the_queue(house: House, tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ class Chat:
 def plain(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
     """For models without a chat template: a plain dialogue."""
     strange = [f"role {one['role']!r}" for one in messages if one["role"] not in NAMES]
-    unknown = ["tools"] * bool(tools) + strange + ["chat_template_kwargs"] * bool(variables)
+    fields = [name if name == "add_generation_prompt" else "chat_template_kwargs" for name in variables]
+    unknown = ["tools"] * bool(tools) + strange + fields
     if unknown:
         how = "lmworks serve --chat-template FILE gives it one"
         raise SpecError(f"this model has no chat template and does not support {unknown[0]} ({how})")

@@ -17,7 +17,14 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from .limits import APIError, Limits
-from .request_bodies import GUIDED, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
+from .request_bodies import (
+    GUIDED,
+    SCHEMA_FIELD,
+    ClassifyRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+)
 from .serving import Caller, Serving
 from .workers import PromptProcessor
 
@@ -192,14 +199,16 @@ def items(found: Any) -> Any:
 
 def grammar_fields(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Fields that the engine compiles to a grammar."""
-    yield from ((param, body[param]) for param in (*GUIDED, "structured_outputs") if param in body)
+    yield from ((param, body[param]) for param in GUIDED if param in body)
+    if isinstance(shapes := body.get("structured_outputs"), dict):
+        yield from ((f"structured_outputs.{name}", shape) for name, shape in shapes.items())
     wanted = body.get("response_format")
     if isinstance(wanted, dict) and isinstance(wanted.get("json_schema"), dict):
-        yield "response_format", wanted["json_schema"].get("schema")
+        yield SCHEMA_FIELD, wanted["json_schema"].get("schema")
     for name in ("text", "output_config"):
         options = body.get(name)
         if isinstance(options, dict) and isinstance(options.get("format"), dict):
-            yield name, options["format"].get("schema")
+            yield f"{name}.format.schema", options["format"].get("schema")
 
 
 def characters(found: Any) -> int:

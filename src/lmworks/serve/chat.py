@@ -25,15 +25,16 @@ from .generation_request import (
     resolve_max_tokens,
     resolve_priority,
     sampling_params,
+    shape_fields,
     token_texts,
     truncation,
     usage_object,
 )
-from .limits import APIError
+from .limits import APIError, check_at_most
 from .parsers.answer import AnswerForm, AnswerParser
 from .parsers.base import Arguments, Call, Piece, Reasoning, Text, parse_whole
 from .prompts import chat_size, render_chat, tokenize_prompt
-from .request_bodies import GUIDED, ChatRequest, JSONFormat, ObjectFormat
+from .request_bodies import GUIDED, SCHEMA_FIELD, ChatRequest, JSONFormat, ObjectFormat
 from .response_bodies import (
     ChatChoice,
     ChatChunk,
@@ -84,8 +85,14 @@ class ChatGeneration:
 
 
 async def make_generation(
-    serving: Serving, caller: Caller, local: LocalModel, adapter: str | None, body: ChatRequest
+    serving: Serving,
+    caller: Caller,
+    local: LocalModel,
+    adapter: str | None,
+    body: ChatRequest,
+    schema_field: str = SCHEMA_FIELD,
 ) -> ChatGeneration:
+    """`schema_field`: where the client's body has the schema of the answer."""
     required = required_tools(body)
     schema = call_schema(required) if required else response_schema(body)
     structured = schema is not None or any(getattr(body, name) is not None for name in SHAPES)
@@ -98,6 +105,7 @@ async def make_generation(
         ids = ids[-most:]
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "invalid_request", "top_logprobs needs logprobs = true", "top_logprobs")
+    check_at_most(body.top_logprobs or 0, caller.limits.logprobs, "top_logprobs")
     reasons = structured and closing is not None and not prompt_end.rstrip().endswith(closing)
     params = sampling_params(
         body,
@@ -122,6 +130,7 @@ async def make_generation(
         priority=resolve_priority(body, caller),
         continuation=body.continuation,
         kv_remote=body.kv_transfer_params.remote if body.kv_transfer_params is not None else None,
+        shape_fields=shape_fields(body, "tools" if required else schema_field),
     )
     return ChatGeneration(generation, form, prompt_end)
 

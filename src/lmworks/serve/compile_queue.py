@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..engine.core.sampling_params import SamplingParams
-from ..engine.grammars.grammar import Grammars, LRUCache, digest, grammar, simple
+from ..engine.grammars.grammar import Grammars, LRUCache, digest, grammar, naming_shape, simple
 from ..engine.grammars.grammar_sandbox import FIRST, FULL, TooComplex
+from ..spec import SpecError
 
 if TYPE_CHECKING:
     import llguidance
@@ -129,7 +130,9 @@ class CompileQueue:
                 self.note(text)
                 self.put(job, SLOW)
                 return
-            found = error
+            found = naming_shape(job.params, error)
+        except SpecError as error:
+            found = naming_shape(job.params, error)
         except BaseException as error:  # a panic of the library is no Exception
             found = error
         job.done(found)

@@ -23,6 +23,7 @@ from .generation_request import (
     resolve_max_tokens,
     resolve_priority,
     sampling_params,
+    shape_fields,
     token_texts,
     truncation,
     usage_object,
@@ -107,6 +108,7 @@ async def make_handler(
         resolve_priority(body, caller),
         continuation=body.continuation,
         kv_remote=body.kv_transfer_params.remote if body.kv_transfer_params is not None else None,
+        shape_fields=shape_fields(body),
     )
     return CompletionHandler(generation, body, texts, prompt_only, **identity(body.continuation, "id", "created"))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -93,6 +94,7 @@ def validation_api_error(error: ValidationError) -> APIError:
     if error.error_count() > MAX_VALIDATION_ERRORS:
         return APIError(400, "invalid_request", f"the body is wrong in {error.error_count()} places")
     found = error.errors(include_url=False, include_context=False, include_input=False)
+    found = [one | {"loc": without_tags(error.title, one["loc"])} for one in found]
     lacking = [1] if (found[0]["type"], len(found[0]["loc"])) == ("missing", 1) else []  # may be there, misspelt
     same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1] or len(one["loc"]) in lacking]
     # What does not belong to a kind of object that the body did not mean is no error of it.
@@ -208,6 +210,29 @@ def field_names(model: type[BaseModel]) -> set[str]:
 def inner_models(model: type[BaseModel], name: str) -> Iterator[type[BaseModel]]:
     field = next(field for key, field in model.model_fields.items() if (field.alias or key) == name)
     yield from models_in(field.annotation)
+
+
+def without_tags(title: str, place: Sequence[int | str]) -> tuple[int | str, ...]:
+    """A place in the body with this title, without the `type` that pydantic writes after the field of a union."""
+    models, kept, tagged = {body for body in PATHS if body.__name__ == title}, list[int | str](), False
+    for part in place:
+        if tagged and isinstance(part, str) and not FORM.search(part):
+            tagged = False
+            continue
+        kept.append(part)
+        fields = [one for model in models for name, one in model.model_fields.items() if (one.alias or name) == part]
+        if fields:
+            models = {model for one in fields for model in models_in(one.annotation)}
+            tagged = any(has_tags(each) for one in fields for each in (one, one.annotation))
+    return tuple(kept)
+
+
+def has_tags(annotation: Any) -> bool:
+    """Whether the kind of an object is chosen by one of its fields."""
+    if isinstance(annotation, FieldInfo):
+        return annotation.discriminator is not None
+    given = (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ()))
+    return any(has_tags(each) for each in given)
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..engine.core.request import Logprob
-from ..engine.core.sampling_params import SEEDS, SamplingParams
-from .backend import EngineRequest, Event, Usage
+from ..engine.core.sampling_params import SEEDS, SHAPES, SamplingParams
+from .backend import BackendError, EngineRequest, Event, Usage
 from .cache_events import PROMPT_BLOCKS, prompt_blocks
 from .limits import APIError, check_params, max_answer_tokens, size_of
-from .request_bodies import GUIDED, Continuation, Pooled, Sampling, StructuredOutputs
+from .request_bodies import GUIDED, SCHEMA_FIELD, Continuation, Pooled, Sampling, StructuredOutputs
 from .response_bodies import PromptLogprob, TokenTexts, UsageObject, finite, top_tokens
 from .serving import Caller, LocalModel, Serving
 
@@ -81,6 +82,27 @@ def structured_output(wanted: StructuredOutputs) -> dict[str, Any]:
     if name in ("json", "json_object"):
         return {"json_schema": {"type": "object"} if name == "json_object" else value}
     return {name: value}
+
+
+def shape_fields(body: Sampling, schema_field: str = SCHEMA_FIELD) -> dict[str, str]:
+    """Sampling parameters of structured output → the fields of the client's body that they came from."""
+    if body.structured_outputs is not None:
+        return {name: f"structured_outputs.{'json' if name == 'json_schema' else name}" for name in SHAPES}
+    guided = {PARAM_NAMES[name]: name for name in GUIDED if getattr(body, name) is not None}
+    return guided or {"json_schema": schema_field}
+
+
+@contextmanager
+def naming_fields(fields: Mapping[str, str]) -> Iterator[None]:
+    """The engine's refusal of a shape names the client's field instead of the sampling parameter it begins with."""
+    try:
+        yield
+    except BackendError as error:
+        message = str(error)
+        name = next((name for name in fields if re.match(rf"{name}\b", message)), None)
+        if error.kind != "refused" or name is None:
+            raise
+        raise APIError(400, "invalid_request", fields[name] + message[len(name) :], fields[name]) from error
 
 
 def resolve_priority(body: Sampling | Pooled, caller: Caller) -> int:
@@ -150,6 +172,7 @@ class GenerationRequest:
     pooling: str | None = None  # the prompts as vectors, beside the answers
     continuation: Continuation | None = None
     kv_remote: str | None = None  # a server that has computed the prompt
+    shape_fields: Mapping[str, str] = field(default_factory=dict)  # of the client's body, for errors
 
     async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """Events, each with the number of its prompt. Closing it cancels the request."""
@@ -159,7 +182,10 @@ class GenerationRequest:
         self.report_blocks()
         lengths = [len(prompt) for prompt in self.prompts]
         size = size_of(self.params, lengths, self.echoed, kept=not self.stream)
-        with await self.serving.admit(self.caller.meter, limits, card, self.params, size) as admission:
+        with (
+            await self.serving.admit(self.caller.meter, limits, card, self.params, size) as admission,
+            naming_fields(self.shape_fields),
+        ):
             requests = [self.engine_request(place, prompt) for place, prompt in enumerate(self.prompts)]
             made: dict[int, int] = {}  # tokens of answers so far, by prompt
             async with aclosing(merge_streams(self.local, requests)) as found:

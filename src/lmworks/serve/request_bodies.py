@@ -15,6 +15,7 @@ from ..engine.core.sampling_params import SEEDS
 LONGEST_NAME = 256
 BIGGEST = 2**31 - 1
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fields of one shape each
+SCHEMA_FIELD = "response_format.json_schema.schema"
 
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 Count = Annotated[int, Field(ge=0, le=BIGGEST)]

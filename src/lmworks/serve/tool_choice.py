@@ -14,11 +14,9 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 def allowed_tools(body: ChatRequest) -> list[Tool]:
     """Tools that the model is told of; those that may be called."""
     choice = body.tool_choice
-    if not body.tools or choice == "none":
-        return []
     if isinstance(choice, AllowedTools):
         return named(body, [tool.function.name for tool in choice.allowed_tools.tools])
-    return body.tools
+    return [] if choice == "none" else body.tools or []
 
 
 def named(body: ChatRequest, names: Sequence[str] | None) -> list[Tool]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...data.tokenizer import Tokenizer
 from ...spec import SpecError
-from ..core.sampling_params import SamplingParams
+from ..core.sampling_params import SHAPES, SamplingParams
 from .context_free import as_lark, tag_grammar
 from .grammar_sandbox import FULL, Budget, GrammarSandbox, TooComplex
 from .schemas import SCHEMA_OPTIONS, check_text, checked_schema
@@ -126,7 +126,10 @@ class Grammars:
         """For one sequence; None without structured output. An unusable grammar raises SpecError."""
         if not params.structured:
             return None
-        pristine = compiled or self.compile(grammar(params))
+        try:
+            pristine = compiled or self.compile(grammar(params))
+        except SpecError as error:
+            raise naming_shape(params, error) from None
         with self.lock:
             return Matcher(pristine.deep_copy())
 
@@ -230,6 +233,12 @@ def grammar(params: SamplingParams) -> str:
         raise SpecError("choice must be a list of texts, at least one, none of them empty")
     check_text("choice", "|".join(choices))
     return str(library.grammar_from_regex("|".join(map(literal, choices))))
+
+
+def naming_shape(params: SamplingParams, error: SpecError) -> SpecError:
+    """What is wrong, beginning with the parameter that asked for this grammar."""
+    shape, message = next(name for name in SHAPES if getattr(params, name) is not None), str(error)
+    return error if re.match(rf"{shape}\b", message) else SpecError(f"{shape}: {message}")
 
 
 def simple(params: SamplingParams) -> bool:

@@ -22,7 +22,7 @@ from ..local import find_local
 from .bodies import CountTokensRequest, MessagesRequest
 from .errors import PATH, AnthropicErrorBody
 from .handler import MessageHandler
-from .translate import chat_request
+from .translate import SCHEMA_FIELD, chat_request
 
 VERSION, DATE = "anthropic-version", re.compile(r"\d{4}-\d{2}-\d{2}")  # of any date: answers are the same
 
@@ -56,7 +56,7 @@ def add_messages_routes(app: FastAPI, serving: Serving) -> None:
     async def create(request: Request) -> Response:
         """Create a message (Anthropic's Messages API)."""
         caller, body, local, adapter = await read(serving, request, MessagesRequest)
-        chat = await make_generation(serving, caller, local, adapter, chat_request(body))
+        chat = await make_generation(serving, caller, local, adapter, chat_request(body), SCHEMA_FIELD)
         handler = MessageHandler(chat, body, **identity(body.continuation, "id"))
         if body.stream:
             return await start_stream(request, handler.stream())

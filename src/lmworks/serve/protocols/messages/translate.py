@@ -19,6 +19,7 @@ from .bodies import (
     ToolUseBlock,
 )
 
+SCHEMA_FIELD = "output_config.format.schema"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -32,7 +33,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         "model": body.model,
         "messages": messages,
         "tools": [chat_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()] or None,
-        "tool_choice": tool_choice(body) if body.tools else None,
+        "tool_choice": tool_choice(body),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "reasoning_effort": effort(body),
         "response_format": response_format(body),

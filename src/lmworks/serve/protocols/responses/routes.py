@@ -22,7 +22,7 @@ from ..local import find_local
 from .bodies import InputItem, ResponsesRequest
 from .handler import ResponseHandler
 from .store import Stored
-from .translate import chat_request
+from .translate import SCHEMA_FIELD, chat_request
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
@@ -90,7 +90,12 @@ async def create_response(serving: Serving, request: Request) -> Response:
     )
     earlier = await serving.stored_responses("conversation", tenant, body.previous_response_id, limits)
     chat = await make_generation(
-        serving, caller, local, adapter, chat_request(body, ITEMS.validate_python([*earlier, *own]), limits)
+        serving,
+        caller,
+        local,
+        adapter,
+        chat_request(body, ITEMS.validate_python([*earlier, *own]), limits),
+        SCHEMA_FIELD,
     )
     handler = ResponseHandler(chat, body, len(raw) > LARGE_BODY_BYTES, **identity(body.continuation, "id", "created"))
 

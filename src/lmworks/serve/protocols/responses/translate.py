@@ -20,6 +20,8 @@ from .bodies import (
     TextSchema,
 )
 
+SCHEMA_FIELD = "text.format.schema"
+
 
 def chat_request(body: ResponsesRequest, items: Sequence[InputItem], limits: Limits) -> ChatRequest:
     """`items`: of earlier responses, and of this one."""
@@ -36,7 +38,7 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem], limits: Lim
         "top_p": body.top_p,
         "tools": [function_tool({name: value for name, value in tool if name != "type"}) for tool in body.tools or ()]
         or None,
-        "tool_choice": tool_choice(body) if body.tools else None,
+        "tool_choice": tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": response_format(body),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
