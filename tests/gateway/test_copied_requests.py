@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gateway_case import Answering, Asked, Behaviour, FakeServer, Running, fake_server, running, say
+from lmworks.gateway.tries import Try
 from tenant_case import QUICK, administered, bearer, make_tenant
 
 PRICES = {"blue": (1.0, 10.0), "green": (2.0, 30.0)}  # dollars for a million
@@ -80,6 +81,38 @@ def test_a_hedged_request_is_billed_once(tmp_path: Path, winner: str, stream: bo
             hedges = {line.split("{")[1] for line in lines if line.startswith("lmworks:gateway_hedges_total{")}
             which = "second" if winner == "green" else "first"
             assert f'model_name="m",winner="{which}"}} 1.0' in hedges and len(hedges) == 3
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_while_the_loser_is_cancelled_leaves_no_request_behind(tmp_path: Path) -> None:
+    """A request that is counted for ever keeps others from its server."""
+
+    async def main() -> None:
+        rival_asked, never, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        green = says("d", "e", told=rival_asked)
+        async with two_pools(tmp_path, says("a", after=never), green, HEDGED) as (case, key, _, _):
+            hedging = case.gateway.proxy.hedging
+            run, begin = hedging.run, hedging.tries.begin
+            handling: list[asyncio.Task[Any]] = []
+
+            async def noted_run(*given: Any) -> None:
+                handling.append(cast("asyncio.Task[Any]", asyncio.current_task()))
+                await run(*given)
+
+            async def noted_begin(*given: Any) -> Try:
+                try:
+                    return await begin(*given)
+                except asyncio.CancelledError:  # of the loser: its client leaves at this moment
+                    handling[0].cancel()
+                    left.set()
+                    raise
+
+            hedging.run, hedging.tries.begin = noted_run, noted_begin  # type: ignore[method-assign]
+            asking = asyncio.create_task(ask(case, key, stream=True))
+            await left.wait()
+            await case.until(lambda: handling[0].done() and not any(s.open for s in case.gateway.proxy.servers))
+            asking.cancel()
 
     asyncio.run(main())
 

@@ -38,14 +38,11 @@ class Hedging:
                     race[self.enter(exchange, rival, rule, relay)] = rival
             winner = await self.first(race, exchange, failed)
         finally:
-            await leave(race, exchange)
+            leave(race, exchange)
         exchange.server = winner.server
         if exchange.hedge:
             exchange.hedge = "first" if winner.server is server else "second"
-        try:
-            await self.tries.finish(winner, exchange, relay)
-        finally:
-            winner.close(exchange)
+        await self.tries.finish(winner, exchange, relay)
 
     def enter(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> asyncio.Task[Try]:
         return asyncio.create_task(self.tries.begin(exchange, server, rule, relay))
@@ -69,11 +66,12 @@ class Hedging:
                 return winner.result()
 
 
-async def leave(race: Iterable[asyncio.Task[Try]], exchange: Exchange) -> None:
-    """Nobody waits for these any more; some may have begun at the same time as the winner."""
+def leave(race: Iterable[asyncio.Task[Try]], exchange: Exchange) -> None:
+    """Nobody waits for these any more; some have begun at the same time as the winner.
+
+    Nothing is awaited: a client that left meanwhile would leave a winner that nobody closes.
+    """
     for task in race:
-        task.cancel()
-    for one in await asyncio.gather(*race, return_exceptions=True):
-        if isinstance(one, Try):
-            one.server.breaker.abandoned()
-            one.close(exchange)
+        if not task.cancel() and task.exception() is None:
+            task.result().server.breaker.abandoned()
+            task.result().close(exchange)

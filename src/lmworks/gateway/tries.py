@@ -60,14 +60,10 @@ class Tries:
     async def run(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> None:
         """Raises UpstreamError where another server may do better."""
         exchange.count()
-        begun = await self.begin(exchange, server, rule, relay)
-        try:
-            await self.finish(begun, exchange, relay)
-        finally:
-            begun.close(exchange)
+        await self.finish(await self.begin(exchange, server, rule, relay), exchange, relay)
 
     async def begin(self, exchange: Exchange, server: Server, rule: ModelRule, relay: StreamRelay) -> Try:
-        """Until the answer's first bytes, or all of it where it is no stream. Who gets the try closes it."""
+        """Until the answer's first bytes, or all of it where it is no stream. `finish` closes the try."""
         begun = Try(server, server.begin_work(len(exchange.body.raw)))
         try:
             await self.send(begun, exchange, rule, relay)
@@ -152,15 +148,18 @@ class Tries:
         """From its first bytes to the client's last."""
         server, attempt = begun.server, begun.attempt
         first_token = time.monotonic() - begun.work.sent
-        with begun.noting_failure():
-            if attempt.streams:
-                await self.stream(attempt, exchange, relay, self.config().timeouts)
-            elif relay.begun:
-                raise RefusedTry(attempt)
-            else:
-                self.whole(attempt, exchange)
-        server.breaker.succeeded()
-        self.rollouts.record(exchange, server, first_token)
+        try:
+            with begun.noting_failure():
+                if attempt.streams:
+                    await self.stream(attempt, exchange, relay, self.config().timeouts)
+                elif relay.begun:
+                    raise RefusedTry(attempt)
+                else:
+                    self.whole(attempt, exchange)
+            server.breaker.succeeded()
+            self.rollouts.record(exchange, server, first_token)
+        finally:
+            begun.close(exchange)
 
     def whole(self, attempt: Attempt, exchange: Exchange) -> None:
         content = attempt.content
