@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway_case import Answering, Asked, fake_server, pool_file, running, say
-from lmworks.gateway.config import GatewayConfig, Pool
+from lmworks.gateway.config import GatewayConfig, Pool, read_config
 from lmworks.gateway.health import load_of
 from lmworks.gateway.servers import Load, Servers
 from lmworks.spec import SpecError
@@ -161,6 +161,12 @@ def test_load_of_a_servers_metrics() -> None:
     [
         ({"pools": [{"name": "a", "url": ["http://x/v1"]}]}, "unknown key 'pools.url'; did you mean 'urls'?"),
         ({"pools": [{"name": "a", "urls": ["x:8000"]}]}, "'x:8000' is not an address"),
+        ({"pools": [{"name": "a", "urls": ["http://x:99999/v1"]}]}, "'http://x:99999/v1' is not an address"),
+        ({"pools": [{"name": "a", "urls": ["http://x:http/v1"]}]}, "is not an address"),
+        ({"pools": [{"name": "a", "urls": ["http://[::1/v1"]}]}, "is not an address"),
+        ({"pools": [{"name": "a", "urls": ["http://a b/v1"]}]}, "is not an address"),
+        ({"pools": [{"name": "a", "urls": ["http://x/v1\r\nhost: y"]}]}, "is not an address"),
+        ({"pools": [{"name": "a", "dns": "x:1"}], "tiers": [{"name": "gold"}]}, "without tenants.store"),
         ({"pools": [{"name": "a", "urls": ["http://x/v1"], "key_env": "NOWHERE"}]}, "no such environment variable"),
         ({"pools": [{"name": "a"}]}, "'a' has no servers"),
         ({"pools": [{"name": "a", "register": True}]}, "set register_env"),
@@ -177,3 +183,10 @@ def test_errors_of_the_file_say_what_would_work(table: dict[str, Any], message: 
     with pytest.raises(SpecError) as found:
         GatewayConfig.from_dict(table)
     assert message in str(found.value)
+
+
+def test_a_section_of_tenants_without_a_store_is_refused(tmp_path: Path) -> None:
+    """It would be a gateway that asks nobody for a key, though its file says that it has tenants."""
+    (tmp_path / "g.toml").write_text('[[pools]]\nname = "a"\nurls = ["http://x/v1"]\n[tenants]\n')
+    with pytest.raises(SpecError, match="without store nobody is asked for a key"):
+        read_config(tmp_path / "g.toml")

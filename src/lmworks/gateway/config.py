@@ -255,6 +255,8 @@ class GatewayConfig(Section):
             twice = next((name for name in given if given.count(name) > 1), None)
             if twice is not None:
                 raise SpecError(f"{what}: the name {twice!r} is there twice")
+        if tiers and not self.tenants.on:
+            raise SpecError(f"tiers: {tiers[0]!r} is of no use without tenants.store, which turns keys on")
         for rollout in self.rollouts:
             for name in (rollout.stable, rollout.candidate):
                 if name not in pools:
@@ -311,8 +313,12 @@ def own_rule(name: str, pools: tuple[str, ...] = ()) -> ModelRule:
 
 
 def check_url(where: str, url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets without an end, of a port that is none
+        valid = False
+    if not valid or not url.isprintable() or " " in url:
         raise SpecError(f"{where}: {url!r} is not an address, e.g. http://host:8000/v1")
     if parts.username or parts.query:
         raise SpecError(f"{where}: addresses are shown in logs: give its key as key_env or key_file")
@@ -335,6 +341,9 @@ def check_policies(where: str, names: list[str]) -> None:
 
 def read_config(path: Path) -> GatewayConfig:
     table = read_toml(path)
-    if isinstance(table, Mapping):
-        return GatewayConfig.from_dict(table)
-    raise SpecError(f"{path}: is not a table")
+    if not isinstance(table, Mapping):
+        raise SpecError(f"{path}: is not a table")
+    config = GatewayConfig.from_dict(table)
+    if "tenants" in table and not config.tenants.on:
+        raise SpecError('tenants: without store nobody is asked for a key, e.g. store = "sqlite:///gateway.db"')
+    return config
