@@ -202,6 +202,35 @@ def test_text_goes_on_where_a_server_takes_it_as_a_prefix(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+def test_a_stream_that_no_other_server_takes_up_is_lost_whatever_that_server_said(tmp_path: Path) -> None:
+    """The alert on lost streams counts this code alone."""
+
+    async def dies(asked: Asked, answering: Answering) -> None:
+        if asked.json["messages"][-1]["role"] == "assistant":
+            await answering.whole({"error": {"message": "out of order"}}, 500)
+            return
+        answering.begin_stream()
+        await answering.event(chunk("half "))
+        answering.die()
+
+    async def main() -> None:
+        async with (
+            fake_server(dies) as a,
+            fake_server(dies) as b,
+            running(pool_file(tmp_path / "g.toml", a, b, kind="vllm")) as case,
+        ):
+            body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 10}
+            *begun, last = [line async for line in case.lines(**body)]
+            assert text_of(begun) == "half " and len(a.asked) == len(b.asked) == 1
+            error = json.loads(last)["error"]
+            assert error["code"] == "upstream_lost" and "status 500" in error["message"]
+            metrics = (await case.http.get("/metrics")).text.splitlines()
+            (counted,) = [one for one in metrics if one.startswith("lmworks:gateway_request_failures_total{")]
+            assert 'code="upstream_lost"' in counted and counted.endswith(" 1.0")
+
+    asyncio.run(main())
+
+
 def test_an_event_that_its_server_did_not_finish_is_not_sent(tmp_path: Path) -> None:
     async def journaled(answering: Answering, tokens: str, text: str, cut: int | None = None) -> None:
         await answering.send(f": tokens {tokens}\ndata: {json.dumps(chunk(text))}\n\n".encode()[:cut])

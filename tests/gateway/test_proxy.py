@@ -101,6 +101,28 @@ def test_names_aliases_and_names_that_nobody_has(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_model_is_not_unknown_before_every_server_has_said_what_it_has(tmp_path: Path) -> None:
+    """A gateway that starts again while a server is away: clients do not ask again after a 404."""
+
+    async def main() -> None:
+        async with fake_server(hello) as a, fake_server(hello, models=("n",)) as b:
+            b.healthy = False
+            async with running(pool_file(tmp_path / "g.toml", a, b), wait=False) as case:
+                for early in (True, False):
+                    if not early:
+                        await case.until(lambda: any(one.up for one in case.gateway.servers))
+                        assert (await case.ask(model="m")).status_code == 200
+                    away = await case.ask(model="n")
+                    assert (away.status_code, away.json()["error"]["code"]) == (503, "no_server")
+                    assert "retry-after" in away.headers
+                b.healthy = True
+                await case.until(lambda: all(one.up for one in case.gateway.servers))
+                assert (await case.ask(model="n")).status_code == 200
+                assert (await case.ask(model="o")).status_code == 404
+
+    asyncio.run(main())
+
+
 def test_a_clients_error_is_passed_back_and_tried_once(tmp_path: Path) -> None:
     async def refuse(asked: Asked, answering: Answering) -> None:
         await answering.whole({"error": {"message": "no", "code": "bad", "type": "t", "param": "n"}}, 400)

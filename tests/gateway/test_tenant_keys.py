@@ -120,6 +120,24 @@ def test_a_key_of_some_models_sees_and_reaches_those_alone(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_a_refused_request_is_logged_with_its_clients_address_and_without_its_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lmworks.gateway")
+
+    async def main() -> None:
+        async with fake_server(hello) as server:
+            file = tenant_file(tmp_path / "g.toml", server)
+            key = make_tenant(file)
+            async with running(file) as case:
+                await status(case, f"{key}x")
+                (line,) = [vars(one) for one in caplog.records if one.getMessage() == "refused"]
+                assert (line["client"], line["status"], line["failed"]) == ("127.0.0.1", 401, "invalid_api_key")
+                assert not any(key in str(value) for value in line.values())
+
+    asyncio.run(main())
+
+
 def test_guesses_are_slowed_down_and_lock_nobody_else_out(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_server(hello) as server:

@@ -68,7 +68,9 @@ def test_a_stream_that_stands_still_ends_with_an_error_and_is_not_tried_again(tm
             running(pool_file(tmp_path / "g.toml", a, b, extra=limits)) as case,
         ):
             *begun, last = await case.events()
-            assert text_of(begun) == "half " and json.loads(last)["error"]["code"] == "upstream_timeout"
+            error = json.loads(last)["error"]
+            assert text_of(begun) == "half " and error["code"] == "upstream_lost"
+            assert "stood still for 0.2 s" in error["message"]
             assert len(a.asked) + len(b.asked) == 1
 
     asyncio.run(main())
@@ -95,7 +97,7 @@ def test_a_stream_stands_still_from_its_last_event_on(tmp_path: Path) -> None:
             running(pool_file(tmp_path / "g.toml", server, extra="[timeouts]\nidle = 1.0")) as case,
         ):
             *begun, last = await case.events()
-            assert text_of(begun) == "one two " and json.loads(last)["error"]["code"] == "upstream_timeout"
+            assert text_of(begun) == "one two " and json.loads(last)["error"]["code"] == "upstream_lost"
             await case.until(lambda: bool(stood))
 
     asyncio.run(main())

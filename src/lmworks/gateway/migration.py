@@ -22,7 +22,7 @@ class Migration:
         self.tries, self.choice = tries, choice
 
     async def run(self, exchange: Exchange, rule: ModelRule, relay: StreamRelay, last: APIError) -> None:
-        """After `exchange.server` has failed with `last`, which is raised where no server can take the stream up."""
+        """After `exchange.server` has failed with `last`; raises where no server can take the stream up."""
         failed = {exchange.server}
         for _ in range(MIGRATIONS):
             left = [one for one in self.choice.of_its_version(exchange, rule) if one not in failed]
@@ -36,7 +36,7 @@ class Migration:
                 able = [server for server in left if takes_prefix(server, exchange)]
                 relay.by_prefix = len(relay.texts)
             if not able:
-                raise last
+                raise lost(last)
             server = self.choice.pick(able, exchange, rule)
             exchange.server, exchange.migrations = server, exchange.migrations + 1
             try:
@@ -45,4 +45,9 @@ class Migration:
             except UpstreamError as error:
                 failed.add(server)
                 last = self.tries.failed(exchange, server, error)
-        raise last
+        raise lost(last)
+
+
+def lost(last: APIError) -> APIError:
+    """One code for all streams that were cut off, whatever their last server failed with."""
+    return APIError(502, "upstream_lost", str(last))

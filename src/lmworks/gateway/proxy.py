@@ -75,6 +75,8 @@ class Proxy:
         except APIError as error:
             connection.respond_error(error, [(b"x-request-id", id.encode())])
             self.metrics.refused(request.path, error)
+            fields = {"request_id": id, "path": request.path, "client": request.client, "status": error.status}
+            log.info("refused", extra=fields | {"failed": error.code})
             return
         tenant, key = (caller.tenant, caller.key.prefix) if caller is not None else (ANYONE, "")
         exchange = Exchange(request, connection, body, rule, id, tenant=tenant, key=key)
@@ -120,7 +122,10 @@ class Proxy:
         exchange.trace_id = sampled_id(exchange.span)
 
     def check_model(self, rule: ModelRule, name: str) -> None:
-        if not self.servers.known(rule.serves, [*rule.pools, *rule.prefill_pools]):
+        pools = [*rule.pools, *rule.prefill_pools]
+        if not self.servers.known(rule.serves, pools):
+            if not self.servers.listed(pools):
+                raise no_server(name)
             near = near_names(name, sorted(self.names()))
             raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{suggestion(near)}", "model")
 

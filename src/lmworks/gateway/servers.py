@@ -211,3 +211,7 @@ class Servers:
     def known(self, model: str, pools: list[str]) -> list[Server]:
         """Servers that have this model, be they up or not."""
         return [server for server in self if model in server.models and (not pools or server.pool.name in pools)]
+
+    def listed(self, pools: list[str]) -> bool:
+        """Whether every server has said which models it has: one that is away since the gateway started has not."""
+        return all(server.models for server in self if not pools or server.pool.name in pools)
