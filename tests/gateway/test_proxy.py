@@ -93,6 +93,10 @@ def test_names_aliases_and_names_that_nobody_has(tmp_path: Path) -> None:
             assert [one.json["model"] for one in server.asked] == ["m"] * 3
             listed = (await case.http.get("/v1/models")).json()["data"]
             assert [one["id"] for one in listed] == ["chat", "gpt-4o", "m"]
+            for name in ("chat", "gpt-4o", "m"):
+                assert (await case.http.get(f"/v1/models/{name}")).json()["id"] == name
+            absent = await case.http.get("/v1/models/mm")
+            assert absent.status_code == 404 and "did you mean 'm'" in absent.json()["error"]["message"]
             unknown = await case.ask(model="chatt")
             assert unknown.status_code == 404
             assert unknown.json()["error"]["code"] == "model_not_found"

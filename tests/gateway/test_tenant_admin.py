@@ -146,6 +146,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
                     ("keys", {"tenant": "acm"}, 404, "did you mean 'acme'"),
                     ("keys", {"tenant": "acme", "role": "boss"}, 400, "no role 'boss'"),
                     ("keys", {"tenant": "acme", "expires_in": -1}, 400, "expired already"),
+                    ("keys", {"tenant": "acme", "expires_in": 1e300}, 400, "a hundred years"),
+                    (f"keys/{prefix_of(secret)}/rotate", {"overlap": 1e300}, 400, "a hundred years"),
                     (f"keys/{secret}/revoke", {}, 400, "its prefix is enough"),
                     ("keys/lmw-nothing/revoke", {}, 404, "there is no key"),
                     (f"keys/{prefix_of(secret)}/rotate", {"overlap": -1}, 400, "overlap"),
@@ -157,6 +159,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
                 assert (await get(case, root, "usage?by=day"))[0] == 400
                 assert (await get(case, root, "audit?limit=x"))[0] == 400
                 assert (await get(case, root, "audit?limit=1e9"))[0] == 400
+                for query in ("usage?until=nan", "usage?since=1e400", "keys?tennant=acme", "tenants?x=1"):
+                    assert (await get(case, root, query))[0] == 400, query
 
     asyncio.run(main())
 

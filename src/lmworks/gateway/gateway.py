@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -31,7 +32,7 @@ from .discovery.registration import Leases
 from .health import probe_forever
 from .http_server import ClientConnection, EdgeLimits, HTTPRequest
 from .metrics import Metrics
-from .proxy import Proxy
+from .proxy import Proxy, unknown_model
 from .quality import QualityChecks
 from .rollouts import Rollouts
 from .servers import Server, Servers
@@ -47,6 +48,7 @@ log = logging.getLogger("lmworks.gateway")
 LEASE_CHECK_S = 1.0
 BACKLOG = 4096
 
+MODEL_PATH = "/v1/models/"
 # What is passed on to servers: each has a body with a model.
 MODEL_PATHS = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/score"),
@@ -198,6 +200,8 @@ class Gateway:
         try:
             if route is None and self.serves_admin and request.path.startswith(ADMIN_PATHS):
                 route = self.serves_admin
+            if route is None and request.method == "GET" and request.path.startswith(MODEL_PATH):
+                route = self.show_model
             if self.draining and request.method == "POST":
                 raise APIError(503, "shutting_down", "the gateway is shutting down", retry_after=1)
             if route is None:
@@ -228,12 +232,20 @@ class Gateway:
         text, kind = render(Collected(found), request.header("accept"))
         connection.respond(200, [(b"content-type", kind.encode())], text)
 
-    async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
+    def models_of(self, request: HTTPRequest) -> list[str]:
+        """Names that a client may ask for."""
         tenancy = self.proxy.tenancy
         caller = None if tenancy is None else tenancy.authentication.caller(request)
-        names = sorted(name for name in self.proxy.names() if caller is None or caller.may_use(name))
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lmworks"} for name in names]
-        connection.respond_json(200, {"object": "list", "data": data})
+        return sorted(name for name in self.proxy.names() if caller is None or caller.may_use(name))
+
+    async def list_models(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        connection.respond_json(200, {"object": "list", "data": list(map(model_object, self.models_of(request)))})
+
+    async def show_model(self, request: HTTPRequest, connection: ClientConnection) -> None:
+        name, known = unquote(request.path.removeprefix(MODEL_PATH)), self.models_of(request)
+        if name not in known:
+            raise unknown_model(name, known)
+        connection.respond_json(200, model_object(name))
 
     async def list_servers(self, request: HTTPRequest, connection: ClientConnection) -> None:
         self.check_admin(request, "the list of servers")
@@ -380,6 +392,10 @@ class Gateway:
         log.info("shut down", extra={"cut_off": len(self.connections)})
         for connection in list(self.connections):
             connection.transport.abort()
+
+
+def model_object(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "lmworks"}
 
 
 def describe(server: Server) -> dict[str, object]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..observability.tracing import Tracing, end_span, sampled_id, trace_id_of
@@ -126,8 +126,7 @@ class Proxy:
         if not self.servers.known(rule.serves, pools):
             if not self.servers.listed(pools):
                 raise no_server(name)
-            near = near_names(name, sorted(self.names()))
-            raise APIError(404, "model_not_found", f"the model {name[:80]!r} is not served{suggestion(near)}", "model")
+            raise unknown_model(name, sorted(self.names()))
 
     def names(self) -> set[str]:
         """All that clients may ask for."""
@@ -214,6 +213,11 @@ class Proxy:
             return
         exchange.status = error.status
         connection.respond_error(error, exchange.headers)
+
+
+def unknown_model(name: str, known: Sequence[str]) -> APIError:
+    message = f"the model {name[:80]!r} is not served{suggestion(near_names(name, known))}"
+    return APIError(404, "model_not_found", message, "model")
 
 
 def no_server(model: str) -> APIError:

@@ -13,7 +13,9 @@ own, and every key may see its tenant's usage.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
@@ -22,6 +24,7 @@ import msgspec
 
 from ...serve.limits import APIError
 from ...spec import SpecError
+from ...spec.errors import did_you_mean
 from ..http_server import ClientConnection, HTTPRequest
 from .administration import Administration, NotFound, shown_key, shown_tenant
 from .config import DEFAULT_TIER
@@ -87,10 +90,12 @@ class AdminRequest:
             raise APIError(400, "invalid_request", f"the body: {error}") from None
 
     def number(self, name: str, default: float | None) -> float | None:
-        try:
-            return float(self.query[name]) if name in self.query else default
-        except ValueError:
-            raise APIError(400, "invalid_request", f"{name} = {self.query[name]!r:.40} is no number", name) from None
+        if name not in self.query:
+            return default
+        with suppress(ValueError):
+            if math.isfinite(found := float(self.query[name])):
+                return found
+        raise APIError(400, "invalid_request", f"{name} = {self.query[name]!r:.40} is no number", name)
 
     def check_tenant(self, tenant: str | None) -> None:
         """An administrator of one tenant sees no other; another's is as one that is not there."""
@@ -175,6 +180,7 @@ ROUTES: dict[tuple[str, str], Callable[[AdminRequest], Any]] = {
     ("GET", "usage"): AdminRequest.usage,
     ("GET", "audit"): AdminRequest.audit,
 }
+QUERIES = {"keys": ("tenant",), "usage": ("by", "tenant", "since", "until"), "audit": ("limit",)}
 NAMED: dict[tuple[str, str], Callable[[AdminRequest, str], Any]] = {  # of one tenant or key: what follows its name
     ("tenants", ""): AdminRequest.update_tenant,
     ("keys", "rotate"): AdminRequest.rotate_key,
@@ -193,6 +199,14 @@ def found_route(method: str, path: str) -> Callable[[AdminRequest], Any]:
     return lambda request: named(request, name)
 
 
+def check_query(path: str, query: Mapping[str, str]) -> None:
+    known = QUERIES.get(path.removeprefix(PREFIX), ())
+    unknown = next((name for name in query if name not in known), None)
+    if unknown is not None:
+        message = f"{unknown[:40]!r} is not known here{did_you_mean(unknown[:40], known) if known else ''}"
+        raise APIError(400, "invalid_request", message, unknown[:40])
+
+
 class AdminAPI:
     def __init__(self, tenancy: Tenancy) -> None:
         self.tenancy = tenancy
@@ -203,6 +217,7 @@ class AdminAPI:
             route = found_route(request.method, request.path)
             asked = parse_qs(request.target.partition(b"?")[2].decode("latin-1"))
             query = {name: values[-1] for name, values in asked.items()}
+            check_query(request.path, query)
             tenancy = self.tenancy
             admin = Administration(tenancy.store, tenancy.config().tiers, caller.key.prefix, request.client)
             content = await self.in_thread(lambda: route(AdminRequest(caller, request.body, query, admin)))

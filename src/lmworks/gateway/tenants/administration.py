@@ -20,6 +20,7 @@ class NotFound(SpecError):
     """A tenant or key that is not there."""
 
 
+LONGEST = 100 * 365 * DAY_S  # a key's life: clocks and calendars end some time after that
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -111,6 +112,7 @@ class Administration:
             raise SpecError(f"there is no role {role!r}{did_you_mean(role, ROLES)}")
         if expires_in is not None and expires_in <= 0:
             raise SpecError("a key that has expired already is of no use")
+        check_longest("expires_in", expires_in or 0.0)
         prefix, secret = new_secret()
         now, limits = time.time(), limits or Limits()
         ends = None if expires_in is None else now + expires_in
@@ -126,6 +128,7 @@ class Administration:
             raise SpecError(f"the key {prefix!r} is {old.state(now)}: create a new one")
         if overlap < 0:
             raise SpecError(f"overlap = {overlap:g}: seconds, 0 or more")
+        check_longest("overlap", overlap)
         new_prefix, secret = new_secret()
         ends = now + overlap if old.expires is None else min(old.expires, now + overlap)
         new = replace(old, prefix=new_prefix, sha256=digest(secret), created=now)
@@ -177,3 +180,8 @@ def shown_key(key: Key) -> dict[str, Any]:
         "expires": key.expires,
         "rotated_from": None if key.family == key.prefix else key.family,
     }
+
+
+def check_longest(name: str, seconds: float) -> None:
+    if not seconds <= LONGEST:
+        raise SpecError(f"{name} = {seconds:g}: at most {LONGEST:g} seconds, a hundred years")
