@@ -113,7 +113,11 @@ def test_given_template_overrides_folder_template(folder: Path) -> None:
 
 
 def test_tools_without_template_are_rejected() -> None:
-    for tools, variables, said in ((TOOLS, {}, "support tools"), ((), {"a": 1}, "support chat_template_kwargs")):
+    for tools, variables, said in (
+        (TOOLS, {}, "support tools"),
+        ((), {"a": 1}, "support chat_template_kwargs"),
+        ((), {"add_generation_prompt": False}, "support add_generation_prompt"),
+    ):
         with pytest.raises(SpecError, match=rf"{said} \(lmworks serve --chat-template FILE"):
             plain(TALK[:1], tools, variables)
 

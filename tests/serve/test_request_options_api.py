@@ -240,7 +240,8 @@ def test_an_invalid_schema_is_named_as_the_client_did(
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 NO_TOOLS = "there are no tools to choose from"
-ANY_OF_NONE = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "f"}}]}}
+NAMED_TOOL = {"type": "function", "function": {"name": "f"}}
+ANY_OF_NONE = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED_TOOL]}}
 NAMED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     (
@@ -260,7 +261,6 @@ NAMED: list[tuple[str, dict[str, Any], str, str]] = [
         "messages.0.content.0.text",
         "required",
     ),
-    (CHAT, {"add_generation_prompt": False}, "", "does not support add_generation_prompt"),
 ]
 
 
