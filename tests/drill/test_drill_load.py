@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -204,8 +205,6 @@ def test_unknown_drills_are_named() -> None:
 
 
 def test_a_report_says_what_happened(tmp_path: Path) -> None:
-    from datetime import date
-
     checks = [
         Check("alert ServerDown", True, "within 30 s", "3.1 s after the fault"),
         Check("lost streams", False, "at most 0", "2 (200 upstream_lost)"),
@@ -225,6 +224,14 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     ]  # fmt: skip
     table, _ = write_report([report], tmp_path, date(2026, 11, 1))
     assert "0 of 1 drills passed" in table.read_text() and "divided by 60" in table.read_text()
+
+
+def test_a_report_of_a_drill_that_could_not_run(tmp_path: Path) -> None:
+    """Its fleet or Prometheus did not start, so there is nothing to show of users."""
+    failed = Check("the drill ran", False, "to its end", "a process of monitoring ended with 1")
+    report = Report("server-killed", "kill -9", [failed], [], [], {}, 0.0, {})
+    table, _ = write_report([report], tmp_path, date(2026, 11, 1))
+    assert "0 of 1 drills passed" in table.read_text() and "a process of monitoring ended with 1" in table.read_text()
 
 
 def test_files_of_monitoring_are_found_from_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

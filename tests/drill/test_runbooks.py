@@ -78,16 +78,18 @@ def shown(report: dict[str, Any], day: str) -> str:
     return "\n".join(lines)
 
 
+def drills_of(page: str) -> set[str]:
+    """The drills of its alert; where none has it as its first, those that make it fire as well."""
+    first = {drill.name for drill in DRILLS if any(PAGES[name] == page for name in drill.alerts[:1])}
+    return first or {drill.name for drill in DRILLS if any(PAGES[name] == page for name in drill.alerts)}
+
+
 def write_pages(record: Path) -> None:
     content = json.loads(record.read_text(encoding="utf-8"))
-    alerts = {drill.name: drill.alerts for drill in DRILLS}
+    passed = [report for report in content["drills"] if report["ok"] and report["timeline"]]
     for page in sorted(set(PAGES.values())):
-        own = [
-            report for report in content["drills"] if report["ok"] and report["timeline"]
-            and any(PAGES[name] == page for name in alerts[report["drill"]][:1])
-        ]  # fmt: skip
-        if own:
-            parts = "\n".join(shown(report, content["date"]) for report in own)
+        parts = "\n".join(shown(report, content["date"]) for report in passed if report["drill"] in drills_of(page))
+        if parts:
             text = MADE.sub(lambda found, parts=parts: found[1] + parts + found[2], text_of(page))
             (FOLDER / f"{page}.md").write_text(text, encoding="utf-8")
 

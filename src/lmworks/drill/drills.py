@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -94,6 +95,22 @@ def exhaust_memory(stage: Stage) -> None:
         httpx.post(f"{stage.fleet.server_url(stage.victim)}/v1/completions", json=long, timeout=20, trust_env=False)
 
 
+def lose_model(stage: Stage) -> None:
+    """The model's files are away when the engine has to start again."""
+    stage.fleet.model.rename(lost_model(stage))
+    kill_engine(stage)
+
+
+def find_model(stage: Stage) -> None:
+    if lost_model(stage).exists():
+        lost_model(stage).rename(stage.fleet.model)
+        stage.note("the model's files are back")
+
+
+def lost_model(stage: Stage) -> Path:
+    return stage.fleet.model.with_name(f".{stage.fleet.model.name}-lost")
+
+
 def kill_all(stage: Stage) -> None:
     for name in stage.fleet.names:
         stage.fleet.kill(name)
@@ -108,6 +125,11 @@ def cut_network(stage: Stage) -> None:
 
 def slow_network(stage: Stage) -> None:
     stage.proxies[0].delay = 0.2
+
+
+def slow_every_network(stage: Stage) -> None:
+    for proxy in stage.proxies:
+        proxy.delay = 0.2
 
 
 def reset_network(stage: Stage) -> None:
@@ -355,6 +377,7 @@ FEW = tuple(replace(one, rate=0.5) for one in TENANTS)  # whom two servers of on
 STORM = Tenant("storm", 0.0, retries=3, limited=True)
 
 FLOOD = Tenant("flood", 0.0, limited=True)
+LONG = Tenant("long", 0.0, limited=True)  # answers
 PINK = Tenant("pink", 2.0, model=ADAPTER)
 
 
@@ -365,6 +388,45 @@ def flood(stage: Stage) -> None:
 def end_flood(stage: Stage) -> None:
     stage.load.rates["flood"] = 0.0
     stage.note("the flood is over")
+
+
+def salt_prompts(stage: Stage) -> None:
+    stage.load.salted = True
+
+
+def end_salt(stage: Stage) -> None:
+    stage.load.salted = False
+    stage.note("requests have no salt any more")
+
+
+def try_keys(stage: Stage) -> None:
+    """From many addresses: after some wrong keys one is refused with 429."""
+    over = stage.memory["over"] = threading.Event()
+
+    def run() -> None:
+        for number in itertools.cycle(range(2, 100)):
+            if over.wait(0.1):
+                return
+            transport = httpx.HTTPTransport(local_address=f"127.0.0.{number}")
+            headers = {"authorization": f"Bearer lmw-stranger-{number:032}"}
+            with httpx.Client(transport=transport, headers=headers, timeout=5) as client, suppress(httpx.HTTPError):
+                client.post(f"{stage.fleet.url}/v1/completions", json={"model": MODEL, "prompt": "x", "max_tokens": 1})
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def end_tries(stage: Stage) -> None:
+    stage.memory["over"].set()
+    stage.note("nobody tries keys any more")
+
+
+def flood_cache(stage: Stage) -> None:
+    stage.load.rates["long"] = 24.0
+
+
+def end_cache_flood(stage: Stage) -> None:
+    stage.load.leave("long")
+    stage.note("the clients have gone")
 
 
 def limit_flood(stage: Stage) -> None:
@@ -388,6 +450,20 @@ DRILLS = (
         alerts=("EngineRestarted",), seconds=10.0,
     ),
     Drill(
+        "engine-stalled", "SIGSTOP of the engine of a server, whose watchdog waits for two minutes", stop_engine,
+        alerts=("EngineStalled",), within=40.0, act=(RESTART,),
+        look=("curl -s $SERVER_URL/metrics | grep engine_stalled_seconds", SERVERS),
+        shape=Shape(limits={"kill_seconds": 120.0}),
+    ),
+    Drill(
+        "engine-gone", "kill -9 of the engine of a server, and the model's files are away: no other starts", lose_model,
+        alerts=("EngineDown",), withdraw=find_model, clear=find_model, act=(RESTART,),
+        look=(
+            "curl -s $SERVER_URL/metrics | grep engine_restarts_total",
+            "grep 'engine process ended' $FLEET/logs/$SERVER.log | tail -n 3",
+        ),
+    ),
+    Drill(
         "engine-out-of-memory", "the engine's allocations of more than 64 KiB fail, and a prompt needs such",
         exhaust_memory, alerts=("EngineOutOfMemory", "EngineRestarted"), shape=Shape(memory=True),
     ),
@@ -396,7 +472,7 @@ DRILLS = (
         act=(RESTART,), withdraw=end_throttle, seconds=10.0,
     ),
     Drill(
-        "all-servers-killed", "kill -9 of every server", kill_all, alerts=("PoolDown",),
+        "all-servers-killed", "kill -9 of every server", kill_all, alerts=("PoolDown", "StreamsLost"),
         impact=Impact(lost=100, failed=100, refused=None), look=(STATUS, SERVERS),
     ),
     Drill(
@@ -406,6 +482,12 @@ DRILLS = (
     Drill(
         "network-slow", "200 ms more each way between the gateway and a server", slow_network,
         alerts=("ServerSlow",), withdraw=mend_network, look=(SERVERS,), shape=Shape(proxied=True), seconds=10.0,
+    ),
+    Drill(
+        "slo-missed", "200 ms more each way between the gateway and every server: first texts come too late",
+        slow_every_network, alerts=("ErrorBudgetBurnFast",), withdraw=mend_network, seconds=10.0,
+        look=("curl -s $GATEWAY/metrics | grep gateway_slo_missed_total", STATUS, SERVERS),
+        shape=Shape(proxied=True, gateway={"slos": [{"ttft": 0.3, "objective": 0.99, "admit_below": 0.0}]}),
     ),
     Drill(
         "network-resets", "one of twenty packets from and to a server resets its connection", reset_network,
@@ -431,6 +513,40 @@ DRILLS = (
         impact=Impact(refused=None, failed=0), seconds=8.0,
         look=(STATUS, SERVERS, "curl -s $GATEWAY/metrics | grep gateway_requests_total"), shape=SMALL,
         tokens=(48, 64),
+    ),
+    Drill(
+        "servers-full", "24 requests a second more, for which the queues of the servers are too short", storm,
+        alerts=("RetriesHigh",), withdraw=end_storm, tenants=(*FEW, replace(STORM, retries=0)), seconds=10.0,
+        impact=Impact(refused=None), look=("curl -s $GATEWAY/metrics | grep gateway_try_failures_total", SERVERS),
+        shape=Shape(SMALL.servers, SMALL.options, {"queue": 4, "queue_seconds": 0.0}, SMALL.gateway),
+    ),
+    Drill(
+        "cache-too-small", "24 requests a second more with long answers, for which the KV caches are too small",
+        flood_cache, alerts=("KVCacheSaturated", "PreemptionsHigh"), withdraw=end_cache_flood, tenants=(*FEW, LONG),
+        tokens=(200, 300), impact=Impact(refused=None), recovers=90.0,
+        look=(
+            SERVERS, "curl -s $SERVER_URL/metrics | grep kv_cache_usage_perc",
+            "curl -s $SERVER_URL/metrics | grep num_preemptions_total",
+        ),
+        shape=Shape(
+            options=("engine.blocks=192", "engine.max_seqs=64"), limits={"queue": 256, "queue_seconds": 0.0},
+            gateway={"timeouts": SMALL.gateway["timeouts"] | {"idle": 60.0}},  # a preempted stream stands still
+        ),
+    ),
+    Drill(
+        "prompts-changed", "each request has a cache_salt of its own: no prefix of a prompt is found", salt_prompts,
+        alerts=("PrefixCacheCollapse",), within=60.0, withdraw=end_salt, steady=30.0, prompt_bytes=160,
+        look=("curl -s $SERVER_URL/metrics | grep prefix_cache_hits_total", SERVERS),
+    ),
+    Drill(
+        "wrong-keys", "ten requests a second with keys that do not exist, from many addresses", try_keys,
+        alerts=("AuthenticationFailures",), withdraw=end_tries, seconds=8.0,
+        look=(
+            "grep invalid_api_key $FLEET/logs/gateway.log | tail -n 3",
+            "lmworks gateway audit --config $FLEET/gateway.toml",
+            "lmworks gateway keys list --config $FLEET/gateway.toml",
+        ),
+        shape=Shape(tenants=("blue", "green")),
     ),
     Drill(
         "tenant-flood", "a tenant sends twenty times its limit of a request a second", flood,

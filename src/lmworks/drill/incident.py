@@ -20,7 +20,7 @@ from .local_fleet import GATEWAY, LIMITS, MODEL, LocalFleet, Shape, merged
 from .monitoring import FASTER, SCRAPE_S, Monitoring
 from .tcp_proxy import TCPProxy
 
-STEADY_S = 4.0  # of load before the incident
+STEADY_S = 4.0  # of load before the incident, where a drill needs no more
 AFTER_S = 4.0  # of load after it, which must be as before
 POLL_S = 0.2
 SLO_TTFT_S = 2.0  # of the drills' small model, on a machine that other processes share
@@ -50,6 +50,7 @@ class Drill:
     look: tuple[str, ...] = ("lmworks fleet status --folder $FLEET",)  # the runbook's commands: what to look at, …
     act: tuple[str, ...] = ()  # …what to do
     withdraw: Callable[[Stage], None] | None = None  # what ends outside of the fleet: a cable, a client
+    steady: float = STEADY_S  # seconds of load before the incident
     seconds: float = 5.0  # that the incident lasts at least, under load
     recovers: float = 60.0  # seconds after the last command, at most
     shape: Shape = field(default_factory=Shape)
@@ -257,7 +258,7 @@ def play(stage: Stage) -> None:
     drill = stage.drill
     stage.note("load starts: " + ", ".join(f"{one.name} {one.rate:g}/s" for one in drill.tenants))
     stage.load.start()
-    time.sleep(STEADY_S)
+    time.sleep(drill.steady)
     stage.planted = stage.now()
     stage.note(drill.what, "fault")
     drill.plant(stage)

@@ -11,6 +11,7 @@ import json
 import random
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -102,6 +103,7 @@ class Load:
     headers: Mapping[str, str] = field(default_factory=dict)
     verify: Any = True  # of TLS, as httpx takes it
     seed: int = 0
+    salted: bool = False  # each request has a cache_salt of its own
     expected: dict[int, str] = field(default_factory=dict)
     learned: list[Outcome] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -197,6 +199,8 @@ class Load:
         if id:
             headers["x-request-id"] = id
         body = self.questions[number].body(tenant.model or self.model)
+        if self.salted:
+            body["cache_salt"] = uuid.uuid4().hex
         began = last = time.perf_counter()
         done = False
         try:

@@ -22,7 +22,8 @@ def write_report(reports: Sequence[Report], out: Path, day: date) -> tuple[Path,
     write_whole(out / RECORD, json.dumps(content, indent=1) + "\n")
     passed = sum(one.ok for one in reports)
     title = f"{passed} of {len(reports)} drills passed"
-    lead = f"{day.isoformat()}. " + (declared_text(reports[0].declared) if reports else "")
+    declared = next((one.declared for one in reports if one.declared), None)  # drills that could not run have none
+    lead = f"{day.isoformat()}." + (f" {declared_text(declared)}" if declared else "")
     sections = [summary(reports), *(section for one in reports for section in sections_of(one))]
     return write_report_files(
         out, sections_as_markdown(title, [lead], sections), sections_as_page(title, lead, (), sections)
@@ -61,7 +62,8 @@ def summary_row(report: Report) -> list[str]:
     return [
         report.drill, report.what, "; ".join(alerts) or "-",
         *(str(ends.get(end, 0)) for end in ("lost", "wrong", "failed", "refused")), f"{kept:.0%}",
-        checks["the incident ends"].observed.removeprefix("after "), "yes" if report.ok else "NO",
+        checks["the incident ends"].observed.removeprefix("after ") if report.tenants else "-",
+        "yes" if report.ok else "NO",
     ]  # fmt: skip
 
 
