@@ -43,6 +43,7 @@ def product(
     part: str = "matmul",
     saved_selective: Sequence[Any] | None = None,
     bias: bool = False,
+    input_from_kernel: bool = False,
 ) -> Op:
     """Weights arrive in the compute precision, or are cast with the layer where the code does so (autocast).
 
@@ -54,7 +55,7 @@ def product(
     sums = gradient_sums(load, t * outputs, bias)
     backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
     kept = (load.width * t * outputs,) if saved_selective is None else tuple(saved_selective)
-    return Op(name, part, forward, backward, saved_selective=kept)
+    return Op(name, part, forward, backward, saved_selective=kept, input_from_kernel=input_from_kernel)
 
 
 def stem(load: Workload) -> list[Op]:
@@ -70,7 +71,7 @@ def norm(name: str, load: Workload) -> Op:
     x = load.sp_tokens * load.model.hidden
     s, w = load.software.stream, load.width
     statistics = [4 * load.sp_tokens] * (2 if load.model.norm == "layer" else 1)
-    results = [] if load.rematerialized else [w * x]
+    results = [] if load.rematerialized else [load.saved_width * x]
     forward, backward = Kernel("stream", bytes=(s + w) * x), Kernel("stream", bytes=(2 * s + w) * x)
     # Launches of unfused code alone: each of its weights has a sum, which is added to the last.
     sums = () if load.software.fused else (Kernel("stream", count=4 if load.model.norm == "layer" else 2),)
@@ -101,7 +102,9 @@ def projections(layers: Sequence[Linear], load: Workload) -> Op:
     if load.software.saves_alternate_gemms:
         kept.pop()
     inputs = first.inputs // load.tp if first.shard == "row" else first.inputs
-    return product(", ".join(labels), load, inputs, outputs, saved_selective=kept, bias=first.bias)
+    after_norm = first.shard != "row"  # else after attention
+    name = ", ".join(labels)
+    return product(name, load, inputs, outputs, saved_selective=kept, bias=first.bias, input_from_kernel=after_norm)
 
 
 def rotary(layers: Sequence[Rotary], load: Workload) -> Op:
@@ -142,7 +145,8 @@ def attention(core: Attention, load: Workload) -> Op:
         Kernel("attention_backward", flops=2.5 * flops, shape=shape),
     )
     statistics = 4 * t * heads
-    saved = (*inputs, result, statistics)
+    # The product that follows keeps its own copy in fp8.
+    saved = (*inputs, result, statistics, *((result / w,) * (load.saved_width < w)))
     return Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))
 
 
@@ -173,7 +177,7 @@ def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) 
     )
 
 
-def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None) -> list[Op]:
+def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None, after_norm: bool = True) -> list[Op]:
     """`count` MLPs (one, or this rank's experts) over `tokens` each; their GEMMs are padded to `rows`."""
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
@@ -193,9 +197,19 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
         (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
     )
     saved_selective = (each,) * (1 if load.software.saves_alternate_gemms else up)
-    saved = (each,) * (up + (not load.rematerialized))
+    activated = () if load.rematerialized else (load.saved_width * tokens * width,)
+    saved = (*(each,) * up, *activated)
     return [
-        Op("up", "matmul", forward, backward, saved_selective=saved_selective, copies=count),
+        Op(
+            "up",
+            "matmul",
+            forward,
+            backward,
+            saved_selective=saved_selective,
+            copies=count,
+            input_from_kernel=after_norm,
+            gradient_from_kernel=True,
+        ),
         Op(load.model.mlp, "activation", (there,), (back,), saved=saved, copies=count),
         # The backward pass does not need the last GEMM's output: a compiler does not save it.
         Op(
@@ -205,6 +219,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
             last[1],
             saved_selective=() if load.software.fused else (w * tokens * h,),
             copies=count,
+            input_from_kernel=True,
         ),
     ]
 
@@ -224,9 +239,9 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
     scores = Op("routing", "experts", scored, scored)
     sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(load.ep > 1, 2, 1)),)
-    move = Op("dispatch", "experts", sorts, sorts, saved=(moved,))
+    move = Op("dispatch", "experts", sorts, sorts, saved=(moved * load.saved_width // w,))
     rows = padded(each * fullest(slots, load.ep))
-    return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows)])
+    return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows, False)])
 
 
 def block(load: Workload) -> list[Op]:

@@ -33,6 +33,7 @@ CHUNKS_OF_LOGPROBS = 2  # that a chunk of log-probabilities would be, where a te
 CHUNK_BYTES_IN_PLACE = 2**29
 CHUNK_ROW_MULTIPLE, FEW_CHUNKS = 256, 16
 ALIGNED, VOCAB_MULTIPLE = 8, 64
+GEMM_ONLY = ("fp8", "fp4")  # formats of the operands of GEMMs: all else stays in 16 bits
 UNFUSED_RECOMPUTE = (
     "selective",
     "mlp",
@@ -77,6 +78,10 @@ class Op:
     ] = ()  # and of those kept under selective recompute: results of products and of attention
     indices: Number = 0.0  # further saved bytes of integer tensors
     copies: Number = 1  # of all these tensors: one per expert
+    # Of a product in fp8 or fp4: whether a norm or an activation beside it, which can write that format, makes its
+    # input, and the gradient of its output.
+    input_from_kernel: bool = False
+    gradient_from_kernel: bool = False
     core_attention: Number = 0.0  # bytes of `saved` that recompute of core attention frees
     transient: Number = (
         0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
@@ -115,15 +120,17 @@ class Workload:
         # Every layer casts its input to 16 bits, as autocast does, and its weight; casts to fp8 are part of the GEMM
         # and not saved.
         self.cast = self.is_16_bit and software.cast
-        self.cast_weights = self.cast and self.dtype != "fp8"
+        self.cast_weights = self.cast and self.dtype not in GEMM_ONLY
         # A compiled block does not save the outputs of norms and activations that enter fp8 GEMMs. They are recomputed
         # in the pass that casts them again for the weight gradient.
-        self.rematerialized = self.dtype == "fp8" and software.graph
+        self.rematerialized = self.dtype in GEMM_ONLY and software.graph
+        # Bytes per element of a saved GEMM input: Transformer Engine saves what it multiplied. Modelled.
+        self.saved_width = 1 if self.dtype in GEMM_ONLY and software.fused_casts else self.width
         self.in_place = self.device == "cuda" and software.in_place  # the loss overwrites logits with gradients
         # GELU, its gradient and the residual add after the MLP are GEMM epilogues (model/training_fusion.py). Each then
         # moves one tensor beside the GEMM's own: GELU writes its output, its gradient reads GELU's input, and an add
         # reads its addend.
-        fusible = software.epilogue_fusion and self.model.mlp == "gelu" and self.dtype != "fp8"
+        fusible = software.epilogue_fusion and self.model.mlp == "gelu" and self.dtype not in GEMM_ONLY
         fusible = fusible and not self.no_epilogue_fusion and self.device == "cuda"
         self.epilogue_fusion = np.equal(self.tp, 1) & fusible
         # Logits per token: our loss pads a vocabulary that tensor cores cannot use.
@@ -181,8 +188,8 @@ class Workload:
     @functools.cached_property
     def routed(self) -> Self:
         """The workload of routers and experts, which our trainer keeps in 16 bits under fp8."""
-        without_fp8 = self.model.experts and self.dtype == "fp8" and not self.software.fp8_experts
-        return replace(self, dtype="bf16") if without_fp8 else self
+        wide = self.model.experts and self.dtype in GEMM_ONLY and not self.software.fp8_experts
+        return replace(self, dtype="bf16") if wide else self
 
     @functools.cached_property
     def chunk_rows(self) -> Any:

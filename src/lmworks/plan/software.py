@@ -43,6 +43,10 @@ class Software:
     wgrad_placeholder: int = 0  # bytes per weight of autograd's dummy gradient with wgrad fusion
     fp8_experts: bool = True  # under fp8, GEMMs of routed experts are fp8 too
     casts: float = 5.0  # bytes moved per GEMM operand element cast to fp8; modelled
+    # Transformer Engine's (its user guide, "FP8 primer", and cast_transpose_fusion.cu): norms and activations write
+    # their fp8 output and its transpose, other operands are cast and transposed in one kernel, and an operand is cast
+    # once for both products that read it, a weight once a step.
+    fused_casts: bool = False
     # Factor on GEMMs of one GPU: see DENSE_GEMM_SLOWDOWN.
     gemm_slowdown: float = 1.0
     overlap: bool = True  # data-parallel communication with compute
@@ -108,7 +112,34 @@ SOFTWARE = {
             even_stages=True,
             bucket=DEEPSPEED_BUCKET,
         ),
-        Software("megatron", 2, 4, 4, stream=2, fused=True, loss="fused", wgrad_placeholder=2, even_stages=True),
+        Software(
+            "megatron",
+            2,
+            4,
+            4,
+            stream=2,
+            fused=True,
+            loss="fused",
+            wgrad_placeholder=2,
+            even_stages=True,
+            fused_casts=True,
+        ),
+        # NeMo and Megatron-Bridge: gradients are summed in 16 bits (grad_reduce_in_fp32 = False in the performance
+        # recipes, github:NVIDIA-NeMo/Megatron-Bridge scripts/performance), tensor-parallel messages are overlapped.
+        Software(
+            "megatron-bridge",
+            2,
+            2,
+            4,
+            stream=2,
+            fused=True,
+            loss="fused",
+            wgrad_placeholder=2,
+            even_stages=True,
+            fused_casts=True,
+            reduce=2,
+            async_tp=True,
+        ),
         Software(
             "megatron-deepspeed",
             2,

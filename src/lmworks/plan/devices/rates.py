@@ -23,7 +23,7 @@ import numpy as np
 from ...spec import Gpu, SpecError
 from ...spec.errors import did_you_mean
 from ..case import Number
-from ..ops import Kernel
+from ..ops import GEMM_ONLY, Kernel
 
 # A large tile and a small one, whole or with the inner dimension cut in four: a library picks the fastest of many, and
 # more of them made no measured product cheaper to predict.
@@ -93,7 +93,8 @@ def alignment(k: Number, n: Number) -> Number:
 
 
 FOLDER = Path(__file__).parent
-WIDTHS = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0), "fp8": (1.0, 2.0)}  # operands, result
+# Operands, result. fp4: half a byte, and a byte of scale for 16 of them (NVFP4).
+WIDTHS = {"fp32": (4.0, 4.0), "bf16": (2.0, 2.0), "fp16": (2.0, 2.0), "fp8": (1.0, 2.0), "fp4": (0.5625, 2.0)}
 GENERIC_SMS = 128
 BLOCK = 128  # rows of queries that one SM takes at a time
 HEAD = 128  # dimension of the heads that attention's shares are given for
@@ -226,7 +227,7 @@ def ceiling(gpu: Gpu, dtype: str, constants: Mapping[str, float]) -> float:
 
 
 def attention_rate(gpu: Gpu, dtype: str, kernel: str, start_s: float) -> AttentionRate:
-    """fp8 products go with 16-bit attention; fp32 has no flash kernel and gets the generic share of its own peak."""
+    """fp8 and fp4 products go with 16-bit attention; fp32 has no flash kernel: the generic share of its own peak."""
     known, rates = facts(gpu), table("rates.toml")
     family = known.get("family", "")
     kernels = rates["attention"]
@@ -236,7 +237,7 @@ def attention_rate(gpu: Gpu, dtype: str, kernel: str, start_s: float) -> Attenti
     shares = kernels.get(name, {}).get(family) or kernels["generic"]
     if dtype == "fp32":
         shares = kernels["generic"]
-    peak = gpu.peak_flops("bf16" if dtype == "fp8" else dtype) or 0.0
+    peak = gpu.peak_flops("bf16" if dtype in GEMM_ONLY else dtype) or 0.0
     return AttentionRate(
         forward=shares["forward"] * peak,
         backward=shares["backward"] * peak,

@@ -90,6 +90,9 @@ class Constants:
 
 
 def factor(table: Mapping[str, float], name: str) -> float:
+    """Of this name, else of the family that it begins with (megatron-bridge: megatron), else of all."""
+    while name not in table and "-" in name:
+        name = name.rpartition("-")[0]
     return table.get(name, table.get("*", 1.0))
 
 

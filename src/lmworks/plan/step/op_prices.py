@@ -18,7 +18,7 @@ from ..exact.collectives import collectives
 from ..exact.exchanges import LAST
 from ..exact.optimizers import STATES, optimizer_of
 from ..network import Network, network, optimizer
-from ..ops import Kernel, Op, Workload
+from ..ops import GEMM_ONLY, Kernel, Op, Workload
 from .comm import Weights
 from .constants import constants, factor
 from .cpu_ranks import exposed_buckets, fabric_of, not_priced, seconds
@@ -28,7 +28,7 @@ from .uncalibrated import (
     Pass,
     Uncalibrated,
     Work,
-    fp8_casts,
+    casts,
     optimizer_update,
     recomputed_ops,
     sustained_machine,
@@ -89,10 +89,10 @@ def passes_of(net: Network, recompute: str) -> Iterable[Passes]:
 
 
 def timed(one: Passes, net: Network, machine: Machine, dtype: str) -> Pass:
-    """As Work.of times them: only GEMMs of blocks are in fp8, with the casts of their operands."""
-    if one.where != "block" and dtype == "fp8":
+    """As Work.of times them: only GEMMs of blocks are in fp8 or fp4, with the casts of their operands."""
+    if one.where != "block" and dtype in GEMM_ONLY:
         dtype = "bf16"
-    ops = [one.op, fp8_casts([one.op], net.load.software.casts)] if dtype == "fp8" else [one.op]
+    ops = [one.op, casts([one.op], net.load.software, 1)] if dtype in GEMM_ONLY else [one.op]
     return Pass.of(ops, "backward" if one.way == BACKWARD else "forward", machine, dtype)
 
 

@@ -22,7 +22,7 @@ from ..devices.machine import Machine
 from ..devices.profile import profile_for
 from ..exact.optimizers import STATES
 from ..network import Network, network
-from ..ops import Kernel, Op, Workload
+from ..ops import GEMM_ONLY, Kernel, Op, Workload
 from ..software import Software
 from .comm import StepComm, Weights
 
@@ -44,7 +44,7 @@ class Pass:
         for op in ops:
             for kernel in getattr(op, direction):
                 key = (op.part, "casts" if op.part == "casts" else kernel.kind)
-                kernel_dtype = "bf16" if kernel.bf16_only and dtype == "fp8" else dtype
+                kernel_dtype = "bf16" if kernel.bf16_only and dtype in GEMM_ONLY else dtype
                 by_kind[key] = by_kind[key] + machine.seconds(kernel, kernel_dtype)
                 scores = kernel.kind == "gemm" and op.part == "attention"  # of all heads in one launch
                 launches = launches + (1.0 if scores else kernel.count)
@@ -68,12 +68,13 @@ class Work:
     loss: tuple[Pass, Pass]
 
     @classmethod
-    def of(cls, net: Network, machine: Machine, dtype: str, recompute: str) -> Self:
-        wide = "bf16" if dtype == "fp8" else dtype  # only GEMMs of blocks are in fp8
+    def of(cls, net: Network, machine: Machine, dtype: str, recompute: str, accumulation: Number = 1) -> Self:
+        wide = "bf16" if dtype in GEMM_ONLY else dtype
         block, again = list(net.block), recomputed_ops(net, recompute)
-        if dtype == "fp8":
-            width = net.load.software.casts
-            block, again = [*block, fp8_casts(block, width)], [*again, fp8_casts(again, width)]
+        if dtype in GEMM_ONLY:
+            software = net.load.software
+            block = [*block, casts(block, software, accumulation)]
+            again = [*again, casts(again, software, accumulation)]
         return cls(
             (Pass.of(block, "forward", machine, dtype), Pass.of(block, "backward", machine, dtype)),
             Pass.of(again, "forward", machine, dtype),
@@ -82,16 +83,44 @@ class Work:
         )
 
 
-def fp8_casts(ops: Iterable[Op], width: float) -> Op:
-    """Passes that cast operands of these GEMMs to fp8: read for the absolute maximum, read again, written in a byte."""
-
-    def casts(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
-        products = [kernel for kernel in kernels if kernel.kind == "gemm" and not kernel.bf16_only]
-        sizes = [(m * k + k * n, kernel.count) for kernel in products for m, k, n in [kernel.shape]]
-        return tuple(Kernel("stream", bytes=width * size, count=count) for size, count in sizes)
-
+def casts(ops: Iterable[Op], software: Software, accumulation: Number) -> Op:
+    """Passes that cast operands of these GEMMs to fp8 or fp4."""
+    make = fused_casts if software.fused_casts else unfused_casts
+    made = [make(op, software, accumulation) for op in ops]
     chain = itertools.chain.from_iterable
-    return Op("casts", "casts", casts(chain(op.forward for op in ops)), casts(chain(op.backward for op in ops)))
+    return Op("casts", "casts", tuple(chain(one[0] for one in made)), tuple(chain(one[1] for one in made)))
+
+
+Casts = tuple[tuple[Kernel, ...], tuple[Kernel, ...]]  # forward, backward
+
+
+def low_products(kernels: Iterable[Kernel]) -> list[Kernel]:
+    return [kernel for kernel in kernels if kernel.kind == "gemm" and not kernel.bf16_only]
+
+
+def unfused_casts(op: Op, software: Software, accumulation: Number) -> Casts:
+    """Both operands of every GEMM: read for the absolute maximum, read again, written in a byte."""
+
+    def passes(kernels: Iterable[Kernel]) -> tuple[Kernel, ...]:
+        sizes = [(m * k + k * n, kernel.count) for kernel in low_products(kernels) for m, k, n in [kernel.shape]]
+        return tuple(Kernel("stream", bytes=software.casts * size, count=count) for size, count in sizes)
+
+    return passes(op.forward), passes(op.backward)
+
+
+CAST_AND_TRANSPOSE = 4.0  # bytes an element: two read, one written twice
+
+
+def fused_casts(op: Op, software: Software, accumulation: Number) -> Casts:
+    """An operand is cast once, unless the kernel that makes it writes it so; a weight in the first micro-batch."""
+    forward, backward = [], []
+    for kernel in low_products(op.forward):
+        m, k, n = kernel.shape
+        cast = [k * n / accumulation] + [m * k] * (not op.input_from_kernel)
+        forward += [Kernel("stream", bytes=CAST_AND_TRANSPOSE * size, count=kernel.count) for size in cast]
+        gradient = [m * n] * (not op.gradient_from_kernel) * bool(op.backward)
+        backward += [Kernel("stream", bytes=CAST_AND_TRANSPOSE * size, count=kernel.count) for size in gradient]
+    return tuple(forward), tuple(backward)
 
 
 def stops_early(software: Software) -> bool:
@@ -158,7 +187,7 @@ class Uncalibrated:
             activations = total_offloaded_bytes(case, net) / case.model.layers / shared_host_link(case)
         return cls(
             case,
-            Work.of(net, machine, case.dtype, case.recompute),
+            Work.of(net, machine, case.dtype, case.recompute, case.accumulation),
             comm,
             (Pass.of([copies], "forward", machine, "fp32"), Pass.of([copies], "backward", machine, "fp32")),
             Pass.of([optimizer_update(case, updated)], "forward", machine, "fp32"),
