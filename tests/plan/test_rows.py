@@ -13,7 +13,7 @@ from lmworks.cli.plan_validate import predict
 from lmworks.plan.case import Case
 from lmworks.plan.flops import hardware_flops_per_token, model_flops_per_token
 from lmworks.plan.memory.reserve import safe_bytes
-from lmworks.plan.tables.columns import COLUMNS, NAMES, number, parse, read
+from lmworks.plan.tables.columns import COLUMNS, NAMES, OTHER, column_named, number, parse, read
 from lmworks.plan.tables.forecast import forecast_table
 from lmworks.plan.tables.names import (
     framework_named,
@@ -65,9 +65,27 @@ def test_every_column_is_documented() -> None:
 
 def test_results_are_not_read_and_strange_columns_are_listed() -> None:
     table = parse("model,n_gpus,Tokens / sec / GPU,MFU (%),peak memory (GB),colour\nllama3-8b,8,1,2,3,red")
-    assert table.rows == [{"model": "llama3-8b", "n_gpus": "8"}]
+    assert table.rows == [{"model": "llama3-8b", "n_gpus": "8", OTHER: "red"}]
     assert table.results == ("Tokens / sec / GPU", "MFU (%)", "peak memory (GB)")
     assert table.unknown == ("colour",)
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [
+        ("tensor parallelism", "tp"), ("TP size", "tp"), ("TP (tensor)", "tp"), ("Pipeline Parallelism Degree", "pp"),
+        ("context-parallelism", "cp"), ("Expert parallelism (EP)", "ep"), ("data parallelism", "dp"),
+        ("data", ""), ("model", "model"), ("tokens/s/GPU", ""), ("tensor pipeline", ""),
+    ],
+)  # fmt: skip
+def test_parallel_axes_by_any_spelling(header: str, column: str) -> None:
+    assert column_named(header) == column
+
+
+def test_a_context_of_words_is_no_sequence_length() -> None:
+    words = jobs("model,gpu,n_gpus,context,seq_len\nllama3-8b,h100,8,our new stack,4096")
+    assert words[0].case.seq == 4096
+    assert jobs("model,gpu,n_gpus,context\nllama3-8b,h100,8,16k")[0].case.seq == 16384
 
 
 def test_bom_semicolons_empty_cells_and_short_rows(tmp_path: Path) -> None:
@@ -126,7 +144,7 @@ def test_links_between_nodes(text: str, gbs: float) -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("Megatron-LM 23e00ed / TE 2.11", "megatron"), ("NeMo 24.07", "megatron"), ("DeepSpeed", "deepspeed"),
+        ("Megatron-LM 23e00ed / TE 2.11", "megatron"), ("NeMo 24.07", "megatron-bridge"), ("DeepSpeed", "deepspeed"),
         ("Megatron-DeepSpeed (data/README.md)", "megatron-deepspeed"), ("torchtitan", "torchtitan"),
         ("torchtitan + compile", "torchtitan-compile"), ("MosaicML/llm-foundry", "llm-foundry"),
         ("PyTorch FSDP", "torchtitan"), ("HF Trainer/accelerate", "huggingface"), ("Narayanan2021", "megatron-2021"),
@@ -169,7 +187,7 @@ def test_words_for_policies() -> None:
         "full", "attention", "selective", "none", "",
     ]  # fmt: skip
     assert [precision_named(word) for word in ("amp_bf16", "FP8-MX", "NVFP4", "float16", "mixed")] == [
-        "bf16", "fp8", "fp8", "fp16", "",
+        "bf16", "fp8", "fp4", "fp16", "",
     ]  # fmt: skip
     assert [schedule_named(word) for word in ("Interleaved 1F1B", "pre-interleaving", "1F1B", "ZBV")] == [
         "interleaved", "", "1f1b", "zbv",
@@ -351,3 +369,81 @@ def test_the_command_answers_in_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "assumed" in capsys.readouterr().out
     with pytest.raises(SpecError, match="cannot read"):
         predict(tmp_path / "absent.csv")
+
+
+# --- as people write them -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "count"),
+    [
+        ("64x H100", "H100-SXM-80GB", 64), ("8×A100-80GB", "A100-SXM-80GB", 8), ("DGX-B200 x 64", "B200-SXM", 64),
+        ("64 H100s", "H100-SXM-80GB", 64), ("2x DGX-H100", "H100-SXM-80GB", 16), ("H200 x8", "H200-SXM-141GB", 8),
+    ],
+)  # fmt: skip
+def test_a_number_of_gpus_in_the_name_of_the_gpu(gpu: str, name: str, count: int) -> None:
+    (found,) = jobs(f"model,gpu,global_batch,seq_len\nllama3-8b,{gpu},128,4096")
+    assert (found.case.gpu.name, found.case.world) == (name, count)
+    assert f"n_gpus = {count}: from gpu = {gpu!r}" in found.assumed
+
+
+@pytest.mark.parametrize("gpu", ["RTX 3090", "L40S", "A100 40 GB", "80GB A100", "GB200 NVL72", "MI300X", "4090"])
+def test_other_numbers_in_the_name_of_a_gpu(gpu: str) -> None:
+    (found,) = jobs(f"model,gpu,global_batch,seq_len\nllama3-8b,{gpu},128,4096")
+    assert found.case.world == 1
+
+
+def test_gpus_of_a_machine_beside_all_of_them() -> None:
+    rows = "model,gpu,n_gpus,seq_len\nllama3-8b,4xH100,64,4096\nllama3-8b,8xH100,12,4096"
+    first, second = parse(rows).rows
+    assert (job(first).case.world, job(first).case.cluster.gpus_per_node) == (64, 4)
+    with pytest.raises(SpecError, match="n_gpus = 12, but gpu = '8xH100' says 8"):
+        job(second)
+
+
+def test_hsdp_shards_in_a_machine_and_copies_between_them() -> None:
+    (found,) = jobs("model,gpu,n_gpus,sharding,framework,seq_len\nllama3-8b,h100,64,HSDP,torchtitan,4096")
+    assert (found.case.zero, found.case.dp_shard, found.case.dp_replicate) == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("cell", "policy", "said"),
+    [
+        ("['mlp', 'norm']", "mlp", "recompute = mlp: of mlp, norm"),
+        ("core_attn", "attention", ""),
+        ("mlp", "mlp", ""),
+        ("moe_act,layernorm", "none", "recompute = none: of moe_act, layernorm"),
+        ("mlp + core_attn", "full", "recompute = full: of mlp, core_attn"),
+    ],
+)
+def test_lists_of_recomputed_modules(cell: str, policy: str, said: str) -> None:
+    (found,) = jobs(f'model,gpu,n_gpus,framework,seq_len,recompute\nllama3-8b,h100,8,megatron,4096,"{cell}"')
+    assert found.case.recompute == policy
+    assert [text for text in found.assumed if text.startswith("recompute")] == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("llama3-8b,LoRA fine-tuning,,", "task = 'LoRA': training of adapters alone is not priced"),
+        ("llama3-8b-qlora,,,", "model = 'qlora': training of adapters alone is not priced"),
+        ("llama3-8b,,rank-16 adapters,", "note = 'adapters': training of adapters alone is not priced"),
+        ("llama3-8b,,,PEFT", "'PEFT': training of adapters alone is not priced"),
+        ("llama3-8b,inference,,", "task = 'inference': a row of inference; lmworks plan serve predicts that"),
+        ("llama3-8b,,,decode", "'decode': a row of inference; lmworks plan serve predicts that"),
+        ("falcon-mamba-7b,,,", "mamba has layers that are not attention; not priced"),
+        ("Nemotron-H 56B,,,", "Nemotron-H has layers that are not attention; not priced"),
+        ("30B MoE,,,", "'30B MoE' is a mixture of experts that is not known by name; give layers, hidden, experts"),
+        ("NewModel 100B-A5B,,,", "is a mixture of experts that is not known by name"),
+    ],
+)
+def test_rows_that_are_not_priced_say_so_wherever_it_stands(row: str, reason: str) -> None:
+    table = parse("model,task,note,colour,gpu,n_gpus,seq_len\n" + row + ",h100,8,4096")
+    with pytest.raises(SpecError) as error:
+        job(table.rows[0])
+    assert reason in str(error.value)
+
+
+def test_a_finetuning_of_all_weights_is_priced() -> None:
+    (found,) = jobs("model,phase,task,gpu,n_gpus,seq_len\nllama2-7b,Finetuning,SFT,h100,8,4096")
+    assert found.case.model.layers == 32

@@ -21,7 +21,7 @@ from ...spec import SpecError
 
 # Results, and what belongs to the table rather than to the run.
 RESULT = re.compile(
-    r"tok(en)?s?_?(per|sec|s\b|/)|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_it|s_it|seconds|iter|time|samples_per"
+    r"tok(en)?s?_?(per|sec|s(?![a-z]))|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_it|s_it|seconds|iter|time|samples_per"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
 SEPARATORS = re.compile(r"source|ref|match|check|_note$|date|year|mode$|act_cpu_offload|row")
@@ -52,6 +52,19 @@ def plain(header: str) -> str:
 
 COLUMNS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 NAMES = {name: column for column, facts in COLUMNS.items() for name in (column, *facts["also"])}
+AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data": "dp"}
+OTHER = "other"  # cells of columns that nobody could place, joined: a row may say there that it is no training run
+
+
+def column_named(header: str) -> str:
+    """ "" where nobody could place it. Of a parallel axis any spelling: "tensor parallelism", "TP (tensor) size"."""
+    short = plain(header)
+    if short in NAMES:
+        return NAMES[short]
+    words = set(short.split("_")) - {"parallel", "parallelism", "model", "size", "degree", "ways", "world", "num", "of"}
+    axes = {AXES.get(word, word) for word in words}
+    axis = next(iter(axes)) if len(axes) == 1 else ""
+    return axis if axis in AXES.values() and short != "data" and short != "expert" else ""
 
 
 @dataclass(frozen=True)
@@ -95,26 +108,36 @@ def parse(text: str, name: str = "the table") -> Table:
     unknown, results = [], []
     for index, title in enumerate(header):
         short = plain(title)
-        if short in NAMES:
-            places.append((index, NAMES[short]))
+        column = column_named(title)
+        if column and not is_prose(column, [row[index] for row in rows if index < len(row)]):
+            places.append((index, column))
+        elif column:
+            places.append((index, "note"))
         elif RESULT.search(short):
             results.append(title)
         elif short and not SEPARATORS.search(short):
             unknown.append(title)
-    if not places:
+            places.append((index, OTHER))
+    if all(column in (OTHER, "note") for _, column in places):
         raise SpecError(f"{name}: no column is known; known are {', '.join(COLUMNS)}")
     raw = tuple(dict(zip(header, row, strict=False)) for row in rows)
     return Table([collect(row, places) for row in rows], tuple(unknown), tuple(results), raw)
 
 
+def is_prose(column: str, cells: Iterable[str]) -> bool:
+    """A column called "context" may hold the length of a sequence, or words about the run."""
+    said = [cell for cell in cells if cell.strip().lower() not in EMPTY]
+    return column == "seq_len" and bool(said) and not any(re.match(r"\W*\d", cell) for cell in said)
+
+
 def collect(row: list[str], places: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Cells by column; of two columns for one thing the first that says something counts; names and notes join."""
+    """Cells by column; of two columns for one thing the first that says something counts; names, tasks, notes join."""
     cells: dict[str, str] = {}
     for index, column in places:
         cell = row[index].strip() if index < len(row) else ""
         if cell.lower() in EMPTY:
             continue
-        if column in ("note", "model") and column in cells:
+        if column in ("note", "model", "task", OTHER) and column in cells:
             cells[column] += f"; {cell}"
         else:
             cells.setdefault(column, cell)

@@ -95,7 +95,7 @@ def sharding_of(row: Row, software: Software, degrees: dict[str, int], model: Mo
     shard = row.whole("dp_shard")
     if shard and dp % shard == 0:
         copies = dp // shard
-    if "hybrid" in said and copies == 1:
+    if re.search(r"hybrid|hsdp", said or row.hints.lower()) and copies == 1:
         copies = max(1, dp * degrees["tp"] // degrees["per_node"])
     if "grad_op" in said:
         reshard = False
@@ -120,7 +120,7 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
             return int(stage[1])
         for pattern, found in (
             (r"no_shard|\bddp", 0),
-            (r"full_shard|grad_op|hybrid|fsdp", 3),
+            (r"full_shard|grad_op|hybrid|hsdp|fsdp", 3),
             (r"distributed.?optim", 1),
         ):
             if re.search(pattern, said):
@@ -128,7 +128,7 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
     if row.flag("sharding"):
         return 1
     family = software.name.removesuffix("-compile")
-    usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "deepspeed": 2}.get(family, 0)
+    usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "megatron-bridge": 1, "deepspeed": 2}.get(family, 0)
     held = model.params * 16 / (degrees["tp"] * degrees["pp"] * degrees["ep"])
     if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * capacity(gpu) > 0:
         usual = 3

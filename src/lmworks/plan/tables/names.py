@@ -35,7 +35,8 @@ FRAMEWORKS = [  # first match wins
     (r"torch-?titan", "torchtitan"),
     (r"megatron[- ]?deepspeed|(gpt-?)?neox|megatron.*deepspeed|deepspeed.*megatron", "megatron-deepspeed"),
     (r"narayanan|korthikanti|megatron.*(202[012]\b)|ptd-?p", "megatron-2021"),
-    (r"megatron|nemo\b|nemo[- ]|mcore|transformer[- ]?engine|bridge", "megatron"),
+    (r"\bnemo\b|megatron[- ]bridge", "megatron-bridge"),
+    (r"megatron|mcore|transformer[- ]?engine|bridge", "megatron"),
     (r"colossal|internevo|maxtext|nanotron|picotron", "megatron"),
     (r"deepspeed|zero-?[123]|zero\+\+", "deepspeed"),
     (r"hugging|\bhf\b|accelerate|trainer|transformers|axolotl|trl\b|lightning|llama-?factory|unsloth", "huggingface"),
@@ -87,6 +88,18 @@ def gpu_named(text: str, memory_gb: float | None = None) -> tuple[Gpu, list[str]
         said.append(f"gpu: {gpu.name} with " + ", ".join(f"{key} = {value:g}" for key, value in changes.items()))
         gpu = gpu.replace(**changes)
     return gpu, said
+
+
+def without_count(text: str) -> tuple[str, int]:
+    """ "64x H100", "H100 x 64", "64 H100s" and "2x DGX-H100" (of eight each) without the number, and the number."""
+    leading = re.match(r"\s*(\d+)\s*(?:[x×*]\s*(?=[a-z])|\s(?=[a-z]+\d+s\b))", text, re.IGNORECASE)
+    trailing = re.search(r"(?:\s[x×*]\s*|(?<=\d)[x×*])(\d+)\s*$", text, re.IGNORECASE)
+    found = leading or trailing
+    if not found:
+        return text, 0
+    name = (text[found.end() :] if leading else text[: found.start()]).strip()
+    name = re.sub(r"(?i)\b((?:[abhv]|gb|mi)\d+x?)s\b", r"\1", name)
+    return name, int(found[1]) * (8 if re.match(r"(?i)(dgx|hgx)", name) and leading else 1)
 
 
 def figure(text: str, pattern: str) -> float:
@@ -141,12 +154,35 @@ def precision_named(text: str) -> str:
     """ "" where the text names none."""
     words = text.lower()
     for pattern, dtype in [
-        (r"(?<![a-z])(mx|nv)?fp[48]|float8|e4m3|nvfp4", "fp8"), (r"bf16|bfloat16|bf-?16", "bf16"),
+        (r"(?<![a-z])(nv|mx)?fp4|e2m1", "fp4"), (r"(?<![a-z])(mx)?fp8|float8|e4m3", "fp8"),
+        (r"bf16|bfloat16|bf-?16", "bf16"),
         (r"fp16|float16|half|f16", "fp16"), (r"fp32|float32|tf32|f32", "fp32"),
     ]:  # fmt: skip
         if re.search(pattern, words):
             return dtype
     return ""
+
+
+# Modules of a block that a list may name, as Megatron's --recompute-modules does: large ones, and small ones whose
+# recompute is a few kernels.
+LARGE_MODULES = {"core_attn": "attention", "attn": "attention", "attention": "attention", "self_attn": "attention",
+                 "mlp": "mlp", "ffn": "mlp", "moe": "mlp", "experts": "mlp"}  # fmt: skip
+SMALL_MODULES = {"norm", "norms", "layernorm", "rmsnorm", "ln", "act", "activation", "moe_act", "swiglu", "gelu",
+                 "silu", "rope", "mla_up_proj", "router", "embedding", "dropout", "shared_experts"}  # fmt: skip
+
+
+def recompute_modules(text: str) -> tuple[str, str]:
+    """The policy nearest to a list of modules ("['mlp', 'norm']"), and what that leaves out; "" where it is no list."""
+    words = [word for word in re.split(r"[^a-z0-9_]+", text.lower()) if word]
+    if not words or not all(word in LARGE_MODULES or word in SMALL_MODULES for word in words):
+        return "", ""
+    if len(words) == 1 and words[0] in ("attn", "attention", "core_attn"):
+        return "attention", ""
+    large = {LARGE_MODULES[word] for word in words if word in LARGE_MODULES}
+    policy = "full" if len(large) > 1 else next(iter(large), "none")
+    small = [word for word in words if word in SMALL_MODULES]
+    left = f"recompute = {policy}: of {', '.join(words)}" if small or len(large) > 1 or policy == "none" else ""
+    return policy, left
 
 
 def recompute_named(text: str) -> str:

@@ -26,9 +26,12 @@ from .names import (
     nic_named,
     optimizer_named,
     precision_named,
+    recompute_modules,
     recompute_named,
     shape_named,
+    without_count,
 )
+from .unpriced import refuse, refuse_dense
 
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "shared_experts")
 USUAL_VOCAB = {"swiglu": 32_000, "gelu": 51_200}
@@ -77,6 +80,7 @@ def named(row: Row, given: dict[str, Any]) -> dict[str, Any]:
 
 def by_size(row: Row, given: dict[str, Any]) -> dict[str, Any]:
     """A public shape of as many parameters, or 12 × layers × hidden² with 128 of width a layer, as GPT-3 has it."""
+    refuse_dense(row)
     size = row.real("params") or 1e9 * (row.real("params_b") or 0) or size_in(row.text("model"))
     if not size:
         raise SpecError(
@@ -147,8 +151,7 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
     `usual` is the code base of rows that name none.
     """
     row = Row(dict(cells))
-    if re.search(r"(?i)lora|adapter|peft", row.text("task")):
-        raise SpecError(f"task = {row.text('task')!r}: training of adapters alone is not priced")
+    refuse(row)
     gpu = gpu_of(row)
     software = software_for(row, gpu, usual)
     seq = seq_of(row, software)
@@ -186,13 +189,27 @@ def describe(row: Row, case: Case) -> str:
 
 
 def gpu_of(row: Row) -> Gpu:
-    text = row.text("gpu")
+    text, count = without_count(row.text("gpu"))
     if not text:
         row.assume("gpu", "gpu = H100-SXM-80GB")
         text = "H100-SXM-80GB"
+    if count:
+        count_gpus(row, count)
     gpu, said = gpu_named(text, row.real("gpu_mem_gb"))
     row.assumed.extend(said)
     return gpu
+
+
+def count_gpus(row: Row, count: int) -> None:
+    """ "8xH100": all GPUs of the run, or those of one machine where another column says how many there are."""
+    total = row.whole("n_gpus")
+    if row.text("nodes") or (total and total > count and total % count == 0):
+        row.cells.setdefault("gpus_per_node", str(count))
+    elif not total:
+        row.cells["n_gpus"] = str(count)
+        row.assumed.append(f"n_gpus = {count}: from gpu = {row.text('gpu')!r}")
+    elif total != count:
+        raise SpecError(f"n_gpus = {total}, but gpu = {row.text('gpu')!r} says {count}")
 
 
 def usual_framework(rows: Sequence[Mapping[str, str]]) -> str:
@@ -227,7 +244,7 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
         found = replace(found, attention="flash")
     if found.name == "megatron" and "framework" in row.open and not gpu.name.startswith("A"):
         found = replace(found, async_tp=True)  # what tables without a name are made with
-    elif ASYNC_TP.search(row.hints.lower()) and "vanilla" not in row.hints.lower():
+    elif ASYNC_TP.search(f"{row.hints} {row.text('origin')}".lower()) and "vanilla" not in row.hints.lower():
         found = replace(found, async_tp=True)
     if re.search(r"row-?wise", row.hints.lower()):  # a scale for every row, both ways
         found = replace(found, casts=10.0)
@@ -250,12 +267,16 @@ def seq_of(row: Row, software: Software) -> int:
 
 def recompute_of(row: Row, software: Software) -> str:
     cell = row.text("recompute")
-    found = recompute_named(cell)
+    found, nearest = recompute_modules(cell)
+    if nearest:
+        row.assumed.append(nearest)
+    found = found or recompute_named(cell)
     if not found and row.flag("recompute") is not None:
         found = "full" if row.flag("recompute") else "none"
     if not found and cell:
         if not cell.replace(".", "").isdecimal():
-            raise SpecError(f"recompute = {cell!r} is not known; use none, full, selective or attention")
+            known = "none, full, selective, attention or a list of modules"
+            raise SpecError(f"recompute = {cell!r} is not known; use {known}")
         found = "full"
     if not found and "recomp" in row.hints.lower():
         found = recompute_named(row.hints)
@@ -270,7 +291,7 @@ def precision_of(row: Row, gpu: Gpu) -> str:
     cell = row.text("precision")
     found = precision_named(cell) or precision_named(row.text("note")) or precision_named(row.text("framework"))
     if cell and not found and cell.lower() not in ("mixed", "amp", "half"):
-        raise SpecError(f"precision = {cell!r} is not known; use bf16, fp16, fp8 or fp32")
+        raise SpecError(f"precision = {cell!r} is not known; use bf16, fp16, fp8, fp4 or fp32")
     if not found:
         found = "bf16" if gpu.bf16_tflops else "fp16"
         row.assume("precision", f"precision = {found}")
