@@ -221,7 +221,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder with the bulk tables", required=True)
     parser.add_argument("--show", nargs="*", default=[], help="sources whose rows are printed; nothing is written")
     options = parser.parse_args()
-    tables = {name: Table.of(rows) for name, source in SOURCES.items() if (rows := source.rows(options.data))}
+    tables = {
+        name: Table.of(rows)
+        for name, source in SOURCES.items()
+        if source.fitted and (rows := source.rows(options.data))
+    }
     tables["anchors"] = Table.of(anchors())
     logs = fit(tables)
     given = unpack(logs)

@@ -80,10 +80,11 @@ class Line:
     group: str  # "" for all of it
     figure: str
     kind: str  # measured, or formula: a paper's closed form
-    fitted: Score
+    fitted: Score  # by all constants: of a source that none of them was fitted to the same as `blind`
     blind: Score | None = None  # None: nothing in it is fitted, so there is nothing to be blind with
     sure: Score | None = None  # fitted, without suspect rows
     baseline: Baseline | None = None
+    never_fitted: bool = False
 
     @property
     def key(self) -> str:
@@ -129,7 +130,7 @@ def validate(
             continue
         priced, why = covered(rows, fitted)
         uncovered[source.name] = tuple(why)
-        lines += time_lines(source, priced, blind(source.name))
+        lines += time_lines(source, priced, blind(source.name) if source.fitted else fitted)
         lines += memory_lines(source, rows, memory)
     return Report(tuple(lines), tuple(missing), uncovered)
 
@@ -177,6 +178,7 @@ def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]
         Score.of(blind, labels),
         Score.of([errors[i] for i in sure], [labels[i] for i in sure]) if len(sure) < len(rows) else None,
         constant_mfu(rows, source.compare),
+        never_fitted=not source.fitted,
     )
 
 

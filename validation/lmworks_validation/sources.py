@@ -68,6 +68,7 @@ class Source:
     reader: Reader
     bulk: bool = False  # outside the project
     compare: str = "step_s"  # or tokens_per_s: what its own readers compare
+    fitted: bool = True  # whether any constant was fitted to it
     note: str = ""
 
     def rows(self, data: Path | None = None) -> list[Measured] | None:
@@ -182,6 +183,18 @@ def torchtitan(raw: Raw, cells: dict[str, str]) -> Measured:
     )
 
 
+def nemo(raw: Raw, cells: dict[str, str]) -> Measured | None:
+    """NeMo and Megatron-Bridge: one code base on the same machines, in two tables. Neither says what is recomputed."""
+    tokens = figure(raw, "tokens_per_s_per_gpu")
+    if not tokens or "lora" in f"{raw['phase']} {raw.get('task', '')}".lower():
+        return None
+    found = job({**cells, "framework": "nemo", "optimizer": "adamw", "sp": "yes", "recompute": "none"})
+    case = found.case
+    kind = "experts" if case.model.experts else case.dtype
+    seconds = float(case.tokens_per_step) / (tokens * float(case.world))
+    return Measured("", found, f"{kind} {case.gpu.name.split('-')[0]}", seconds)
+
+
 def simumax(raw: Raw, cells: dict[str, str]) -> Measured | None:
     """Dense rows only: the ranks of MLA's projections are not given."""
     if raw["experts"]:
@@ -257,6 +270,8 @@ SOURCES = {
         Source("korthikanti", "korthikanti.csv", korthikanti, note="memory is the paper's formula"),
         Source("torchtitan", "torchtitan.csv", torchtitan, compare="tokens_per_s", note="memory is reserved"),
         Source("lmworks", "lmworks_h200.csv", own, note="our own runs; memory is the closed form"),
+        Source("nemo", "nemo.csv", nemo, fitted=False),
+        Source("megatron-bridge", "megatron_bridge.csv", nemo, fitted=False),
         Source("simumax", "simumax_b200_measured.csv", simumax, bulk=True, note="12 MLA rows of 43 are not covered"),
         Source("vtrain", "vtrain_measured_single.csv", vtrain, bulk=True),
     )

@@ -170,7 +170,7 @@ def cells(line: Line) -> list[str]:
         name,
         f"{figure} (formula)" if line.kind == "formula" else figure,
         str(line.fitted.rows),
-        percent(line.fitted.mape) + (f" ({percent(sure.mape)})" if sure else ""),
+        "-" if line.never_fitted else percent(line.fitted.mape) + (f" ({percent(sure.mape)})" if sure else ""),
         percent(line.fitted.p90),
         f"{100 * line.fitted.bias:+.1f}",
         percent(line.blind.mape) if line.blind else "no constant",
