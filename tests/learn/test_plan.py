@@ -248,7 +248,7 @@ def test_a_dataset_ticks_if_its_shards_are_whole(workspace: Path, monkeypatch: p
 
 
 def test_deepspeed_ticks_by_its_checkpoint(workspace: Path) -> None:
-    """The folder as DeepSpeed lays it out; its own files were not at hand."""
+    """The folder as DeepSpeed 0.19.8 leaves it, by its names."""
     step = workspace / "runs" / "deepspeed" / "global_step50"
     step.mkdir(parents=True)
     (step.parent / "latest").write_text("global_step50")
