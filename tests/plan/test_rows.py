@@ -146,6 +146,7 @@ def test_links_between_nodes(text: str, gbs: float) -> None:
     [
         ("Megatron-LM 23e00ed / TE 2.11", "megatron"), ("NeMo 24.07", "megatron-bridge"), ("DeepSpeed", "deepspeed"),
         ("Megatron-DeepSpeed (data/README.md)", "megatron-deepspeed"), ("torchtitan", "torchtitan"),
+        ("bigscience", "megatron-deepspeed"),
         ("torchtitan + compile", "torchtitan-compile"), ("MosaicML/llm-foundry", "llm-foundry"),
         ("PyTorch FSDP", "torchtitan"), ("HF Trainer/accelerate", "huggingface"), ("Narayanan2021", "megatron-2021"),
         ("ZeRO++ on 64 GPUs", "deepspeed"), ("zero-3", "deepspeed"),
@@ -399,6 +400,13 @@ def test_gpus_of_a_machine_beside_all_of_them() -> None:
     assert (job(first).case.world, job(first).case.cluster.gpus_per_node) == (64, 4)
     with pytest.raises(SpecError, match="n_gpus = 12, but gpu = '8xH100' says 8"):
         job(second)
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(4096, 32), (14336, 112), (14400, 120), (13824, 108), (100, 1)])
+def test_heads_that_are_not_given_divide_the_width(hidden: int, heads: int) -> None:
+    (found,) = jobs(f"hidden,layers,gpu,n_gpus,seq_len\n{hidden},8,h100,8,2048")
+    assert found.case.model.heads == heads
+    assert f"heads = {heads}: {hidden // heads} wide" in found.assumed
 
 
 def test_hsdp_shards_in_a_machine_and_copies_between_them() -> None:

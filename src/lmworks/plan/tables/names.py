@@ -34,6 +34,7 @@ FRAMEWORKS = [  # first match wins
     (r"llm-?foundry|mosaic|composer|\bmpt-", "llm-foundry"),
     (r"torch-?titan", "torchtitan"),
     (r"megatron[- ]?deepspeed|(gpt-?)?neox|megatron.*deepspeed|deepspeed.*megatron", "megatron-deepspeed"),
+    (r"bigscience|\bbloom\b", "megatron-deepspeed"),
     (r"narayanan|korthikanti|megatron.*(202[012]\b)|ptd-?p", "megatron-2021"),
     (r"\bnemo\b|megatron[- ]bridge", "megatron-bridge"),
     (r"megatron|mcore|transformer[- ]?engine|bridge", "megatron"),

@@ -7,6 +7,7 @@ the columns of the row, its name, or no more than its size.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,8 +49,8 @@ def model_of(row: Row, seq: int) -> ModelSpec:
         known = by_size(row, given)
     shape = {**known, **given}
     if "heads" not in shape:
-        shape["heads"] = max(1, shape["hidden"] // 128)
-        row.assume("heads", f"heads = {shape['heads']}: 128 wide")
+        shape["heads"] = usual_heads(shape["hidden"])
+        row.assume("heads", f"heads = {shape['heads']}: {shape['hidden'] // shape['heads']} wide")
     shape.update({key: value for key, value in style(row, shape).items() if key not in shape})
     if "vocab" not in shape:
         shape["vocab"] = USUAL_VOCAB[shape["mlp"]]
@@ -59,6 +60,11 @@ def model_of(row: Row, seq: int) -> ModelSpec:
         if "top_k" not in shape:
             row.assume("top_k", "top_k = 2")
     return ModelSpec.from_dict({**shape, "context": max(seq, 1)})
+
+
+def usual_heads(hidden: int) -> int:
+    """As many as divide the width into heads of nearly 128."""
+    return min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(math.log(hidden / n / 128)))
 
 
 def named(row: Row, given: dict[str, Any]) -> dict[str, Any]:
