@@ -117,6 +117,19 @@ def test_empty_and_made_up_folders_do_not_tick(workspace: Path) -> None:
     assert not any(found(workspace, name)[0] for name in EVIDENCE)
 
 
+@pytest.mark.parametrize(
+    ("about", "metrics"),
+    [("[]", ""), ("{}", "7"), ('{"trainer": "fsdp", "world_size": null, "resumed_from": "3"}', "[]"), ("{", "{}"),
+     ('{"trainer": "ddp", "world_size": 2, "max_steps": 10, "parameters": 1}', '{"step": 1}')],
+)  # fmt: skip
+def test_files_that_somebody_wrote_do_no_harm(workspace: Path, about: str, metrics: str) -> None:
+    run = workspace / "runs" / "mine"
+    (run / "latest").mkdir(parents=True)
+    (run / "run.json").write_text(about)
+    (run / "metrics.jsonl").write_text(metrics)
+    assert not any(found(workspace, name)[0] for name in EVIDENCE)
+
+
 def test_a_real_run_ticks(workspace: Path, real_run: Path) -> None:
     copy_run(real_run, workspace, "mine")
     done, what = found(workspace, "one_device")
@@ -192,6 +205,11 @@ def test_the_table_ticks_with_the_figures_of_the_runs(workspace: Path, real_run:
     assert found(workspace, "documented") == (
         False, "benchmarks.md: 2 words of your own; 15 or more say something",
     )  # fmt: skip
+    whole = file.read_bytes()
+    file.write_bytes(b"\xff" + whole)
+    with pytest.raises(SpecError, match=r"benchmarks\.md is not UTF-8 \(invalid start byte at byte 0\)"):
+        learn("benchmarks")
+    file.write_bytes(whole)
     file.write_text(file.read_text() + "FSDP holds half of the states on each rank, " * 3)
     assert found(workspace, "documented")[0]
     edit_lines(workspace / "runs" / "fsdp", lambda line: {**line, "memory": 5 << 30})

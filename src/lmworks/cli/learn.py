@@ -79,7 +79,7 @@ def print_status(json: bool) -> None:
         return
     typer.echo(f"{len(done)} of {len(exercises())} exercises pass.")
     if upcoming is None:
-        typer.echo("All are done. `lmworks learn progress` shows how it went.")
+        typer.echo("All are done. `lmworks learn milestones` shows what to do with it.")
         return
     hole = workspace.holes(upcoming)[0]
     written = workspace.written(upcoming)

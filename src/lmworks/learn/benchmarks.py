@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..spec.errors import SpecError
 from ..spec.files import write_whole
 from .runs import Run
 
@@ -66,7 +67,10 @@ def line_of(cells: list[str]) -> str:
 def write_benchmarks(workspace: Path, runs: list[Run]) -> Path:
     """The table anew; what stands around it stays."""
     file = workspace / FILE
-    text = file.read_text() if file.exists() else START
+    try:
+        text = file.read_text() if file.exists() else START
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
     if BEGIN not in text or END not in text:
         text += f"\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)

@@ -99,7 +99,7 @@ def activation_checkpointing(place: Workplace) -> Found:
 
 
 def fsdp_resumed(place: Workplace) -> Found:
-    return place.best_run(lambda run: run.has(trainer="fsdp") and run.about.get("resumed_from", 0) > 0)
+    return place.best_run(lambda run: run.has(trainer="fsdp") and run.number("resumed_from") > 0)
 
 
 def memory_table(place: Workplace) -> Found:
@@ -127,7 +127,7 @@ def documented(place: Workplace) -> Found:
 def deepspeed(place: Workplace) -> Found:
     """The folder that engine.save_checkpoint writes: `latest` names the step's, with weights and optimizer states."""
     found = Found(False)
-    for latest in sorted((place.folder / "runs").rglob("latest")):
+    for latest in sorted(filter(Path.is_file, (place.folder / "runs").rglob("latest"))):
         step = latest.parent / latest.read_text(errors="replace").strip()
         weights, states = (sorted(step.glob(f"*{kind}_states.pt")) for kind in ("model", "optim"))
         name = f"{latest.parent.relative_to(place.folder).as_posix()}/{step.name}"

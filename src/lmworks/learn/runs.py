@@ -29,7 +29,12 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        return int(self.about.get("world_size", 0))
+        return self.number("world_size")
+
+    def number(self, key: str) -> int:
+        """0 where there is none: somebody may have edited the file."""
+        value = self.about.get(key)
+        return value if isinstance(value, int) else 0
 
     @property
     def fallen(self) -> bool:
