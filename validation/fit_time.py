@@ -13,6 +13,7 @@ all sources in view.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.step.constants import FITTED, Constants
+from lmworks.plan.step.constants import FITTED, Constants, chip_family
 from lmworks.plan.step.price import price_uncalibrated
 from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.rows import Job
@@ -211,6 +212,8 @@ def section(name: str, given: Constants) -> list[str]:
     """A table of TOML; only what was fitted."""
     lines = [f"[{name}]"]
     for entry in fields(Constants):
+        if entry.name == "seen":
+            continue
         value = getattr(given, entry.name)
         lines.append(f"{entry.name} = {inline(value) if isinstance(value, dict) else format(value, '.4g')}")
     return [*lines, ""]
@@ -264,7 +267,21 @@ def write(tables: dict[str, Table], logs: Array) -> None:
     lines += ["", *section("all", replace(everything, **widths))]
     for name, blind in sections:
         lines += section(f"without.{name}", replace(blind, **widths))
+    for name, table in tables.items():
+        lines += seen_section(name, table)
     FITTED.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+def seen_section(source: str, table: Table) -> list[str]:
+    """What runs of a source had, which decides how wide the interval of another run is."""
+    cases = [row.case for row in table.rows]
+    found = {
+        "software": sorted({case.software.name for case in cases}),
+        "gpus": sorted({chip_family(case.gpu) for case in cases}),
+        "dtypes": sorted({case.dtype for case in cases}),
+        "experts": any(case.model.experts for case in cases),
+    }
+    return [f"[seen.{source}]", *(f"{key} = {json.dumps(value)}" for key, value in found.items()), ""]
 
 
 def inline(figures: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from lmworks.plan.flops import model_flops_per_token
 from lmworks.plan.ops import fullest
 from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
-from lmworks.plan.step.constants import Constants, chip_family, constants
+from lmworks.plan.step.constants import Constants, Seen, chip_family, constants
 from lmworks.plan.step.pipeline import StageSplit, stages
 from lmworks.plan.step.price import price, price_uncalibrated, timeline
 from lmworks.plan.step.uncalibrated import Uncalibrated
@@ -310,3 +311,32 @@ def test_what_was_never_fitted_has_a_wider_interval_and_says_so() -> None:
     widths = [found.interval[1] / found.interval[0] for found in (known, unknown)]
     assert widths[1] > widths[0]
     assert unknown.tags["matmul"] == "modelled"
+
+
+def test_each_thing_that_was_never_fitted_widens_the_interval_by_its_own() -> None:
+    """Variances add up: log of the 95th percentile is 1.645 standard deviations, by hand."""
+    seen = Seen(frozenset({"torchtitan-compile", "megatron"}), frozenset({"H100"}), frozenset({"bf16"}))
+    given = replace(PLAIN, spread=0.03, unseen=0.04, seen=seen)
+    experts = ModelSpec.from_preset("mixtral-8x7b")
+    cases = {
+        0.03: make(),
+        0.05: make().replace(dtype="fp8"),
+        (0.03**2 + 2 * 0.04**2) ** 0.5: make(model=experts).replace(dtype="fp8"),
+        (2 * 0.04**2) ** 0.5: make("llm-foundry").replace(dtype="fp8"),
+    }
+    for deviation, case in cases.items():
+        found = price(case, given)
+        assert np.log(found.interval[1] / found.seconds) == pytest.approx(1.645 * deviation)
+        assert np.log(found.seconds / found.interval[0]) == pytest.approx(1.645 * deviation)
+    assert price(cases[0.05], given).notes == ("no run in fp8 was fitted: the interval is wider",)
+    unknown = price(make("llm-foundry", experts).replace(dtype="fp8"), given).notes
+    assert [note.split(" was")[0] for note in unknown] == [
+        "no run of llm-foundry on H100-SXM-80GB", "no run in fp8", "no run with experts"
+    ]  # fmt: skip
+
+
+def test_constants_without_a_source_have_not_seen_what_only_it_had() -> None:
+    """SimuMax's are the only runs on a B200; bf16 is in others as well."""
+    assert constants().seen.gpus - constants("simumax").seen.gpus == {"B200"}
+    assert constants("simumax").seen.dtypes == constants().seen.dtypes >= {"bf16", "fp16", "fp8"}
+    assert not constants().seen.experts and "megatron-deepspeed" not in constants("vtrain").seen.software

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -167,6 +168,7 @@ def test_lines_of_a_perfect_and_of_a_slow_planner() -> None:
         lambda case: known[id(case)],
         lambda source: lambda case: 1.5 * known[id(case)],
         lambda case, without: {},
+        lambda source: lambda case: (0.9 * known[id(case)], 1.1 * known[id(case)]),
     )
     whole, *parts = report.lines
     assert (whole.group, whole.fitted.rows, whole.fitted.mape) == ("", 31, 0)
@@ -175,6 +177,25 @@ def test_lines_of_a_perfect_and_of_a_slow_planner() -> None:
     assert report.missing == ("vtrain",)
     assert report.to_dict()["mape"] == {"megatron": 0}
     assert errors(whole) == {"fitted": 0, "blind": pytest.approx(50)}
+
+
+def test_the_share_of_rows_within_the_interval() -> None:
+    """By constants that have not seen the source; three of four rows are within, and the table says so."""
+    some = rows("megatron")[:4]
+    asked: list[str] = []
+
+    def interval(source: str) -> Callable[[Case], tuple[float, float]]:
+        asked.append(source)
+        last = some[-1].step_s or 0.0
+        return lambda case: (2 * last, 3 * last) if case is some[-1].case else (0.0, 1e9)
+
+    seconds = dict.fromkeys((id(row.case) for row in some), 1.0)
+    given = lambda case: seconds[id(case)]  # noqa: E731
+    report = validate([(SOURCES["megatron"], some)], given, lambda source: given, lambda *_: {}, interval)
+    assert report.lines[0].coverage == pytest.approx(0.75) and asked == ["megatron"]
+    assert cells(report.lines[0])[COLUMNS.index("in 90%")] == "75"
+    never_fitted = validate([(SOURCES["nemo"], some)], given, lambda source: given, lambda *_: {}, interval)
+    assert never_fitted.lines[0].coverage == pytest.approx(0.75) and asked[-1] == ""
 
 
 def test_a_row_that_cannot_be_priced_is_named() -> None:
@@ -186,6 +207,7 @@ def test_a_row_that_cannot_be_priced_is_named() -> None:
         never,
         lambda source: never,
         lambda case, without: {"activations": 1.0, "states": 1.0},
+        lambda source: lambda case: (0.0, 1.0),
     )
     assert report.uncovered["korthikanti"] == (
         "megatron-22B full: no such kernel",
@@ -200,6 +222,7 @@ def test_reserved_memory_has_a_blind_figure_and_what_has_no_constant_has_none() 
         lambda case: 1.0,
         lambda source: lambda case: 1.0,
         lambda case, without: {"allocated": 101.0, "reserved": 120.0 if without == "torchtitan" else 110.0},
+        lambda source: lambda case: (0.0, 1.0),
     )
     allocated, reserved = report.lines
     assert allocated.fitted.mape == pytest.approx(0.01) and allocated.blind is None

@@ -29,6 +29,7 @@ THRESHOLDS = Path(__file__).parent.parent / "thresholds.toml"
 GUESS = 0.40  # the MFU that people assume when they know nothing
 
 Seconds = Callable[[Case], float]  # of a step
+Interval = Callable[[Case], tuple[float, float]]  # 90 %, of the same seconds
 # Of a rank: allocated, reserved, activations of the first stage, states; with constants that have not seen the source
 # of that name, or all of them where it is empty.
 Bytes = Callable[[Case, str], Mapping[str, float]]
@@ -85,6 +86,7 @@ class Line:
     sure: Score | None = None  # fitted, without suspect rows
     baseline: Baseline | None = None
     never_fitted: bool = False
+    coverage: float | None = None  # share of rows within their 90 % interval, with the constants of `blind`
 
     @property
     def key(self) -> str:
@@ -119,8 +121,9 @@ def validate(
     fitted: Seconds,
     blind: Callable[[str], Seconds],
     memory: Bytes,
+    interval: Callable[[str], Interval],
 ) -> Report:
-    """`blind(source)` prices with constants that have never seen it."""
+    """`blind(source)` prices with constants that have never seen it, `interval(source)` is of the same constants."""
     lines: list[Line] = []
     missing: list[str] = []
     uncovered: dict[str, tuple[str, ...]] = {}
@@ -130,7 +133,8 @@ def validate(
             continue
         priced, why = covered(rows, fitted)
         uncovered[source.name] = tuple(why)
-        lines += time_lines(source, priced, blind(source.name) if source.fitted else fitted)
+        unseen = source.name if source.fitted else ""
+        lines += time_lines(source, priced, blind(unseen) if unseen else fitted, interval(unseen))
         lines += memory_lines(source, rows, memory)
     return Report(tuple(lines), tuple(missing), uncovered)
 
@@ -152,22 +156,41 @@ def mean_of(row: Measured, price: Seconds) -> float:
     return sum(share * price(case) for share, case in row.shares)
 
 
-def time_lines(source: Source, priced: Sequence[tuple[Measured, float]], blind: Seconds) -> list[Line]:
+def time_lines(
+    source: Source, priced: Sequence[tuple[Measured, float]], blind: Seconds, interval: Interval
+) -> list[Line]:
     """All rows whose layout the table gives, then every part; rows that rest on inference are a part of their own."""
-    unseen = {id(row): mean_of(row, blind) for row, _ in priced}
+    unseen = {id(row): Unseen(mean_of(row, blind), within_interval(row, interval)) for row, _ in priced}
     stated = [pair for pair in priced if not pair[0].inferred]
     groups = {row.group: [pair for pair in priced if pair[0].group == row.group] for row, _ in priced}
     sets = {"": stated, **(groups if len(groups) > 1 else {})}
     return [time_line(source, name, pairs, unseen) for name, pairs in sets.items() if pairs]
 
 
-def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]], unseen: Mapping[int, float]) -> Line:
+@dataclass(frozen=True)
+class Unseen:
+    """Of a row, by constants that have not seen its source."""
+
+    seconds: float
+    within_interval: bool
+
+
+def within_interval(row: Measured, interval: Interval) -> bool:
+    """Of a mixture of cases: the mean of their bounds."""
+    assert row.step_s is not None, "covered() keeps rows with a time"
+    low, high = (sum(share * interval(case)[end] for share, case in row.shares) for end in (0, 1))
+    return low <= row.step_s <= high
+
+
+def time_line(
+    source: Source, group: str, pairs: Sequence[tuple[Measured, float]], unseen: Mapping[int, Unseen]
+) -> Line:
     rows = [row for row, _ in pairs]
     labels = [row.label for row in rows]
     measured = np.array([row.step_s for row in rows], float)
     seconds = np.array([predicted for _, predicted in pairs])
     errors = relative(seconds, measured, source.compare)
-    blind = relative(np.array([unseen[id(row)] for row in rows]), measured, source.compare)
+    blind = relative(np.array([unseen[id(row)].seconds for row in rows]), measured, source.compare)
     sure = [index for index, row in enumerate(rows) if not row.suspect]
     return Line(
         source.name,
@@ -179,6 +202,7 @@ def time_line(source: Source, group: str, pairs: Sequence[tuple[Measured, float]
         Score.of([errors[i] for i in sure], [labels[i] for i in sure]) if len(sure) < len(rows) else None,
         constant_mfu(rows, source.compare),
         never_fitted=not source.fitted,
+        coverage=float(np.mean([unseen[id(row)].within_interval for row in rows])),
     )
 
 
@@ -256,7 +280,7 @@ def replay(data: Path | None = None, source: str = "") -> Report:
     if data is not None and not data.is_dir():
         raise SpecError(f"--data {data} is not a folder")
     chosen = [source_named(source)] if source else list(SOURCES.values())
-    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory)
+    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory, interval)
 
 
 def seconds(case: Case) -> float:
@@ -267,6 +291,12 @@ def blind(source: str) -> Seconds:
     """With constants that were fitted without this source."""
     given = constants(source)
     return lambda case: float(price(case, given).seconds)
+
+
+def interval(source: str) -> Interval:
+    """With constants that were fitted without this source, or with all where it is empty."""
+    given = constants(source)
+    return lambda case: tuple(map(float, price(case, given).interval))
 
 
 def memory(case: Case, without: str = "") -> Mapping[str, float]:

@@ -85,8 +85,8 @@ def print_links(curve: Curve) -> None:
 # --- validate and predict --------------------------------------------------------------------------------
 
 
-COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "same MFU", "MFU 40%", "worst row")
-DROP = ("worst row", "MFU 40%", "p90", "bias", "same MFU", "rows")
+COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "in 90%", "same MFU", "MFU 40%", "worst row")
+DROP = ("worst row", "MFU 40%", "p90", "bias", "same MFU", "in 90%", "rows")
 PART_COLUMNS = ("what a step is priced from", "how", "rows", "median", "mean", "p90")
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
@@ -148,6 +148,7 @@ def print_report(report: Report) -> None:
     rows = [cells(line) for line in report.lines]
     print_table("Mean absolute error against measurements, %", COLUMNS, rows, DROP)
     typer.echo("in brackets: without suspect rows. no constant: nothing is fitted, so there is no blind fit")
+    typer.echo("in 90%: percent of rows within their 90 % interval, with the constants of `blind`")
     typer.echo("same MFU: the constant that fits the source best. formula: a paper's closed form, not a measurement")
     for name, why in report.uncovered.items():
         for sentence in why:
@@ -174,6 +175,7 @@ def cells(line: Line) -> list[str]:
         percent(line.fitted.p90),
         f"{100 * line.fitted.bias:+.1f}",
         percent(line.blind.mape) if line.blind else "no constant",
+        "-" if line.coverage is None else f"{100 * line.coverage:.0f}",
         percent(guess.mape if guess else None),
         percent(guess.guess_mape if guess else None),
         f"{line.fitted.worst} ({100 * line.fitted.worst_error:+.0f})",

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...spec import Gpu, LMWorksError, SpecError
 from ...spec.errors import did_you_mean
-from ..case import Number
+from ..case import Case, Number
 from ..software import Software
 
 # TDP in watts of the boards that the GEMM factors are fitted to; datasheets.
@@ -25,6 +25,29 @@ FITTED_WATTS = {"A100": 400.0, "H100": 700.0, "H200": 700.0, "B200": 1000.0}
 SAME_CHIP = {"GH200": "H200", "H800": "H100", "A800": "A100", "GB200": "B200"}
 FITTED = Path(__file__).with_name("fitted.toml")
 REFERENCE_LAUNCH_S = 6e-6  # seconds per launch of a bare op on the host the constants were fitted on; as in rates.toml
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What runs that constants were fitted to had."""
+
+    software: frozenset[str] = frozenset()
+    gpus: frozenset[str] = frozenset()  # chip families
+    dtypes: frozenset[str] = frozenset()
+    experts: bool = False
+
+    def union(self, other: Seen) -> Seen:
+        return Seen(
+            self.software | other.software,
+            self.gpus | other.gpus,
+            self.dtypes | other.dtypes,
+            self.experts or other.experts,
+        )
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+        names = (frozenset(table[key]) for key in ("software", "gpus", "dtypes"))
+        return cls(*names, table["experts"])
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,24 @@ class Constants:
     # Standard deviation of log(predicted / measured): of fitted code bases and GPUs, and of others.
     spread: float = 0.1
     unseen: float = 0.2
+    seen: Seen = Seen()
+
+    def uncertainty(self, case: Case) -> tuple[float, list[str]]:
+        """Standard deviation of log(predicted / measured), and what no fitted run had.
+
+        Errors of what was never seen are taken for independent: a number format or experts on top of a code base that
+        was fitted cost as much as a code base that was not.
+        """
+        seen, family = self.seen, chip_family(case.gpu)
+        known = case.software.name in seen.software and family in seen.gpus
+        variance = (self.spread if known else self.unseen) ** 2
+        missing = [] if known else [f"of {case.software.name} on {case.gpu.name}"]
+        if case.dtype not in seen.dtypes:
+            missing.append(f"in {case.dtype}")
+        if case.model.experts and not seen.experts:
+            missing.append("with experts")
+        variance += self.unseen**2 * (len(missing) - (not known))
+        return float(np.sqrt(variance)), missing
 
     def factors(self, gpu: Gpu, software: Software, world: Number = 1) -> dict[str, Any]:
         """By kind of kernel."""
@@ -82,11 +123,11 @@ class Constants:
         return launch_s, self.step_s.get(software.name.removesuffix("-compile"), self.step_s.get("*", 5e-3))
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Self:
+    def from_dict(cls, table: Mapping[str, Any], seen: Seen) -> Self:
         """Missing and unknown keys are errors."""
-        if table.keys() != (names := {entry.name for entry in fields(cls)}):
+        if table.keys() != (names := {entry.name for entry in fields(cls)} - {"seen"}):
             raise LMWorksError(f"{FITTED.name} and its reader differ in: {', '.join(sorted(table.keys() ^ names))}")
-        return cls(**table)
+        return cls(**table, seen=seen)
 
 
 def factor(table: Mapping[str, float], name: str) -> float:
@@ -100,11 +141,11 @@ def factor(table: Mapping[str, float], name: str) -> float:
 def constants(without: str = "") -> Constants:
     """Fitted to all sources, or to all but one."""
     tables = tomllib.loads(FITTED.read_text(encoding="utf-8"))
-    if not without:
-        return Constants.from_dict(tables["all"])
-    if without not in tables["without"]:
+    if without and without not in tables["without"]:
         raise SpecError(f"no fit leaves out the source {without!r}{did_you_mean(without, tables['without'])}")
-    return Constants.from_dict(tables["without"][without])
+    seen = [Seen.from_dict(table) for source, table in tables["seen"].items() if source != without]
+    chosen = tables["without"][without] if without else tables["all"]
+    return Constants.from_dict(chosen, functools.reduce(Seen.union, seen))
 
 
 def chip_family(gpu: Gpu) -> str:

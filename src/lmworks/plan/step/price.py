@@ -145,12 +145,12 @@ def assemble(step: Step, without_sends: Number, with_sends: Number) -> Price:
     parts = {name: software * seconds for name, seconds in parts.items()}
     parts["stragglers"] = sum(parts.values()) * fitted.stragglers * np.log2(np.maximum(nodes, 1))
     step_s = sum(parts.values())
-    gpu_fitted, notes = chip_family(case.gpu) in fitted.gemm, []
-    if not (known := gpu_fitted and case.software.name in fitted.software):
-        notes.append(f"no run of {case.software.name} on {case.gpu.name} was fitted: the interval is wider")
-    margin = np.exp(1.645 * (fitted.spread if known else fitted.unseen))
+    deviation, missing = fitted.uncertainty(case)
+    notes = tuple(f"no run {reason} was fitted: the interval is wider" for reason in missing)
+    margin = np.exp(1.645 * deviation)
     interval = (step_s / margin, step_s * margin)
-    return Price(case, step_s, parts, tags(case, gpu_fitted, parts), dict(hidden), interval, tuple(notes))
+    gpu_fitted = chip_family(case.gpu) in fitted.gemm
+    return Price(case, step_s, parts, tags(case, gpu_fitted, parts), dict(hidden), interval, notes)
 
 
 def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: MicroBatch) -> Traffic:
