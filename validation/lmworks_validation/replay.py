@@ -296,7 +296,12 @@ def blind(source: str) -> Seconds:
 def interval(source: str) -> Interval:
     """With constants that were fitted without this source, or with all where it is empty."""
     given = constants(source)
-    return lambda case: tuple(map(float, price(case, given).interval))
+
+    def bounds(case: Case) -> tuple[float, float]:
+        low, high = price(case, given).interval
+        return float(low), float(high)
+
+    return bounds
 
 
 def memory(case: Case, without: str = "") -> Mapping[str, float]:

@@ -46,8 +46,8 @@ class Seen:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
-        names = (frozenset(table[key]) for key in ("software", "gpus", "dtypes"))
-        return cls(*names, table["experts"])
+        software, gpus, dtypes = (frozenset(table[key]) for key in ("software", "gpus", "dtypes"))
+        return cls(software, gpus, dtypes, table["experts"])
 
 
 @dataclass(frozen=True)
