@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..learn.exercise import Exercise, exercises, find_exercise
-from ..learn.progress import Progress, change_progress
+from ..learn.progress import Progress, change_progress, record_answers, record_verdict, take_hint
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
@@ -83,7 +82,7 @@ def print_status(json: bool) -> None:
         return
     hole = workspace.holes(upcoming)[0]
     written = workspace.written(upcoming)
-    typer.echo(f"\nNext: {upcoming.number}. {upcoming.title} ({upcoming.difficulty})")
+    typer.echo(f"\nNext: {upcoming.about} ({upcoming.difficulty})")
     typer.echo(f"  {upcoming.task}")
     typer.echo(f"  {workspace.folder / upcoming.file}:{hole.start + 1}")
     typer.echo(f"\n{'It is written: ' if written else 'Write it, then '}`lmworks learn check {upcoming.id}`")
@@ -170,12 +169,10 @@ def hint(name: Id = "") -> None:
     """The next of three hints."""
     workspace, progress = here()
     exercise = chosen(name, progress)
-    with change_progress(workspace.folder) as progress:
-        record = progress.of(exercise.id)
-        record.hints = min(record.hints + 1, len(exercise.hints))
-    typer.echo(f"{exercise.number}. {exercise.title}, hint {record.hints} of {len(exercise.hints)}:")
-    typer.echo(f"  {exercise.hints[record.hints - 1]}")
-    if record.hints == len(exercise.hints):
+    seen = take_hint(workspace.folder, exercise)
+    typer.echo(f"{exercise.about}, hint {seen} of {len(exercise.hints)}:")
+    typer.echo(f"  {exercise.hints[seen - 1]}")
+    if seen == len(exercise.hints):
         typer.echo(f"That was the last one; `lmworks learn solution {exercise.id}` shows the reference.")
 
 
@@ -183,7 +180,7 @@ def hint(name: Id = "") -> None:
 def explain(name: Id = "") -> None:
     """The lesson: what it is about, what to read first, what is asked."""
     exercise = find_exercise(name) if name else chosen(name, here()[1])
-    typer.echo(f"{exercise.number}. {exercise.title}\n{exercise.phase} · {exercise.difficulty}\n")
+    typer.echo(f"{exercise.about}\n{exercise.phase} · {exercise.difficulty}\n")
     typer.echo(f"Concept: {exercise.concept}\n\n{exercise.insight}\n\nTask: {exercise.task}\n")
     typer.echo(f"File: {exercise.file}")
     for label, lines in (("Depends on", exercise.depends_on), ("Read first", exercise.read_first)):
@@ -265,8 +262,7 @@ def quiz(
         if answer:
             typer.echo(f"   {'right' if right[number] else f'no: {question.answer + 1}'}. {question.why}")
     if answer:
-        with change_progress(workspace.folder) as progress:
-            progress.answers |= {f"{asked.id}/{number}": one for number, one in enumerate(right)}
+        record_answers(workspace.folder, asked.id, right)
 
 
 for command in (plan, checklist, milestones, benchmarks):
@@ -303,43 +299,15 @@ def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise
 def judge(workspace: Workspace, exercise: Exercise, quiet: bool = False) -> Verdict:
     """Checks, records and says it, with the effect of a pass."""
     from ..learn.check import check_exercise
-    from ..learn.verdict import UNFINISHED
 
     verdict = check_exercise(workspace, exercise)
     if not quiet:
-        print_verdict(exercise, verdict)
-    with change_progress(workspace.folder) as progress:
-        record = progress.of(exercise.id)
-        record.tries += verdict.status != UNFINISHED
-        if verdict.passed and not record.passed:
-            record.passed = datetime.now(UTC).isoformat(timespec="seconds")
+        typer.echo("\n".join(verdict.lines(exercise.about)))
+    progress = record_verdict(workspace.folder, verdict)
     if verdict.passed and not quiet:
         print_effect(workspace, exercise)
         print_what_follows(progress)
     return verdict
-
-
-def print_verdict(exercise: Exercise, verdict: Verdict) -> None:
-    about = f"{exercise.number}. {exercise.title}"
-    if verdict.passed:
-        typer.echo(f"✓ {about} passes ({verdict.seconds:.1f} s)")
-        if verdict.note:
-            typer.echo(f"  {verdict.note}")
-        return
-    typer.echo(f"✗ {about}: {verdict.message or verdict.case}")
-    for line in verdict.traceback:
-        typer.echo(f"    {line}")
-    if verdict.expected or verdict.got:
-        rows = {"case": verdict.case, **verdict.inputs, "expected": verdict.expected, "got": verdict.got}
-        for label, text in rows.items():
-            typer.echo(f"    {label:<9} {text}")
-    if verdict.misconception:
-        typer.echo(f"  Perhaps: {verdict.misconception}")
-    if verdict.note:
-        typer.echo(f"  {verdict.note}")
-    if verdict.output.strip():
-        printed = verdict.output.strip().splitlines()[-5:]
-        typer.echo("  Your code printed:\n" + "\n".join(f"    {line}" for line in printed))
 
 
 def print_effect(workspace: Workspace, exercise: Exercise) -> None:
@@ -351,4 +319,4 @@ def print_effect(workspace: Workspace, exercise: Exercise) -> None:
 
 def print_what_follows(progress: Progress) -> None:
     upcoming = next_exercise(progress)
-    typer.echo(f"Next: {upcoming.number}. {upcoming.title}" if upcoming else "That was the last one.")
+    typer.echo(f"Next: {upcoming.about}" if upcoming else "That was the last one.")

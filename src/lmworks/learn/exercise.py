@@ -53,6 +53,10 @@ class Exercise:
     if_stopped: str = ""  # what a crash or an endless wait of this exercise is usually caused by
     test: str = ""  # a command of the workspace that shows it at work
 
+    @property
+    def about(self) -> str:
+        return f"{self.number}. {self.title}"
+
 
 class Exercises(Mapping[str, Exercise]):
     """By their IDs, in their order. A file is read when its exercise is asked for: `lmworks learn` needs one."""

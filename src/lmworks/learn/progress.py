@@ -7,10 +7,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ..spec.errors import SpecError
 from ..spec.files import write_whole
+from .exercise import Exercise
+from .verdict import UNFINISHED, Verdict
 
 
 @dataclass
@@ -63,3 +66,29 @@ def change_progress(workspace: Path) -> Iterator[Progress]:
         raise OSError(
             error.errno, f"progress is not written: {error.strerror}", str(error.filename or folder)
         ) from None
+
+
+# --- what a command or the page records ------------------------------------------------------------------
+
+
+def record_verdict(workspace: Path, verdict: Verdict) -> Progress:
+    with change_progress(workspace) as progress:
+        record = progress.of(verdict.exercise)
+        record.tries += verdict.status != UNFINISHED
+        if verdict.passed and not record.passed:
+            record.passed = datetime.now(UTC).isoformat(timespec="seconds")
+    return progress
+
+
+def take_hint(workspace: Path, exercise: Exercise) -> int:
+    """How many of them are seen now: the next one, too."""
+    with change_progress(workspace) as progress:
+        record = progress.of(exercise.id)
+        record.hints = min(record.hints + 1, len(exercise.hints))
+    return record.hints
+
+
+def record_answers(workspace: Path, asked: str, right: list[bool]) -> None:
+    """Of the quiz of an exercise or a reading."""
+    with change_progress(workspace) as progress:
+        progress.answers |= {f"{asked}/{number}": one for number, one in enumerate(right)}

@@ -29,3 +29,19 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def lines(self, about: str) -> list[str]:
+        """As the terminal shows it. `about`: the exercise's number and title."""
+        if self.passed:
+            return [f"✓ {about} passes ({self.seconds:.1f} s)", *([f"  {self.note}"] if self.note else [])]
+        found = [f"✗ {about}: {self.message or self.case}", *(f"    {line}" for line in self.traceback)]
+        if self.expected or self.got:
+            rows = {"case": self.case, **self.inputs, "expected": self.expected, "got": self.got}
+            found += [f"    {label:<9} {text}" for label, text in rows.items()]
+        if self.misconception:
+            found.append(f"  Perhaps: {self.misconception}")
+        if self.note:
+            found.append(f"  {self.note}")
+        if self.output.strip():
+            found += ["  Your code printed:", *(f"    {line}" for line in self.output.strip().splitlines()[-5:])]
+        return found
