@@ -14,6 +14,7 @@ from ..learn.progress import Progress, change_progress, record_answers, record_v
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
+from .learn_class import export, grade
 from .learn_plan import benchmarks, checklist, milestones, plan
 from .output import Json, print_json, print_table
 
@@ -265,7 +266,7 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, benchmarks):
+for command in (plan, checklist, milestones, benchmarks, export, grade):
     app.command()(command)
 
 
