@@ -9,12 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jupyter_client.launcher
 import pytest
 
-import lmworks.cli.main  # which forked processes find loaded
-import lmworks.cli.trial_imports  # noqa: F401
-from forked_python import ForkedPopen, fork_programs
 from lmworks.scaling.fitting import fit_law
 from lmworks.scaling.points import read_points
 from lmworks.scaling.recommend import Budget, recommend
@@ -77,15 +73,8 @@ def folder(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def test_it_runs_on_a_ladder_of_seconds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel, the commands and the workers are forks of this process."""
-    fork_programs(monkeypatch)
-    monkeypatch.setattr(jupyter_client.launcher, "Popen", ForkedPopen)
-    check(folder, run_headless(folder))
-
-
 @pytest.mark.slow
-def test_it_runs_in_processes_that_import_all_they_need(folder: Path) -> None:
+def test_it_runs_on_a_ladder_of_seconds(folder: Path) -> None:
     check(folder, run_headless(folder))
 
 

@@ -5,12 +5,14 @@
 What tensors need (`allocated`) has no fitted constant: it follows from what each code base holds and keeps. Reserved
 bytes are that, times 1 + slack. One slack for all runs, the one with the least mean error when every source weighs the
 same however many rows it has; runs that differ in micro-batches alone are one run. The spread is that of the errors.
-Then once more for each source without it: a blind prediction.
+Then once more for each source without it: a blind prediction. What a GPU had in use in sources that nothing is fitted
+to gives the spread for code bases without a run in the fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -54,17 +56,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the bulk tables")
     data = parser.parse_args().data
-    sources, lines, blind = {}, [], []
+    sources, software, lines, blind = {}, {"lmworks", "lmworks-compile"}, [], []
     for name in ("simumax", "torchtitan"):
         rows = SOURCES[name].rows(data)
         assert rows, f"{SOURCES[name].file} is not in {data}"
         sources[name] = figures(distinct(rows))
+        software |= {row.case.software.name for row in rows}
         known = [(float(budget(row.case).allocated), row.allocated) for row in rows if row.allocated]
         if known:
             error = 100 * np.mean([abs(said / real - 1) for said, real in known])
             lines.append(f"# {name}: allocated {error:.2f} % off in the mean of {len(known)} rows, nothing fitted")
     slack = fit(list(sources.values()))
     spread = float(np.sqrt(np.mean([np.mean(errors(slack, one) ** 2) for one in sources.values()])))
+    others = [row for source in SOURCES.values() if not source.fitted for row in source.rows(data) or () if row.in_use]
+    off = [
+        np.log(((1 + slack) * found.allocated + found.left + CONTEXT) / row.in_use)
+        for row in others
+        for found in [budget(row.case)]
+    ]
+    wide = float(np.sqrt(np.mean(np.square(off))))
     for name, one in sources.items():
         without = fit([other for key, other in sources.items() if key != name])
         seen, unseen = (100 * np.abs(np.expm1(errors(value, one))).mean() for value in (slack, without))
@@ -81,6 +91,8 @@ def main() -> None:
         "[reserve]",
         f"slack = {slack:.3f}  # fitted: reserved / allocated − 1",
         f"spread = {spread:.3f}  # fitted: of log(measured / predicted)",
+        f"unseen = {wide:.3f}  # the same of {len(off)} runs of code bases that nothing is fitted to",
+        f"seen = {json.dumps(sorted(software))}  # code bases of the fit, and our own, whose bytes are exact",
         f"context_bytes = {CONTEXT:.2g}  # modelled: context, kernels, NCCL: the allocator does not count them",
         *blind,
     ]

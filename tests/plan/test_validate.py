@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,10 +20,11 @@ from lmworks.plan.memory.reserve import reserve
 from lmworks.plan.memory.sheet import budget
 from lmworks.plan.tables.columns import read
 from lmworks.plan.tables.rows import job, usual_framework
-from lmworks.spec import LMWorksError, SpecError
+from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from lmworks_validation.components import components
 from lmworks_validation.replay import (
     Score,
+    beyond_memory,
     constant_mfu,
     current_errors,
     errors,
@@ -169,6 +171,7 @@ def test_lines_of_a_perfect_and_of_a_slow_planner() -> None:
         lambda source: lambda case: 1.5 * known[id(case)],
         lambda case, without: {},
         lambda source: lambda case: (0.9 * known[id(case)], 1.1 * known[id(case)]),
+        lambda case: "",
     )
     whole, *parts = report.lines
     assert (whole.group, whole.fitted.rows, whole.fitted.mape) == ("", 31, 0)
@@ -191,10 +194,12 @@ def test_the_share_of_rows_within_the_interval() -> None:
 
     seconds = dict.fromkeys((id(row.case) for row in some), 1.0)
     given = lambda case: seconds[id(case)]  # noqa: E731
-    report = validate([(SOURCES["megatron"], some)], given, lambda source: given, lambda *_: {}, interval)
+    report = validate([(SOURCES["megatron"], some)], given, lambda source: given, lambda *_: {}, interval, lambda _: "")
     assert report.lines[0].coverage == pytest.approx(0.75) and asked == ["megatron"]
     assert cells(report.lines[0])[COLUMNS.index("in 90%")] == "75"
-    never_fitted = validate([(SOURCES["nemo"], some)], given, lambda source: given, lambda *_: {}, interval)
+    never_fitted = validate(
+        [(SOURCES["nemo"], some)], given, lambda source: given, lambda *_: {}, interval, lambda _: ""
+    )
     assert never_fitted.lines[0].coverage == pytest.approx(0.75) and asked[-1] == ""
 
 
@@ -208,11 +213,33 @@ def test_a_row_that_cannot_be_priced_is_named() -> None:
         lambda source: never,
         lambda case, without: {"activations": 1.0, "states": 1.0},
         lambda source: lambda case: (0.0, 1.0),
+        lambda case: "",
     )
     assert report.uncovered["korthikanti"] == (
         "megatron-22B full: no such kernel",
         "megatron-22B seqsel: no such kernel",
     )
+
+
+def test_rows_that_ran_and_are_predicted_not_to_fit_are_listed_once() -> None:
+    some = [*rows("megatron")[:2], rows("megatron")[1]]
+    report = validate(
+        [(SOURCES["megatron"], some)],
+        lambda case: 1.0,
+        lambda source: lambda case: 1.0,
+        lambda *_: {},
+        lambda source: lambda case: (0.0, 1.0),
+        lambda case: "needs 90 of 78 GiB" if case is some[1].case else "",
+    )
+    assert report.refused["megatron"] == (f"{some[1].label}: needs 90 of 78 GiB (2 rows)",)
+    assert report.to_dict()["ran_but_predicted_not_to_fit"] == {"megatron": [*report.refused["megatron"]]}
+
+
+def test_what_a_run_needs_beyond_its_gpu() -> None:
+    """70B with all of Adam's states on one GPU; the same on 64 ranks fits."""
+    case = rows("torchtitan")[0].case.replace(model=ModelSpec.from_preset("llama3-70b"), dp_shard=1, zero=0)
+    assert re.match(r"needs 1\d{3} of \d+ GiB \(\w+ \d+, \w+ \d+\); probability 100%", beyond_memory(case))
+    assert beyond_memory(rows("torchtitan")[0].case) == ""
 
 
 def test_reserved_memory_has_a_blind_figure_and_what_has_no_constant_has_none() -> None:
@@ -223,6 +250,7 @@ def test_reserved_memory_has_a_blind_figure_and_what_has_no_constant_has_none() 
         lambda source: lambda case: 1.0,
         lambda case, without: {"allocated": 101.0, "reserved": 120.0 if without == "torchtitan" else 110.0},
         lambda source: lambda case: (0.0, 1.0),
+        lambda case: "",
     )
     allocated, reserved = report.lines
     assert allocated.fitted.mape == pytest.approx(0.01) and allocated.blind is None
@@ -236,7 +264,9 @@ def test_a_blind_slack_is_that_of_the_other_sources() -> None:
     fitted, blind = memory(case), memory(case, "torchtitan")
     assert fitted["reserved"] == pytest.approx(float(budget(case).reserved))
     off = (reserve("torchtitan").slack - reserve().slack) * fitted["allocated"]
-    assert blind == {**fitted, "reserved": pytest.approx(fitted["reserved"] + off)} and off != 0
+    moved = {name: pytest.approx(fitted[name] + off) for name in ("reserved", "in_use")}
+    assert blind == {**fitted, **moved} and off != 0
+    assert fitted["in_use"] == pytest.approx(fitted["reserved"] + reserve().context)
     with pytest.raises(SpecError, match="no fit of memory leaves out the source 'vtrain'; known: simumax, torchtitan"):
         reserve("vtrain")
 

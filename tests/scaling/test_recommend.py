@@ -104,6 +104,7 @@ def test_serving_makes_the_model_smaller() -> None:
     assert totals[served.choice.shape.n] == min(totals.values()) < totals[alone.choice.shape.n]
 
 
+@pytest.mark.slow
 def test_a_run_made_longer_by_serving_still_takes_thirty_days() -> None:
     """On the GPU that the compute-optimal run needs, the smaller model would train for 50 days."""
     found = recommend(LAW, Budget(flops=1e21, serve=1e12))
@@ -120,6 +121,7 @@ def test_published_rules() -> None:
     assert sequences_of_batch(1e5, 2048, 256) == 64
 
 
+@pytest.mark.slow
 def test_a_rule_that_the_runs_contradict_is_doubted() -> None:
     """At 1e9 parameters and 1e11 tokens it is 1.63e-3."""
     runs = {"n": (1e8, 1e10), "d": (1e10, 1e12)}

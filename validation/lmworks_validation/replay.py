@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +18,13 @@ import numpy as np
 
 from lmworks.plan.case import Case
 from lmworks.plan.flops import attention_flops_per_token, model_flops_per_token
-from lmworks.plan.memory.reserve import reserved
+from lmworks.plan.memory.reserve import oom_probability, reserve, reserved, usable
 from lmworks.plan.memory.sheet import budget, saved_by_blocks
 from lmworks.plan.step.constants import constants
 from lmworks.plan.step.price import price
 from lmworks.spec import LMWorksError, SpecError
 
-from .sources import SOURCES, Measured, Source, source_named
+from .sources import GIB, SOURCES, Measured, Source, source_named
 
 THRESHOLDS = Path(__file__).parent.parent / "thresholds.toml"
 GUESS = 0.40  # the MFU that people assume when they know nothing
@@ -101,6 +102,7 @@ class Report:
     lines: tuple[Line, ...]
     missing: tuple[str, ...]  # sources that were not at hand
     uncovered: Mapping[str, tuple[str, ...]]  # rows that could not be priced, and why
+    refused: Mapping[str, tuple[str, ...]]  # rows that ran and are predicted not to fit, and what they would need
 
     def to_dict(self) -> dict[str, Any]:
         headline = {line.source: line.fitted.mape for line in self.lines if not line.group and line.figure in TIMES}
@@ -109,6 +111,7 @@ class Report:
             "lines": [line.to_dict() for line in self.lines],
             "not_at_hand": list(self.missing),
             "uncovered": {name: list(why) for name, why in self.uncovered.items() if why},
+            "ran_but_predicted_not_to_fit": {name: list(why) for name, why in self.refused.items() if why},
             "guess_mfu": GUESS,
         }
 
@@ -122,21 +125,26 @@ def validate(
     blind: Callable[[str], Seconds],
     memory: Bytes,
     interval: Callable[[str], Interval],
+    beyond: Callable[[Case], str],
 ) -> Report:
-    """`blind(source)` prices with constants that have never seen it, `interval(source)` is of the same constants."""
+    """`blind(source)` prices with constants that have never seen it, `interval(source)` is of the same constants;
+    `beyond` says what a case would need that its GPU does not have."""
     lines: list[Line] = []
     missing: list[str] = []
     uncovered: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, tuple[str, ...]] = {}
     for source, rows in sources:
         if rows is None:
             missing.append(source.name)
             continue
         priced, why = covered(rows, fitted)
         uncovered[source.name] = tuple(why)
+        counted = Counter(f"{row.label}: {need}" for row, _ in priced if (need := beyond(row.case)))
+        refused[source.name] = tuple(f"{said} ({n} rows)" if n > 1 else said for said, n in counted.items())
         unseen = source.name if source.fitted else ""
         lines += time_lines(source, priced, blind(unseen) if unseen else fitted, interval(unseen))
         lines += memory_lines(source, rows, memory)
-    return Report(tuple(lines), tuple(missing), uncovered)
+    return Report(tuple(lines), tuple(missing), uncovered, refused)
 
 
 def covered(rows: Sequence[Measured], price: Seconds) -> tuple[list[tuple[Measured, float]], list[str]]:
@@ -251,7 +259,7 @@ def weighted_median(values: Any, weights: Any) -> float:
 def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> list[Line]:
     """Bytes of tensors and a paper's formulas have no fitted constant; what an allocator reserves has one."""
     lines = []
-    for figure in ("allocated", "reserved", "activations", "states"):
+    for figure in ("allocated", "reserved", "in_use", "activations", "states"):
         known = [row for row in rows if getattr(row, figure) is not None and not row.mixed]
         if not known:
             continue
@@ -280,7 +288,7 @@ def replay(data: Path | None = None, source: str = "") -> Report:
     if data is not None and not data.is_dir():
         raise SpecError(f"--data {data} is not a folder")
     chosen = [source_named(source)] if source else list(SOURCES.values())
-    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory, interval)
+    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory, interval, beyond_memory)
 
 
 def seconds(case: Case) -> float:
@@ -310,9 +318,26 @@ def memory(case: Case, without: str = "") -> Mapping[str, float]:
     return {
         "allocated": float(whole.allocated),
         "reserved": float(reserved(whole.allocated, without) + whole.left),
+        "in_use": float(reserved(whole.allocated, without) + whole.left + reserve().context),
         "activations": float(saved_by_blocks(case)),
         "states": float(first.parameters + first.gradients + first.master + first.optimizer),
     }
+
+
+def beyond_memory(case: Case) -> str:
+    """What a step needs, and its largest parts, where it is more likely than not to run out of memory."""
+    if not case.gpu.memory_gb:
+        return ""
+    need = budget(case)
+    chance = float(oom_probability(need.reserved, case.gpu, case.software.name))
+    if chance < 0.5:
+        return ""
+    parts = {name: float(held) for name, held in need.to_dict().items() if name not in ("allocated", "reserved")}
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    told = ", ".join(f"{name} {parts[name] / GIB:.0f}" for name in largest)
+    return (
+        f"needs {float(need.reserved) / GIB:.0f} of {usable(case.gpu) / GIB:.0f} GiB ({told}); probability {chance:.0%}"
+    )
 
 
 # --- against what was reached before -----------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Measured:
     step_s: float | None = None
     allocated: float | None = None  # bytes of the fullest rank
     reserved: float | None = None
+    in_use: float | None = None  # as nvidia-smi counts: reserved, and what the allocator does not count
     # A paper's closed form, not a measurement: bytes, or the share of another case's bytes.
     activations: float | None = None
     states: float | None = None
@@ -195,6 +196,20 @@ def nemo(raw: Raw, cells: dict[str, str]) -> Measured | None:
     return Measured("", found, f"{kind} {case.gpu.name.split('-')[0]}", seconds)
 
 
+def bigscience(raw: Raw, cells: dict[str, str]) -> Measured:
+    """Layout trials for BLOOM, Megatron-DeepSpeed on A100; their sizes tell a vocabulary of 250,000."""
+    found = job({**cells, "optimizer": "adamw"})
+    held = re.match(r"(\d+)GB", raw["mem"])
+    return Measured(
+        "bigscience",
+        found,
+        "",
+        float(raw["sec_per_it"]),
+        in_use=float(held[1]) * 1e9 if held else None,
+        inferred=not raw["layers"],
+    )
+
+
 def simumax(raw: Raw, cells: dict[str, str]) -> Measured | None:
     """Dense rows only: the ranks of MLA's projections are not given."""
     if raw["experts"]:
@@ -272,6 +287,7 @@ SOURCES = {
         Source("lmworks", "lmworks_h200.csv", own, note="our own runs; memory is the closed form"),
         Source("nemo", "nemo.csv", nemo, fitted=False),
         Source("megatron-bridge", "megatron_bridge.csv", nemo, fitted=False),
+        Source("bigscience", "bigscience.csv", bigscience, fitted=False, note="memory is that of the GPU in use"),
         Source("simumax", "simumax_b200_measured.csv", simumax, bulk=True, note="12 MLA rows of 43 are not covered"),
         Source("vtrain", "vtrain_measured_single.csv", vtrain, bulk=True),
     )

@@ -153,6 +153,9 @@ def print_report(report: Report) -> None:
     for name, why in report.uncovered.items():
         for sentence in why:
             typer.echo(f"not covered: {name}: {sentence}")
+    for name, why in report.refused.items():
+        for sentence in why:
+            typer.echo(f"ran, but predicted not to fit: {name}: {sentence}")
     if report.missing:
         typer.echo(f"missing (name their folder with --data): {', '.join(report.missing)}")
 
@@ -222,7 +225,7 @@ def predict(
 
 def print_predictions(result: dict[str, Any]) -> None:
     known = [row for row in result["rows"] if "error" not in row]
-    columns = ["row", "step", "between", "tokens/s", "MFU %", "allocated GiB", "reserved GiB", "fits"]
+    columns = ["row", "step", "between", "tokens/s", "MFU %", "allocated GiB", "reserved GiB", "out of memory"]
     lines = [
         [
             f"{row['row']} {row['label']}",
@@ -232,7 +235,7 @@ def print_predictions(result: dict[str, Any]) -> None:
             f"{100 * row['mfu']:.1f}" if row["mfu"] else "-",
             f"{row['allocated_gib']:.1f}",
             f"{row['reserved_gib']:.1f}",
-            {True: "yes", False: "no", None: "-"}[row["fits"]],
+            "-" if row["oom_probability"] is None else f"{row['oom_probability']:.0%}",
         ]
         for row in known
     ]

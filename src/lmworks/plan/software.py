@@ -59,6 +59,12 @@ class Software:
     async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds; torchtitan's only
     even_stages: bool = False  # pipeline stages have as many blocks each, though the last has the head too
     selective_recompute_share: float = 0.0  # share of a block's GEMMs that selective recompute recomputes
+    # Rows of the vocabulary on each tensor-parallel rank are padded to a multiple of this (Megatron's
+    # --make-vocab-size-divisible-by).
+    vocab_multiple: int = 0
+    # DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py): with bf16 weights, gradients are summed and reduced in
+    # fp32, and optimizer states are divided among data-parallel ranks whether ZeRO is asked for or not.
+    bf16_optimizer: bool = False
 
 
 # Whether our trainer does so today: as in kernels/measured.toml, which a test compares. Earlier runs: `as_measured`.
@@ -110,6 +116,7 @@ SOFTWARE = {
             overlap=False,
             per_tensor_gather=True,
             even_stages=True,
+            vocab_multiple=128,
             bucket=DEEPSPEED_BUCKET,
         ),
         Software(
@@ -122,6 +129,7 @@ SOFTWARE = {
             loss="fused",
             wgrad_placeholder=2,
             even_stages=True,
+            vocab_multiple=128,
             fused_casts=True,
         ),
         # NeMo and Megatron-Bridge: gradients are summed in 16 bits (grad_reduce_in_fp32 = False in the performance
@@ -136,6 +144,7 @@ SOFTWARE = {
             loss="fused",
             wgrad_placeholder=2,
             even_stages=True,
+            vocab_multiple=128,
             fused_casts=True,
             reduce=2,
             async_tp=True,
@@ -153,7 +162,9 @@ SOFTWARE = {
             reduce=2,
             per_tensor_gather=True,
             even_stages=True,
+            vocab_multiple=128,
             bucket=DEEPSPEED_BUCKET,
+            bf16_optimizer=True,
         ),
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.
         Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
@@ -163,6 +174,10 @@ SOFTWARE = {
         Software("nanogpt", cast=True, fused=True, bias_grad_pass=True, loss="plain"),
     )
 }
+
+
+def under_bf16_optimizer(software: Software, dtype: str) -> bool:
+    return software.bf16_optimizer and dtype == "bf16"
 
 
 def software_of(spec: RunSpec) -> Software:

@@ -31,8 +31,8 @@ TILES = ((256, 128), (64, 64))
 SPLITS = (1, 4)
 PARTIAL_BYTES = 8  # of one number of a partial sum: fp32, written and read again
 HEAT_S = 3e-3  # a product this long shows half of the drop of the clock
-ALIGNED = 8  # numbers in the 16 bytes that one load takes
-UNALIGNED = 0.25  # rate ∝ (aligned numbers / 8)^this: 0.59 for an odd width, as 50257 for 50304 costs
+LOAD_BYTES = 16  # that one load takes; tensor cores read rows that begin at a multiple of it
+UNALIGNED = 0.25  # rate ∝ (bytes that divide a row / bytes that should)^this: 0.59 for 50257 columns of 2 bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class GemmRate:
     sustained: float = 1.0  # of these rates hour after hour, where that was seen
     width: float = 2.0  # bytes of one number of the operands
     result_width: float = 2.0
+    aligned: float = LOAD_BYTES  # bytes that a row's length should be a multiple of
+    unaligned_batch_flops: float = 0.0  # FLOP/s of many products in one launch whose rows do not fit loads; 0: the same
 
     @property
     def ceiling(self) -> float:
@@ -61,7 +63,7 @@ class GemmRate:
 def gemm_seconds(m: Number, k: Number, n: Number, rate: GemmRate, batch: Number = 1) -> Number:
     """(m × k)·(k × n), `batch` of them in one launch."""
     operands = rate.width * (m * k + k * n) + rate.result_width * m * n
-    flops = rate.flops * alignment(k, n)
+    flops = product_flops(k, n, rate, batch)
     best: Number = np.inf
     for rows, columns in TILES:
         loss = (1 + rate.tile * (1 / rows + 1 / columns)) / (1 + rate.tile * (1 / TILES[0][0] + 1 / TILES[0][1]))
@@ -79,14 +81,23 @@ def gemm_seconds(m: Number, k: Number, n: Number, rate: GemmRate, batch: Number 
     return (best * (1 + rate.heat * each / (each + HEAT_S)) + rate.launch_s) / rate.sustained
 
 
-def alignment(k: Number, n: Number) -> Number:
-    """Rows that do not start at a multiple of 16 bytes are loaded in smaller pieces. Modelled, not fitted.
+def product_flops(k: Number, n: Number, rate: GemmRate, batch: Number = 1) -> Number:
+    """FLOP/s that rows of these lengths leave, by the power of two that divides them. Modelled, not fitted.
 
-    m is left out: it is mostly a number of tokens, and tokens lie one after another whatever their number.
+    Rows that do not start at a multiple of 16 bytes are loaded in smaller pieces; on Ampere, whose libraries have
+    kernels by alignment, whole lines of 128 bytes are best, and batched products of rows that do not fit 16 bytes
+    (attention with heads of 108) run without tensor cores. m is left out: it is mostly a number of tokens, and tokens
+    lie one after another whatever their number.
     """
+    load, line = (2 ** int(np.log2(each / rate.width)) for each in (LOAD_BYTES, rate.aligned))
     k, n = np.asarray(k).astype(np.int64), np.asarray(n).astype(np.int64)
-    shortest = np.minimum(np.gcd(k, ALIGNED), np.gcd(n, ALIGNED))
-    return (shortest / ALIGNED) ** UNALIGNED
+    shortest = np.minimum(np.gcd(k, line), np.gcd(n, line))
+    share = np.minimum(np.minimum(shortest, load) / load, np.maximum(shortest, load) / line)
+    flops = rate.flops * share**UNALIGNED
+    if not rate.unaligned_batch_flops:
+        return flops
+    slow = (shortest < load) & np.greater(batch, 1)
+    return np.where(slow, np.minimum(flops, rate.unaligned_batch_flops), flops)[()]
 
 
 # --- a GPU of the catalogue ------------------------------------------------------------------------------
@@ -209,6 +220,8 @@ def gemm_rate(gpu: Gpu, dtype: str, fits: Mapping[str, Any] | None = None) -> Ge
         sustained=family.get("sustained", 1.0),
         width=width,
         result_width=result_width,
+        aligned=family.get("aligned", LOAD_BYTES),
+        unaligned_batch_flops=(gpu.peak_flops("fp32") or 0.0) if "aligned" in family and width == 2 else 0.0,
     )
 
 

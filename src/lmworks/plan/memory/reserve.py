@@ -38,6 +38,8 @@ class Reserve:
     slack: float  # reserved / allocated − 1; fitted
     spread: float  # standard deviation of log(reserved / predicted); fitted
     context: float  # bytes of the CUDA context, its kernels and NCCL's buffers, outside the allocator; modelled
+    unseen: float  # the spread for code bases without a run in the fit: BLOOM's trials, which nothing is fitted to
+    seen: frozenset[str]  # code bases of the fit
 
 
 @functools.cache
@@ -47,7 +49,7 @@ def reserve(without: str = "") -> Reserve:
     if without and without not in table["without"]:
         raise SpecError(f"no fit of memory leaves out the source {without!r}{did_you_mean(without, table['without'])}")
     slack = table["without"][without]["slack"] if without else table["slack"]
-    return Reserve(slack, table["spread"], table["context_bytes"])
+    return Reserve(slack, table["spread"], table["context_bytes"], table["unseen"], frozenset(table["seen"]))
 
 
 def reserved(allocated: Number, without: str = "") -> Number:
@@ -77,10 +79,12 @@ def safe_bytes_of(memory: float, risk: float = RISK) -> float:
     return (memory - reserve().context) * math.exp(reserve().spread * NormalDist().inv_cdf(risk))
 
 
-def oom_probability(needed: Number, gpu: Gpu) -> Any:
-    """That a step whose predicted reserved bytes are `needed` does not fit: log(real / predicted) is taken as normal.
+def oom_probability(needed: Number, gpu: Gpu, software: str = "lmworks") -> Any:
+    """That a step whose predicted reserved bytes are `needed` does not fit: log(real / predicted) is taken as normal,
+    wider for a code base of which no memory was fitted.
 
     An allocator that runs short gives back what it does not need and tries again, so this is on the safe side.
     """
-    ratio = np.log(np.maximum(needed, 1.0) / usable(gpu)) / reserve().spread
+    spread = reserve().spread if software in reserve().seen else reserve().unseen
+    ratio = np.log(np.maximum(needed, 1.0) / usable(gpu)) / spread
     return np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), otypes=[float])(ratio)[()]

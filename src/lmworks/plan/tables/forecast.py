@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...spec import LMWorksError
 from ..case import Case
 from ..flops import model_flops_per_token
-from ..memory.reserve import safe_bytes, usable
+from ..memory.reserve import oom_probability, usable
 from .columns import Table
 from .rows import Job, job, usual_framework
 
@@ -54,6 +54,7 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
     low, high = interval(found, answer, price)
     tokens, world = float(case.tokens_per_step), float(case.world)
     flops = model_flops_per_token(case.model, case.seq) * tokens / (seconds * world)
+    chance = float(oom_probability(memory.reserved, case.gpu, case.software.name)) if case.gpu.memory_gb else None
     return {
         "label": found.label,
         "step_s": seconds,
@@ -69,7 +70,8 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
         "memory": memory.to_dict(),
         "allocated_gib": float(memory.allocated) / 2**30,
         "reserved_gib": float(memory.reserved) / 2**30,
-        "fits": bool(memory.reserved <= safe_bytes(case.gpu)) if case.gpu.memory_gb else None,
+        "oom_probability": chance,
+        "fits": chance < 0.5 if chance is not None else None,
         "parts": {name: float(part) for name, part in answer.parts.items()},
         "tags": {**answer.tags, "memory": "modelled"},
         "assumed": list(found.assumed),

@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import Gpu, ModelSpec, SpecError
 from ..case import Case
 from ..memory.reserve import capacity
-from ..software import Software
+from ..software import Software, under_bf16_optimizer
 from .columns import Row
 from .names import schedule_named
 
@@ -88,8 +88,10 @@ def data_ranks(row: Row) -> int | None:
     return None
 
 
-def sharding_of(row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu) -> dict[str, Any]:
-    zero, reshard = zero_of(row, software, degrees, model, gpu), True
+def sharding_of(
+    row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu, dtype: str
+) -> dict[str, Any]:
+    zero, reshard = zero_of(row, software, degrees, model, gpu, dtype), True
     dp, said = degrees["dp"], row.text("sharding").lower().replace("-", "_")
     copies = row.whole("dp_replicate") or 1
     shard = row.whole("dp_shard")
@@ -106,7 +108,7 @@ def sharding_of(row: Row, software: Software, degrees: dict[str, int], model: Mo
     return {"zero": zero, "reshard": reshard, "dp_replicate": copies, "dp_shard": dp // copies}
 
 
-def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu) -> int:
+def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu, dtype: str) -> int:
     if row.text("zero"):
         stage = re.search(r"[0-3]", row.text("zero"))
         if not stage:
@@ -129,6 +131,7 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
         return 1
     family = software.name.removesuffix("-compile")
     usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "megatron-bridge": 1, "deepspeed": 2}.get(family, 0)
+    usual = 1 if under_bf16_optimizer(software, dtype) else usual
     held = model.params * 16 / (degrees["tp"] * degrees["pp"] * degrees["ep"])
     if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * capacity(gpu) > 0:
         usual = 3

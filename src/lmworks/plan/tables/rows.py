@@ -15,7 +15,7 @@ from typing import Any
 
 from ...spec import Cluster, Gpu, ModelSpec, SpecError
 from ..case import Case
-from ..software import SOFTWARE, Software
+from ..software import SOFTWARE, Software, under_bf16_optimizer
 from .columns import Row
 from .layout import batch_of, degrees_of, pipeline_of, sharding_of, sp_of
 from .names import (
@@ -36,6 +36,7 @@ from .unpriced import refuse, refuse_dense
 
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "shared_experts")
 USUAL_VOCAB = {"swiglu": 32_000, "gelu": 51_200}
+MOST_VOCAB = 300_000  # of public models: 262,144 (Gemma 3)
 
 
 def model_of(row: Row, seq: int) -> ModelSpec:
@@ -49,12 +50,15 @@ def model_of(row: Row, seq: int) -> ModelSpec:
         known = by_size(row, given)
     shape = {**known, **given}
     if "heads" not in shape:
-        shape["heads"] = usual_heads(shape["hidden"])
+        shape["heads"] = usual_heads(shape["hidden"], row.whole("tp") or 1)
         row.assume("heads", f"heads = {shape['heads']}: {shape['hidden'] // shape['heads']} wide")
     shape.update({key: value for key, value in style(row, shape).items() if key not in shape})
     if "vocab" not in shape:
         shape["vocab"] = USUAL_VOCAB[shape["mlp"]]
-        row.assume("vocab", f"vocab = {shape['vocab']}")
+        more = vocab_beyond(row, shape, seq) if {"layers", "hidden"} <= given.keys() else 0
+        shape["vocab"] += more
+        why = f": {row.text('params') or row.text('model')} beside {shape['layers']} layers" if more else ""
+        row.assume("vocab", f"vocab = {shape['vocab']}{why}")
     if shape.get("experts"):  # the spec's experts are SwiGLU without biases
         shape.update(mlp="swiglu", bias=False)
         if "top_k" not in shape:
@@ -62,9 +66,32 @@ def model_of(row: Row, seq: int) -> ModelSpec:
     return ModelSpec.from_dict({**shape, "context": max(seq, 1)})
 
 
-def usual_heads(hidden: int) -> int:
-    """As many as divide the width into heads of nearly 128."""
-    return min((n for n in range(1, hidden + 1) if hidden % n == 0), key=lambda n: abs(math.log(hidden / n / 128)))
+def usual_heads(hidden: int, tp: int) -> int:
+    """As many as divide the width into heads of nearly 128, and among tensor-parallel ranks."""
+    fits = [n for n in range(1, hidden + 1) if hidden % n == 0 and n % tp == 0] or [1]
+    return min(fits, key=lambda n: abs(math.log(hidden / n / 128)))
+
+
+def padded_vocab(model: ModelSpec, software: Software, tp: int) -> ModelSpec:
+    if not software.vocab_multiple:
+        return model
+    whole = software.vocab_multiple * tp
+    return model.replace(vocab=-(-model.vocab // whole) * whole)
+
+
+def vocab_beyond(row: Row, shape: Mapping[str, Any], seq: int) -> int:
+    """Rows of the embedding that a size tells beyond the usual ones, beside a GPT's 12 × layers × hidden²: 182B of 78
+    layers and 13,824 has 250,000. A size is good to a unit of its last digit; what no vocabulary has is no vocabulary.
+    """
+    size = row.real("params") or size_in(row.text("params")) or size_in(row.text("model"))
+    if shape["mlp"] == "swiglu" or not size:
+        return 0
+    model = ModelSpec.from_dict({**shape, "context": max(seq, 1)})
+    digits = f"{size:.15g}".rstrip("0")
+    unit = 10.0 ** (len(f"{size:.0f}") - len(digits))
+    weights = shape["hidden"] * (1 if model.tie_embeddings else 2)
+    more = round((size - model.params) / weights)
+    return more if size - model.params > unit and shape["vocab"] + more <= MOST_VOCAB else 0
 
 
 def named(row: Row, given: dict[str, Any]) -> dict[str, Any]:
@@ -159,10 +186,13 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
     row = Row(dict(cells))
     refuse(row)
     gpu = gpu_of(row)
-    software = software_for(row, gpu, usual)
+    software, dtype = software_for(row, gpu, usual), precision_of(row, gpu)
+    if under_bf16_optimizer(software, dtype):
+        software = replace(software, gradients=4, reduce=4)
     seq = seq_of(row, software)
     model = model_of(row, seq)
     degrees = degrees_of(row, gpu, model, software)
+    model = padded_vocab(model, software, degrees["tp"])
     axes: dict[str, Any] = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep")}
     case = Case(
         model,
@@ -170,14 +200,14 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
         software,
         seq,
         **axes,
-        **sharding_of(row, software, degrees, model, gpu),
+        **sharding_of(row, software, degrees, model, gpu, dtype),
         **pipeline_of(row, model, degrees["pp"]),
         sp=sp_of(row, software, degrees["tp"]),
         recompute=recompute_of(row, software),
         recompute_every=2
         if re.search(r"selective layer|every (2nd|second|other)", row.text("recompute").lower())
         else 1,
-        dtype=precision_of(row, gpu),
+        dtype=dtype,
         optimizer=optimizer_of(row),
         offload=offload_of(row),
         cluster=Cluster(gpus_per_node=degrees["per_node"], nic_gbs=nic_of(row, degrees["per_node"])),
