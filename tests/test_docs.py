@@ -26,7 +26,7 @@ MADE = ("runs/tiny/spec.toml", "my-gpus.toml")  # files that a reader has once h
 FILES = re.compile(
     r"(?<![\w./-])(?:[a-z_]+/[a-z_0-9./-]+\.(?:py|toml|txt|sh)|[a-z_]+_(?:cpu|gpu|tune|train|doc)\.json)\b"
 )
-PLACES = (ROOT, ROOT / "src/lmworks", ROOT / "tests", ROOT / "benchmarks/results")
+PLACES = (ROOT, ROOT / "src/lmworks", ROOT / "src/lmworks/learn/course", ROOT / "tests", ROOT / "benchmarks/results")
 
 
 def parse(line: str) -> None:

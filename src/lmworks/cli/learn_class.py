@@ -25,15 +25,22 @@ def chosen_exercises(names: list[str] | None) -> list[Exercise]:
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; that of the pages may be there.")],
     exercise: Graded = None,
     install: Annotated[
         str, typer.Option("--install", help="What pip installs: a version, a wheel, a repository.")
     ] = f"lmworks=={__version__}",
+    pages: Annotated[bool, typer.Option("--pages", help="Instead: all lessons as Markdown.")] = False,
 ) -> None:
     """Write a class repository: a workspace, a workflow, autograders."""
     from ..learn.export import export_class
 
+    if pages:
+        from ..learn.lessons import write_pages
+
+        write_pages(folder)
+        typer.echo(f"{folder}/index.md: all lessons")
+        return
     export_class(folder, chosen_exercises(exercise), install)
     typer.echo(f"{folder}: a workspace, .github/workflows/classroom.yml, autograder/")
     typer.echo(f"For Gradescope: cd {folder}/autograder && zip ../autograder.zip *")
