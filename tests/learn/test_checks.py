@@ -14,10 +14,11 @@ import torch
 from lmworks.learn import check as checking
 from lmworks.learn import effect, recognise
 from lmworks.learn.answers import failure_of, load, mutate, write_references
+from lmworks.learn.beside import BESIDE, Row, table_beside
 from lmworks.learn.check import check_exercise
 from lmworks.learn.checks import CHECKS
 from lmworks.learn.course_files import course_sources
-from lmworks.learn.exercise import Exercise, exercises
+from lmworks.learn.exercise import GUIDE, Exercise, exercises
 from lmworks.learn.expect import Mismatch
 from lmworks.learn.holes import replace_holes
 from lmworks.learn.run_isolated import Outcome, run_isolated
@@ -26,7 +27,9 @@ from lmworks.learn.workspace import Workspace, stub_of
 EXERCISES = list(exercises().values())
 # Those whose checks build no trainer.
 LIGHT = [
-    one for one in EXERCISES if one.number <= 7 or one.id in ("sharding_strategy", "mixed_precision", "fsdp_policy")
+    one
+    for one in EXERCISES
+    if one.number <= 7 or one.number > GUIDE or one.id in ("sharding_strategy", "mixed_precision", "fsdp_policy")
 ]
 HEAVY = [one for one in EXERCISES if one not in LIGHT]
 
@@ -294,6 +297,13 @@ def test_other_right_answers_pass(tmp_path: Path, name: str) -> None:
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize("name", BESIDE)
+def test_solutions_have_the_products_numbers(tmp_path: Path, name: str) -> None:
+    write_references(tmp_path / "lmworks-learn-reference")
+    rows = BESIDE[name](load(tmp_path / "lmworks-learn-reference", exercises()[name].file))
+    assert rows and [row.yours for row in rows] == pytest.approx([row.ours for row in rows], rel=1e-6)
+
+
 WRONG = {  # a mutant that changes the losses of a run
     "rmsnorm": 3, "rotate_half": 0, "rotary": 0, "swiglu": 1, "attention": 0, "init_weights": 2, "optimizer": 1,
     "lr_schedule": 0,
@@ -360,6 +370,14 @@ def test_the_effect_of_a_solution_is_none(
     assert first == second and first[0].endswith("24 steps of a small model, the loss:")
     assert first[2].replace("reference", "yours    ") == first[3]
     assert (tmp_path / "cache" / "learn" / f"{'product' if exercise == 'swiglu' else 'course'}.json").exists()
+
+
+def test_the_products_number_stands_beside(workspace: Workspace) -> None:
+    workspace.apply_solution(exercises()["kv_cache_bytes"])
+    lines = effect.show_effect(workspace, exercises()["kv_cache_bytes"])
+    assert lines[0] == "Beside LMWorks' own code:"
+    assert lines[2].split()[-2:] == ["1,056,964,608"] * 2  # 8 · 63 blocks · 16 tokens · 2 · 32 · 8 · 128 · 2 bytes
+    assert table_beside([Row("a", 1.5, 2)])[1:] == ["     yours  LMWorks", "  a    1.5        2"]
 
 
 def test_losses_are_drawn() -> None:

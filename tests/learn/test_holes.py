@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
 from lmworks.learn.course_files import course_holes, course_sources
-from lmworks.learn.exercise import exercises
+from lmworks.learn.exercise import GUIDE, exercises
 from lmworks.learn.holes import find_holes, replace_holes
 from lmworks.spec.errors import SpecError
 
@@ -67,13 +69,25 @@ def test_broken_marks_are_named(text: str, says: str) -> None:
 
 def test_every_exercise_has_its_parts_and_data() -> None:
     known = exercises()
-    assert [one.number for one in known.values()] == list(range(1, 16))
+    assert [one.number for one in known.values()] == list(range(1, len(known) + 1))
     assert {hole.exercise for hole in course_holes().values()} == set(known)
     for one in known.values():
         assert any(hole.exercise == one.id for hole in find_holes(course_sources()[one.file], one.file)), one.id
         assert len(one.hints) == 3 and len(one.mutants) >= 5 and one.quiz, one.id
         assert all(known[other].number < one.number for other in one.depends_on), one.id
         assert all(0 <= question.answer < len(question.choices) for question in one.quiz), one.id
+
+
+def test_the_document_counts_what_is_there() -> None:
+    known = list(exercises().values())
+    text = (Path(__file__).parents[2] / "docs" / "course.md").read_text()
+    for topic, of_topic in groupby(known[GUIDE:], key=lambda one: one.phase):
+        names = [f"`{one.id}`" for one in of_topic]
+        assert f"| {topic} | {len(names)} | {', '.join(names)} |\n" in text, (topic, names)
+    wrong = sum(len(one.mutants) for one in known)
+    assert f"every wrong answer is caught: {wrong} of {wrong}." in text, wrong
+    assert f"0 of {GUIDE} exercises pass, 0 of {len(known) - GUIDE} further ones." in text
+    assert text.startswith("# The course") and GUIDE == 15 and "\nFifteen exercises" in text
 
 
 def tokens(text: str) -> list[str]:

@@ -50,7 +50,11 @@ def answer(workspace: Path, exercise: str, body: str) -> None:
 
 def test_from_the_first_look_to_a_pass(workspace: Path) -> None:
     said = learn()
-    assert "0 of 15 exercises pass" in said and "Next: 1. RMSNorm.forward" in said and "src/models/gpt.py:" in said
+    assert (
+        f"0 of 15 exercises pass, 0 of {len(exercises()) - 15} further ones." in said
+        and "Next: 1. RMSNorm.forward" in said
+        and "src/models/gpt.py:" in said
+    )
     assert "not written yet" in learn("check", code=1)
     assert "hint 1 of 3" in learn("hint", "2") and "hint 2 of 3" in learn("hint", "rotate_half")
     answer(workspace, "rotate_half", "return x")
@@ -65,7 +69,11 @@ def test_from_the_first_look_to_a_pass(workspace: Path) -> None:
     assert rows["rotate_half"]["hints"] == 2 and rows["rmsnorm"] == {
         "id": "rmsnorm", "state": "to do", "tries": 0, "hints": 0, "passed": "", "gave_up": False,
     }  # fmt: skip
-    assert json.loads(learn("--json")) == {"passed": ["rotate_half"], "of": 15, "next": "rmsnorm"}
+    further = {"passed": [], "of": len(exercises()) - 15}
+    assert json.loads(learn("--json")) == {"passed": ["rotate_half"], "of": 15, "further": further, "next": "rmsnorm"}
+    rows = {row["id"]: row for row in json.loads(learn("list", "--json"))}
+    assert (rows["rotate_half"]["topic"], rows["zero2"]["topic"]) == ("Model fundamentals", "Communication")
+    assert [line for line in learn("list").splitlines() if "xercises" in line] == ["Exercises", "Further exercises"]
 
 
 def test_the_first_look_loads_little(workspace: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..learn.exercise import Exercise, exercises, find_exercise
+from ..learn.exercise import GUIDE, Exercise, exercises, find_exercise
 from ..learn.progress import Progress, change_progress, record_answers, record_verdict, take_hint
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
@@ -72,12 +72,15 @@ def learn(context: typer.Context, json: Json = False) -> None:
 
 def print_status(json: bool) -> None:
     workspace, progress = here()
-    done = [name for name in exercises() if progress.of(name).passed]
+    names = list(exercises())
+    parts = names[:GUIDE], names[GUIDE:]
+    done, further = ([name for name in part if progress.of(name).passed] for part in parts)
     upcoming = next_exercise(progress)
     if json:
-        print_json({"passed": done, "of": len(exercises()), "next": upcoming.id if upcoming else None})
+        rest = {"passed": further, "of": len(parts[1])}
+        print_json({"passed": done, "of": GUIDE, "further": rest, "next": upcoming.id if upcoming else None})
         return
-    typer.echo(f"{len(done)} of {len(exercises())} exercises pass.")
+    typer.echo(f"{len(done)} of {GUIDE} exercises pass, {len(further)} of {len(parts[1])} further ones.")
     if upcoming is None:
         typer.echo("All are done. `lmworks learn milestones` shows what to do with it.")
         return
@@ -104,15 +107,20 @@ def list_exercises(json: Json = False) -> None:
     except SpecError:
         workspace, progress = None, Progress(Path())
     rows = [
-        {"number": one.number, "id": one.id, "title": one.title, "file": one.file, "difficulty": one.difficulty,
+        {"number": one.number, "id": one.id, "topic": one.phase, "title": one.title, "file": one.file,
+         "difficulty": one.difficulty,
          "depends_on": list(one.depends_on), "state": state_of(workspace, progress, one)}
         for one in exercises().values()
     ]  # fmt: skip
     if json:
         print_json(rows)
         return
-    cells = [[row["number"], row["id"], row["title"], row["difficulty"], row["state"]] for row in rows]
-    print_table("Exercises", ["", "exercise", "what is written", "difficulty", "state"], cells)
+    keys, columns = (
+        ("number", "topic", "id", "title", "difficulty", "state"),
+        ["", "topic", "exercise", "what is written", "difficulty", "state"],
+    )
+    for title, part in (("Exercises", rows[:GUIDE]), ("Further exercises", rows[GUIDE:])):
+        print_table(title, columns, [[row[key] for key in keys] for row in part], drop=("topic", "difficulty"))
 
 
 @app.command()

@@ -46,7 +46,8 @@ def failure_of(check: Callable[[ModuleType], None], folder: Path, file: str) -> 
 def load(folder: Path, file: str) -> ModuleType:
     """`src/models/gpt.py` as the programs of the workspace import it; what another folder gave is forgotten."""
     source = str(folder / "src")
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("models", "training")]:
+    packages = {path.split("/")[1] for path in course_sources()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
     sys.path[:] = [source, *(path for path in sys.path if not path.endswith("/src") or "lmworks-learn-" not in path)]
     importlib.invalidate_caches()

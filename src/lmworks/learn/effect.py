@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,8 @@ from unittest.mock import patch
 
 from ..spec.files import cache_root, write_whole
 from .answers import load, write_references
-from .check import copy_sources
+from .beside import BESIDE, Row, table_beside
+from .check import copy_sources, preload
 from .course_files import course_sources
 from .exercise import Exercise
 from .run_isolated import Outcome, run_isolated
@@ -33,6 +35,8 @@ SECONDS = 60.0
 
 def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
     """Lines to print."""
+    if exercise.id in BESIDE:
+        return numbers_beside(workspace, exercise)
     if exercise.id not in PLUGS and exercise.id not in IN_COURSE:
         return [f"See it at work: {exercise.test}"] if exercise.test else []
     for room in ("lmworks.train", "lmworks.data"):  # before the fork
@@ -41,17 +45,33 @@ def show_effect(workspace: Workspace, exercise: Exercise) -> list[str]:
     reference = reference_losses("course" if in_course else "product")
     if reference.result is None:
         return [f"In training the reference itself does not run: {reference.why}", *reference.output.splitlines()[-5:]]
+    measure = course_losses if in_course else partial(plugged_losses, exercise)
+    outcome = with_answer(workspace, exercise, measure)
+    if outcome.result is None:
+        why = outcome.why or "no result"
+        return [f"In training it does not work yet: {why}", *outcome.output.splitlines()[-5:]]
+    return curves("your trainer" if in_course else "LMWorks' own trainer", reference.result, outcome.result)
+
+
+def with_answer(workspace: Workspace, exercise: Exercise, measure: Callable[[Path], Any]) -> Outcome:
+    """`measure` gets a copy of the workspace with the learner's part among references."""
     text, _ = workspace.with_reference_around(exercise)
     with tempfile.TemporaryDirectory(prefix="lmworks-learn-") as temporary:
         folder = Path(temporary, "workspace")
         copy_sources(workspace, folder)
         (folder / exercise.file).write_text(text)
-        measure = partial(course_losses, folder) if in_course else partial(plugged_losses, exercise, folder)
-        outcome = run_isolated(measure, folder, SECONDS)
+        return run_isolated(partial(measure, folder), folder, SECONDS)
+
+
+def numbers_beside(workspace: Workspace, exercise: Exercise) -> list[str]:
+    """The learner's numbers and those of LMWorks' own function, which the learner's part computes too."""
+    preload(exercise)
+    outcome = with_answer(
+        workspace, exercise, lambda folder: list(map(astuple, BESIDE[exercise.id](load(folder, exercise.file))))
+    )
     if outcome.result is None:
-        why = outcome.why or "no result"
-        return [f"In training it does not work yet: {why}", *outcome.output.splitlines()[-5:]]
-    return curves("your trainer" if in_course else "LMWorks' own trainer", reference.result, outcome.result)
+        return [f"Beside LMWorks' own it does not run: {outcome.why}", *outcome.output.splitlines()[-5:]]
+    return table_beside([Row(*one) for one in outcome.result])
 
 
 def reference_losses(kind: str) -> Outcome:

@@ -13,6 +13,7 @@ from typing import Any
 from ..spec.errors import SpecError, near_names, suggestion
 
 FOLDER = Path(__file__).parent / "exercises"
+GUIDE = 15  # the first exercises, one program after another; those after them stand each for itself
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,10 @@ def load(path: Path) -> Exercise:
 def find_exercise(name: str, others: Iterable[str] = ()) -> Exercise:
     """By its ID or number. `others`: names of other things that would have been right here."""
     known = exercises()
-    for one in known.values():
-        if name in (one.id, str(one.number)):
-            return one
+    if name.isdecimal() and 1 <= int(name) <= len(known):
+        return known[list(known)[int(name) - 1]]
+    if name in known:
+        return known[name]
     raise SpecError(
         f"no exercise {name!r}{suggestion(near_names(name, [*known, *others]))}; `lmworks learn list` has them all"
     )

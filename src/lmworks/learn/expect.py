@@ -61,6 +61,12 @@ def expect_equal(case: str, got: Any, expected: Any, *, remark: str = "", **inpu
         raise Mismatch(case, expected, got, inputs, remark)
 
 
+def expect_at_most(case: str, got: float, limit: float, *, remark: str = "", **inputs: Any) -> None:
+    """A target of a puzzle: bytes, steps, time."""
+    if got > limit:
+        raise Mismatch(case, f"at most {shown(limit)}", got, inputs, remark)
+
+
 def kind_of(value: Any) -> str:
     return "None: is a `return` missing?" if value is None else f"a {type(value).__name__}"
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import ddp, fsdp, gpt
+from . import communication, ddp, fsdp, gpt, memory
 
-CHECKS: dict[str, Callable[[ModuleType], None]] = {**gpt.CHECKS, **ddp.CHECKS, **fsdp.CHECKS}
+CHECKS: dict[str, Callable[[ModuleType], None]] = {
+    **gpt.CHECKS,
+    **ddp.CHECKS,
+    **fsdp.CHECKS,
+    **memory.CHECKS,
+    **communication.CHECKS,
+}
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
 PRELOAD = {
