@@ -14,7 +14,7 @@ from ..learn.progress import Progress, change_progress, record_answers, record_v
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
-from .learn_class import export, grade
+from .learn_class import export, grade, new
 from .learn_plan import benchmarks, checklist, milestones, plan
 from .output import Json, print_json, print_table
 
@@ -274,7 +274,7 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, benchmarks, export, grade):
+for command in (plan, checklist, milestones, benchmarks, export, grade, new):
     app.command()(command)
 
 

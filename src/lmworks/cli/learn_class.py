@@ -1,4 +1,4 @@
-"""`lmworks learn export` and `grade`: for who teaches the course."""
+"""`lmworks learn export`, `grade` and `new`: for who teaches the course, or adds to it."""
 
 from __future__ import annotations
 
@@ -84,3 +84,22 @@ def print_grade(one: Grade, in_full: bool) -> None:
             typer.echo("\n".join(verdict.lines(exercise.about)))
     passed = sum(verdict.passed for verdict in one.verdicts.values())
     typer.echo(f"{one.learner}: {passed} of {len(one.verdicts)} pass, {one.total} of {one.most} points")
+
+
+def new(
+    name: Annotated[str, typer.Argument(metavar="ID", help="Of the exercise: a name in lower case.")],
+    file: Annotated[str, typer.Argument(metavar="[FILE]", help="Of a workspace, new or not: src/FOLDER/NAME.py.")] = "",
+) -> None:
+    """Start an exercise in a checkout of LMWorks, or say what it lacks."""
+    from ..learn.author import HERE, missing, scaffold
+
+    if not file:
+        lacking = missing(find_exercise(name))
+        typer.echo("\n".join(lacking) or f"{name} is complete; `pytest tests/learn -k {name}` checks it")
+        raise typer.Exit(1 if lacking else 0)
+    checkout = HERE.parents[2]
+    if not (checkout / "pyproject.toml").exists():
+        raise SpecError(f"{HERE} is no checkout: clone LMWorks, and `pip install -e .` in it")
+    for path in scaffold(name, file):
+        typer.echo(path.relative_to(checkout))
+    typer.echo(f"Replace each TODO, then `lmworks learn new {name}` says what is missing.")
