@@ -90,7 +90,7 @@ def new(
     name: Annotated[str, typer.Argument(metavar="ID", help="Of the exercise: a name in lower case.")],
     file: Annotated[str, typer.Argument(metavar="[FILE]", help="Of a workspace, new or not: src/FOLDER/NAME.py.")] = "",
 ) -> None:
-    """Start an exercise in a checkout of LMWorks, or say what it lacks."""
+    """Start an exercise in LMWorks' source, or say what it lacks."""
     from ..learn.author import HERE, missing, scaffold
 
     if not file:
