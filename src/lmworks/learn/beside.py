@@ -31,6 +31,12 @@ def table_beside(rows: list[Row]) -> list[str]:
     ]
 
 
+def numbers(*shape: int, seed: int = 0) -> Any:
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.6g}"
 
@@ -113,6 +119,48 @@ def alpha_beta(cost: ModuleType) -> list[Row]:
     return rows
 
 
+# --- parallelism -----------------------------------------------------------------------------------------
+
+
+def vocab_parallel_loss(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..kernels.training.cross_entropy import reference
+    from .checks.simulated_ranks import on_ranks
+
+    hidden, weight = numbers(16, 8), numbers(40, 8, seed=1)
+    targets = torch.arange(16) * 7 % 40
+    logits = list((hidden @ weight.T).chunk(4, dim=1))
+    losses, _ = on_ranks("the loss", logits, lambda own, link: module.vocab_parallel_loss(own, targets, link))
+    return [Row("loss of 16 tokens over 4 ranks", float(losses[0]), float(reference(hidden, weight, targets)) / 16)]
+
+
+def pipeline(schedule: str, yours: Callable[[ModuleType], Any]) -> Beside:
+    def rows(module: ModuleType) -> list[Row]:
+        from ..plan.pipelines.schedule import Action, actions, idle_shares, simulate
+
+        found, times = [], {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+        for stages, micro_batches in ((4, 8), (8, 32)):
+            orders = [[Action(stage, *one) for one in yours(module)(stage, stages, micro_batches)]
+                      for stage in range(stages)]  # fmt: skip
+            idle = (100 * max(idle_shares(simulate(each, [times] * stages)))
+                    for each in (orders, actions(schedule, stages, 1, micro_batches)))  # fmt: skip
+            found.append(Row(f"{stages} stages, {micro_batches} micro-batches: % idle", *idle))
+        return found
+
+    return rows
+
+
+def merge_attention(module: ModuleType) -> list[Row]:
+    from ..kernels.training.attention_tile import merge
+
+    tiles = [(numbers(1, 2, 3, 4, seed=seed), numbers(1, 2, 3, seed=seed + 1)) for seed in (0, 2)]
+    yours, _ = module.merge(*tiles[0], *tiles[1])
+    ours, lse = (one.clone() for one in tiles[0])
+    merge(ours, lse, *tiles[1])
+    return [Row("mean of |output|", float(yours.abs().mean()), float(ours.abs().mean()))]
+
+
 BESIDE: dict[str, Beside] = {
     "model_states": model_states,
     "kv_cache_bytes": kv_cache_bytes,
@@ -121,4 +169,8 @@ BESIDE: dict[str, Beside] = {
     "ring_all_reduce": sent("all_reduce", lambda module, x, link: module.ring_all_reduce(x, link)),
     "zero2": sent("all_reduce", zero2),
     "alpha_beta": alpha_beta,
+    "vocab_parallel_loss": vocab_parallel_loss,
+    "one_f_one_b": pipeline("1f1b", lambda module: module.one_f_one_b),
+    "zero_bubble": pipeline("interleaved-zero-bubble", lambda module: module.zero_bubble),
+    "merge_attention": merge_attention,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, ddp, fsdp, gpt, memory
+from . import communication, ddp, fsdp, gpt, memory, parallelism
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -13,6 +13,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **fsdp.CHECKS,
     **memory.CHECKS,
     **communication.CHECKS,
+    **parallelism.CHECKS,
 }
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
