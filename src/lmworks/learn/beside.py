@@ -161,6 +161,53 @@ def merge_attention(module: ModuleType) -> list[Row]:
     return [Row("mean of |output|", float(yours.abs().mean()), float(ours.abs().mean()))]
 
 
+# --- inference -------------------------------------------------------------------------------------------
+
+
+def decode_step(module: ModuleType) -> list[Row]:
+    """The engine's paged attention, with one block for the whole sequence."""
+    import torch
+
+    from ..kernels.inference.paged_attention import AttentionMetadata, LayerCache, reference
+
+    q, keys, values = numbers(4, 8), numbers(16, 2, 8, seed=1), numbers(16, 2, 8, seed=2)
+    yours = module.decode_step(q, keys[11], values[11], keys.clone(), values.clone(), 11)
+    cache = LayerCache(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    tables, lengths, starts = (torch.tensor(one, dtype=torch.int32) for one in ([[0]], [12], [0, 1]))
+    ours = reference(q[None], cache, AttentionMetadata(tables, lengths, starts, 1))
+    return [
+        Row("mean of |output|, 4 heads, 2 KV heads, 12 tokens", float(yours.abs().mean()), float(ours.abs().mean()))
+    ]
+
+
+def top_k_top_p(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..kernels.inference.top_k_top_p import TruncationParams, reference
+
+    logits, rows = numbers(1000) * 2, []
+    for top_k, top_p in ((40, 1.0), (0, 0.9), (40, 0.9)):
+        yours = int((module.truncated(logits, 0.8, top_k, top_p) > 0).sum())
+        table = (torch.tensor([value]) for value in (0.8, float(top_k), top_p, 0.0))
+        threshold = reference(logits[None], TruncationParams(*table, torch.tensor([0])))
+        rows.append(Row(f"tokens kept of 1,000: top_k {top_k}, top_p {top_p}", yours, int((logits >= threshold).sum())))
+    return rows
+
+
+def int8(module: ModuleType) -> list[Row]:
+    from ..kernels.inference.quantized import int8_dequantize, int8_quantize
+
+    weight = numbers(64, 256)
+    q, scale = module.quantize_int8(weight)
+    yours, ours = q.float() * scale[:, None], int8_dequantize(*int8_quantize(weight))
+    return [
+        Row(
+            "error over size of a weight, %",
+            *(float(100 * (one - weight).norm() / weight.norm()) for one in (yours, ours)),
+        )
+    ]
+
+
 BESIDE: dict[str, Beside] = {
     "model_states": model_states,
     "kv_cache_bytes": kv_cache_bytes,
@@ -173,4 +220,7 @@ BESIDE: dict[str, Beside] = {
     "one_f_one_b": pipeline("1f1b", lambda module: module.one_f_one_b),
     "zero_bubble": pipeline("interleaved-zero-bubble", lambda module: module.zero_bubble),
     "merge_attention": merge_attention,
+    "decode_step": decode_step,
+    "top_k_top_p": top_k_top_p,
+    "int8": int8,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, ddp, fsdp, gpt, memory, parallelism
+from . import communication, ddp, fsdp, gpt, inference, memory, parallelism
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -14,6 +14,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **memory.CHECKS,
     **communication.CHECKS,
     **parallelism.CHECKS,
+    **inference.CHECKS,
 }
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
