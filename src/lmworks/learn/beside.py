@@ -188,8 +188,8 @@ def top_k_top_p(module: ModuleType) -> list[Row]:
     logits, rows = numbers(1000) * 2, []
     for top_k, top_p in ((40, 1.0), (0, 0.9), (40, 0.9)):
         yours = int((module.truncated(logits, 0.8, top_k, top_p) > 0).sum())
-        table = (torch.tensor([value]) for value in (0.8, float(top_k), top_p, 0.0))
-        threshold = reference(logits[None], TruncationParams(*table, torch.tensor([0])))
+        tables = [torch.tensor([value]) for value in (0.8, float(top_k), top_p, 0.0)]
+        threshold = reference(logits[None], TruncationParams._make([*tables, torch.tensor([0])]))
         rows.append(Row(f"tokens kept of 1,000: top_k {top_k}, top_p {top_p}", yours, int((logits >= threshold).sum())))
     return rows
 

@@ -27,8 +27,9 @@ def decode_step(module: ModuleType) -> None:
         q, k, v = numbers(tokens, heads, 4), numbers(tokens, kv_heads, 4, seed=1), numbers(tokens, kv_heads, 4, seed=2)
         keys, values = (torch.full((tokens + 2, kv_heads, 4), float("nan")) for _ in range(2))
         per_query = heads // kv_heads
-        whole = [x.transpose(0, 1) for x in (q, k.repeat_interleave(per_query, 1), v.repeat_interleave(per_query, 1))]
-        expected = F.scaled_dot_product_attention(*whole, is_causal=True).transpose(0, 1)
+        whole_k, whole_v = (x.repeat_interleave(per_query, 1).transpose(0, 1) for x in (k, v))
+        whole = F.scaled_dot_product_attention(q.transpose(0, 1), whole_k, whole_v, is_causal=True)
+        expected = whole.transpose(0, 1)
         for position in range(tokens):
             case = f"{heads} heads, {kv_heads} KV heads, position {position}"
             got = module.decode_step(q[position], k[position], v[position], keys, values, position)
@@ -126,15 +127,15 @@ def first_tokens(module: ModuleType, q: Tensor, p: Tensor) -> None:
 
 
 def int8(module: ModuleType) -> None:
-    for case, weight, expected, scales in (
+    for case, rows, expected, scales in (
         ("one row", [[1.0, -0.5, 0.25]], [[127, -64, 32]], [1 / 127]),
         ("two rows", [[1.0, 0.0], [0.0, 100.0]], [[127, 0], [0, 127]], [1 / 127, 100 / 127]),
         ("the largest is negative", [[0.3, -3.0]], [[13, -127]], [3 / 127]),
         ("round to nearest", [[127.0, 0.6, -0.6, 1.4]], [[127, 1, -1, 1]], [1.0]),
     ):
-        got, scale = pair(module.quantize_int8(torch.tensor(weight)), "integers, scales")
+        got, scale = pair(module.quantize_int8(torch.tensor(rows)), "integers, scales")
         expect_close(f"{case}: scales", scale, torch.tensor(scales), remark="the largest of a row becomes 127")
-        expect_close(f"{case}: integers", got, torch.tensor(expected, dtype=torch.int8), weight=torch.tensor(weight))
+        expect_close(f"{case}: integers", got, torch.tensor(expected, dtype=torch.int8), weight=torch.tensor(rows))
     got, scale = pair(module.quantize_int8(torch.tensor([[0.0, 0.0], [1.0, 1.0]])), "integers, scales")
     remark = "a row of zeros: its scale must not be 0"
     expect_close("a row of zeros: integers", got, torch.tensor([[0, 0], [127, 127]], dtype=torch.int8), remark=remark)
@@ -145,8 +146,8 @@ def int8(module: ModuleType) -> None:
     remark = "rounding to nearest is off by half a step at most"
     expect_at_most("six rows of different size: steps that a weight is off", worst, 0.5001, remark=remark)
     x = numbers(3, 32, seed=1)
-    expected = x @ (got.float() * scale.unsqueeze(1)).T
-    expect_close("x · weightᵀ", module.int8_linear(x, got, scale), expected, rtol=1e-3, atol=1e-3, x=x)
+    product = x @ (got.float() * scale.unsqueeze(1)).T
+    expect_close("x · weightᵀ", module.int8_linear(x, got, scale), product, rtol=1e-3, atol=1e-3, x=x)
     half = module.int8_linear(x.bfloat16(), got, scale.bfloat16())
     expect_equal("x in bf16: the result's dtype", getattr(half, "dtype", None), torch.bfloat16)
 
