@@ -172,7 +172,7 @@ def decode_step(module: ModuleType) -> list[Row]:
 
     q, keys, values = numbers(4, 8), numbers(16, 2, 8, seed=1), numbers(16, 2, 8, seed=2)
     yours = module.decode_step(q, keys[11], values[11], keys.clone(), values.clone(), 11)
-    cache = LayerCache(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+    cache = LayerCache(*(one.transpose(0, 1).contiguous()[None] for one in (keys, values)))
     tables, lengths, starts = (torch.tensor(one, dtype=torch.int32) for one in ([[0]], [12], [0, 1]))
     ours = reference(q[None], cache, AttentionMetadata(tables, lengths, starts, 1))
     return [
