@@ -11,11 +11,13 @@ import typer
 
 from ..learn.exercise import GUIDE, Exercise, exercises, find_exercise
 from ..learn.progress import Progress, change_progress, record_answers, record_verdict, take_hint
+from ..learn.status import next_exercise, state_of
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
 from .learn_class import export, grade, new
 from .learn_plan import benchmarks, checklist, milestones, plan
+from .learn_serve import serve
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -166,13 +168,6 @@ def answer_of(workspace: Workspace, exercise: Exercise) -> list[str]:
         return [str(error)]
 
 
-def written_or_broken(workspace: Workspace, exercise: Exercise) -> bool:
-    try:
-        return workspace.written(exercise)
-    except SpecError:
-        return True  # its check says what is wrong
-
-
 @app.command()
 def hint(name: Id = "") -> None:
     """The next of three hints."""
@@ -274,7 +269,7 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, benchmarks, export, grade, new):
+for command in (plan, checklist, milestones, benchmarks, serve, export, grade, new):
     app.command()(command)
 
 
@@ -286,23 +281,10 @@ def here() -> tuple[Workspace, Progress]:
     return workspace, Progress.load(workspace.folder)
 
 
-def next_exercise(progress: Progress) -> Exercise | None:
-    return next((exercises()[name] for name in exercises() if not progress.of(name).passed), None)
-
-
 def chosen(name: str, progress: Progress) -> Exercise:
     if name:
         return find_exercise(name)
     return next_exercise(progress) or list(exercises().values())[-1]
-
-
-def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise) -> str:
-    record = progress.of(exercise.id)
-    if record.passed:
-        return "gave up, then passed" if record.gave_up else "passed"
-    if record.gave_up:
-        return "gave up"
-    return "written" if workspace and written_or_broken(workspace, exercise) else "to do"
 
 
 def judge(workspace: Workspace, exercise: Exercise, quiet: bool = False) -> Verdict:

@@ -16,19 +16,20 @@ from ..spec.files import write_whole
 from .svg import Bars, as_svg, as_text
 
 # default-src 'none': the page cannot load external resources.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+  content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 """
 
 
-def page(title: str, body: str, style: str = "", script: str = "") -> str:
+def page(title: str, body: str, style: str = "", script: str = "", policy: str = POLICY) -> str:
     """A complete document. `body` is HTML, `title` is text. `style` is added, `script` replaces the default."""
     return (
-        f"{HEAD}<title>{escape(title)}</title>\n<style>{resource_text('page.css')}{style}</style></head>\n"
+        f"{HEAD.format(policy=policy)}<title>{escape(title)}</title>\n<style>{resource_text('page.css')}{style}</style></head>\n"
         f"<body><main>\n{body}\n</main>\n<script>{script or resource_text('page.js')}</script></body></html>\n"
     )
 

@@ -1,0 +1,28 @@
+"""How far a learner is: by what is recorded, and by what stands in the workspace."""
+
+from __future__ import annotations
+
+from ..spec.errors import SpecError
+from .exercise import Exercise, exercises
+from .progress import Progress
+from .workspace import Workspace
+
+
+def next_exercise(progress: Progress) -> Exercise | None:
+    return next((exercises()[name] for name in exercises() if not progress.of(name).passed), None)
+
+
+def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise) -> str:
+    record = progress.of(exercise.id)
+    if record.passed:
+        return "gave up, then passed" if record.gave_up else "passed"
+    if record.gave_up:
+        return "gave up"
+    return "written" if workspace and written_or_broken(workspace, exercise) else "to do"
+
+
+def written_or_broken(workspace: Workspace, exercise: Exercise) -> bool:
+    try:
+        return workspace.written(exercise)
+    except SpecError:
+        return True  # its check says what is wrong
