@@ -189,7 +189,7 @@ class Pages:
 
     def tables(self, setting: Setting) -> str:
         tables = (
-            f"<h2>{title}</h2>{table(around(setting, varied), varied, getattr(setting, varied))}"
+            f"<h2>{title}</h2>{table(around(setting, varied), getattr(setting, varied))}"
             for varied, title in VARIED.items()
         )
         command = f'<p class="note">The bytes of this choice, in a terminal: {code(setting.command)}</p>'
@@ -257,12 +257,12 @@ def question(number: int, asked: Question, given: int | None) -> str:
     return f"<fieldset><legend>{number + 1}. {inline(asked.question)}</legend>{labels}{said}</fieldset>"
 
 
-def table(answers: Mapping[str, Answer | str], varied: str, chosen: str) -> str:
+def table(answers: Mapping[str, Answer | str], chosen: str) -> str:
     """A row a value: what a rank holds, and how long a step takes."""
     known = [one for one in answers.values() if isinstance(one, Answer)]
     most = max((one.reserved for one in known), default=1.0)
     slowest = max((one.step_s for one in known), default=1.0)
-    columns = [LABELS[varied], "weights", "gradients", "optimizer", "activations", "peak", "", "step", "sends", "waits",
+    columns = ["", "weights", "gradients", "optimizer", "activations", "peak", "", "step", "sends", "waits",
                "", "tokens/s"]  # fmt: skip
     rows = "".join(
         f"<tr{' class=chosen' if value == chosen else ''}><td>{value}</td>{''.join(cells(one, most, slowest))}</tr>"
