@@ -25,16 +25,29 @@ def chosen_exercises(names: list[str] | None) -> list[Exercise]:
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder; that of the pages may be there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A new folder; of pages or notebooks, also an old one.")
+    ],
     exercise: Graded = None,
     install: Annotated[
         str, typer.Option("--install", help="What pip installs: a version, a wheel, a repository.")
     ] = f"lmworks=={__version__}",
     pages: Annotated[bool, typer.Option("--pages", help="Instead: all lessons as Markdown.")] = False,
+    notebooks: Annotated[
+        bool, typer.Option("--notebooks", help="Instead: a notebook an exercise, into a workspace.")
+    ] = False,
 ) -> None:
     """Write a class repository: a workspace, a workflow, autograders."""
     from ..learn.export import export_class
 
+    if pages and notebooks:
+        raise SpecError("--pages and --notebooks: one of them")
+    if notebooks:
+        from ..learn.notebook import write_notebooks
+
+        written, count = write_notebooks(folder)
+        typer.echo(f"{written}: {count} notebooks written; others stay as they are")
+        return
     if pages:
         from ..learn.lessons import write_pages
 
