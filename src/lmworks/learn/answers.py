@@ -49,6 +49,9 @@ def load(folder: Path, file: str) -> ModuleType:
     packages = {path.split("/")[1] for path in course_sources()}
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
+    for package in packages:  # without an __init__.py any module of that name elsewhere would come before it
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(folder / "src" / package)]
     sys.path[:] = [source, *(path for path in sys.path if not path.endswith("/src") or "lmworks-learn-" not in path)]
     importlib.invalidate_caches()
     return importlib.import_module(file.removeprefix("src/").removesuffix(".py").replace("/", "."))

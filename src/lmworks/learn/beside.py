@@ -208,6 +208,107 @@ def int8(module: ModuleType) -> list[Row]:
     ]
 
 
+# --- post-training ---------------------------------------------------------------------------------------
+
+
+def sequence_logps(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..align.logprobs import logprobs_from_logits, sequence_logps
+
+    logits, labels = numbers(2, 8, 16), torch.arange(16).view(2, 8)
+    labels[0, :4] = -100
+    following = labels[:, 1:]
+    ours = sequence_logps(logprobs_from_logits(logits[:, :-1], following.clamp(min=0)), following != -100)
+    yours = module.sequence_logps(logits, labels)
+    return [Row(f"log-probability of answer {index}", float(yours[index]), float(ours[index])) for index in range(2)]
+
+
+def dpo_loss(module: ModuleType) -> list[Row]:
+    from ..align.preference_losses import dpo_loss
+
+    inputs = [numbers(8, seed=seed) for seed in range(4)]
+    return [
+        Row(f"loss of 8 pairs, β = {beta}", float(module.dpo_loss(*inputs, beta)), float(dpo_loss(*inputs, beta)[0]))
+        for beta in (0.1, 0.5)
+    ]
+
+
+def gae(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..align.advantages import gae
+
+    rewards, values = numbers(4, 16), numbers(4, 16, seed=1)
+    pairs = zip(module.gae(rewards, values, 0.99, 0.9), gae(rewards, values, torch.ones(4, 16), 0.99, 0.9), strict=True)
+    return [
+        Row(f"mean of {name}", *(float(one.mean()) for one in pair))
+        for name, pair in zip(("advantages", "returns"), pairs, strict=True)
+    ]
+
+
+def grpo_advantages(module: ModuleType) -> list[Row]:
+    from ..align.advantages import group_advantages
+
+    rewards = numbers(4, 8)
+    best = (float(one.max()) for one in (module.grpo_advantages(rewards), group_advantages(rewards, 8)))
+    return [Row("largest of 4 prompts × 8 answers", *best)]
+
+
+def ppo_loss(module: ModuleType) -> list[Row]:
+    from ..align.policy_losses import ppo_policy_loss
+
+    logps, old, advantages = (numbers(4, 16, seed=seed) for seed in range(3))
+    mask = numbers(4, 16, seed=3) > 0
+    ours, _ = ppo_policy_loss(logps, old, advantages, mask)
+    return [Row("loss of 4 answers", float(module.ppo_loss(logps, old, advantages, mask.float())), float(ours))]
+
+
+# --- precision -------------------------------------------------------------------------------------------
+
+
+def loss_scale(module: ModuleType) -> list[Row]:
+    """Every seventh step overflows."""
+    import torch
+
+    from ..parallel.precision import LossScale
+    from ..spec.precision import PrecisionSpec
+
+    scaler, ours, rows = module.LossScaler(2.0**16, 3), LossScale(PrecisionSpec("fp16", loss_scale_window=3)), []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for step in range(1, 21):
+        parameter.grad = torch.full((1,), torch.inf if step % 7 == 0 else 1.0)
+        ours.update(float(parameter.grad))
+        scaler.step(torch.optim.SGD([parameter], lr=0.0), [parameter])
+        if step % 5 == 0:
+            rows.append(Row(f"scale after step {step}", scaler.scale, ours.scale))
+    return rows
+
+
+def fp8(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..kernels.training.float8 import reference
+
+    x = numbers(64, 256)
+    yours, scale = module.quantize_fp8(x)
+    ours = reference(x, torch.float8_e4m3fn)
+    errors = (
+        float(100 * (one - x).norm() / x.norm()) for one in (yours.float() * scale, ours.values.float() * ours.scale)
+    )
+    return [Row("scale", float(scale), float(ours.scale)), Row("error over size of a number, %", *errors)]
+
+
+def stochastic_rounding(module: ModuleType) -> list[Row]:
+    import torch
+
+    from ..kernels.training.adamw import round_to
+
+    x, random = numbers(4096), torch.arange(4096, dtype=torch.int32) * 16
+    yours, ours = module.stochastic_round(x, random), round_to(x, torch.bfloat16, random)
+    return [Row("sum of 4,096 rounded numbers", float(yours.double().sum()), float(ours.double().sum()))]
+
+
 BESIDE: dict[str, Beside] = {
     "model_states": model_states,
     "kv_cache_bytes": kv_cache_bytes,
@@ -223,4 +324,12 @@ BESIDE: dict[str, Beside] = {
     "decode_step": decode_step,
     "top_k_top_p": top_k_top_p,
     "int8": int8,
+    "sequence_logps": sequence_logps,
+    "dpo_loss": dpo_loss,
+    "gae": gae,
+    "grpo_advantages": grpo_advantages,
+    "ppo_loss": ppo_loss,
+    "loss_scale": loss_scale,
+    "fp8": fp8,
+    "stochastic_rounding": stochastic_rounding,
 }

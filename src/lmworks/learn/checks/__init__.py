@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, ddp, fsdp, gpt, inference, memory, parallelism
+from . import communication, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -15,6 +15,8 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **communication.CHECKS,
     **parallelism.CHECKS,
     **inference.CHECKS,
+    **post_training.CHECKS,
+    **precision.CHECKS,
 }
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
