@@ -47,13 +47,14 @@ def sft_labels(module: ModuleType) -> None:
 
 def sequence_logps(module: ModuleType) -> None:
     logits = torch.tensor([[[0.0, 0.0], [math.log(3), 0.0], [0.0, 0.0]]])
-    for case, labels, expected, remark in (
+    for case, rows, expected, remark in (
         ("two tokens", [[0, 1, 0]], math.log(0.5) + math.log(0.75), "position 0 predicts token 1, position 1 token 2"),
         ("the second is not counted", [[0, -100, 1]], math.log(0.25), "a label of −100 counts for nothing"),
         ("none is counted", [[1, -100, -100]], 0.0, "nothing predicts the first token"),
     ):
-        got = module.sequence_logps(logits, torch.tensor(labels))
-        expect_close(case, got, torch.tensor([expected]), remark=remark, logits=logits, labels=torch.tensor(labels))
+        labels = torch.tensor(rows)
+        got = module.sequence_logps(logits, labels)
+        expect_close(case, got, torch.tensor([expected]), remark=remark, logits=logits, labels=labels)
     logits, labels = numbers(3, 6, 5) * 4, torch.arange(18).view(3, 6) % 5
     labels[0, :3], labels[2, 4:] = -100, -100
     kept = labels.clone()
@@ -76,13 +77,13 @@ def dpo_loss(module: ModuleType) -> None:
         ("rejected two nats up", tensors(-5, -5, -5, -7), 0.5, -math.log(1 / (1 + math.exp(1))), "a margin of −2"),
         ("a margin of −2000", tensors(-2000, 0, 0, 0), 0.1, 200.0, "log σ must not underflow: F.logsigmoid"),
     ):
-        names = dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected"), inputs, strict=True))
+        names: dict[str, Any] = dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected"), inputs, strict=True))
         got = module.dpo_loss(*inputs, beta)
         expect_close(f"{case}, β = {beta}", got, torch.tensor(expected), remark=remark, **names)
     inputs = [numbers(4, seed=seed) for seed in range(4)]
     chosen, rejected, ref_chosen, ref_rejected = inputs
-    expected = -(0.3 * (chosen - ref_chosen - rejected + ref_rejected)).sigmoid().log().mean()
-    expect_close("the mean of four pairs", module.dpo_loss(*inputs, 0.3), expected)
+    wanted = -(0.3 * (chosen - ref_chosen - rejected + ref_rejected)).sigmoid().log().mean()
+    expect_close("the mean of four pairs", module.dpo_loss(*inputs, 0.3), wanted)
 
 
 def gae(module: ModuleType) -> None:
@@ -99,9 +100,9 @@ def gae(module: ModuleType) -> None:
         expect_close(f"{case}: returns", got[1], torch.tensor(advantages) + v, remark="returns = advantages + values")
     r, v = numbers(3, 7), numbers(3, 7, seed=1)
     delta = r + 0.9 * F.pad(v, (0, 1))[:, 1:] - v
-    expected = torch.stack([sum((0.9 * 0.7) ** (i - t) * delta[:, i] for i in range(t, 7)) for t in range(7)], 1)  # type: ignore[arg-type]
+    decay = torch.tensor([[(0.9 * 0.7) ** (i - t) if i >= t else 0.0 for t in range(7)] for i in range(7)])
     got = pair(module.gae(r, v, 0.9, 0.7), "advantages, returns")
-    expect_close("a batch of three: advantages", got[0], expected, rtol=1e-3, atol=1e-5)
+    expect_close("a batch of three: advantages", got[0], delta @ decay, rtol=1e-3, atol=1e-5)
 
 
 def grpo_advantages(module: ModuleType) -> None:
@@ -133,8 +134,8 @@ def ppo_loss(module: ModuleType) -> None:
         expect_close(case, got, torch.tensor(expected), remark=remark)
     logps, old, advantages = numbers(2, 3), numbers(2, 3, seed=1), numbers(2, 3, seed=2)
     mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
-    ratio = (logps - old).exp()
-    gains = torch.min(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)[mask.bool()]
+    ratios = (logps - old).exp()
+    gains = torch.min(ratios * advantages, ratios.clamp(0.9, 1.1) * advantages)[mask.bool()]
     remark = "the mean over the tokens of the mask, of the whole batch"
     expect_close("three tokens of six, clip 0.1", module.ppo_loss(logps, old, advantages, mask, 0.1), -gains.mean(),
                  remark=remark, mask=mask)  # fmt: skip

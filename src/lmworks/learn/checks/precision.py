@@ -51,14 +51,14 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fp8(module: ModuleType) -> None:
-    for case, x, values, scale, remark in (
+    for case, listed, values, scale, remark in (
         ("[448, 1]", [448.0, 1.0], [448.0, 1.0], 1.0, "the largest of the format: 448"),
         ("[2, −4]", [2.0, -4.0], [224.0, -448.0], 4 / 448, "the largest absolute value becomes 448"),
         ("[1e-6, 5e-7]", [1e-6, 5e-7], [448.0, 224.0], 1e-6 / 448, "small tensors fill the range, too"),
         ("[448, 17]", [448.0, 17.0], [448.0, 16.0], 1.0, "three bits of mantissa: 16, 18, 20"),
         ("[0, 0]", [0.0, 0.0], [0.0, 0.0], None, "zeros: the scale must not be 0"),
     ):
-        given = torch.tensor(x)
+        given = torch.tensor(listed)
         found = module.quantize_fp8(given)
         if not isinstance(found, tuple) or len(found) != 2:
             raise Mismatch("what is returned", "a tuple (values, scale)", found)
