@@ -487,6 +487,21 @@ def validated(sample: Sample) -> None:
     print_parts(components(None))
 
 
+def validated_own(sample: Sample) -> None:
+    from lmworks.cli.plan_validate import print_own
+    from lmworks.plan.tables.score import Scored, errors_of
+
+    names = ("row 12 llama3-70b 256×H100-SXM-80GB dp32 tp8 seq 8192", "runs/first-attempt-at-a-higher-learning-rate")
+    scored = [
+        Scored(name, figure, 12.0, 14.3, group, (10.0, 14.0), 0.41)
+        for name in names
+        for figure in ("step time", "allocated", "reserved")
+        for group in ("bf16", "experts")
+    ]
+    lines = [line.to_dict() for line in errors_of("measurements/of-the-other-cluster.csv", scored)]
+    print_own({"lines": lines, "runs": {}, "not_compared": [f"{names[0]}: nothing is measured"]}, False)
+
+
 def coordinates(sample: Sample) -> None:
     from lmworks.cli.bench_coordinates import print_check
 
@@ -624,6 +639,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (typed("plan", "search", "gpt2-small", "--cluster", "2xh100", "--cluster", "2xa100"), "plan_search.print_front"),
     (typed("plan", "serve", "llama3-70b", "--gpu", "H100-SXM-80GB"), "plan_serve.print_plans plan_serve.print_chosen"),
     (validated, "plan_validate.print_report plan_validate.print_parts"),
+    (validated_own, "plan_validate.print_own"),
     (predicted, "plan_validate.print_predictions"),
     (
         lambda sample: sample.prints("profile", "trace", str(TRACES / "ddp_nccl.json.gz")),

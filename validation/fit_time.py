@@ -13,6 +13,7 @@ all sources in view.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from lmworks.plan.case import Case
 from lmworks.plan.software import SOFTWARE
-from lmworks.plan.step.constants import FITTED, Constants, chip_family
+from lmworks.plan.step.constants import FITTED, Constants, Seen, chip_family
 from lmworks.plan.step.price import price_uncalibrated
 from lmworks.plan.step.uncalibrated import Uncalibrated
 from lmworks.plan.tables.rows import Job
@@ -62,7 +63,9 @@ def tree(table: str, root: float, sure: float, sigma: float, members: dict[str, 
 PRIORS = (
     # From the GPU of the generation before, or of the same.
     *tree("gemm", 1.0, 0.1, 0.1, {"A100": "*", "H100": "*", "H200": "H100", "B200": "H100"}),
-    *tree("attention", 1.1, 0.15, 0.15, {"A100": "*", "H100": "*", "H100-fa1": "*", "H200": "H100", "B200": "H100"}),
+    *tree("attention", 1.1, 0.15, 0.15, {
+        "A100": "*", "H100": "*", "H100-fa1": "*", "H100-fa2": "*", "H200": "H100", "B200": "H100",
+    }),
     *tree("software", 1.0, 0.05, 0.05, {
         "llm-foundry": "*", "torchtitan": "*", "torchtitan-compile": "torchtitan", "torchtitan-2025": "torchtitan",
         "megatron": "*", "megatron-2021": "megatron", "megatron-deepspeed": "megatron",
@@ -157,7 +160,8 @@ def anchors() -> list[Measured]:
     ]
     found = []
     for name, model, software, seq, batch, words, rate in runs:
-        case = Case(model, gpu, SOFTWARE[software], seq, batch, **words)
+        ran = replace(SOFTWARE[software], flash="")  # cuDNN's attention: torchtitan 0.2.2 of 2026, PyTorch's default
+        case = Case(model, gpu, ran, seq, batch, **words)
         label = f"{name} {batch}×{seq} {words}"
         found.append(Measured("anchors", Job(case, label), "", batch * seq / rate))
     return found
@@ -250,7 +254,8 @@ def write(tables: dict[str, Table], logs: Array) -> None:
     """Fit once more without each source, and keep all of it with the errors."""
     everything = unpack(logs)
     lines = HEADER.splitlines()
-    sections, spread, unseen_spread = [], [], []
+    sections, off = [], {True: [], False: []}
+    seen_by = {name: seen_in(table) for name, table in tables.items()}
     lines.append(
         "[errors]  # percent: `fitted` to all sources, and `blind`, with constants that have never seen this one"
     )
@@ -260,28 +265,37 @@ def write(tables: dict[str, Table], logs: Array) -> None:
         print(f"{name:12s} fitted {seen} blind {unseen}", flush=True)
         both = ", ".join(f"{kind} = {inline(found)}" for kind, found in (("fitted", seen), ("blind", unseen)))
         lines.append(f"{name} = {{ rows = {len(table.rows)}, {both} }}")
-        spread.append(np.mean(np.log1p(errors(table, everything)) ** 2))
-        unseen_spread.append(np.mean(np.log1p(errors(table, blind)) ** 2))
+        others = functools.reduce(Seen.union, (found for other, found in seen_by.items() if other != name))
+        known = np.array([others.knows(row.case) for row in table.rows])
+        squares = np.log1p(errors(table, blind)) ** 2
+        for which, found in off.items():
+            if np.any(known == which):
+                found.append(squares[known == which].mean())
         sections.append((name, blind))
-    widths = {"spread": float(np.sqrt(np.mean(spread))), "unseen": float(np.sqrt(np.mean(unseen_spread)))}
+    widths = {"spread": float(np.sqrt(np.mean(off[True]))), "unseen": float(np.sqrt(np.mean(off[False])))}
     lines += ["", *section("all", replace(everything, **widths))]
     for name, blind in sections:
         lines += section(f"without.{name}", replace(blind, **widths))
-    for name, table in tables.items():
-        lines += seen_section(name, table)
+    for name, found in seen_by.items():
+        lines += seen_section(name, found)
     FITTED.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
 
 
-def seen_section(source: str, table: Table) -> list[str]:
-    """What runs of a source had, which decides how wide the interval of another run is."""
+def seen_in(table: Table) -> Seen:
     cases = [row.case for row in table.rows]
-    found = {
-        "software": sorted({case.software.name for case in cases}),
-        "gpus": sorted({chip_family(case.gpu) for case in cases}),
-        "dtypes": sorted({case.dtype for case in cases}),
-        "experts": any(case.model.experts for case in cases),
-    }
-    return [f"[seen.{source}]", *(f"{key} = {json.dumps(value)}" for key, value in found.items()), ""]
+    return Seen(
+        frozenset(case.software.name for case in cases),
+        frozenset(chip_family(case.gpu) for case in cases),
+        frozenset(case.dtype for case in cases),
+        any(case.model.experts for case in cases),
+    )
+
+
+def seen_section(source: str, found: Seen) -> list[str]:
+    """What runs of a source had, which decides how wide the interval of another run is."""
+    names = {key: sorted(getattr(found, key)) for key in ("software", "gpus", "dtypes")}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in {**names, "experts": found.experts}.items()]
+    return [f"[seen.{source}]", *lines, ""]
 
 
 def inline(figures: dict[str, float]) -> str:

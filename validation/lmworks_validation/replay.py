@@ -22,6 +22,7 @@ from lmworks.plan.memory.reserve import oom_probability, reserve, reserved, usab
 from lmworks.plan.memory.sheet import budget, saved_by_blocks
 from lmworks.plan.step.constants import constants
 from lmworks.plan.step.price import price
+from lmworks.plan.tables.score import Score, weighted_median
 from lmworks.spec import LMWorksError, SpecError
 
 from .sources import GIB, SOURCES, Measured, Source, source_named
@@ -34,34 +35,6 @@ Interval = Callable[[Case], tuple[float, float]]  # 90 %, of the same seconds
 # Of a rank: allocated, reserved, activations of the first stage, states; with constants that have not seen the source
 # of that name, or all of them where it is empty.
 Bytes = Callable[[Case, str], Mapping[str, float]]
-
-
-@dataclass(frozen=True)
-class Score:
-    """Relative errors of a set of predictions, as fractions."""
-
-    rows: int
-    mape: float  # mean of the absolute errors
-    median: float
-    p90: float
-    bias: float  # mean of the signed errors: above zero, the prediction is too high
-    worst: str
-    worst_error: float
-
-    @classmethod
-    def of(cls, errors: Sequence[float], labels: Sequence[str]) -> Score:
-        signed = np.asarray(errors)
-        size = np.abs(signed)
-        index = int(np.argmax(size))
-        return cls(
-            len(signed),
-            float(size.mean()),
-            float(np.median(size)),
-            float(np.quantile(size, 0.9)),
-            float(signed.mean()),
-            labels[index],
-            float(signed[index]),
-        )
 
 
 @dataclass(frozen=True)
@@ -248,12 +221,6 @@ def mfu(row: Measured, whole: bool = False, own: bool = True) -> float:
     if whole:
         flops += 3 * attention_flops_per_token(case.model, seq)
     return float(flops * case.tokens_per_step / (row.step_s * case.world * peak))
-
-
-def weighted_median(values: Any, weights: Any) -> float:
-    order = np.argsort(values)
-    share = np.cumsum(weights[order]) / weights.sum()
-    return float(values[order][np.searchsorted(share, 0.5)])
 
 
 def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> list[Line]:

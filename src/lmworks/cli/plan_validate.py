@@ -88,6 +88,9 @@ def print_links(curve: Curve) -> None:
 COLUMNS = ("source", "figure", "rows", "fitted", "p90", "bias", "blind", "in 90%", "same MFU", "MFU 40%", "worst row")
 DROP = ("worst row", "MFU 40%", "p90", "bias", "same MFU", "in 90%", "rows")
 PART_COLUMNS = ("what a step is priced from", "how", "rows", "median", "mean", "p90")
+OWN_COLUMNS = ("runs", "figure", "rows", "error", "p90", "bias", "in 90%", "same MFU", "worst run")
+SHOWN_LEFT_OUT = 5
+OWN_DROP = ("worst run", "same MFU", "p90", "bias")
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="DIR", help="A folder with bulk sets that are not part of LMWorks.")
 ]
@@ -95,6 +98,10 @@ TABLES = Path(__file__).parents[3] / "validation"  # in a checkout
 
 
 def validate(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUNS", help="Instead: your own runs, as folders, or as tables (CSV) with results."),
+    ] = None,
     data: Data = None,
     tables: Annotated[
         Path, typer.Option(metavar="DIR", show_default=False, help="The folder validation/ of a checkout of LMWorks.")
@@ -102,18 +109,28 @@ def validate(
     source: Annotated[str, typer.Option(help="One source alone, e.g. llm-foundry.")] = "",
     json: Json = False,
 ) -> None:
-    """Compare the planner with published measurements.
+    """Compare the planner with published runs, or with your own.
 
     Mean absolute error per source, beside the guess that every run has the same MFU. `fitted`: the planner's constants
     were fitted with the source; `blind`: without it. Exit code 1 when an error has grown. The tables are part of a
     checkout of LMWorks, not of an installed wheel: there, `--tables` names them.
 
+    RUNS are folders of runs of `lmworks train`, compared with what was predicted before their first step, or tables as
+    `plan predict` reads them, with columns of step time, tokens/s or memory: these are read for the comparison alone.
+
     \b
     Examples:
       lmworks plan validate
+      lmworks plan validate runs
+      lmworks plan validate cluster.csv --json
       lmworks plan validate --source torchtitan
       lmworks plan validate --data measured --json
     """
+    if runs:
+        if data or source:
+            raise SpecError("--data and --source are of the published tables: leave them out where RUNS are given")
+        print_own(validate_own(runs), json)
+        return
     import_validation(tables)
     from lmworks_validation.components import components
     from lmworks_validation.replay import regressions, replay
@@ -131,6 +148,51 @@ def validate(
             typer.echo(f"grown: {sentence}")
     if worse:
         raise typer.Exit(1)
+
+
+def validate_own(places: list[Path]) -> dict[str, Any]:
+    """Errors of each place, figures run by run, and what could not be compared."""
+    from ..plan.tables.score import errors_of
+    from .plan_own_runs import scored_runs, scored_table
+
+    lines, figures, left = [], {}, []
+    for place in places:
+        scored, why = scored_table(place) if place.is_file() else scored_runs(place)
+        lines += [line.to_dict() for line in errors_of(str(place), scored)]
+        figures[str(place)] = [one.to_dict() for one in scored]
+        left += why
+    if not lines:
+        raise SpecError(f"{', '.join(map(str, places))}: nothing to compare. {'; '.join(left[:3])}".rstrip(". "))
+    return {"lines": lines, "runs": figures, "not_compared": left}
+
+
+def print_own(found: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(found)
+        return
+    rows = []
+    for line in found["lines"]:
+        score, covered = line["score"], line["coverage"]
+        rows.append(
+            [
+                f"{line['source']} {line['group']}".strip(),
+                line["figure"],
+                str(score["rows"]),
+                percent(score["mape"]),
+                percent(score["p90"]),
+                f"{100 * score['bias']:+.1f}",
+                "-" if covered is None else f"{100 * covered:.0f}",
+                percent(line["same_mfu"]),
+                f"{score['worst']} ({100 * score['worst_error']:+.0f})",
+            ]
+        )
+    print_table("Predicted against measured, mean absolute error, %", OWN_COLUMNS, rows, OWN_DROP)
+    typer.echo("in 90%: percent of runs within their 90 % interval. same MFU: the constant that fits these runs best")
+    left = found["not_compared"]
+    for sentence in left[:SHOWN_LEFT_OUT]:
+        typer.echo(f"not compared: {sentence}")
+    if len(left) > SHOWN_LEFT_OUT:
+        typer.echo(f"not compared: {len(left) - SHOWN_LEFT_OUT} more (--json lists them)")
 
 
 def import_validation(folder: Path) -> None:

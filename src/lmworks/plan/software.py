@@ -102,7 +102,8 @@ SOFTWARE = {
         ),
         # A compiler that is only asked to prefer it keeps them.
         Software("torchtitan-compile", stream=2, fused=True, loss="plain", flash="fa2", saves_alternate_gemms=True),
-        Software("torchtitan-2025", stream=2, fused=True, loss="compiled", saves_alternate_gemms=True),
+        # Flash attention 2 on Hopper too; cuDNN's from October 2025 on (pytorch/torchtitan#1196, #1776): `rows.py`.
+        Software("torchtitan-2025", stream=2, fused=True, loss="compiled", flash="fa2", saves_alternate_gemms=True),
         # bf16 weights, gradients summed in fp32, fp32 master weights and moments: 18 bytes a parameter.
         Software(
             "megatron-2021",

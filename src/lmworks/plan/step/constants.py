@@ -44,6 +44,9 @@ class Seen:
             self.experts or other.experts,
         )
 
+    def knows(self, case: Case) -> bool:
+        return case.software.name in self.software and chip_family(case.gpu) in self.gpus
+
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Self:
         software, gpus, dtypes = (frozenset(table[key]) for key in ("software", "gpus", "dtypes"))
@@ -73,7 +76,8 @@ class Constants:
     links: float = 1.0  # factor of collectives inside a node
     network: float = 1.0  # factor of collectives between nodes
     stragglers: float = 0.005  # share of a step lost to stragglers, per doubling of the nodes
-    # Standard deviation of log(predicted / measured): of fitted code bases and GPUs, and of others.
+    # Standard deviation of log(predicted / measured) on a source that was left out of the fit: where the others have
+    # its code base and its GPU, and where not.
     spread: float = 0.1
     unseen: float = 0.2
     seen: Seen = Seen()
@@ -84,8 +88,8 @@ class Constants:
         Errors of what was never seen are taken for independent: a number format or experts on top of a code base that
         was fitted cost as much as a code base that was not.
         """
-        seen, family = self.seen, chip_family(case.gpu)
-        known = case.software.name in seen.software and family in seen.gpus
+        seen = self.seen
+        known = seen.knows(case)
         variance = (self.spread if known else self.unseen) ** 2
         missing = [] if known else [f"of {case.software.name} on {case.gpu.name}"]
         if case.dtype not in seen.dtypes:

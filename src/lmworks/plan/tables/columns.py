@@ -21,7 +21,7 @@ from ...spec import SpecError
 
 # Results, and what belongs to the table rather than to the run.
 RESULT = re.compile(
-    r"tok(en)?s?_?(per|sec|s(?![a-z]))|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_it|s_it|seconds|iter|time|samples_per"
+    r"tok(en)?s?_?(per|sec|s(?![a-z]))|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_(per_)?(it|step)|s_(per_)?it|seconds|iter|time|samples_per"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
 SEPARATORS = re.compile(r"source|ref|match|check|_note$|date|year|mode$|act_cpu_offload|row")

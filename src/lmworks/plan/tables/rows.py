@@ -269,6 +269,7 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
         found = SOFTWARE[compiled]
     if found.name == "torchtitan-compile" and re.search(r"\b202[5-9]", row.hints):
         found = SOFTWARE["torchtitan-2025"]
+        found = replace(found, flash="") if re.search(r"\b202[6-9]", row.hints) else found
     if found.name == "megatron" and gpu.name.startswith("V100"):
         found = SOFTWARE["megatron-2021"]
     kernel = row.text("attention").lower()
