@@ -195,7 +195,8 @@ def test_runs_that_were_in_no_fit_are_predicted() -> None:
 
 
 def test_runs_of_ours_from_constants_fitted_to_others() -> None:
-    """Blind: constants that saw no run of ours. `fitted.toml` records a mean error of 19.4 %: small eager runs wait for a host that is told from compiled code."""
+    """Blind: constants that saw no run of ours. `fitted.toml` records a mean error of 19.4 %: small eager runs wait for
+    a host that is told from compiled code."""
     unseen = [run for run in runs() if run.case.software.gemm_slowdown == 1.0]
     off = [abs(float(price(run.case, constants("lmworks")).seconds) / (run.step_s or 0) - 1) for run in unseen]
     assert 0.17 < np.mean(off) < 0.21
