@@ -106,6 +106,19 @@ def test_grades_of_many(tmp_path: Path) -> None:
     assert said.count("gpt.py is gone; `lmworks learn reset src/models/gpt.py` writes it anew") == 2
 
 
+@pytest.mark.parametrize("link", ["src/models/gpt.py", "src/models/more", "src"])
+def test_links_are_not_followed(tmp_path: Path, link: str) -> None:
+    """Neither to an endless file nor into another folder, though it has the solution."""
+    learn("init", str(tmp_path / "ann"))
+    learn("init", str(tmp_path / "eve"))
+    solve(tmp_path / "ann", "rotate_half")
+    there = tmp_path / "eve" / link
+    shutil.rmtree(there) if there.is_dir() else there.unlink(missing_ok=True)
+    there.symlink_to("/dev/zero" if link.endswith("gpt.py") else tmp_path / "ann" / link.removesuffix("/more"))
+    said = learn("grade", str(tmp_path / "eve"), "--exercise", "rotate_half")
+    assert f"✗ 2. rotate_half: {link} is a link; files are graded" in said and "0 of 10 points" in said
+
+
 def test_what_cannot_be_graded_is_said(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nobody is no folder; name the learners' workspaces"):
         learn("grade", str(tmp_path / "nobody"))

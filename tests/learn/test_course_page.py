@@ -105,7 +105,7 @@ def test_where_you_are(server: PageServer) -> None:
     learner.apply_solution(exercises()["rmsnorm"])
     ask(server, "check/rmsnorm", {})
     _, text = ask(server, "")
-    assert f"1 of {len(exercises())}" in text and '<span class="state">passed</span>' in text
+    assert f"1 of {len(exercises())}" in text and '<span class="state">1 check · passed</span>' in text
     assert re.search(r"<h2>Next</h2>.*?2\. rotate_half", text)
     (learner.folder / "src/models/gpt.py").unlink()
     assert "gpt.py is gone; `lmworks learn reset src/models/gpt.py` writes it anew" in ask(server, "")[1]

@@ -58,9 +58,18 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def checked(workspace: Workspace, exercise: Exercise) -> Verdict:
     """Of a learner's folder, in which anything may be wrong."""
     try:
+        refuse_links(workspace.folder)
         return check_exercise(workspace, exercise)
     except (SpecError, OSError) as error:
         return Verdict(exercise.id, BROKEN, str(error))
+
+
+def refuse_links(folder: Path) -> None:
+    """A check copies what it finds: a link could lead to files of the teacher's, or to a device without an end."""
+    source = folder / "src"
+    for path in (source, *source.rglob("*")):
+        if path.is_symlink():
+            raise SpecError(f"{path.relative_to(folder)} is a link; files are graded, not what they lead to")
 
 
 def as_gradescope(one: Grade) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Pages:
         for phase, ones in groupby(every, key=lambda one: one.phase):
             rows = "".join(
                 f'<li><a href="{self.to(one)}">{escape(one.about)}</a>'
-                f'<span class="state">{escape(state_of(self.workspace, progress, one))}</span></li>'
+                f'<span class="state">{escape(self.state(progress, one))}</span></li>'
                 for one in ones
             )
             body += f'<h2>{escape(phase)}</h2><div class="card"><ol class="lessons">{rows}</ol></div>'
@@ -199,6 +199,13 @@ class Pages:
         return f'<p class="bad">{inline(str(error))}</p>'
 
     # --- pieces ------------------------------------------------------------------------------------------
+
+    def state(self, progress: Progress, exercise: Exercise) -> str:
+        """With what it took."""
+        record = progress.of(exercise.id)
+        counts = ((record.tries, "check"), (record.hints, "hint"))
+        took = [f"{count} {word}{'s' * (count > 1)}" for count, word in counts if count]
+        return " · ".join([*took, state_of(self.workspace, progress, exercise)])
 
     def to(self, exercise: Exercise) -> str:
         return f"{self.root}/lesson/{exercise.id}"
