@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision
+from . import communication, data, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision, studies
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -17,6 +17,8 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **inference.CHECKS,
     **post_training.CHECKS,
     **precision.CHECKS,
+    **data.CHECKS,
+    **studies.CHECKS,
 }
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
