@@ -147,11 +147,14 @@ def test_quizzes_of_exercises_and_readings(server: PageServer) -> None:
     assert progress(server)["answers"] == {"rmsnorm/0": True, "rmsnorm/1": False}
     for form in ({"0": "1"}, {"0": "1", "1": "9"}, {"0": "1", "1": "²"}):
         assert ask(server, "quiz/rmsnorm", form) == (409, '<p class="bad">an answer to each question, please</p>')
+    _, text = ask(server, "plan")
+    assert f'<a href="/{server.token}/reading/ddp_tutorial"><code>lmworks learn quiz ddp_tutorial</code></a>' in text
+    assert f'<a href="/{server.token}/lesson/optimizer"><code>lmworks learn check optimizer</code></a>' in text
     reading = readings()["ddp_tutorial"]
     ask(server, "quiz/ddp_tutorial", {str(at): str(one.answer) for at, one in enumerate(reading.quiz)})
     _, text = ask(server, "plan")
     assert text.count(f"{len(reading.quiz)} of {len(reading.quiz)} answered right") >= 1
-    assert '<span class="good">✓</span>' in text
+    assert '<span class="good">✓</span>' in text and "learn quiz ddp_tutorial</code>" not in text
 
 
 def test_a_broken_progress_file_is_said(server: PageServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,6 +28,7 @@ LABELS = {
     "tp": "tensor parallel", "micro_batch": "sequences of a micro-batch", "micro_batches": "micro-batches of a step",
     "recompute": "recompute",
 }  # fmt: skip
+LEARN = re.compile(r"lmworks learn (?P<what>quiz|check) (?P<name>\w+)")
 PARTS = ("weights", "gradients", "optimizer", "activations")
 LEGEND = "".join(
     f'<ul class="legend"><li>{title}:</li>'
@@ -91,18 +93,20 @@ class Pages:
             header(exercise.about, lead),
             card("Why", "".join(about)),
             card("The task", f"<p>{inline(exercise.task)}</p>"),
-            card("Your part", f'<div id="work">{self.work(exercise)}</div>'
+            card("Your part", f'<div id="work" aria-live="polite">{self.work(exercise)}</div>'
                  + self.form("check", exercise.id, "work", '<button class="main">Check</button>')
                  + f'<p class="note">In a terminal: {" · ".join(map(code, commands(exercise)))}</p>'),
-            card("Hints", f'<div id="hints">{self.hints(exercise)}</div>'),
-            card("Quiz", f'<div id="quiz">{self.quiz(exercise)}</div>'),
+            card("Hints", f'<div id="hints" aria-live="polite">{self.hints(exercise)}</div>'),
+            card("Quiz", f'<div id="quiz" aria-live="polite">{self.quiz(exercise)}</div>'),
             f"<nav>{links}</nav>",
         ]  # fmt: skip
         return self.document(exercise.about, "".join(parts))
 
     def reading(self, reading: Reading) -> str:
         body = header(reading.title, "A reading is done once its quiz is answered.")
-        body += card("", f"<p>{anchor(reading.link)}</p>") + card("Quiz", f'<div id="quiz">{self.quiz(reading)}</div>')
+        body += card("", f"<p>{anchor(reading.link)}</p>") + card(
+            "Quiz", f'<div id="quiz" aria-live="polite">{self.quiz(reading)}</div>'
+        )
         return self.document(reading.title, body)
 
     def plan(self) -> str:
@@ -222,12 +226,20 @@ class Pages:
 
     def tick(self, one: Tick) -> str:
         mark = '<span class="good">✓</span>' if one.done else "·"
-        rows = [one.found] if one.found else []
+        rows = [inline(one.found)] if one.found else []
         if not one.done:
-            rows += [f"{label}: {words}" for label, words in (("do", one.how), ("needs", one.needs)) if words]
-        found = "".join(f'<p class="note">{inline(row)}</p>' for row in rows)
+            rows += [f"do: {self.means(one.how)}"] if one.how else []
+            rows += [f"needs: {inline(one.needs)}"] if one.needs else []
+        found = "".join(f'<p class="note">{row}</p>' for row in rows)
         link = f" {anchor(one.link, 'read')}" if one.link else ""
         return f"<p>{mark} {inline(one.item)}{link}</p>{found}"
+
+    def means(self, how: str) -> str:
+        """What the page has, too, is a link to it."""
+        if found := LEARN.fullmatch(how):
+            place = "reading" if found["what"] == "quiz" else "lesson"
+            return f'<a href="{self.root}/{place}/{found["name"]}">{code(how)}</a>'
+        return inline(how)
 
 
 # --- without a workspace ---------------------------------------------------------------------------------
