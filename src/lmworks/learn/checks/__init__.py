@@ -25,5 +25,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
 PRELOAD = {
     "src/models/gpt.py": ("torch._dynamo",),
     "src/training/ddp_trainer.py": ("torch._dynamo", "torch.distributed"),
+    "src/communication/collectives.py": ("torch._dynamo",),  # by the first optimizer that is made
+    "src/precision/scaling.py": ("torch._dynamo",),
     "src/training/fsdp_trainer.py": ("torch._dynamo", "torch.distributed.fsdp"),
 }

@@ -12,8 +12,15 @@ from ..expect import Mismatch, expect_at_most, expect_equal
 def pack(module: ModuleType) -> None:
     draw = random.Random(0)
     cases: list[tuple[list[int], int]] = [
-        ([], 4), ([4], 4), ([2, 2], 4), ([3, 2], 4), ([1, 3, 1, 3], 4), ([2, 2, 3, 3, 4, 6], 10), ([4, 3, 3, 5, 5], 10),
-    ]  # fmt: skip
+        ([], 4),
+        ([4], 4),
+        ([1, 1], 4),
+        ([2, 2], 4),
+        ([3, 2], 4),
+        ([1, 3, 1, 3], 4),
+        ([2, 2, 3, 3, 4, 6], 10),
+        ([4, 3, 3, 5, 5], 10),
+    ]
     cases += [([draw.randint(1, 100) for _ in range(200)], 100), ([draw.randint(20, 60) for _ in range(200)], 128)]
     for lengths, size in cases:
         many = f"{len(lengths)} documents" if len(lengths) > 9 else f"lengths {lengths}"
@@ -47,6 +54,7 @@ def bpe(module: ModuleType) -> None:
         expect_equal(f"merge {pieces} by {pair}: the pieces are left as they were", given, pieces)
     for words, merges, learns, remark in (
         ({"ab": 1}, 1, [("a", "b")], ""),
+        ({"abab": 1}, 1, [("a", "b")], "the pair that occurs most"),
         ({"ab": 1, "cd": 2}, 1, [("c", "d")], "a pair counts as often as its word occurs"),
         ({"cd": 1, "ab": 1}, 1, [("a", "b")], "equally frequent: the first in alphabetical order"),
         ({"ab": 1}, 5, [("a", "b")], "no pair is left"),

@@ -25,7 +25,7 @@ def pair(found: Any, what: str) -> tuple[Any, Any]:
 def decode_step(module: ModuleType) -> None:
     for heads, kv_heads, tokens in ((1, 1, 1), (1, 1, 3), (2, 2, 3), (4, 2, 3), (6, 2, 5)):
         q, k, v = numbers(tokens, heads, 4), numbers(tokens, kv_heads, 4, seed=1), numbers(tokens, kv_heads, 4, seed=2)
-        keys, values = (torch.full((tokens + 2, kv_heads, 4), float("nan")) for _ in range(2))
+        keys, values = (torch.full((tokens + 2, kv_heads, 4), left) for left in (0.5, 99.0))  # by other requests
         per_query = heads // kv_heads
         whole_k, whole_v = (x.repeat_interleave(per_query, 1).transpose(0, 1) for x in (k, v))
         whole = F.scaled_dot_product_attention(q.transpose(0, 1), whole_k, whole_v, is_causal=True)

@@ -45,13 +45,14 @@ def kv_cache_bytes(budget: ModuleType) -> None:
 
 def cheapest_stage(budget: ModuleType) -> None:
     for parameters, ranks, memory, activations, precision, expected, remark in (
+        (10, 5, 161, 0, "bf16", 0, "no sharding is needed"),
         (10, 5, 160, 0, "bf16", 0, "160 bytes of states fill 160 bytes: they fit"),
         (10, 5, 159, 0, "bf16", 1, "stage 1 needs 20 + 20 + 24"),
         (10, 5, 64, 0, "bf16", 1, ""),
         (10, 5, 63, 0, "bf16", 2, "stage 2 needs 20 + 4 + 24"),
         (10, 5, 47, 0, "bf16", 3, "stage 3 needs 4 + 4 + 24"),
         (10, 5, 31, 0, "bf16", None, "not even stage 3 fits"),
-        (10, 5, 160, 1, "bf16", 1, "activations count"),
+        (10, 5, 160, 10, "bf16", 1, "activations count"),
         (10, 5, 50, 10, "bf16", 3, "every rank has its own activations, whole"),
         (10, 5, 159, 0, "fp32", 1, "fp32 needs 160 bytes, too"),
         (10, 5, 95, 0, "fp32", 2, "fp32, stage 1: 40 + 40 + 16"),

@@ -67,12 +67,13 @@ def asha(module: ModuleType) -> None:
 
 def corrupted_rank(module: ModuleType) -> None:
     weights = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    weights[0, 0] = 1.75  # 1.25 without the first bit of its mantissa
     whole = module.digest(weights)
     expect_equal("the digest is a whole number", isinstance(whole, int), True)
     expect_equal("of a copy", module.digest(weights.clone()), whole)
     expect_equal("of the same weights, not contiguous", module.digest(weights.T.clone().T), whole)
     for place in (0, 7, 19):
-        for bit in (0, 1, 15, 22, 30, 31):
+        for bit in (30, 22, 0, 1, 15, 31):
             flipped = weights.clone()
             flipped.view(-1).view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(1 << 31)
             remark = "every bit counts, the last of the mantissa as well as the sign"
@@ -90,6 +91,7 @@ def corrupted_rank(module: ModuleType) -> None:
         ({0: 5, 1: 5, 2: 5}, [], "all agree"),
         ({0: 5, 1: 7, 2: 5}, [1], "two against one"),
         ({0: 7, 1: 5, 2: 5}, [0], "rank 0 may be the wrong one"),
+        ({0: 5, 1: 7, 2: 8}, [0, 1, 2], "three that differ: any may be right"),
         ({0: 5, 1: 7}, [0, 1], "of two neither has the majority"),
         ({0: 5, 1: 5, 2: 7, 3: 7}, [0, 1, 2, 3], "two against two"),
         ({3: 5, 8: 5, 9: 5, 12: 7, 13: 8}, [12, 13], "three of five agree"),
