@@ -141,6 +141,25 @@ def test_checks_are_recorded_and_what_code_prints_is_text(server: PageServer) ->
     assert server.worker.asked == [("check", "rmsnorm")] * 2 + [("effect", "rmsnorm")]
 
 
+def test_pages_are_answered_during_a_check(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def waits(kind: str, exercise: str) -> dict[str, Any]:
+        assert goes_on.wait(30)
+        return WRONG.as_json()
+
+    monkeypatch.setattr(server.worker, "ask", waits)
+    answers: list[tuple[int, str]] = []
+    checking = threading.Thread(target=lambda: answers.append(ask(server, "check/rmsnorm", {})))
+    checking.start()
+    assert ask(server, "")[0] == 200 and ask(server, "hint/rmsnorm", {})[0] == 200
+    assert not answers
+    goes_on.set()
+    checking.join(30)
+    assert answers[0][0] == 200
+    assert progress(server)["exercises"]["rmsnorm"] == {"tries": 1, "hints": 1, "passed": "", "gave_up": False}
+
+
 def test_quizzes_of_exercises_and_readings(server: PageServer) -> None:
     _, text = ask(server, "quiz/rmsnorm", {"0": "1", "1": "2"})
     assert text.count("Right.") == 1 and "No: the mean." in text
