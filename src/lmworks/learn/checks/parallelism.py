@@ -133,7 +133,9 @@ def zero_bubble(module: ModuleType) -> None:
             remark = f"{TARGET}: no stage keeps more than `stages` micro-batches, until their W is done"
             found = most_held(order, "W")
             expect_at_most(f"{case}: held by stage {stage}", found, stages, remark=remark, order=words(order))
-        remark = f"{TARGET}: 3 · micro-batches + stages − 1, with F, I and W of one second; 1F1B has twice as much idle"
+        remark = (
+            f"{TARGET}: 3 · micro-batches + stages − 1, with F, I and W of one second; 1F1B idles three times as long"
+        )
         orders_shown = {f"stage {stage}": words(order) for stage, order in enumerate(orders)}
         expect_at_most(
             f"{case}: seconds", seconds, 3.0 * micro_batches + stages - 1, remark=remark, orders=orders_shown
