@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typed import lmworks
 
 MEMORY = ["plan", "memory", "llama3-8b", "--cluster", "8xh100", "--zero", "3", "--seq", "8192", "--micro-batch", "1"]
 SEARCH = ["plan", "search", "llama3-8b", "--cluster", "8xh100", "--seq", "4096", "--global-batch", "64"]
+ONE = ["--fix", "recompute=full", "--fix", "schedule=1f1b", "--fix", "tp=1", "--seq", "2048"]
 QUICK = ["--fix", "recompute=full", "--fix", "schedule=1f1b", "--fix", "offload=none"]
 BYTES = ["parameters", "gradients", "optimizer", "master", "activations", "logits", "buffers", "allocated", "reserved"]
 
@@ -129,17 +131,41 @@ def test_host_memory_of_a_rank_and_of_its_machine(capsys: pytest.CaptureFixture[
     assert "host memory: 3.0 GiB a rank; what a machine has" in lmworks(capsys, "plan", *words)[1]
 
 
-def test_a_search_tells_what_it_asks_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ["--fix", "schedule=1f1b", "--fix", "offload=none", "--fix", "tp=1", "--fix", "cp=1", "--fix", "pp=1"]
-    front = answer(capsys, *SEARCH, *fixed)["front"]
+def test_rows_of_the_memory_sheet_add_up_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One has gradients that are not made yet, which is printed below zero; the other keeps inputs of its blocks."""
+    _, out, _ = lmworks(capsys, *MEMORY)
+    printed = {name: float(gib) for name, gib in re.findall(r"^ (\w+) +(-?[\d.]+) GiB", out, re.MULTILINE)}
+    parts = {name: gib for name, gib in printed.items() if name not in ("allocated", "reserved", "host")}
+    assert parts["absent"] < 0 and sum(parts.values()) == pytest.approx(printed["allocated"], abs=0.01 * len(parts))
+    kept = "blocks keep 4.00 GiB from forward to backward pass"  # 32 inputs of 8192 × 4096 in fp32
+    assert kept in lmworks(capsys, *MEMORY, "parallel.recompute=full")[1] and kept not in out
+
+
+def test_host_memory_is_searched_where_one_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--fix", "schedule=1f1b", "--fix", "tp=1", "--fix", "cp=1", "--fix", "pp=1"]
+    words = [*SEARCH, *fixed, "--offload", "--fix", "offload=none"]
+    front = answer(capsys, *words)["front"]
     asking = [one for one in front if one["layout"]["offload_activations"]]
     assert asking and {one["layout"]["recompute"] for one in front} >= {"mlp"}
     for one in asking:
         gibs = one["layout"]["offload_activations"]
         assert one["host_per_machine"] == 8 * one["memory"]["host"] == pytest.approx(8 * gibs * 2**30, rel=0.01)
         assert f"{gibs:g} GiB of activations on the host" in one["text"]
-    assert (
-        f"{len(asking)} of these keep something in host memory" in lmworks(capsys, *SEARCH, *fixed, "--show", "99")[1]
-    )
-    without = answer(capsys, *SEARCH, *fixed, "--fix", "offload_activations=0")["front"]
-    assert not any(one["host_per_machine"] for one in without)
+    assert f"{len(asking)} of these keep something in host memory" in lmworks(capsys, *words, "--show", "99")[1]
+    without = answer(capsys, *SEARCH, *fixed)["front"]
+    assert without and not any(one["host_per_machine"] for one in without)
+    (optimizer, *_) = answer(capsys, *SEARCH, *fixed, "--fix", "offload=optimizer")["front"]
+    assert optimizer["layout"]["offload"] == "optimizer"
+
+
+def test_what_fits_in_host_memory_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = lmworks(capsys, "plan", "search", "llama3-8b", "--cluster", "1xh100", "--global-batch", "1", *ONE)
+    assert code == 2 and "nothing fits on 1 × H100-SXM-80GB" in err and "--offload" in err
+    code, _, err = lmworks(capsys, "plan", "search", "llama3-8b", "--cluster", "1xa10", "--global-batch", "1", *ONE)
+    assert code == 2 and "nothing fits" in err and "--offload" not in err
+
+
+def test_a_machine_alone_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "search", "gpt2-small", "--seq", "1024", "--global-batch", "16", "--fix", "recompute=full"]
+    assert answer(capsys, *words, "--cluster", "8xrtx4090")["front"]
+    assert "cluster.nic_gbs" in lmworks(capsys, *words, "--cluster", "16xrtx4090")[2]

@@ -376,7 +376,7 @@ def memory(
     from ..plan.cluster_request import ClusterRequest, cluster_and_gpu, run_on_cluster
     from ..plan.memory.host_need import machine_need
     from ..plan.memory.reserve import RISK, capacity, oom_probability, reserved, usable
-    from ..plan.memory.sheet import budget, run_budget, run_phases
+    from ..plan.memory.sheet import budget, run_budget, run_phases, saved_by_blocks
 
     request = ClusterRequest(cluster, seq, micro_batch, global_batch, zero, tp, cp, pp, ep, recompute, dtype)
     run = run_on_cluster(spec, overrides or (), request)
@@ -410,6 +410,7 @@ def memory(
         "fits": chance <= RISK and (phases is None or phases.engine_starts),
         "oom_probability": chance,
         "stages": stages,
+        "saved_by_blocks": float(saved_by_blocks(Case.of(run, gpu))) if run.parallel.recompute != "budget" else None,
     }
     if fullest is not None:
         facts["run_stages"] = {"fullest": fullest, "reserved": by_stage}
@@ -458,13 +459,22 @@ def layout_of(run: RunSpec, gpu: Gpu) -> str:
 
 
 def print_budget(facts: dict[str, Any]) -> None:
-    shown = {**PARTS, "allocated": "their sum", "reserved": "what the allocator takes", "host": "in host memory"}
+    shown = {
+        **PARTS,
+        "allocated": "their sum",
+        "left": "freed before it, in blocks that nothing of that moment fits",
+        "reserved": "what the allocator takes",
+        "host": "in host memory",
+    }
+    signed = {name: -facts[name] if name == "absent" else facts[name] for name in shown}
     rows = [
-        [name, f"{facts[name] / 2**30:.2f} GiB", f"{facts[name] / 1e9:.2f} GB", how]
+        [name, f"{signed[name] / 2**30:.2f} GiB", f"{signed[name] / 1e9:.2f} GB", how]
         for name, how in shown.items()
-        if facts[name]
+        if signed[name]
     ]
     print_table("The fullest rank", ["what", "GiB", "GB", "how"], rows)
+    if (kept := facts["saved_by_blocks"]) and kept > facts["activations"]:
+        typer.echo(f"blocks keep {kept / 2**30:.2f} GiB from forward to backward pass; the highest moment is another")
 
 
 def print_stages(stages: list[dict[str, float]]) -> None:

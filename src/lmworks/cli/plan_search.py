@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..plan.search.request import Request
     from ..plan.search.search import Found, Result
 
+NO_OFFLOAD = {"offload": "none", "offload_activations": 0}  # of a search that does not ask for it
 DROP = ("MWh", "GB sent", "free", "MFU", "tokens/s", "GiB a GPU")  # of the table of layouts, in a narrow terminal
 
 
@@ -57,6 +59,9 @@ def search(
         float | None,
         typer.Option("--tokens", min=1, help="Tokens to train on, for days, $ and --out (the spec's steps, or 1e12)."),
     ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Also layouts that keep states or activations in host memory.")
+    ] = False,
     data: Annotated[
         str | None, typer.Option("--data", help="What --out trains on: a folder made by `lmworks data prepare`.")
     ] = None,
@@ -69,6 +74,8 @@ def search(
 
     The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are in
     closed form, for the best 50 from a simulated timeline; `lmworks plan validate` shows their errors.
+
+    Weights, states and activations stay on the GPU, unless you ask with --offload.
 
     The layout of a spec file is replaced; layout keys given as overrides (parallel.tp=8) are fixed, as by --fix.
 
@@ -100,16 +107,18 @@ def search(
         "risk": risk,
         "pinned": search_request.pinned,
     }
-    problems = [problem_of(base, text, **more) for text in cluster or [""]]
+    asked = [problem_of(base, text, **more) for text in cluster or [""]]
+    problems = asked if offload else [replace(one, pinned={**NO_OFFLOAD, **one.pinned}) for one in asked]
     for option, path in (("--out", out), ("--html", html)):
         if path:
             check_writable(path, option)
     if out:
         check_vocabulary(base)
     result = find(problems)
-    verdict = explain_layout(problems[0], read_layout(explain.split()), base, result) if explain else None
+    verdict = explain_layout(asked[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
-        raise SpecError(no_layout_message(problems[0], result))
+        in_host_memory = "" if offload or not find(asked).front else ". In host memory some fits: --offload"
+        raise SpecError(no_layout_message(problems[0], result, asked[0].pinned) + in_host_memory)
     facts: dict[str, Any] = {
         "model": base.name,
         "params": base.model.params,
@@ -148,8 +157,8 @@ def search(
         typer.echo(f"page: {html}")
 
 
-def no_layout_message(problem: SearchProblem, result: Result) -> str:
-    """Why no layout is legal or fits, and what would."""
+def no_layout_message(problem: SearchProblem, result: Result, pinned: Mapping[str, Any]) -> str:
+    """Why no layout is legal or fits, and what would; `pinned` is what the reader has fixed."""
     from ..plan.search.search import min_memory_bytes, smallest_fitting_cluster
 
     where = f"{problem.cluster.gpus} × {problem.gpu.name}"
@@ -157,8 +166,8 @@ def no_layout_message(problem: SearchProblem, result: Result) -> str:
         message = (
             f"no layout of {where} is legal for a batch of {problem.global_batch} sequences of {problem.seq} tokens"
         )
-        if problem.pinned:
-            kept = ", ".join(f"{key}={value}" for key, value in problem.pinned.items())
+        if pinned:
+            kept = ", ".join(f"{key}={value}" for key, value in pinned.items())
             return f"{message} with {kept}: --explain '{kept.replace(',', '')}' says why"
         return f"{message}; a batch of {-(-problem.global_batch // problem.world) * problem.world} divides evenly"
     need, room = min_memory_bytes(problem) / 2**30, problem.safe_bytes / 2**30
@@ -247,7 +256,7 @@ def print_front(facts: dict[str, Any], show: int) -> None:
         most = f"{max(asking) / 2**30:,.0f} GiB"
         typer.echo(
             f"{len(asking)} of these keep something in host memory, up to {most} a machine: what yours has is not in "
-            "the catalogue; --fix offload_activations=0 --fix offload=none leaves them out"
+            "the catalogue"
         )
     if bill:
         typer.echo(

@@ -68,7 +68,7 @@ class Links:
             return CommSeconds()
         several = np.greater(ranks, 1)
         if kind == "send":
-            ranks = 2
+            ranks = np.where(several, 2, 1)
         seconds = np.where(several, self.fabric.seconds(kind, nbytes, ranks, stride), 0.0)
         near = self.fabric.inside(ranks, stride)
         return CommSeconds(np.where(near, seconds, 0.0), np.where(near, 0.0, seconds))
