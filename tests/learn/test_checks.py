@@ -292,6 +292,25 @@ OTHER = {  # right answers unlike the reference
     "f=file)\nif dist.is_initialized():\n    dist.barrier()\n",
     "fsdp_policy": "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n"
     "return ModuleWrapPolicy({TransformerBlock})\n",
+    "vocab_parallel_loss": "m = link.all_reduce(logits.max(dim=-1).values, op='max')\n"
+    "s = link.all_reduce((logits - m[:, None]).exp().sum(1))\nn = logits.shape[1]\n"
+    "hit = targets[:, None] - link.rank * n == targets.new_tensor(range(n))\n"
+    "return (m + s.log() - link.all_reduce((logits * hit).sum(1))).mean()\n",
+    "decode_step": "keys[position] = k\nvalues[position] = v\ngrouped = q.view(k.shape[0], -1, q.shape[-1])\n"
+    "s = torch.einsum('kgd,skd->kgs', grouped, keys[:position + 1]) * q.shape[-1] ** -0.5\n"
+    "return torch.einsum('kgs,skd->kgd', s.softmax(-1), values[:position + 1]).reshape(q.shape)\n",
+    "top_k_top_p": "x = logits.double() / temperature\nif top_k:\n"
+    "    x = x.masked_fill(x < x.topk(min(top_k, len(x))).values[-1], float('-inf'))\n"
+    "p = x.softmax(-1)\nq = p.sort(descending=True).values\nleast = q[q.cumsum(0) - q < top_p][-1]\n"
+    "return p.where(p >= least, 0.0).div(p[p >= least].sum()).float()\n",
+    "speculative": "for i, t in enumerate(draft):\n    if chances[i] >= min(1.0, float(p[i][t] / q[i][t])):\n"
+    "        r = (p[i] - q[i]).relu()\n        return i, r / r.sum()\nreturn len(draft), p[-1]\n",
+    "corrupted_rank.digest": "import hashlib\n"
+    "return int.from_bytes(hashlib.sha256(weights.numpy().tobytes()).digest()[:8], 'big')\n",
+    "resumable_batches": "import random\ndef order(epoch):\n    places = list(range(documents))\n"
+    "    random.Random(f'{seed}/{epoch}').shuffle(places)\n    return places\n"
+    "whole = [order(p // documents)[p % documents] for p in range(step * batch, (step + 1) * batch)]\n"
+    "return whole[rank * (batch // ranks) : (rank + 1) * (batch // ranks)]\n",
 }  # fmt: skip
 
 
