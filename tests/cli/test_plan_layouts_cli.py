@@ -143,7 +143,7 @@ def test_rows_of_the_memory_sheet_add_up_as_printed(capsys: pytest.CaptureFixtur
 
 def test_host_memory_is_searched_where_one_asks_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fix", "schedule=1f1b", "--fix", "tp=1", "--fix", "cp=1", "--fix", "pp=1"]
-    words = [*SEARCH, *fixed, "--offload", "--fix", "offload=none"]
+    words = [*SEARCH, *fixed, "precision.weights=fp32", "--offload", "--fix", "offload=none"]
     front = answer(capsys, *words)["front"]
     asking = [one for one in front if one["layout"]["offload_activations"]]
     assert asking and {one["layout"]["recompute"] for one in front} >= {"mlp"}
@@ -156,6 +156,23 @@ def test_host_memory_is_searched_where_one_asks_for_it(capsys: pytest.CaptureFix
     assert without and not any(one["host_per_machine"] for one in without)
     (optimizer, *_) = answer(capsys, *SEARCH, *fixed, "--fix", "offload=optimizer")["front"]
     assert optimizer["layout"]["offload"] == "optimizer"
+
+
+def test_weights_are_kept_in_whichever_format_is_faster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One front of both, and the written spec says which: it fits in fewer bytes, with exact fp32 weights."""
+    words = [*SEARCH, *QUICK, "--fix", "tp=1"]
+    both = answer(capsys, *words, "--out", str(tmp_path / "best.toml"))
+    each = {kept: answer(capsys, *words, f"precision.weights={kept}") for kept in ("fp32", "bf16")}
+    assert both["legal"] == sum(one["legal"] for one in each.values())
+    best = both["front"][0]
+    assert (
+        best["step_s"] == min(one["front"][0]["step_s"] for one in each.values()) == each["bf16"]["front"][0]["step_s"]
+    )
+    assert best["weights"] == "bf16" and best["text"].endswith("bf16 weights")
+    assert {one["weights"] for one in each["fp32"]["front"]} == {"fp32"}
+    written = load_run(str(tmp_path / "best.toml")).precision
+    assert (written.weights, written.master, written.dtype) == ("bf16", True, "bf16")
+    assert {one["weights"] for one in answer(capsys, *words, "--dtype", "fp32")["front"]} == {"fp32"}
 
 
 def test_what_fits_in_host_memory_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,8 @@ def search(
     The table is the Pareto front, fastest first: every further row is slower and leaves more memory free. Times are in
     closed form, for the best 50 from a simulated timeline; `lmworks plan validate` shows their errors.
 
-    Weights, states and activations stay on the GPU, unless you ask with --offload.
+    Weights, states and activations stay on the GPU, unless you ask with --offload. Weights are kept in fp32 or in bf16
+    with the bits that complete them (`precision.weights`), whichever is faster, unless the spec says.
 
     The layout of a spec file is replaced; layout keys given as overrides (parallel.tp=8) are fixed, as by --fix.
 
@@ -108,6 +109,8 @@ def search(
         "pinned": search_request.pinned,
     }
     asked = [problem_of(base, text, **more) for text in cluster or [""]]
+    if "precision.weights" not in search_request.said and base.precision.compute == "bf16":
+        asked = [replace(one, kept=one.kept.replace(weights=kept)) for one in asked for kept in ("fp32", "bf16")]
     problems = asked if offload else [replace(one, pinned={**NO_OFFLOAD, **one.pinned}) for one in asked]
     for option, path in (("--out", out), ("--html", html)):
         if path:
@@ -128,7 +131,7 @@ def search(
         "fitting": result.fitting,
         "seconds": time.perf_counter() - began,
         "front": [row(found, search_request) for found in result.front],
-        "fastest": [row(found, search_request) for found in result.fastest] if len(problems) > 1 else [],
+        "fastest": [row(found, search_request) for found in result.fastest] if len(cluster or ()) > 1 else [],
         "fronts": [[row(found, search_request) for found in each] for each in result.fronts] if html or json else [],
         "explained": explained(verdict) if verdict else None,
     }
@@ -190,6 +193,7 @@ def row(found: Found, request: Request) -> dict[str, Any]:
     return {
         "layout": found.layout,
         "text": found.case.text,
+        "weights": problem.precision.weights,
         "gpu": problem.gpu.name,
         "gpus": problem.world,
         "step_s": found.step_s,

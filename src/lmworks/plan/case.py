@@ -188,7 +188,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The layout of one candidate; degrees of 1 are left out."""
+        """The layout of one candidate; degrees of 1 are left out, and weights in fp32."""
         words = [f"{axis}={int(getattr(self, axis))}" for axis in ("tp", "cp", "pp", "ep") if getattr(self, axis) > 1]
         if self.dp > 1:
             copies = f"{int(self.dp_replicate)}×" if self.dp_shard > 1 and self.dp_replicate > 1 else ""
@@ -201,4 +201,7 @@ class Case:
             words.append(f"offload {self.offload}")
         if self.offload_activations:
             words.append(f"{self.offload_activations:g} GiB of activations on the host")
-        return ", ".join([*words, f"micro-batch {int(self.micro_batch)}"])
+        words.append(f"micro-batch {int(self.micro_batch)}")
+        if self.software.weights < 4:
+            words.append("bf16 weights")
+        return ", ".join(words)

@@ -226,7 +226,7 @@ def run_of(problem: SearchProblem, layout: Mapping[str, Any], base: RunSpec) -> 
     parallel |= {axis: layout[axis] for axis in axes}
     sizes = {"micro_batch": layout["micro_batch"], "global_batch": problem.global_batch, "seq": problem.seq}
     data = base.to_dict()
-    for table, changes in {"parallel": parallel, "data": sizes, "precision": {"dtype": problem.dtype}}.items():
+    for table, changes in {"parallel": parallel, "data": sizes, "precision": problem.precision.to_dict()}.items():
         data[table] = {**data[table], **changes}
     data["cluster"] = problem.cluster.to_dict()
     return RunSpec.from_dict(data)

@@ -99,9 +99,11 @@ class Result:
 
 
 def search(questions: Iterable[SearchProblem]) -> Result:
-    """The front of one cluster, or of several."""
+    """The front of one cluster, or of several. Questions of one cluster stand together: they share its front."""
     counted: Counter[str] = Counter()
-    each = [layouts for problem in questions if (layouts := fitting(problem, counted))]
+    clusters = [list(group) for _, group in itertools.groupby(questions, key=lambda problem: problem.cluster)]
+    by_cluster = [[layout for problem in group for layout in fitting(problem, counted)] for group in clusters]
+    each = [layouts for layouts in by_cluster if layouts]
     first = front([layout for layouts in each for layout in layouts])
     fastest = [min(layouts, key=lambda layout: layout.step_s).repriced() for layouts in each]
     fronts = [simulated(front(layouts)) for layouts in each] if len(each) > 1 else []
