@@ -177,7 +177,11 @@ def test_weights_are_kept_in_whichever_format_is_faster(capsys: pytest.CaptureFi
 
 def test_what_fits_in_host_memory_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = lmworks(capsys, "plan", "search", "llama3-8b", "--cluster", "1xh100", "--global-batch", "1", *ONE)
-    assert code == 2 and "nothing fits on 1 × H100-SXM-80GB" in err and "--offload" in err
+    assert code == 2 and "nothing fits on 1 × H100-SXM-80GB" in err
+    assert "With --offload some fits on 1 × H100-SXM-80GB" in err
+    words = ["plan", "search", "llama3-8b", "--cluster", "1xh100", "--global-batch", "1", *ONE]
+    out = lmworks(capsys, *words, "--explain", "offload=optimizer")[1]
+    assert out.startswith("nothing fits on 1 × H100-SXM-80GB") and "GiB a GPU  free" not in out
     code, _, err = lmworks(capsys, "plan", "search", "llama3-8b", "--cluster", "1xa10", "--global-batch", "1", *ONE)
     assert code == 2 and "nothing fits" in err and "--offload" not in err
 

@@ -247,6 +247,7 @@ def test_the_probability_that_it_does_not_fit() -> None:
     assert chances[4] > 1 - 1e-6
     assert list(chances) == sorted(chances)
     assert oom_probability(room, H100) == 0.5
+    assert oom_probability(1.0, H100.replace(memory_gb=1)) == 1, "the context alone is more"
 
 
 def test_reserved_is_more_than_allocated() -> None:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from lmworks.plan.devices.rates import GemmRate, gemm_rate, gemm_seconds, product_flops, table
+from lmworks.plan.step.price import price
+from lmworks.plan.tables.columns import parse
+from lmworks.plan.tables.rows import job
 from lmworks.spec import catalogue
 
 IDEAL = GemmRate(
@@ -96,11 +99,30 @@ def test_batched_products_of_heads_of_108_run_without_tensor_cores_on_ampere() -
     """BLOOM's trials: 128 heads of 108 take 157 s a step, 96 of 144 take 118."""
     rate = bf16("A100-SXM-80GB")
     work = [
-        2 * 2048 * 2048 * d * heads / gemm_seconds(2048, d, 2048, rate, heads) for d, heads in ((108, 64), (144, 48))
+        2 * 2048 * 2048 * d * heads / gemm_seconds(2048, d, 2048, rate, heads, heads=True)
+        for d, heads in ((108, 64), (144, 48))
     ]
     assert work[0] < 19.5e12 < 3 * 19.5e12 < work[1]
     assert product_flops(108, 2048, rate) > 100e12, "one product alone"
-    assert product_flops(108, 2048, bf16("H100-SXM-80GB"), 64) == product_flops(108, 2048, bf16("H100-SXM-80GB"))
+    hopper = bf16("H100-SXM-80GB")
+    assert product_flops(108, 2048, hopper, heads=True) == product_flops(108, 2048, hopper)
+
+
+def test_numbers_of_tokens_need_no_alignment() -> None:
+    """Chunks of logits, experts and weight gradients: 2,047 tokens take no longer than 2,048, in one launch or many."""
+    rate = bf16("A100-SXM-80GB")
+    for count in (1, 8):
+        odd, even = (gemm_seconds(4096, tokens, 14336, rate, count, over_tokens=True) for tokens in (2047, 2048))
+        assert odd == pytest.approx(even, rel=0.01)
+        odd, even = (gemm_seconds(tokens, 4096, 14336, rate, count) for tokens in (2047, 2048))
+        assert odd == pytest.approx(even, rel=0.01)
+    rows = "model,framework,gpu,n_gpus,micro_batch,seq_len\n" + "\n".join(
+        f"{model},lmworks,a100,{gpus},4,{seq}"
+        for model, gpus in (("llama3-1b", 1), ("mixtral-8x7b", 64))
+        for seq in (2000, 2048)
+    )
+    shorter, longer, fewer, more = (float(price(job(cells).case).seconds) for cells in parse(rows).rows)
+    assert 0.9 < shorter / longer < 1.02 and 0.9 < fewer / more < 1.02
 
 
 def test_a_batch_of_heads_fills_the_gpu_where_one_cannot() -> None:

@@ -440,10 +440,21 @@ def test_megatron_pads_a_vocabulary_for_its_tensor_parallel_ranks(framework: str
     assert jobs(rows)[0].case.model.vocab == vocab
 
 
-@pytest.mark.parametrize(("precision", "bytes_held"), [("bf16", 2 + 4 + 12 / 8), ("fp16", 2 + 2 + 12)])
-def test_deepspeeds_bf16_optimizer_shards_states_and_sums_gradients_in_fp32(precision: str, bytes_held: float) -> None:
-    head = "hidden,layers,heads,gpu,n_gpus,dp,tp,precision,framework,seq_len\n"
-    (found,) = jobs(f"{head}4096,8,32,a100,64,8,8,{precision},megatron-deepspeed,2048")
+@pytest.mark.parametrize(
+    ("precision", "zero", "bytes_held"),
+    [
+        ("bf16", "", 2 + 4 + 12 / 8),
+        ("bf16", "0", 2 + 4 + 12 / 8),  # what BLOOM's script says of it
+        ("bf16", "1", 2 + 4 + 12 / 8),
+        ("bf16", "3", (2 + 2 + 12) / 8),
+        ("fp16", "", 2 + 2 + 12),
+    ],
+)
+def test_deepspeeds_bf16_optimizer_shards_states_and_sums_gradients_in_fp32(
+    precision: str, zero: str, bytes_held: float
+) -> None:
+    head = "hidden,layers,heads,gpu,n_gpus,dp,tp,precision,zero_stage,framework,seq_len\n"
+    (found,) = jobs(f"{head}4096,8,32,a100,64,8,8,{precision},{zero},megatron-deepspeed,2048")
     held, params = budget(found.case), found.case.model.params / 8
     states = float(held.parameters + held.gradients + held.master + held.optimizer)
     assert states / params == pytest.approx(bytes_held, rel=0.04), "positions are not split"

@@ -25,6 +25,7 @@ def forecast(**changes: Any) -> dict[str, Any]:
         "mfu": 0.4,
         "allocated_gib": 50.0,
         "reserved_gib": 60.0,
+        "oom_probability": 0.25,
         "job": {"n_gpus": 8, "dtype": "bf16", "model": {"experts": 0}},
     }
     return {**found, **changes}
@@ -42,6 +43,19 @@ def forecast(**changes: Any) -> dict[str, Any]:
         ("tokens_per_s_per_gpu", str(TOKENS / 2.5 / 8)),
         ("tok/s/GPU", str(TOKENS / 2.5 / 8)),
         ("tps_per_gpu", str(TOKENS / 2.5 / 8)),
+        ("tokens per GPU per second", str(TOKENS / 2.5 / 8)),
+        ("tokens/device/s (median)", str(TOKENS / 2.5 / 8)),
+        ("tokens/s/H100", str(TOKENS / 2.5 / 8)),
+        ("ktok/s", str(TOKENS / 2.5 / 1000)),
+        ("WPS per GPU", str(TOKENS / 2.5 / 8)),
+        ("ms/step", "2500"),
+        ("s_per_step", "2.5"),
+        ("step time", "2.5 s"),
+        ("step_time", "2500 ms"),
+        ("iteration time (s)", "2.5±0.1"),
+        ("step_time_std,step_time", '0.01","2.5'),
+        ("predicted_step_s,step_s", '9","2.5'),
+        ("train_iters,tokens/s", f'1000","{TOKENS / 2.5}'),
     ],
 )
 def test_a_time_by_whichever_column_has_it(title: str, cell: str) -> None:
@@ -72,9 +86,34 @@ def test_memory_where_a_column_says_which_and_in_what(title: str, cell: str, fig
     assert one.predicted == {"allocated": 50, "reserved": 60}[figure] * GIB and one.within is None
 
 
-@pytest.mark.parametrize("column", ["memory_gb", "tflops", "loss"])
+NOTHING = "row 1 a run: nothing is measured; predicted to run out of memory with a probability of 25%"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("memory_gb", "tflops", "loss", "Throughput (TFLOP/s/GPU)", "Throughput (samples/s)", "tokens/day"),
+        *("tokens/s/node", "iterations", "iters/s", "steps_per_sec", "it/s", "reserved_gib_total", "alloc_retries_gb"),
+        "step_time_max",
+    ],
+)
 def test_what_may_mean_several_things_is_not_compared(column: str) -> None:
-    assert score_table(parse(f"{HEAD},{column}\n{ROW},5"), [forecast()]) == ([], ["row 1 a run: nothing is measured"])
+    assert score_table(parse(f"{HEAD},{column}\n{ROW},5"), [forecast()]) == ([], [NOTHING])
+
+
+@pytest.mark.parametrize("cell", ["OOM", "-3", "0", "1e400", "nan", "x"])
+def test_what_is_no_figure_is_not_compared(cell: str) -> None:
+    assert score_table(parse(f"{HEAD},step_s\n{ROW},{cell}"), [forecast()]) == ([], [NOTHING])
+
+
+def test_decimal_commas_where_commas_part_no_cells() -> None:
+    """2,512 is a number of three decimals in a column with 2,5 and of thousands in one without."""
+    head, row = HEAD.replace(",", ";"), ROW.replace(",", ";")
+    answers = [forecast(), forecast(row=2)]
+    decimals, _ = score_table(parse(f"{head};step_s\n{row};2,5\n{row};2,512"), answers)
+    assert [one.measured for one in decimals] == [2.5, 2.512]
+    thousands, _ = score_table(parse(f"{head};step_ms\n{row};2,512\n{row};3,000"), answers)
+    assert [one.measured for one in thousands] == [2.512, 3.0]
 
 
 def test_rows_without_a_figure_or_a_prediction_are_told() -> None:
@@ -82,11 +121,11 @@ def test_rows_without_a_figure_or_a_prediction_are_told() -> None:
     answers = [forecast(), {"row": 2, "label": "", "error": "heads do not divide"}, forecast(row=3)]
     scored, left = score_table(table, answers)
     assert [one.label for one in scored] == ["row 3 a run"]
-    assert left == ["row 1 a run: nothing is measured", "row 2: heads do not divide"]
+    assert left == [NOTHING, "row 2: heads do not divide"]
 
 
 def test_errors_of_all_and_of_each_part() -> None:
-    """By hand; MFUs of 0.2, 0.4 and 0.4: a constant of 0.4 is off by a half once."""
+    """By hand; of three runs no constant is told."""
     runs = [
         Scored("a", "step time", 1.5, 1.0, "bf16", (1.2, 2.0), 0.2),
         Scored("b", "step time", 0.9, 1.0, "bf16", (0.5, 1.2), 0.4),
@@ -97,5 +136,7 @@ def test_errors_of_all_and_of_each_part() -> None:
     assert (whole.group, half.group, eighth.group, memory.group) == ("", "bf16", "fp8", "")
     assert whole.score.mape == pytest.approx(0.2) and whole.score.worst == "a"
     assert whole.coverage == pytest.approx(2 / 3) and half.coverage == 0.5 and memory.coverage is None
-    assert whole.same_mfu == pytest.approx(0.5 / 3)
+    assert whole.same_mfu is None
+    five = [Scored("a", "step time", 1.0, 1.0, mfu=mfu) for mfu in (0.2, 0.4, 0.4, 0.4, 0.4)]
+    assert errors_of("here", five)[0].same_mfu == pytest.approx(0.5 / 5), "0.4 is off by a half once"
     assert memory.score == Score.of([-0.25], ["a"]) and memory.same_mfu is None

@@ -195,7 +195,9 @@ def relative(seconds: Any, measured: Any, compare: str) -> Any:
 def constant_mfu(rows: Sequence[Measured], compare: str) -> Baseline:
     """The guess gets its best chance: of four ways to count, the one that leaves it the smallest error."""
     ways = [(whole, own) for whole in (False, True) for own in (True, False)]
-    return min((one_constant(rows, compare, *way) for way in ways), key=lambda guess: guess.mape)
+    return min(
+        (one_constant(rows, compare, *way) for way in ways), key=lambda guess: (round(guess.mape, 9), guess.guess_mape)
+    )
 
 
 def one_constant(rows: Sequence[Measured], compare: str, whole: bool, own: bool) -> Baseline:
@@ -232,11 +234,12 @@ def memory_lines(source: Source, rows: Sequence[Measured], memory: Bytes) -> lis
             continue
         labels = [row.label for row in known]
         fitted = Score.of([memory_error(row, figure, memory, "") for row in known], labels)
+        without = source.name if source.fitted else ""
         blind = None
-        if figure == "reserved":
-            blind = Score.of([memory_error(row, figure, memory, source.name) for row in known], labels)
+        if figure in ("reserved", "in_use"):
+            blind = Score.of([memory_error(row, figure, memory, without) for row in known], labels)
         kind = "formula" if figure in ("activations", "states") else "measured"
-        lines.append(Line(source.name, "", figure, kind, fitted, blind))
+        lines.append(Line(source.name, "", figure, kind, fitted, blind, never_fitted=not source.fitted))
     return lines
 
 

@@ -397,6 +397,10 @@ def memory(
     phases = run_phases(run, gpu) if run.align.method else None
     needed = max(float(found.reserved), float(reserved(phases.highest.peak)) if phases else 0.0)
     room, chance = usable(gpu), float(oom_probability(needed, gpu))
+    fullest_rank = max(range(len(stages)), key=lambda rank: stages[rank]["allocated"])
+    kept_by_blocks = None
+    if run.parallel.recompute != "budget":
+        kept_by_blocks = float(saved_by_blocks(Case.of(run, gpu), fullest_rank))
     facts: dict[str, Any] = {
         "name": run.name,
         "gpu": gpu.name,
@@ -410,7 +414,7 @@ def memory(
         "fits": chance <= RISK and (phases is None or phases.engine_starts),
         "oom_probability": chance,
         "stages": stages,
-        "saved_by_blocks": float(saved_by_blocks(Case.of(run, gpu))) if run.parallel.recompute != "budget" else None,
+        "saved_by_blocks": kept_by_blocks,
     }
     if fullest is not None:
         facts["run_stages"] = {"fullest": fullest, "reserved": by_stage}

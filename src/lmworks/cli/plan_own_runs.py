@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ..plan.memory.sheet import budget
@@ -22,6 +23,10 @@ def scored_table(path: Path) -> tuple[list[Scored], list[str]]:
     return score_table(table, forecast_table(table, price, budget)["rows"])
 
 
+def is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
 def scored_runs(place: Path) -> tuple[list[Scored], list[str]]:
     """What was predicted before the first step of each run, as its folder has it."""
     scored, left = [], []
@@ -30,15 +35,15 @@ def scored_runs(place: Path) -> tuple[list[Scored], list[str]]:
         try:
             spec = folder.spec()
             rows = compare(folder, read_metrics(folder.metrics_path))
-        except LMWorksError as error:
+        except (LMWorksError, TypeError, ValueError) as error:  # a file of it is damaged
             left.append(f"{name}: {error}")
             continue
         group = "experts" if spec.model.experts else spec.precision.dtype
-        known = [row for row in rows if row.name in FIGURES and row.measured]
+        known = [
+            row for row in rows if row.name in FIGURES and is_positive(row.measured) and is_positive(row.predicted)
+        ]
         scored += [
-            Scored(name, FIGURES[row.name], row.predicted, row.measured, group, row.range)
-            for row in known
-            if row.measured
+            Scored(name, FIGURES[row.name], row.predicted, row.measured or 0.0, group, row.range) for row in known
         ]
         if not known:
             left.append(f"{name}: no step was measured, or nothing was predicted")

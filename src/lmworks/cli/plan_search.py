@@ -60,7 +60,7 @@ def search(
         typer.Option("--tokens", min=1, help="Tokens to train on, for days, $ and --out (the spec's steps, or 1e12)."),
     ] = None,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Also layouts that keep states or activations in host memory.")
+        bool, typer.Option("--offload", help="Where layouts do not fit, keep states or activations in host memory.")
     ] = False,
     data: Annotated[
         str | None, typer.Option("--data", help="What --out trains on: a folder made by `lmworks data prepare`.")
@@ -120,8 +120,7 @@ def search(
     result = find(problems)
     verdict = explain_layout(asked[0], read_layout(explain.split()), base, result) if explain else None
     if not result.front and verdict is None:
-        in_host_memory = "" if offload or not find(asked).front else ". In host memory some fits: --offload"
-        raise SpecError(no_layout_message(problems[0], result, asked[0].pinned) + in_host_memory)
+        raise SpecError(no_layout_message(problems[0], result, asked[0].pinned) + offload_hint(asked, offload))
     facts: dict[str, Any] = {
         "model": base.name,
         "params": base.model.params,
@@ -151,13 +150,24 @@ def search(
     if json:
         print_json(facts)
         return
-    print_front(facts, show)
+    if result.front:
+        print_front(facts, show)
+    else:
+        typer.echo(no_layout_message(problems[0], result, asked[0].pinned) + offload_hint(asked, offload))
     if verdict:
         print_verdict(verdict)
     if out and result.front:
         print_written(written, out)
     if html:
         typer.echo(f"page: {html}")
+
+
+def offload_hint(asked: Sequence[SearchProblem], offload: bool) -> str:
+    """Where nothing fits without host memory: the cluster on which something fits with it."""
+    from ..plan.search.search import search as find
+
+    fitting = [] if offload else [found.problem for found in find(asked).front]
+    return f". With --offload some fits on {fitting[0].cluster.gpus} × {fitting[0].gpu.name}" if fitting else ""
 
 
 def no_layout_message(problem: SearchProblem, result: Result, pinned: Mapping[str, Any]) -> str:

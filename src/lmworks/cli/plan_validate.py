@@ -230,7 +230,8 @@ def print_parts(parts: list[Part]) -> None:
 
 def cells(line: Line) -> list[str]:
     name = f"{line.source} {line.group}".strip()
-    figure = {"tokens_per_s": "tokens/s", "step_s": "step time"}.get(line.figure, line.figure)
+    figures = {"tokens_per_s": "tokens/s", "step_s": "step time", "in_use": "in use (nvidia-smi)"}
+    figure = figures.get(line.figure, line.figure)
     sure, guess = line.sure, line.baseline
     return [
         name,

@@ -13,7 +13,7 @@ from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from .case import Number
 from .flops import mean_keys_per_query
-from .ops import Kernel, Op, Workload, gemm, stream, without_fp8
+from .ops import Kernel, Op, Workload, gemm, stream, weight_gradient, without_fp8
 from .passes import DIVERGENCE, LOGPROBS, SCALAR, STATES
 
 COMPARISON_PASSES = 24  # numbers read or written for each logit where distributions are compared, beside exponentials
@@ -103,7 +103,7 @@ def linear(layer: Linear, load: Workload) -> Op:
 def product(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
     """y = x·Wᵀ; backward: grad·W, gradᵀ·x, and a sum over tokens for the bias. Saved under selective recompute only."""
     t, w = load.tokens, load.width
-    backward = [gemm(t, outputs, inputs), gemm(outputs, t, inputs)]
+    backward = [gemm(t, outputs, inputs), weight_gradient(outputs, t, inputs)]
     if bias:
         backward.append(Kernel("strided" if load.device == "cuda" else "stream", bytes=t * outputs * w))
     forward = [gemm(t, inputs, outputs)]
@@ -284,7 +284,7 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=(4 * x, 4 * x))
     forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
     backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
-    backward += [gemm(ffn, rows, h, 2 * count), gemm(h, rows, ffn, count)]
+    backward += [weight_gradient(ffn, rows, h, 2 * count), weight_gradient(h, rows, ffn, count)]
     if load.cast_weights:
         forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
         backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
@@ -320,7 +320,7 @@ def divergence(load: Workload) -> list[Op]:
     t, h, rows, seen = load.tokens, load.model.hidden, load.chunk_rows, load.logit_columns
     chunks, head, theirs = t / rows, load.vocab * h, load.vocab * load.teacher.hidden
     products = [gemm(rows, h, seen, chunks), gemm(rows, load.teacher.hidden, seen, chunks)]
-    products += [gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
+    products += [gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks)]
     logits = rows * seen
     passes = [stream(8 * logits, kind="exp", count=chunks), stream(COMPARISON_PASSES * logits, count=chunks)]
     if load.cast:  # both heads, once
@@ -352,7 +352,7 @@ def logprobs(load: Workload) -> list[Op]:
     cast = [stream(1.5 * head)] if load.cast else []
     sums = stream(more, kind="exp", count=chunks)
     slopes = stream(3 * more, kind="exp", count=chunks)
-    products = (gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks))
+    products = (gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks))
     return [
         norm("final norm", load, readers=0),
         Op("head", "loss", (logits,), (logits, *products)),
@@ -372,7 +372,7 @@ def chunked_cross_entropy(load: Workload) -> list[Op]:
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
     rows, seen = load.chunk_rows, load.logit_columns
     chunks, head = t / rows, vocab * h
-    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), gemm(seen, rows, h, chunks)]
+    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks)]
     passes = [softmax_in_place(load, rows * seen, chunks)] if load.in_place else softmax(load, rows * seen, chunks)
     more = load.width * rows * seen / 4  # read or written by a further pass over the logits
     passes += [stream(2 * more, count=chunks)] * components.logit_passes(load.model)

@@ -17,7 +17,7 @@ from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
 from . import eager
 from .flops import mean_keys_per_query
-from .ops import Kernel, Op, Workload, fullest, gemm, padded, without_fp8
+from .ops import Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
 
 # Passes over the router's scores in each direction: logits in fp32, softmax, top-k, their sum and weights, the dispatch
 # mask, counts by expert and by rank, their sums, a sort, and the balance loss. Counted from this list, not measured.
@@ -53,7 +53,7 @@ def product(
     cast = (Kernel("stream", bytes=6.0 * inputs * outputs),) * load.cast_weights
     forward = (gemm(t, inputs, outputs), *cast)
     sums = gradient_sums(load, t * outputs, bias)
-    backward = (gemm(t, outputs, inputs), gemm(outputs, t, inputs), *cast, *sums)
+    backward = (gemm(t, outputs, inputs), weight_gradient(outputs, t, inputs), *cast, *sums)
     kept = (load.width * t * outputs,) if saved_selective is None else tuple(saved_selective)
     return Op(name, part, forward, backward, saved_selective=kept, input_from_kernel=input_from_kernel)
 
@@ -157,8 +157,8 @@ def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) 
     count = load.tokens * load.seq * heads
     seen = w * (1 + drop) + drop  # softmax output, and under dropout its output and mask
     up, down = (
-        gemm(load.seq // load.cp, core.qk_dim, load.seq, each),
-        gemm(load.seq // load.cp, load.seq, core.v_dim, each),
+        head_gemm(load.seq // load.cp, core.qk_dim, load.seq, each),
+        head_gemm(load.seq // load.cp, load.seq, core.v_dim, each),
     )
     dropout = (Kernel("stream", bytes=(2 * w + 1) * count),) * drop
     forward: tuple[Kernel, ...] = (up, down, Kernel("stream", bytes=2 * w * count), *dropout)
@@ -188,13 +188,13 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     cast = (Kernel("stream", bytes=6.0 * h * width * count),) * load.cast_weights
     forward = (gemm(rows, h, up * width, count), *up * cast)
     sums = gradient_sums(load, up * tokens * width * count, bias)
-    backward = (gemm(rows, up * width, h, count), gemm(up * width, rows, h, count), *up * cast, *sums)
+    backward = (gemm(rows, up * width, h, count), weight_gradient(up * width, rows, h, count), *up * cast, *sums)
     there = Kernel("stream", bytes=np.where(load.epilogue_fusion, 1, (up + 1) * apart)[()] * wide)
     back = Kernel("stream", bytes=np.where(load.epilogue_fusion, 1, (2 * up + 1) * apart)[()] * wide)
     sums = gradient_sums(load, tokens * h * count, bias)
     last = (
         (gemm(rows, width, h, count), *cast),
-        (gemm(rows, h, width, count), gemm(h, rows, width, count), *cast, *sums),
+        (gemm(rows, h, width, count), weight_gradient(h, rows, width, count), *cast, *sums),
     )
     saved_selective = (each,) * (1 if load.software.saves_alternate_gemms else up)
     activated = () if load.rematerialized else (load.saved_width * tokens * width,)

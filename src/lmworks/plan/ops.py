@@ -64,6 +64,8 @@ class Kernel:
     shape: tuple[Any, ...] = ()  # of numbers
     count: Number = 1.0
     bf16_only: bool = False  # stays in 16 bits under fp8
+    over_tokens: bool = False  # a GEMM that sums over tokens, as a weight's gradient does: its rows are m and n wide
+    batched: bool = False  # `count` GEMMs of the heads of attention in one launch
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,15 @@ def without_fp8(load: Workload, ops: Iterable[Op]) -> list[Op]:
 
 def gemm(m: Any, k: Any, n: Any, count: Number = 1) -> Kernel:
     return Kernel("gemm", flops=2.0 * m * k * n, shape=(m, k, n), count=count)
+
+
+def weight_gradient(rows: Any, tokens: Any, columns: Any, count: Number = 1) -> Kernel:
+    return replace(gemm(rows, tokens, columns, count), over_tokens=True)
+
+
+def head_gemm(m: Any, k: Any, n: Any, heads: Number) -> Kernel:
+    """Scores of attention, or their products with values."""
+    return replace(gemm(m, k, n, heads), batched=True)
 
 
 # --- expert load -----------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Software:
     # --make-vocab-size-divisible-by).
     vocab_multiple: int = 0
     # DeepSpeed's BF16_Optimizer (runtime/bf16_optimizer.py): with bf16 weights, gradients are summed and reduced in
-    # fp32, and optimizer states are divided among data-parallel ranks whether ZeRO is asked for or not.
+    # fp32, and optimizer states are divided among data-parallel ranks, though ZeRO is off or at stage 1.
     bf16_optimizer: bool = False
 
 

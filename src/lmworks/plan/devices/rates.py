@@ -60,10 +60,12 @@ class GemmRate:
         return self.flops * self.sustained
 
 
-def gemm_seconds(m: Number, k: Number, n: Number, rate: GemmRate, batch: Number = 1) -> Number:
-    """(m × k)·(k × n), `batch` of them in one launch."""
+def gemm_seconds(
+    m: Number, k: Number, n: Number, rate: GemmRate, batch: Number = 1, over_tokens: bool = False, heads: bool = False
+) -> Number:
+    """(m × k)·(k × n), `batch` of them priced as one launch; `over_tokens` and `heads` as a `Kernel` has them."""
     operands = rate.width * (m * k + k * n) + rate.result_width * m * n
-    flops = product_flops(k, n, rate, batch)
+    flops = product_flops(m if over_tokens else k, n, rate, heads)
     best: Number = np.inf
     for rows, columns in TILES:
         loss = (1 + rate.tile * (1 / rows + 1 / columns)) / (1 + rate.tile * (1 / TILES[0][0] + 1 / TILES[0][1]))
@@ -81,23 +83,22 @@ def gemm_seconds(m: Number, k: Number, n: Number, rate: GemmRate, batch: Number 
     return (best * (1 + rate.heat * each / (each + HEAT_S)) + rate.launch_s) / rate.sustained
 
 
-def product_flops(k: Number, n: Number, rate: GemmRate, batch: Number = 1) -> Number:
-    """FLOP/s that rows of these lengths leave, by the power of two that divides them. Modelled, not fitted.
+def product_flops(k: Number, n: Number, rate: GemmRate, heads: bool = False) -> Number:
+    """FLOP/s that operands with rows of these lengths leave, by the power of two that divides them. Modelled.
 
     Rows that do not start at a multiple of 16 bytes are loaded in smaller pieces; on Ampere, whose libraries have
     kernels by alignment, whole lines of 128 bytes are best, and batched products of rows that do not fit 16 bytes
-    (attention with heads of 108) run without tensor cores. m is left out: it is mostly a number of tokens, and tokens
-    lie one after another whatever their number.
+    (attention with heads of 108) run without tensor cores. A number of tokens does not count: they lie one after
+    another however many they are.
     """
     load, line = (2 ** int(np.log2(each / rate.width)) for each in (LOAD_BYTES, rate.aligned))
     k, n = np.asarray(k).astype(np.int64), np.asarray(n).astype(np.int64)
     shortest = np.minimum(np.gcd(k, line), np.gcd(n, line))
     share = np.minimum(np.minimum(shortest, load) / load, np.maximum(shortest, load) / line)
     flops = rate.flops * share**UNALIGNED
-    if not rate.unaligned_batch_flops:
+    if not (heads and rate.unaligned_batch_flops):
         return flops
-    slow = (shortest < load) & np.greater(batch, 1)
-    return np.where(slow, np.minimum(flops, rate.unaligned_batch_flops), flops)[()]
+    return np.where(shortest < load, np.minimum(flops, rate.unaligned_batch_flops), flops)[()]
 
 
 # --- a GPU of the catalogue ------------------------------------------------------------------------------
@@ -168,7 +169,9 @@ class GpuRates:
             raise SpecError(f"precision {dtype}: this accelerator's peak is not in the catalogue, only that of {known}")
         if kernel.kind == "gemm":
             m, k, n = kernel.shape
-            return gemm_seconds(m, k, n, self.gemm[dtype], np.maximum(kernel.count, 1)) * np.minimum(kernel.count, 1)
+            batch, rate = np.maximum(kernel.count, 1), self.gemm[dtype]
+            seconds = gemm_seconds(m, k, n, rate, batch, kernel.over_tokens, kernel.batched)
+            return seconds * np.minimum(kernel.count, 1)
         if kernel.kind in ("attention", "attention_backward"):
             return kernel.count * self.attention[dtype].seconds(kernel)
         return kernel.count * (kernel.bytes / self.bandwidth[kernel.kind] + self.start_s * np.sign(kernel.bytes))

@@ -85,6 +85,8 @@ def oom_probability(needed: Number, gpu: Gpu, software: str = "lmworks") -> Any:
 
     An allocator that runs short gives back what it does not need and tries again, so this is on the safe side.
     """
+    if usable(gpu) <= 0:
+        return np.ones_like(needed, dtype=float)[()]
     spread = reserve().spread if software in reserve().seen else reserve().unseen
     ratio = np.log(np.maximum(needed, 1.0) / usable(gpu)) / spread
     return np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), otypes=[float])(ratio)[()]

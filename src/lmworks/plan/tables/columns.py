@@ -21,10 +21,11 @@ from ...spec import SpecError
 
 # Results, and what belongs to the table rather than to the run.
 RESULT = re.compile(
-    r"tok(en)?s?_?(per|sec|s(?![a-z]))|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_(per_)?(it|step)|s_(per_)?it|seconds|iter|time|samples_per"
+    r"tok(en)?s?_?(per|sec|s(?![a-z]))|tps|wps|throughput|mfu|hfu|tflop|flops|pct|percent|step_(time|ms|s\b)|sec_(per_)?(it|step)|s_(per_)?(it|step)|seconds|iter|time|samples_per|^ms_|_it$|^it_"
     r"|seqs_per|mem|alloc|reserved|gib|_err|pred|loss|activations_|weights_opt|latency|speed|cost|price|days|util|hours"
 )
 SEPARATORS = re.compile(r"source|ref|match|check|_note$|date|year|mode$|act_cpu_offload|row")
+DECIMAL_COMMA = re.compile(r"[~≈]?\d+,(\d{1,2}|\d{4,})\s*[a-zA-Z/]*")
 EMPTY = {
     "",
     "-",
@@ -99,7 +100,16 @@ def records(text: str, name: str) -> tuple[list[str], list[list[str]]]:
     if sign == "|":
         lines = [line.strip().strip("|") for line in lines if not re.fullmatch(r"[\s|:-]+", line)]
     header, *rows = list(csv.reader(io.StringIO("\n".join(lines)), delimiter=sign))
-    return header, [row for row in rows if any(cell.strip() for cell in row)]
+    rows = [row for row in rows if any(cell.strip() for cell in row)]
+    return header, rows if sign == "," else decimal_points(rows)
+
+
+def decimal_points(rows: list[list[str]]) -> list[list[str]]:
+    """Where commas do not part cells, one before other than three digits is a decimal comma, and so are all others of
+    its column: "2,5" beside "2,512"."""
+    width = max(map(len, rows), default=0)
+    decimal = [any(DECIMAL_COMMA.fullmatch(row[i].strip()) for row in rows if i < len(row)) for i in range(width)]
+    return [[cell.replace(",", ".") if decimal[i] else cell for i, cell in enumerate(row)] for row in rows]
 
 
 def parse(text: str, name: str = "the table") -> Table:

@@ -109,6 +109,16 @@ def sharding_of(
 
 
 def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu, dtype: str) -> int:
+    """DeepSpeed's bf16 optimizer wants ZeRO to be off, and shards states as stage 1 does."""
+    stage = said_zero(row, software, degrees, model, gpu)
+    if stage or not under_bf16_optimizer(software, dtype):
+        return stage
+    row.assumed[:] = [said for said in row.assumed if not said.startswith("zero =")]
+    row.assumed.append(f"zero = 1: what the bf16 optimizer of {software.name} does by itself")
+    return 1
+
+
+def said_zero(row: Row, software: Software, degrees: dict[str, int], model: ModelSpec, gpu: Gpu) -> int:
     if row.text("zero"):
         stage = re.search(r"[0-3]", row.text("zero"))
         if not stage:
@@ -131,7 +141,6 @@ def zero_of(row: Row, software: Software, degrees: dict[str, int], model: ModelS
         return 1
     family = software.name.removesuffix("-compile")
     usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "megatron-bridge": 1, "deepspeed": 2}.get(family, 0)
-    usual = 1 if under_bf16_optimizer(software, dtype) else usual
     held = model.params * 16 / (degrees["tp"] * degrees["pp"] * degrees["ep"])
     if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * capacity(gpu) > 0:
         usual = 3

@@ -187,12 +187,13 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
     refuse(row)
     gpu = gpu_of(row)
     software, dtype = software_for(row, gpu, usual), precision_of(row, gpu)
-    if under_bf16_optimizer(software, dtype):
-        software = replace(software, gradients=4, reduce=4)
     seq = seq_of(row, software)
     model = model_of(row, seq)
     degrees = degrees_of(row, gpu, model, software)
     model = padded_vocab(model, software, degrees["tp"])
+    sharding = sharding_of(row, software, degrees, model, gpu, dtype)
+    if sharding["zero"] == 1 and under_bf16_optimizer(software, dtype):
+        software = replace(software, gradients=4, reduce=4)
     axes: dict[str, Any] = {axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep")}
     case = Case(
         model,
@@ -200,7 +201,7 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
         software,
         seq,
         **axes,
-        **sharding_of(row, software, degrees, model, gpu, dtype),
+        **sharding,
         **pipeline_of(row, model, degrees["pp"]),
         sp=sp_of(row, software, degrees["tp"]),
         recompute=recompute_of(row, software),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,15 +13,38 @@ from typing import Any
 
 import numpy as np
 
-from .columns import EMPTY, Table, number, plain
+from .columns import Table, number, plain
 
 GIB = 2**30
 FIGURES = ("step time", "allocated", "reserved")
+FEW = 5  # runs that a constant is fitted to
 UNITS = {"gib": GIB, "gb": 1e9, "mib": 2**20, "mb": 1e6, "bytes": 1.0}
-PER_GPU = re.compile(r"(per_|_)(gpu|device|chip|accelerator|card)\b|_gpu$")
-TOKENS = re.compile(r"tok(en)?s?_?(per_)?(s|sec|second)(?![a-z])|tok(en)?s?_per_(gpu|device)|^tps|throughput")
-STEP = re.compile(r"(step|iter(ation)?)_?(time|ms|s|sec|seconds|latency)|(sec|seconds|s|time)_(per_)?(step|it|iter)")
-MEMORY = {"allocated": re.compile(r"alloc"), "reserved": re.compile(r"reserv")}
+# Words of a column's title. One with a word of OTHER_MEANING is not what its other words say.
+TOKENS = {"tok": 1.0, "toks": 1.0, "token": 1.0, "tokens": 1.0, "ktok": 1e3, "ktokens": 1e3, "tps": 1.0, "wps": 1.0}
+SECONDS = {"s": 1.0, "sec": 1.0, "secs": 1.0, "second": 1.0, "seconds": 1.0, "ms": 1e-3, "millisecond": 1e-3}
+SECONDS |= {"milliseconds": 1e-3, "us": 1e-6}
+STEP = {"step", "iter", "iteration", "it"}
+ONE_GPU = {"gpu", "device", "chip", "accelerator", "card", "rank"}
+OTHER_MEANING = {
+    *(
+        "tflop",
+        "tflops",
+        "flop",
+        "flops",
+        "sample",
+        "samples",
+        "seq",
+        "seqs",
+        "sequence",
+        "sequences",
+        "image",
+        "images",
+    ),
+    *("day", "days", "hour", "hours", "std", "stdev", "stddev", "var", "variance", "min", "max", "p50", "p90", "p95"),
+    *("p99", "pred", "predicted", "expected", "estimated", "simulated", "total", "retries", "node", "err", "error"),
+}
+BOARD = re.compile(r"[ahblv]\d{2,3}|gb\d{3}|gh\d{3}|mi\d{3}x?")
+RATE = re.compile(r"(step|iter(ation)?|it)s?\s*(/|per|_per_)\s*_?(s|sec|second)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -121,8 +145,9 @@ def errors_of(source: str, scored: Iterable[Scored]) -> list[Errors]:
 
 
 def constant_mfu_error(real: Sequence[float]) -> float | None:
-    """With the real MFU r of a run a constant c is |r/c − 1| off in time: least at a weighted median of 1/r."""
-    if not real:
+    """With the real MFU r of a run a constant c is |r/c − 1| off in time: least at a weighted median of 1/r. None of
+    a few runs, which the constant would fit whatever they are."""
+    if len(real) < FEW:
         return None
     rates = np.array(real)
     best = 1 / weighted_median(1 / rates, rates)
@@ -139,7 +164,9 @@ def score_table(table: Table, forecasts: Sequence[Mapping[str, Any]]) -> tuple[l
             continue
         figures = measured_figures(raw, table.results, found)
         if not figures:
-            left.append(f"{name}: nothing is measured")
+            chance = found["oom_probability"]
+            told = "" if chance is None else f"; predicted to run out of memory with a probability of {chance:.0%}"
+            left.append(f"{name}: nothing is measured{told}")
         group = "experts" if found["job"]["model"]["experts"] else found["job"]["dtype"]
         for figure, measured in figures.items():
             if figure == "step time":
@@ -151,33 +178,57 @@ def score_table(table: Table, forecasts: Sequence[Mapping[str, Any]]) -> tuple[l
     return scored, left
 
 
+@dataclass(frozen=True)
+class Column:
+    """What a column of results measures: in what, and of which part of the run."""
+
+    figure: str  # of FIGURES, or "tokens/s"
+    scale: float
+    per_gpu: bool = False
+
+
+def column_of(title: str) -> Column | None:
+    """None where its title may mean several things, or none of these."""
+    words = plain(title).split("_")
+    other = OTHER_MEANING & set(words)
+    kind = next((figure for figure in ("allocated", "reserved") for word in words if word.startswith(figure[:5])), "")
+    if kind:
+        unit = next((UNITS[word] for word in words if word in UNITS), 0.0)
+        return Column(kind, unit) if unit and not other - {"max"} else None
+    if other:
+        return None
+    second = next((SECONDS[word] for word in words if word in SECONDS), 0.0)
+    token = next((TOKENS[word] for word in words if word in TOKENS), 0.0)
+    if token and (second == 1.0 or {"tps", "wps"} & set(words)):
+        return Column("tokens/s", token, any(word in ONE_GPU or BOARD.fullmatch(word) for word in words))
+    if STEP & set(words) and (second or {"time", "latency"} & set(words)) and not RATE.search(title):
+        return Column("step time", second or 1.0)
+    return None
+
+
 def measured_figures(raw: Mapping[str, str], titles: Iterable[str], found: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of a step, and bytes, from whichever result columns a row has; a step time counts before tokens/s."""
     figures: dict[str, float] = {}
-    rate = None
     for title in titles:
-        value, short = figure(raw.get(title)), plain(title)
-        if not value:
+        column, cell = column_of(title), number_with_unit(raw.get(title))
+        if not column or not cell or column.figure in figures:
             continue
-        if TOKENS.search(short):
-            rate = value * (found["job"]["n_gpus"] if PER_GPU.search(short) else 1)
-        elif STEP.search(short) and "step time" not in figures:
-            figures["step time"] = value * (1e-3 if re.search(r"(^|_)(ms|millisec\w*)(_|$)", short) else 1)
+        value, unit = cell
+        if column.figure == "tokens/s":
+            figures["tokens/s"] = value * column.scale * (found["job"]["n_gpus"] if column.per_gpu else 1)
         else:
-            unit = next((scale for name, scale in UNITS.items() if re.search(rf"(^|_){name}(_|$)", short)), None)
-            kind = next((kind for kind, pattern in MEMORY.items() if pattern.search(short)), None)
-            if unit and kind and kind not in figures:
-                figures[kind] = value * unit
-    if rate and "step time" not in figures:
-        figures["step time"] = found["tokens_per_s"] * found["step_s"] / rate
+            figures[column.figure] = value * (SECONDS.get(unit) or UNITS.get(unit) or column.scale)
+    if "tokens/s" in figures:
+        figures.setdefault("step time", found["tokens_per_s"] * found["step_s"] / figures["tokens/s"])
     return {name: figures[name] for name in FIGURES if name in figures}
 
 
-def figure(cell: str | None) -> float | None:
-    """None where a cell has no number: "OOM", "x"."""
-    if cell is None or cell.strip().lower() in EMPTY:
-        return None
+def number_with_unit(cell: str | None) -> tuple[float, str] | None:
+    """(2.5, "s") of "2.5 s" and of "2.5±0.1 s"; None where a cell has no positive number: "OOM", "x", "1e400"."""
+    text = re.sub(r"±\s*[\d.,]+", "", (cell or "").strip().lower())
+    unit = re.search(r"(?<=[\d\s])(ms|s|sec|seconds|us|gib|gb|mib|mb)$", text)
     try:
-        return number(cell)
+        value = number(text.removesuffix(unit[1]) if unit else text)
     except ValueError:
         return None
+    return (value, unit[1] if unit else "") if math.isfinite(value) and value > 0 else None
