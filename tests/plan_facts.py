@@ -41,6 +41,7 @@ def memory_facts(**changes):
         "fits": True,
         "oom_probability": 0.125,
         "stages": stages,
+        "saved_by_blocks": 8.0 * GIB,
     } | changes
 
 
@@ -55,6 +56,7 @@ def layout(step_s, stages, **changes):
     return {
         "layout": chosen,
         "text": f"tp={chosen['tp']}, pp={chosen['pp']}, recompute {chosen['recompute']}",
+        "weights": "fp32",
         "gpu": "H100-SXM-80GB",
         "gpus": 8,
         "step_s": step_s,

@@ -215,7 +215,7 @@ def test_what_only_fits_with_activations_in_host_memory_is_found() -> None:
     _, question = asked("llama3-70b", "16xh100", 32, **pinned)
     (first, *_) = search([question]).front
     assert first.words.recompute == "mlp" and first.words.offload == "optimizer"
-    assert first.step_s == pytest.approx(22.24, abs=0.2) and float(first.case.offload_activations) > 50
+    assert first.step_s == pytest.approx(22.49, abs=0.2) and float(first.case.offload_activations) > 50
     _, plainer = asked("llama3-70b", "16xh100", 32, **pinned, recompute="full")
     assert first.step_s < 0.99 * search([plainer]).front[0].step_s
 

@@ -64,7 +64,7 @@ class Kernel:
     shape: tuple[Any, ...] = ()  # of numbers
     count: Number = 1.0
     bf16_only: bool = False  # stays in 16 bits under fp8
-    over_tokens: bool = False  # a GEMM that sums over tokens, as a weight's gradient does: its rows are m and n wide
+    over_tokens: bool = False  # a GEMM that sums over tokens, as a weight's gradient does: k needs no alignment
     batched: bool = False  # `count` GEMMs of the heads of attention in one launch
 
 

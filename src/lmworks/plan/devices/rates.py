@@ -65,7 +65,7 @@ def gemm_seconds(
 ) -> Number:
     """(m × k)·(k × n), `batch` of them priced as one launch; `over_tokens` and `heads` as a `Kernel` has them."""
     operands = rate.width * (m * k + k * n) + rate.result_width * m * n
-    flops = product_flops(m if over_tokens else k, n, rate, heads)
+    flops = product_flops(n if over_tokens else k, n, rate, heads)
     best: Number = np.inf
     for rows, columns in TILES:
         loss = (1 + rate.tile * (1 / rows + 1 / columns)) / (1 + rate.tile * (1 / TILES[0][0] + 1 / TILES[0][1]))
