@@ -281,7 +281,8 @@ def run_on_rank(_rank: int, spec: RunSpec, run: Path) -> None:
     trainer_class(spec)(spec, run, quiet=True).run()
 
 
-@pytest.mark.parametrize("engine_tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_tp", [1, 2])
 def test_episodes_of_two_ranks_are_those_of_one(engine_tp: int, tmp_path: Path) -> None:
     """Also where both are one engine, which samples a turn of both, though one has no episode left."""
     spec = talking(tmp_path, "grpo", "optim.steps=1", "align.prompts=3", "data.global_batch=12")

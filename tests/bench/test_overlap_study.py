@@ -47,6 +47,7 @@ def studies(dataset: Path) -> list[OverlapStudy]:
     return found
 
 
+@pytest.mark.slow
 def test_settings_and_their_figures(studies: list[OverlapStudy]) -> None:
     ddp, fsdp2 = studies
     assert [one.overrides for one in ddp.settings] == [{"sync_each_pass": True}]  # one bucket holds all gradients
@@ -64,6 +65,7 @@ def test_settings_and_their_figures(studies: list[OverlapStudy]) -> None:
     assert kept.planned_bytes > fsdp2.baseline.planned_bytes > each.planned_bytes
 
 
+@pytest.mark.slow
 def test_json_plot_and_table(
     studies: list[OverlapStudy], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_only_what_gains_more_than_its_spread_is_recommended() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_nothing_to_vary_is_said_with_the_reasons(
     studies: list[OverlapStudy], dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +141,7 @@ def test_nothing_to_vary_is_said_with_the_reasons(
     assert out.endswith("recommendation: keep the spec: there was nothing to vary, for the reasons above\n")
 
 
+@pytest.mark.slow
 def test_a_gain_that_is_not_confirmed_is_not_recommended(studies: list[OverlapStudy]) -> None:
     first = replace(studies[0], settings=[setting({"bucket_mb": 1.0}, 0.1, 0.05)])
     confirmed = replace(first, together=setting({"bucket_mb": 1.0}, 0.08, 0.03))

@@ -232,6 +232,7 @@ def small(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
         patch.undo()
 
 
+@pytest.mark.slow
 def test_each_precision_is_a_run_with_figures(small: Study) -> None:
     assert [one.name for one in small.outcomes] == ["fp32", "fp32-seed", "bf16-master", "bf16-nearest", "fp16-high"]
     assert all(not one.training.error and len(one.training.steps) == 8 for one in small.outcomes)
@@ -247,6 +248,7 @@ def test_each_precision_is_a_run_with_figures(small: Study) -> None:
     assert small["bf16-nearest"].training.speed is not None and base.training.memory is not None
 
 
+@pytest.mark.slow
 def test_looking_closely_changes_nothing(small: Study, dataset: Path, tmp_path: Path) -> None:
     from tiny import curve
     from tiny import train as plainly
@@ -255,6 +257,7 @@ def test_looking_closely_changes_nothing(small: Study, dataset: Path, tmp_path: 
     assert curve(tmp_path / "plain") == curve(small.folder / "fp16-high")
 
 
+@pytest.mark.slow
 def test_reports_have_the_figures_and_stand_alone(small: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     markdown, html = write_reports(small)
     text, page = markdown.read_text(), html.read_text()
@@ -267,6 +270,7 @@ def test_reports_have_the_figures_and_stand_alone(small: Study, monkeypatch: pyt
     json.dumps(small.to_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_trained_again(small: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "train_in_subprocess", lambda folder, name: pytest.fail(f"{name} was trained again"))
     again = study(small.spec, small.folder, ["bf16-nearest", "bf16-master", "fp16-high"])
@@ -276,6 +280,7 @@ def test_what_is_finished_is_not_trained_again(small: Study, monkeypatch: pytest
         study(other, small.folder)
 
 
+@pytest.mark.slow
 def test_a_precision_that_fails_is_a_row_with_its_reason(small: Study) -> None:
     trainings = [one.training for one in small.outcomes]
     broken = Training(VARIANTS["fp8-rowwise"], small.spec, error="precision.dtype = 'fp8' needs torchao")
@@ -285,6 +290,7 @@ def test_a_precision_that_fails_is_a_row_with_its_reason(small: Study) -> None:
     assert "failed: precision.dtype" in as_markdown(found, []) and "failed: precision.dtype" in as_page(found)
 
 
+@pytest.mark.slow
 def test_nothing_is_said_against_an_fp32_that_failed(small: Study) -> None:
     trainings = [replace(one.training, steps=[], error="no memory") if one.name == "fp32" else one.training
                  for one in small.outcomes]  # fmt: skip

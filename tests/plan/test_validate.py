@@ -23,6 +23,7 @@ from lmworks.plan.tables.rows import job, usual_framework
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
 from lmworks_validation.components import components
 from lmworks_validation.replay import (
+    Report,
     Score,
     beyond_memory,
     constant_mfu,
@@ -174,9 +175,8 @@ def test_lines_of_a_perfect_and_of_a_slow_planner() -> None:
     report = validate(
         [(SOURCES["megatron"], rows("megatron")), (SOURCES["vtrain"], None)],
         lambda case: known[id(case)],
-        lambda source: lambda case: 1.5 * known[id(case)],
+        lambda source: lambda case: (1.5 * known[id(case)], 0.0, 1e9),
         lambda case, without: {},
-        lambda source: lambda case: (0.9 * known[id(case)], 1.1 * known[id(case)]),
         lambda case: "",
     )
     whole, *parts = report.lines
@@ -193,20 +193,18 @@ def test_the_share_of_rows_within_the_interval() -> None:
     some = rows("megatron")[:4]
     asked: list[str] = []
 
-    def interval(source: str) -> Callable[[Case], tuple[float, float]]:
+    def blind(source: str) -> Callable[[Case], tuple[float, float, float]]:
         asked.append(source)
         last = some[-1].step_s or 0.0
-        return lambda case: (2 * last, 3 * last) if case is some[-1].case else (0.0, 1e9)
+        return lambda case: (1.0, 2 * last, 3 * last) if case is some[-1].case else (1.0, 0.0, 1e9)
 
-    seconds = dict.fromkeys((id(row.case) for row in some), 1.0)
-    given = lambda case: seconds[id(case)]  # noqa: E731
-    report = validate([(SOURCES["megatron"], some)], given, lambda source: given, lambda *_: {}, interval, lambda _: "")
+    def report_of(source: str) -> Report:
+        return validate([(SOURCES[source], some)], lambda case: 1.0, blind, lambda *_: {}, lambda _: "")
+
+    report = report_of("megatron")
     assert report.lines[0].coverage == pytest.approx(0.75) and asked == ["megatron"]
     assert cells(report.lines[0])[COLUMNS.index("in 90%")] == "75"
-    never_fitted = validate(
-        [(SOURCES["nemo"], some)], given, lambda source: given, lambda *_: {}, interval, lambda _: ""
-    )
-    assert never_fitted.lines[0].coverage == pytest.approx(0.75) and asked[-1] == ""
+    assert report_of("nemo").lines[0].coverage == pytest.approx(0.75) and asked[-1] == "", "nothing is fitted to it"
 
 
 def test_a_row_that_cannot_be_priced_is_named() -> None:
@@ -216,9 +214,8 @@ def test_a_row_that_cannot_be_priced_is_named() -> None:
     report = validate(
         [(SOURCES["korthikanti"], rows("korthikanti")[:9])],
         never,
-        lambda source: never,
+        lambda source: lambda case: (never(case), 0.0, 1.0),
         lambda case, without: {"activations": 1.0, "states": 1.0},
-        lambda source: lambda case: (0.0, 1.0),
         lambda case: "",
     )
     assert report.uncovered["korthikanti"] == (
@@ -232,9 +229,8 @@ def test_rows_that_ran_and_are_predicted_not_to_fit_are_listed_once() -> None:
     report = validate(
         [(SOURCES["megatron"], some)],
         lambda case: 1.0,
-        lambda source: lambda case: 1.0,
+        lambda source: lambda case: (1.0, 0.0, 1.0),
         lambda *_: {},
-        lambda source: lambda case: (0.0, 1.0),
         lambda case: "needs 90 of 78 GiB" if case is some[1].case else "",
     )
     assert report.refused["megatron"] == (f"{some[1].label}: needs 90 of 78 GiB (2 rows)",)
@@ -253,9 +249,8 @@ def test_reserved_memory_has_a_blind_figure_and_what_has_no_constant_has_none() 
     report = validate(
         [(SOURCES["torchtitan"], some)],
         lambda case: 1.0,
-        lambda source: lambda case: 1.0,
+        lambda source: lambda case: (1.0, 0.0, 1.0),
         lambda case, without: {"allocated": 101.0, "reserved": 120.0 if without == "torchtitan" else 110.0},
-        lambda source: lambda case: (0.0, 1.0),
         lambda case: "",
     )
     allocated, reserved = report.lines

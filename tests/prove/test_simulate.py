@@ -192,16 +192,13 @@ def by_name(found: Simulation) -> list[Any]:
     return sorted(found.collectives, key=lambda row: (row.kind, row.group))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "parallel"),
     [
         (6, {"dp": 2, "strategy": "fsdp2"}),
-        pytest.param(13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}, marks=pytest.mark.slow),
-        pytest.param(
-            24,
-            {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"},
-            marks=pytest.mark.slow,
-        ),
+        (13, {"pp": 2, "dp": 2, "tp": 2, "strategy": "fsdp2", "sp": True}),
+        (24, {"pp": 2, "schedule": "interleaved", "dp": 2, "strategy": "fsdp2", "recompute": "selective"}),
     ],
     ids=["fsdp2", "pp x fsdp2 x tp", "interleaved"],
 )

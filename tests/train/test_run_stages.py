@@ -128,6 +128,7 @@ def run_or_resume(rank: int, spec: RunSpec | None, run: Path, killed_at: int = 0
     trainer.run()
 
 
+@pytest.mark.slow
 def test_two_ranks_go_through_stages_as_one_does(dataset: Path, staged: RunSpec, tmp_path: Path) -> None:
     """The same losses, and after kill -9 of a rank at the border of two stages the same bits as without it."""
     stages = [{**staged.stages[0], "data": {"seq": 16}}, staged.stages[1], staged.stages[2]]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,7 +31,7 @@ THRESHOLDS = Path(__file__).parent.parent / "thresholds.toml"
 GUESS = 0.40  # the MFU that people assume when they know nothing
 
 Seconds = Callable[[Case], float]  # of a step
-Interval = Callable[[Case], tuple[float, float]]  # 90 %, of the same seconds
+Estimate = Callable[[Case], tuple[float, float, float]]  # seconds, and their 90 % interval
 # Of a rank: allocated, reserved, activations of the first stage, states; with constants that have not seen the source
 # of that name, or all of them where it is empty.
 Bytes = Callable[[Case, str], Mapping[str, float]]
@@ -95,13 +95,12 @@ TIMES = ("tokens_per_s", "step_s")
 def validate(
     sources: Iterable[tuple[Source, Sequence[Measured] | None]],
     fitted: Seconds,
-    blind: Callable[[str], Seconds],
+    blind: Callable[[str], Estimate],
     memory: Bytes,
-    interval: Callable[[str], Interval],
     beyond: Callable[[Case], str],
 ) -> Report:
-    """`blind(source)` prices with constants that have never seen it, `interval(source)` is of the same constants;
-    `beyond` says what a case would need that its GPU does not have."""
+    """`blind(source)` prices with constants that have never seen it, and with all where its name is empty; `beyond`
+    says what a case would need that its GPU does not have."""
     lines: list[Line] = []
     missing: list[str] = []
     uncovered: dict[str, tuple[str, ...]] = {}
@@ -114,8 +113,7 @@ def validate(
         uncovered[source.name] = tuple(why)
         counted = Counter(f"{row.label}: {need}" for row, _ in priced if (need := beyond(row.case)))
         refused[source.name] = tuple(f"{said} ({n} rows)" if n > 1 else said for said, n in counted.items())
-        unseen = source.name if source.fitted else ""
-        lines += time_lines(source, priced, blind(unseen) if unseen else fitted, interval(unseen))
+        lines += time_lines(source, priced, blind(source.name if source.fitted else ""))
         lines += memory_lines(source, rows, memory)
     return Report(tuple(lines), tuple(missing), uncovered, refused)
 
@@ -137,11 +135,9 @@ def mean_of(row: Measured, price: Seconds) -> float:
     return sum(share * price(case) for share, case in row.shares)
 
 
-def time_lines(
-    source: Source, priced: Sequence[tuple[Measured, float]], blind: Seconds, interval: Interval
-) -> list[Line]:
+def time_lines(source: Source, priced: Sequence[tuple[Measured, float]], blind: Estimate) -> list[Line]:
     """All rows whose layout the table gives, then every part; rows that rest on inference are a part of their own."""
-    unseen = {id(row): Unseen(mean_of(row, blind), within_interval(row, interval)) for row, _ in priced}
+    unseen = {id(row): Unseen.of(row, blind) for row, _ in priced}
     stated = [pair for pair in priced if not pair[0].inferred]
     groups = {row.group: [pair for pair in priced if pair[0].group == row.group] for row, _ in priced}
     sets = {"": stated, **(groups if len(groups) > 1 else {})}
@@ -155,12 +151,13 @@ class Unseen:
     seconds: float
     within_interval: bool
 
-
-def within_interval(row: Measured, interval: Interval) -> bool:
-    """Of a mixture of cases: the mean of their bounds."""
-    assert row.step_s is not None, "covered() keeps rows with a time"
-    low, high = (sum(share * interval(case)[end] for share, case in row.shares) for end in (0, 1))
-    return low <= row.step_s <= high
+    @classmethod
+    def of(cls, row: Measured, blind: Estimate) -> Self:
+        """Of a mixture of cases: the means of their times and bounds."""
+        assert row.step_s is not None, "covered() keeps rows with a time"
+        estimates = [(share, blind(case)) for share, case in row.shares]
+        seconds, low, high = (sum(share * found[i] for share, found in estimates) for i in range(3))
+        return cls(seconds, low <= row.step_s <= high)
 
 
 def time_line(
@@ -258,28 +255,23 @@ def replay(data: Path | None = None, source: str = "") -> Report:
     if data is not None and not data.is_dir():
         raise SpecError(f"--data {data} is not a folder")
     chosen = [source_named(source)] if source else list(SOURCES.values())
-    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory, interval, beyond_memory)
+    return validate([(one, one.rows(data)) for one in chosen], seconds, blind, memory, beyond_memory)
 
 
 def seconds(case: Case) -> float:
     return float(price(case).seconds)
 
 
-def blind(source: str) -> Seconds:
-    """With constants that were fitted without this source."""
-    given = constants(source)
-    return lambda case: float(price(case, given).seconds)
-
-
-def interval(source: str) -> Interval:
-    """With constants that were fitted without this source, or with all where it is empty."""
+def blind(source: str) -> Estimate:
+    """With constants that were fitted without this source, or with all where its name is empty."""
     given = constants(source)
 
-    def bounds(case: Case) -> tuple[float, float]:
-        low, high = price(case, given).interval
-        return float(low), float(high)
+    def estimate(case: Case) -> tuple[float, float, float]:
+        found = price(case, given)
+        low, high = found.interval
+        return float(found.seconds), float(low), float(high)
 
-    return bounds
+    return estimate
 
 
 def memory(case: Case, without: str = "") -> Mapping[str, float]:
