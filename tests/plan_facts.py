@@ -104,6 +104,7 @@ def verdict_facts(**changes):
         "text": "needs 99 GiB",
         "budget": budget(20, 13),
         "changes": ["zero=3 & more"],
+        "weights": "fp32",
         "step_s": None,
     } | changes
 

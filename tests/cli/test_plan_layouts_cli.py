@@ -175,6 +175,17 @@ def test_weights_are_kept_in_whichever_format_is_faster(capsys: pytest.CaptureFi
     assert {one["weights"] for one in answer(capsys, *words, "--dtype", "fp32")["front"]} == {"fp32"}
 
 
+def test_an_explained_layout_is_in_the_weights_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """127 GiB of fp32 weights, gradients and moments; in 14 bytes a parameter two GPUs hold what two of 16 do not."""
+    words = ["plan", "search", "llama3-8b", "--cluster", "2xh100", "--global-batch", "2", *ONE]
+    either = answer(capsys, *words, "--explain", "zero=3")["explained"]
+    each = {w: answer(capsys, *words, f"precision.weights={w}", "--explain", "zero=3") for w in ("fp32", "bf16")}
+    fits = [w for w in each if not each[w]["explained"]["binding"]]
+    assert fits and either == each[fits[0]]["explained"]
+    one = ["plan", "search", "llama3-8b", "--cluster", "1xh100", "--global-batch", "1", *ONE, "--explain", "zero=0"]
+    assert ", bf16 weights\ndoes not fit" in lmworks(capsys, *one)[1]
+
+
 def test_what_fits_in_host_memory_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = lmworks(capsys, "plan", "search", "llama3-8b", "--cluster", "1xh100", "--global-batch", "1", *ONE)
     assert code == 2 and "nothing fits on 1 × H100-SXM-80GB" in err

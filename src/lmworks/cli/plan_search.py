@@ -118,7 +118,12 @@ def search(
     if out:
         check_vocabulary(base)
     result = find(problems)
-    verdict = explain_layout(asked[0], read_layout(explain.split()), base, result) if explain else None
+    verdict, weights = None, ""
+    for one in asked if explain else ():
+        if one.cluster != asked[0].cluster or (verdict and not verdict.binding):
+            break
+        verdict = explain_layout(one, read_layout((explain or "").split()), base, result)
+        weights = one.precision.weights
     if not result.front and verdict is None:
         raise SpecError(no_layout_message(problems[0], result, asked[0].pinned) + offload_hint(asked, offload))
     facts: dict[str, Any] = {
@@ -132,7 +137,7 @@ def search(
         "front": [row(found, search_request) for found in result.front],
         "fastest": [row(found, search_request) for found in result.fastest] if len(cluster or ()) > 1 else [],
         "fronts": [[row(found, search_request) for found in each] for each in result.fronts] if html or json else [],
-        "explained": explained(verdict) if verdict else None,
+        "explained": {**explained(verdict), "weights": weights} if verdict else None,
     }
     if out and result.front:
         written = run_of_layout(result.front[0], search_request)
@@ -155,7 +160,7 @@ def search(
     else:
         typer.echo(no_layout_message(problems[0], result, asked[0].pinned) + offload_hint(asked, offload))
     if verdict:
-        print_verdict(verdict)
+        print_verdict(verdict, weights)
     if out and result.front:
         print_written(written, out)
     if html:
@@ -300,9 +305,10 @@ def sent(one: dict[str, Any]) -> int:
     return sum(call["bytes"] for call in one["collectives"])
 
 
-def print_verdict(verdict: Verdict) -> None:
+def print_verdict(verdict: Verdict, weights: str) -> None:
     binds = {"rule": "cannot run", "memory": "does not fit", "": "fits"}[verdict.binding]
-    typer.echo(f"\n{' '.join(f'{key}={value}' for key, value in verdict.layout.items())}\n{binds}: {verdict.text}")
+    layout = " ".join(f"{key}={value}" for key, value in verdict.layout.items())
+    typer.echo(f"\n{layout}, {weights} weights\n{binds}: {verdict.text}")
     if verdict.changes:
         typer.echo("the smallest changes that make it fit:")
         for change in verdict.changes:

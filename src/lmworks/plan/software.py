@@ -85,6 +85,20 @@ LMWORKS_DEFAULTS: Any = {"clip_passes": 2, "cast": True, "delayed_reduction": Tr
 EAGER = Software("lmworks", **LMWORKS_DEFAULTS)
 COMPILED = Software("lmworks-compile", fused=True, graph=True, bias_grad_pass=True, **LMWORKS_DEFAULTS)
 
+MEGATRON = Software(
+    "megatron",
+    2,
+    4,
+    4,
+    stream=2,
+    fused=True,
+    loss="fused",
+    wgrad_placeholder=2,
+    even_stages=True,
+    vocab_multiple=128,
+    fused_casts=True,
+)
+
 SOFTWARE = {
     software.name: software
     for software in (
@@ -120,36 +134,10 @@ SOFTWARE = {
             vocab_multiple=128,
             bucket=DEEPSPEED_BUCKET,
         ),
-        Software(
-            "megatron",
-            2,
-            4,
-            4,
-            stream=2,
-            fused=True,
-            loss="fused",
-            wgrad_placeholder=2,
-            even_stages=True,
-            vocab_multiple=128,
-            fused_casts=True,
-        ),
+        MEGATRON,
         # NeMo and Megatron-Bridge: gradients are summed in 16 bits (grad_reduce_in_fp32 = False in the performance
         # recipes, github:NVIDIA-NeMo/Megatron-Bridge scripts/performance), tensor-parallel messages are overlapped.
-        Software(
-            "megatron-bridge",
-            2,
-            2,
-            4,
-            stream=2,
-            fused=True,
-            loss="fused",
-            wgrad_placeholder=2,
-            even_stages=True,
-            vocab_multiple=128,
-            fused_casts=True,
-            reduce=2,
-            async_tp=True,
-        ),
+        replace(MEGATRON, name="megatron-bridge", gradients=2, reduce=2, async_tp=True),
         Software(
             "megatron-deepspeed",
             2,
