@@ -80,6 +80,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
+    "qwen3-moe-weights": (
+        "qwen3_moe",
+        {**SHAPE, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
     "qwen2-window-layers": ("qwen2", {**SHAPE, **BY_LAYER, "use_sliding_window": True}),
     "qwen3-window-last": (
         "qwen3",
@@ -120,6 +124,8 @@ SPECS = {
     "mixtral": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=2),
     "qwen3_moe": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=3,
                            expert_ffn=24, qk_norm=True, sliding_window=7),
+    "qwen3_moe-weights": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=3,
+                                   expert_ffn=24, qk_norm=True, norm_topk=False),
     "qwen2-layers": ModelSpec(layers=3, hidden=48, heads=4, kv_heads=1, head_dim=16, vocab=96, context=64,
                               qkv_bias=True, sliding_window=7, layer_types=("sliding", "full")),
     "qwen3-layers": ModelSpec(layers=4, hidden=48, heads=4, kv_heads=2, head_dim=16, vocab=96, context=64,
@@ -357,7 +363,6 @@ REFUSED_CONFIGS = {
         {"model_type": "mellum", **MELLUM, "num_nextn_predict_layers": 1},
         "num_nextn_predict_layers",
     ),
-    "topk": ({"model_type": "qwen3_moe", "num_experts": 4}, "norm_topk_prob = False .* must be True"),
     "gelu": ({"model_type": "gpt2", **GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
 }
 

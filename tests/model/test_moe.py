@@ -37,18 +37,57 @@ def by_loop(moe: MoE, x: Tensor, limit: int) -> Tensor:
         had = [0] * moe.experts
         rows = []
         for token in sequence:
-            probs = torch.softmax(moe.router.weight @ token, dim=0)
-            scores = probs if moe.choice_bias is None else probs + moe.choice_bias
-            best = sorted(range(moe.experts), key=scores.tolist().__getitem__, reverse=True)[: moe.top_k]
+            logits = moe.router.weight @ token
+            probs = 1 / (1 + torch.exp(-logits)) if moe.scores == "sigmoid" else torch.softmax(logits, dim=0)
+            scores = (probs if moe.choice_bias is None else probs + moe.choice_bias).tolist()
+            best = sorted(range_of_groups(moe, scores), key=scores.__getitem__, reverse=True)[: moe.top_k]
+            total = probs[best].sum() if moe.norm_topk else 1.0
             row = torch.zeros_like(token)
             for e in best:
                 had[e] += 1
                 if had[e] <= limit:
                     h = F.silu(moe.gate[e] @ token) * (moe.up[e] @ token)
-                    row = row + (moe.down[e] @ h) * (probs[e] / probs[best].sum())
-            rows.append(row if moe.shared is None else row + moe.shared(token))
+                    row = row + (moe.down[e] @ h) * (probs[e] / total) * moe.routed_scale
+            if moe.shared is not None:
+                gate = 1.0 if moe.shared_gate is None else 1 / (1 + torch.exp(-moe.shared_gate.weight[0] @ token))
+                row = row + gate * moe.shared(token)
+            rows.append(row)
         sequences.append(torch.stack(rows))
     return torch.stack(sequences)
+
+
+def range_of_groups(moe: MoE, scores: list[float]) -> list[int]:
+    """Experts that a token may visit: those of its best groups."""
+    each = moe.experts // moe.expert_groups
+    groups = [range(start, start + each) for start in range(0, moe.experts, each)]
+    count = 2 if moe.scores == "sigmoid" else 1
+    worth = {group: sum(sorted(scores[e] for e in group)[-count:]) for group in groups}
+    kept = sorted(groups, key=worth.__getitem__, reverse=True)[: moe.top_groups]
+    return [e for group in sorted(kept, key=lambda group: group.start) for e in group]
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {"norm_topk": False},
+    "qwen2": {"norm_topk": False, "shared_experts": 2, "shared_gate": True},
+    "deepseek v2": {"experts": 6, "expert_groups": 3, "top_groups": 2, "norm_topk": False, "routed_scale": 1.5},
+    "deepseek v3": {"experts": 6, "expert_groups": 3, "top_groups": 1, "router": "sigmoid", "routed_scale": 2.5,
+                    "balance_bias": 0.01},
+    "sigmoid": {"router": "sigmoid", "norm_topk": False, "shared_experts": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_equal_a_loop_over_tokens(name: str) -> None:
+    moe = layer(**ROUTERS[name])
+    generator = torch.Generator().manual_seed(0)
+    if moe.choice_bias is not None:
+        moe.choice_bias.copy_(torch.tensor([0.4, 0.0, -0.3, 0.0, 0.2, 0.1]))
+    x = torch.randn(3, 11, 32, generator=generator).requires_grad_()
+    weight = torch.randn(3, 11, 32, generator=generator)
+    result, expected = moe(x), by_loop(moe, x, 11)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(*(gradients((y * weight).sum(), moe, x) for y in (result, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def gradients(loss: Tensor, moe: MoE, x: Tensor) -> list[Tensor]:

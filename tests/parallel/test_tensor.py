@@ -30,6 +30,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "latent": {"heads": 8, "kv_lora_rank": 12, "q_lora_rank": 16, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
     "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.3},
+    "gated experts": {
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn": 16,
+        "shared_experts": 1,
+        "shared_gate": True,
+        "norm_topk": False,
+        "router": "sigmoid",
+        "routed_scale": 2.0,
+        "balance_loss": 0.3,
+    },
 }
 LAYOUTS = [{"tp": tp, "dp": 4 // tp, "sp": sp} for tp in (2, 4) for sp in (False, True)]
 

@@ -41,6 +41,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gelu": {"mlp": "gelu", "positions": "none"},
     "experts": {"experts": 4, "top_k": 2},
     "shared expert": {"experts": 4, "top_k": 2, "shared_experts": 1},
+    "gated shared expert": {"experts": 4, "top_k": 2, "shared_experts": 1, "shared_gate": True, "norm_topk": False},
+    "sigmoid router": {"experts": 4, "top_k": 2, "router": "sigmoid", "routed_scale": 2.5, "balance_loss": 0.01},
+    "groups of experts": {"experts": 4, "expert_groups": 2, "top_k": 2, "norm_topk": False, "routed_scale": 2.5},
     "balanced experts": {"experts": 4, "top_k": 2, "balance_loss": 0.01},
     "window": {"sliding_window": 8},
     "window on some layers": {

@@ -59,6 +59,12 @@ model.experts                       0               [0, inf)
 model.top_k                         2               [1, inf)
 model.shared_experts                0               [0, inf)
 model.expert_ffn                    0               [0, inf)
+model.router                        "softmax"       softmax sigmoid
+model.norm_topk                     true
+model.routed_scale                  1.0             (0, inf)
+model.expert_groups                 1               [1, inf)
+model.top_groups                    1               [1, inf)
+model.shared_gate                   false
 model.capacity                      0.0             [0, inf)
 model.balance_loss                  0.0             [0, inf)
 model.balance_bias                  0.0             [0, inf)

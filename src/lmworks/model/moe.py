@@ -35,7 +35,7 @@ class Router(nn.Linear):
 
 
 class MoE(nn.Module):
-    """Every token goes to its top_k experts and all shared ones; weights of the top_k sum to 1.
+    """Every token goes to its top_k experts and all shared ones (`route`).
 
     `capacity` bounds the tokens of one sequence that an expert takes in training: later ones are dropped.
     Evaluation and generation drop nothing, as a token must get the same result whatever the length of its text.
@@ -47,11 +47,14 @@ class MoE(nn.Module):
         super().__init__()
         self.experts, self.top_k, self.capacity = spec.experts, spec.top_k, spec.capacity
         self.balance_loss, self.balance_rate = spec.balance_loss, spec.balance_bias
+        self.scores, self.norm_topk, self.routed_scale = spec.router, spec.norm_topk, spec.routed_scale
+        self.expert_groups, self.top_groups = spec.expert_groups, spec.top_groups
         self.router = Router(spec.hidden, spec.experts, bias=False)
         self.gate = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
         self.up = nn.Parameter(torch.empty(spec.experts, spec.expert_ffn, spec.hidden))
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_ffn))
         self.shared = shared
+        self.shared_gate = Router(spec.hidden, 1, bias=False) if spec.shared_gate else None
         # A buffer: it is saved with the model, always fp32, and no optimizer or sharding touches it.
         self.register_buffer("choice_bias", torch.zeros(spec.experts) if spec.balance_bias else None)
         self.dispatch: Callable[[MoE, Tensor, Tensor], Tensor] = dispatch_locally  # how rows reach their experts
@@ -64,15 +67,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, hidden)
         flat = x.flatten(0, 1)
-        probs = self.router(flat).float().softmax(dim=-1)  # (tokens, experts)
+        scores, chosen, weights = self.route(flat)
         with torch.no_grad():
-            scores = probs if self.choice_bias is None else probs + self.choice_bias
-            chosen = scores.topk(self.top_k, dim=-1).indices  # (tokens, top_k)
-            selected = torch.zeros_like(probs, dtype=torch.bool).scatter_(-1, chosen, True).view(*x.shape[:2], -1)
+            selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True).view(*x.shape[:2], -1)
             counts = selected.sum(dim=1)  # (batch, experts)
-        weights = probs.gather(-1, chosen)
-        weights = (weights / weights.sum(dim=-1, keepdim=True)).type_as(flat)
-        balance = self.balance_term(probs.view_as(selected), counts) if self.balance_loss else None
+        weights = weights.type_as(flat)
+        balance = self.balance_term(self.probabilities(scores).view_as(selected), counts) if self.balance_loss else None
         weights = InjectBalanceLoss.apply(weights, balance, counts.sum(dim=0), self)
 
         expert_of_pair, accepted = chosen.flatten(), counts
@@ -93,7 +93,41 @@ class MoE(nn.Module):
         result = PermuteRows.apply(result, back, order, 1, result.dtype)
         choices = (*x.shape[:2], self.top_k, -1)
         out = (result.view(choices) * weights.view(choices)).sum(dim=2)
-        return out if self.shared is None else out + self.shared(x)
+        if self.shared is None:
+            return out
+        if self.shared_gate is None:
+            return out + self.shared(x)
+        return out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+    def route(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of tokens (tokens, hidden): scores of all experts (tokens, experts), the chosen ones, and the weights of
+        their results (tokens, top_k), all in fp32."""
+        logits = self.router(flat).float()
+        scores = logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(dim=-1)
+        with torch.no_grad():
+            chosen = self.choose(scores)
+        weights = scores.gather(-1, chosen)
+        if self.norm_topk:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return scores, chosen, weights if self.routed_scale == 1 else weights * self.routed_scale
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The top_k experts of each token, (tokens, top_k): of all, or of its best groups alone.
+
+        A group is as good as its best expert, or with sigmoid scores as its best two together (DeepSeek-V2 and V3).
+        """
+        if self.choice_bias is not None:
+            scores = scores + self.choice_bias
+        if self.expert_groups > 1:
+            groups = scores.unflatten(-1, (self.expert_groups, -1))
+            best = groups.topk(2 if self.scores == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(self.top_groups).indices, True)
+            scores = groups.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+        return scores.topk(self.top_k, dim=-1).indices
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Scores that sum to 1 over the experts, for the balance loss."""
+        return scores if self.scores == "softmax" else scores / scores.sum(dim=-1, keepdim=True)
 
     def balance_term(self, probs: Tensor, counts: Tensor) -> Tensor:
         """balance_loss · Σ over sequences of tokens · experts/top_k · Σₑ fₑ·Pₑ, which is 1 a token when all is even.

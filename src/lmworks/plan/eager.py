@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
 from .case import Number
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, weight_gradient, without_fp8
@@ -86,6 +86,8 @@ def block(load: Workload) -> list[Op]:
                 ops += experts(component, load)
             case Residual():
                 ops.append(residual(component.label, load, component.inner))
+            case SharedGate():
+                ops += shared_gate(component, load)
             case Sinks():
                 pass  # part of attention's own kernels
             case _:
@@ -263,10 +265,14 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     ffn, slots = layer.ffn // load.tp, load.tokens * layer.top_k
     count = layer.count // load.ep  # of this rank, which receives as many slots as it sends
     rows = np.maximum(1, slots // count)  # tokens of one expert
-    # softmax, top-k values, their sum (fp32), a weight per slot, each sequence's load
-    scores = [4 * t * layer.count, 4 * slots, 4 * t, load.stream * slots]
+    # scores (fp32), a weight per slot; top-k values and their sum (fp32); each sequence's load
+    scores = [4 * t * layer.count, load.stream * slots]
+    if m.norm_topk:
+        scores += [4 * slots, 4 * t]
     if m.balance_loss:
         scores.append(4 * load.batch * layer.count)
+        if m.router == "sigmoid":  # their sum over the experts
+            scores.append(4 * t)
     route = Op(
         "routing",
         "experts",
@@ -296,6 +302,17 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
         dispatch,
         matrices,
         activation(load, ffn, slots / count, count),
+    ]
+    return without_fp8(load, ops)
+
+
+def shared_gate(layer: SharedGate, load: Workload) -> list[Op]:
+    """A number per token, its sigmoid, and its product with what the shared experts gave."""
+    t, w = load.tokens, load.width
+    x = t * layer.hidden * w / 4
+    ops = [
+        product("shared gate", load, layer.hidden, 1),
+        Op("shared experts' share", "experts", (stream(2 * x),), (stream(4 * x),), saved=(w * t, 4 * x)),
     ]
     return without_fp8(load, ops)
 

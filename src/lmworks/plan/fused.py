@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, Sinks
+from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
 from . import eager
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
@@ -267,6 +267,8 @@ def block(load: Workload) -> list[Op]:
                 ops += experts(layer, load)
             case Residual() as add:
                 ops.append(residual(add.label, load, add.inner))
+            case SharedGate() as layer:
+                ops += eager.shared_gate(layer, load)
             case Sinks():
                 pass  # part of attention's own kernels
             case other:

@@ -291,6 +291,18 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class SharedGate:
+    """One number per token, whose sigmoid weighs the result of the shared experts."""
+
+    name: str
+    hidden: int
+
+    def weights(self) -> Iterator[Weight]:
+        gate = Weight(f"{self.name}.weight", (1, self.hidden), in_tp_region=True, role="router")
+        yield replace(gate, matmul_token_share=1.0, hf="mlp.shared_expert_gate.weight")
+
+
+@dataclass(frozen=True)
 class Residual(WithoutWeights):
     """x + f(x)."""
 
@@ -298,7 +310,7 @@ class Residual(WithoutWeights):
     inner: bool = False  # between attention and MLP
 
 
-Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | Residual
+Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | SharedGate | Residual
 
 
 # --- the network ------------------------------------------------------------------------------------------
@@ -398,6 +410,8 @@ def feed_forward(m: ModelSpec) -> Iterator[Component]:
     if m.shared_experts:
         width = m.shared_experts * m.expert_ffn
         yield MLP("mlp.shared", "shared ", "mlp_norm", m.hidden, width, m.mlp, hf="mlp.shared_experts")
+    if m.shared_gate:
+        yield SharedGate("mlp.shared_gate", m.hidden)
 
 
 def saved_logits(m: ModelSpec) -> int:
@@ -492,7 +506,7 @@ def experts(m: ModelSpec) -> Experts | None:
 
 def readers(m: ModelSpec, norm: Norm) -> int:
     """Products that read the output of a norm; routed experts read what the router has dispatched."""
-    return sum(linear.reads == norm.name for linear in linears(m)) + norm.feeds_router
+    return sum(linear.reads == norm.name for linear in linears(m)) + norm.feeds_router * (1 + m.shared_gate)
 
 
 @dataclass(frozen=True)

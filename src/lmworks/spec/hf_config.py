@@ -40,7 +40,6 @@ ROPE_WRITES: dict[str, Any] = {
 EXPERTS_WRITES = {
     **ROPE_WRITES,
     "experts": lambda spec: spec.experts > 0,
-    "shared_experts": 0,
     "balance_bias": 0,
 }
 # Keys of which every family can express any value, and those that act in training alone; of other keys that a family
@@ -50,6 +49,7 @@ WRITTEN = frozenset({
     "rope_scaling", "qkv_bias", "sliding_window", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss",
     "attention", "init_std", "scalar_head", *MUP_KEYS,
 })  # fmt: skip
+NORM_TOPK = {"norm_topk": lambda spec: True}
 BY_LAYER = {"layer_types": lambda spec: True}
 CLASSIFIER = "ForSequenceClassification"
 QWEN_MUST_BE = {**ROPE_MUST_BE, "attention_bias": (False, None)}
@@ -133,19 +133,18 @@ FAMILIES = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         {**ROPE_DEFAULTS, "norm_topk_prob": False},
-        {**QWEN_MUST_BE, "norm_topk_prob": (True,), "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
-        {**EXPERTS_WRITES, "qk_norm": True},
+        {**QWEN_MUST_BE, "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+        {**EXPERTS_WRITES, **NORM_TOPK, "qk_norm": True},
     ),
     "mellum": Family(
         "MellumForCausalLM",
         {**ROPE_DEFAULTS, "rms_norm_eps": 1e-6, "sliding_window": 1024, "norm_topk_prob": True},
         {
             **QWEN_MUST_BE,
-            "norm_topk_prob": (True,),
             "num_nextn_predict_layers": (0, None),
             "num_mtp_layers": (0, None),
         },
-        {**EXPERTS_WRITES, **BY_LAYER, "qk_norm": True, "rope_local_theta": lambda spec: True},
+        {**EXPERTS_WRITES, **NORM_TOPK, **BY_LAYER, "qk_norm": True, "rope_local_theta": lambda spec: True},
     ),
     # Latent attention with dense layers; its experts (sigmoid routing in groups) are not supported.
     "deepseek_v3": Family(
@@ -228,6 +227,7 @@ def rope_spec(name: str, config: Config) -> ModelSpec:
         count = config.get("num_local_experts") or need(config, "num_experts")
         experts = {"experts": count, "top_k": need(config, "num_experts_per_tok")}
         experts["expert_ffn"] = need(config, "moe_intermediate_size")
+        experts["norm_topk"] = bool(config["norm_topk_prob"])
     if name == "deepseek_v3":
         return latent_spec(config)
     bias = bool(config.get("attention_bias"))
@@ -460,7 +460,7 @@ def rope_config(name: str, spec: ModelSpec) -> dict[str, Any]:
     if name == "mixtral":
         config |= {"num_local_experts": spec.experts, "num_experts_per_tok": spec.top_k}
     if name in ("qwen3_moe", "mellum"):
-        config |= {"num_experts": spec.experts, "num_experts_per_tok": spec.top_k, "norm_topk_prob": True}
+        config |= {"num_experts": spec.experts, "num_experts_per_tok": spec.top_k, "norm_topk_prob": spec.norm_topk}
         config |= {"moe_intermediate_size": spec.expert_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return config
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from . import components
@@ -48,6 +48,11 @@ class RopeScaling(Section):
             )
 
 
+# Keys that mean something with experts alone.
+EXPERT_KEYS = (
+    "shared_experts", "router", "norm_topk", "routed_scale", "expert_groups", "top_groups", "shared_gate", "capacity",
+    "balance_loss", "balance_bias",
+)  # fmt: skip
 LAYER_TYPES = ("sliding", "full")
 MUP_KEYS = ("parametrization", "mup_base_hidden", "mup_base_layers", "mup_base_head_dim")
 
@@ -101,6 +106,14 @@ class ModelSpec(Section):
     top_k: int = opt(2, "experts that each token visits", ge=1)
     shared_experts: int = opt(0, "experts that every token visits", ge=0)
     expert_ffn: int = opt(0, "width of one expert (0: ffn)", ge=0)
+    router: str = opt(
+        "softmax", "scores of experts; a sigmoid scores each by itself (DeepSeek-V3)", choices=("softmax", "sigmoid")
+    )
+    norm_topk: bool = opt(True, "the weights of a token's top_k experts are divided by their sum")
+    routed_scale: float = opt(1.0, "what the weights of routed experts are multiplied by", gt=0)
+    expert_groups: int = opt(1, "groups of experts; a token visits those of its best top_groups alone", ge=1)
+    top_groups: int = opt(1, "groups that a token may visit", ge=1)
+    shared_gate: bool = opt(False, "a sigmoid of each token weighs the shared experts' result (Qwen2-MoE)")
     capacity: float = opt(
         0.0,
         "an expert takes at most capacity × seq × top_k / experts tokens of a sequence (0: no token is dropped)",
@@ -190,8 +203,9 @@ class ModelSpec(Section):
 
     def check_moe(self) -> None:
         if not self.experts:
-            for key in ("shared_experts", "capacity", "balance_loss", "balance_bias"):
-                if getattr(self, key):
+            usual = {field.name: field.default for field in fields(self)}
+            for key in EXPERT_KEYS:
+                if getattr(self, key) != usual[key]:
                     raise SpecError(f"model.{key} needs model.experts > 0")
             return
         if self.top_k > self.experts:
@@ -199,6 +213,22 @@ class ModelSpec(Section):
         if self.mlp != "swiglu" or self.bias:
             raise SpecError("model.experts needs model.mlp = 'swiglu' and model.bias = false")
         self.derive("expert_ffn", self.expert_ffn or self.ffn)
+        if self.shared_gate and not self.shared_experts:
+            raise SpecError("model.shared_gate needs model.shared_experts > 0")
+        self.check_groups()
+
+    def check_groups(self) -> None:
+        each = self.experts // self.expert_groups
+        if self.experts % self.expert_groups or (self.router == "sigmoid" and self.expert_groups > 1 and each < 2):
+            raise SpecError(
+                f"model.expert_groups = {self.expert_groups} does not divide model.experts = {self.experts} into "
+                "groups of one size (with model.router = 'sigmoid', of at least two experts)"
+            )
+        if not self.top_k <= self.top_groups * each <= self.experts:
+            raise SpecError(
+                f"model.top_groups = {self.top_groups} of model.expert_groups = {self.expert_groups} have "
+                f"{self.top_groups * each} experts; they must be at least model.top_k = {self.top_k} and at most all"
+            )
 
     def check_latent(self) -> None:
         if not self.kv_lora_rank:

@@ -23,7 +23,7 @@ from ...kernels.rms_norm import add_rms_norm
 from ...kernels.swiglu import swiglu_packed
 from ...model import rope
 from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RMSNorm, Rotary
-from ...model.moe import MoE
+from ...model.moe import MoE, Router
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
 from ..tensor_parallel.tp_shards import RowParallelLinear
@@ -219,7 +219,7 @@ def supports_graphs(model: GPT) -> bool:
 
 def check_fusable(block: Block) -> None:
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and type(module) is not Linear and name != "mlp.router":
+        if isinstance(module, nn.Linear) and type(module) not in (Linear, Router):
             raise SpecError(
                 f"engine.batch_invariant = true is not supported by {name}, which is a {type(module).__name__}: "
                 "its kernel may depend on the batch"
