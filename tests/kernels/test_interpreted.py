@@ -19,6 +19,7 @@ FILES = (
     "test_adamw_triton.py",
     "test_cross_entropy_triton.py",
     "test_elementwise_triton.py",
+    "test_experts_triton.py",
     "test_flash_triton.py",
     "test_float8_triton.py",
     "test_paged_triton.py",

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..engine.core.kv_cache import KVCacheShape
 from ..model import GPT
-from ..model.moe import MoE
 from ..plan.devices.machine import Machine, Rate
 from ..plan.predict import step_flops
 from ..plan.serving.served_model import ServedModel
@@ -180,8 +179,7 @@ def lookup_bytes(model: GPT) -> int:
 
 def expert_tensors(model: GPT) -> list[Tensor]:
     """Weights of shape (experts, out, in), without the router."""
-    found = [module for module in model.modules() if isinstance(module, MoE)]
-    return [tensor for moe in found for tensor in moe.parameters(recurse=False) if tensor.dim() == 3]
+    return [tensor for tensor in model.parameters() if tensor.dim() == 3]
 
 
 def measure_bandwidth(device: torch.device) -> float:

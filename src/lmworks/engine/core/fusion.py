@@ -2,6 +2,7 @@
 
     attention   one QKV projection; norm, rotation and KV cache write are one kernel (`engine.core.kv_cache`)
     MLP         one gate-up projection, with SwiGLU in its epilogue for few rows
+    experts     one gate-up tensor; routing, grouping and products are kernels that read nothing on the host
     block       residual add and the next norm are one kernel: blocks pass on a pair, the stream and a pending addend
 
 The weights are the same numbers. They are merged layer by layer, and the originals freed before the next, so that a
@@ -26,7 +27,7 @@ from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RM
 from ...model.moe import MoE, Router
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
-from ..tensor_parallel.tp_shards import RowParallelLinear
+from ..tensor_parallel.tp_shards import RowParallelExperts, RowParallelLinear
 from .kv_cache import PagedAttention
 from .latent_attention import AbsorbedLatentAttention
 
@@ -101,6 +102,33 @@ class FusedMLP(nn.Module):
         return apply(self.down, inner)
 
 
+class FusedMoE(nn.Module):
+    """model.moe.MoE with one gate-up tensor of all experts, on a GPU."""
+
+    def __init__(self, was: MoE, shared: nn.Module | None, apply: LinearMethod) -> None:
+        super().__init__()
+        from ...kernels.inference.experts_triton import Routing
+
+        self.router, self.shared, self.shared_gate, self.apply_linear = was.router, shared, was.shared_gate, apply
+        self.gate_up = nn.Parameter(torch.cat((was.gate, was.up), dim=1), requires_grad=False)
+        self.down = was.down
+        self.register_buffer("choice_bias", was.choice_bias)
+        self.routing = Routing(
+            was.top_k, was.scores == "sigmoid", was.norm_topk, was.routed_scale, was.expert_groups, was.top_groups
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        from ...kernels.inference.experts_triton import experts
+
+        apply = self.apply_linear
+        shared = None if self.shared is None else self.shared(x)
+        if shared is not None and self.shared_gate is not None:
+            shared = torch.sigmoid(apply.project(x, self.shared_gate.weight)) * shared
+        logits = apply.project(x, self.router.weight)
+        bias = cast(Tensor | None, self.choice_bias)
+        return experts(x, logits, self.gate_up, self.down, self.routing, bias, shared, apply.invariant)
+
+
 class Unfused(nn.Module):
     """An unchanged module of the training network, which takes (batch, seq, hidden)."""
 
@@ -162,7 +190,7 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
     """Fuse a network in place, for flat batches of positions below `context`; weights are on their device already."""
     model.requires_grad_(False)
     cpu = model.device.type == "cpu"
-    fuser = Fuser(LinearMethod(invariant), by_rows=invariant and cpu)
+    fuser = Fuser(LinearMethod(invariant), on_cpu=cpu)
     quantized_model.set_batch_invariant(model, invariant)
     names = list(model.blocks)
     for name in names:
@@ -178,10 +206,10 @@ def fuse(model: GPT, context: int, invariant: bool = False) -> None:
 
 
 class Fuser:
-    """Fuses the modules of a block. `by_rows`: for batch invariance of norms and activations on a CPU."""
+    """Fuses the modules of a block. On a CPU norms and activations of `invariant` products are computed row by row."""
 
-    def __init__(self, apply: LinearMethod, by_rows: bool) -> None:
-        self.apply, self.by_rows = apply, by_rows
+    def __init__(self, apply: LinearMethod, on_cpu: bool) -> None:
+        self.apply, self.on_cpu, self.by_rows = apply, on_cpu, apply.invariant and on_cpu
 
     def block(self, was: Block, last: bool) -> FusedBlock:
         if self.apply.invariant:
@@ -199,6 +227,10 @@ class Fuser:
         return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
 
     def mlp(self, was: nn.Module) -> nn.Module:
+        if isinstance(was, RowParallelExperts) and not self.on_cpu:
+            return RowParallelExperts(self.mlp(was.part), was.reduce)
+        if isinstance(was, MoE) and not self.on_cpu:
+            return FusedMoE(was, None if was.shared is None else self.mlp(was.shared), self.apply)
         if not isinstance(was, MLP):
             return RowByRow(Unfused(was)) if self.apply.invariant else Unfused(was)
         into = was.up if was.gate is None else merged([was.gate, was.up])
@@ -213,8 +245,8 @@ class Fuser:
 
 
 def supports_graphs(model: GPT) -> bool:
-    """Whether no step of a fused network reads a tensor on the host: token counts of experts, lengths of sequences."""
-    return not any(isinstance(module, MoE | AbsorbedLatentAttention) for module in model.modules())
+    """Whether no step of a fused network reads a tensor on the host: the lengths of sequences."""
+    return not any(isinstance(module, AbsorbedLatentAttention) for module in model.modules())
 
 
 def check_fusable(block: Block) -> None:

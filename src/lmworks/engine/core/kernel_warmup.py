@@ -39,8 +39,8 @@ def warm_up_kernels(meta_model: MetaModel | None, spec: EngineSpec, device: torc
 
 
 def is_worthwhile(shape: ModelSpec, spec: EngineSpec, device: torch.device) -> bool:
-    """Not on a CPU, which compiles nothing; not with experts or tensor parallelism; not without free GPU memory."""
-    if device.type == "cpu" or shape.experts or spec.tp > 1:
+    """Not on a CPU, which compiles nothing; not with tensor parallelism; not without free GPU memory."""
+    if device.type == "cpu" or spec.tp > 1:
         return False
     return (
         torch.cuda.mem_get_info(device)[0] > 2 * shape.params * DTYPES[resolve_spec(spec, shape, device).dtype].itemsize

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...model.gpt import GPT
 from ...spec import LMWorksError
-from ..tensor_parallel.tp_shards import RowParallelLinear
-from .fusion import AddNorm, FusedAttention, FusedBlock, FusedMLP, RowByRow, Unfused
+from ..tensor_parallel.tp_shards import RowParallelExperts, RowParallelLinear
+from .fusion import AddNorm, FusedAttention, FusedBlock, FusedMLP, FusedMoE, RowByRow, Unfused
 from .latent_attention import AbsorbedLatentAttention
 
 
@@ -99,12 +99,7 @@ def slots(model: GPT) -> Iterator[tuple[str, Slot]]:
         yield from whole(f"{at}.attention_norm", block.attention_norm)
         yield from whole(f"{at}.mlp_norm", block.mlp_norm)
         yield from attention_slots(f"{at}.attention", block.attention)
-        if isinstance(block.mlp, FusedMLP):
-            names = ("gate", "up") if model.spec.mlp == "swiglu" else ("up",)
-            yield from merged(f"{at}.mlp", names, block.mlp.into, [columns(block.mlp.down)] * len(names))
-            yield from whole(f"{at}.mlp.down", block.mlp.down)
-        else:
-            yield from whole(f"{at}.mlp", block.mlp)
+        yield from mlp_slots(f"{at}.mlp", block.mlp, ("gate", "up") if model.spec.mlp == "swiglu" else ("up",))
 
 
 def attention_slots(at: str, attention: nn.Module) -> Iterator[tuple[str, Slot]]:
@@ -125,6 +120,27 @@ def attention_slots(at: str, attention: nn.Module) -> Iterator[tuple[str, Slot]]
         yield f"{at}.kv_b.weight", Slot(attention.w_uv, heads, nope, nope + attention.module.v_dim)
     else:
         yield from whole(at, attention)
+
+
+def mlp_slots(at: str, mlp: nn.Module, inputs: tuple[str, ...]) -> Iterator[tuple[str, Slot]]:
+    if isinstance(mlp, RowParallelExperts):
+        mlp = mlp.part
+    if isinstance(mlp, FusedMLP):
+        yield from merged(at, inputs, mlp.into, [columns(mlp.down)] * len(inputs))
+        yield from whole(f"{at}.down", mlp.down)
+    elif isinstance(mlp, FusedMoE):
+        for name, part in zip(("gate", "up"), mlp.gate_up.data.chunk(2, dim=1), strict=True):
+            yield f"{at}.{name}", Slot(part)
+        yield f"{at}.down", Slot(mlp.down.data)
+        for name in ("router", "shared_gate"):
+            if getattr(mlp, name) is not None:
+                yield from whole(f"{at}.{name}", getattr(mlp, name))
+        for name, buffer in mlp.named_buffers(recurse=False):
+            yield f"{at}.{name}", Slot(buffer)
+        if mlp.shared is not None:
+            yield from mlp_slots(f"{at}.shared", mlp.shared, inputs)
+    else:
+        yield from whole(at, mlp)
 
 
 def whole(at: str, module: nn.Module) -> Iterator[tuple[str, Slot]]:

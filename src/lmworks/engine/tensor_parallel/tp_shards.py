@@ -2,6 +2,7 @@
 
     q, k, v, gate, up, head   column-parallel: some outputs (rows of the weight), with their scales and biases
     out, down                 row-parallel: some inputs (columns of the weight); products are all-reduced
+    experts                   both, within each expert; their sum is all-reduced
 
 `parallel.tensor_parallel` shards a network for training. Inference needs no gradients: where ranks outnumber key heads,
 a rank keeps the rows of its head alone. Quantized weights are sharded as they are stored.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ...kernels.inference import quantized
 from ...model.gpt import GPT, Linear
+from ...model.moe import MoE
 from ...parallel.sharding_plan import ShardingPlan
 from ...parallel.tensor_parallel import ReplicatedKVLinear, RowShardedLinear
 from ...spec import ModelSpec, SpecError, components
@@ -38,6 +40,17 @@ class RowParallelLinear(nn.Module):
     def all_reduce(self, product: Tensor) -> Tensor:
         y = self.reduce(product)
         return y if self.bias is None else y + self.bias
+
+
+class RowParallelExperts(nn.Module):
+    """`part` computes this rank's slice of every expert, the shared ones included."""
+
+    def __init__(self, part: nn.Module, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.reduce = part, reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduce(self.part(x))
 
 
 OUTPUTS, INPUTS = 0, 1
@@ -159,6 +172,11 @@ def make_plain(model: GPT, all_reduce: Callable[[Tensor], Tensor]) -> None:
             set_layer(model, name, plain(layer.weight[layer.rows].clone(), bias))
         elif isinstance(layer, RowShardedLinear):
             set_layer(model, name, RowParallelLinear(plain(layer.weight), layer.bias, all_reduce))
+    for block in model.blocks.values():
+        if isinstance(moe := block.mlp, MoE):
+            moe._forward_pre_hooks.clear()  # the region of training, which also sums gradients
+            moe._forward_hooks.clear()
+            block.mlp = RowParallelExperts(moe, all_reduce)
 
 
 def plain(weight: Tensor, bias: Tensor | None = None) -> Linear:
