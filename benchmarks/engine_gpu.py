@@ -4,7 +4,7 @@ vLLM's figures were measured on one NVIDIA H200 (vLLM 0.22.1, FA3, CUDA graphs, 
 The floor is the bytes that a step must read over the bandwidth of a device copy, measured in the same run.
 
     python benchmarks/engine_gpu.py                                          # everything
-    python benchmarks/engine_gpu.py --only throughput,quant --model llama3-8b
+    python benchmarks/engine_gpu.py --only throughput,quant --model llama3-8b "qwen3-30b-a3b, 12 layers"
     python benchmarks/engine_gpu.py --only quant --case int4,fp8
     python benchmarks/engine_gpu.py --table
 
@@ -41,7 +41,16 @@ from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 NAME = "engine_gpu"
 PEER = json.loads((RESULTS / "vllm_h200.json").read_text())
 VLLM = {name: sides["vllm"] for name, sides in PEER["models"].items()}
-MODELS = ("qwen3-0.6b", "llama3-8b")
+MODELS = ("qwen3-0.6b", "llama3-8b", "qwen3-30b-a3b, 12 layers")
+
+
+def shape_of(name: str) -> ModelSpec:
+    """A preset, or one of fewer layers."""
+    preset, _, layers = name.partition(", ")
+    shape = ModelSpec.from_preset(preset)
+    return shape.replace(layers=int(layers.removesuffix(" layers"))) if layers else shape
+
+
 SCHEMES = ("int8", "int4", "fp8")
 GUESSERS, GUESSED = ("none", "ngram"), (1, 8)  # who guesses, and for how many at once
 CONTEXT = 2048  # the longest request of the workload
@@ -57,7 +66,7 @@ def engine_of(name: str, scheme: str = "", **options: Any) -> Engine:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    model = random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0)
+    model = random_model(shape_of(name), torch.device("cuda"), torch.bfloat16, seed=0)
     if scheme:
         apply_quantization(model, scheme)
     return make_engine(LoadedModel(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
@@ -190,7 +199,7 @@ def startup(name: str, _wanted: list[str]) -> Iterator[Case]:
     """Seconds from the start of a process. Cold: no compiled kernels, no weights in the page cache; warm: both."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("LMWORKS_BENCH_DISK")) as folder:
         weights = Path(folder) / "model"
-        random_model(ModelSpec.from_preset(name), torch.device("cuda"), torch.bfloat16, seed=0).save_hf(weights)
+        random_model(shape_of(name), torch.device("cuda"), torch.bfloat16, seed=0).save_hf(weights)
         gc.collect()
         torch.cuda.empty_cache()
         size = sum(file.stat().st_size for file in weights.iterdir())
@@ -254,7 +263,7 @@ def say(name: str, case: str, facts: dict[str, Any]) -> None:
             flush=True,
         )
     times = ", ".join(
-        f"{batch}: {ms:.2f} (floor {facts['floors_ms'][batch]:.2f}, vLLM {peer['decode_ms'][batch]})"
+        f"{batch}: {ms:.2f} (floor {facts['floors_ms'][batch]:.2f}, vLLM {peer['decode_ms'].get(batch, '–')})"
         for batch, ms in facts["decode_ms"].items()
     )
     print(f"{name} {case}: ms a step at batch {times}; warm-up {facts['warm_up_s']:.1f} s", flush=True)
@@ -268,7 +277,8 @@ def markdown(models: dict[str, Any]) -> str:
     ]
     for name, parts in models.items():
         peer = VLLM[name]
-        quoted = " | ".join(f"{peer['decode_ms'][str(batch)]:.2f}" for batch in BATCHES)
+        times = (peer["decode_ms"].get(str(batch)) for batch in BATCHES)
+        quoted = " | ".join("" if ms is None else f"{ms:.2f}" for ms in times)
         lines.append(f"| {name} | vLLM bf16, quoted | {peer['output_tokens_per_s']:,} | {quoted} |")
         for case, facts in {**parts.get("throughput", {}), **parts.get("quant", {})}.items():
             rate = facts["output_tokens_per_s"]
@@ -305,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
     parser.add_argument("--case", default="", help=f"of quant: some of {', '.join(QUANT)}")
-    parser.add_argument("--model", default=",".join(MODELS), help="models, with commas between them")
+    parser.add_argument("--model", default=MODELS, nargs="+", help="presets, or 'qwen3-30b-a3b, 12 layers'")
     parser.add_argument("--table", action="store_true", help="print what was kept as tables of Markdown")
     chosen = parser.parse_args()
     path = RESULTS / f"{NAME}.json"
@@ -316,7 +326,7 @@ def main() -> None:
     wanted = [case for case in chosen.case.split(",") if case]
     if unknown := [case for case in wanted if case not in QUANT]:
         parser.error(f"--case: there is no {', '.join(unknown)}; use some of {', '.join(QUANT)}")
-    for name in chosen.model.split(","):
+    for name in chosen.model:
         kept = models.setdefault(name, {})
         for part in chosen.only.split(","):
             began = time.perf_counter()

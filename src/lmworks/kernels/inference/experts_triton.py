@@ -249,6 +249,9 @@ class Tile:
     warps: int
 
 
+ALONE = Tile(1, 8, 512, stages=2, warps=4)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Pairs in the order of their experts, cut into blocks of one expert."""
@@ -293,8 +296,8 @@ def experts(
     inner = x.new_empty(pairs, down.shape[2])
     results = x.new_empty(pairs, x.shape[1])
     if pairs <= MAX_PAIRS_ALONE and not invariant:
-        launch_alone(x, gate_up, ids, weights, inner, routing.top_k, up=True)
-        launch_alone(inner, down, ids, weights, results, routing.top_k, up=False)
+        launch_alone(x, gate_up, ids, weights, inner, ALONE, routing.top_k, up=True)
+        launch_alone(inner, down, ids, weights, results, ALONE, routing.top_k, up=False)
     else:
         up_tile, down_tile = tiles(pairs, len(down), x.itemsize, invariant)
         assert up_tile.pairs == down_tile.pairs
@@ -312,7 +315,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     route_kernel[(tokens,)](
         logits.contiguous(), logits if bias is None else bias, ids, weights, routing.scale, experts, routing.top_k,
         routing.groups, power_of_two(routing.groups), routing.top_groups, routing.sigmoid, routing.norm,
-        bias is not None, power_of_two(experts), power_of_two(routing.top_k), **pdl_options(logits.device, tokens <= PDL_MAX_PROGRAMS), num_warps=1,
+        bias is not None, power_of_two(experts), power_of_two(routing.top_k),
+        **pdl_options(logits.device, tokens <= PDL_MAX_PROGRAMS), num_warps=1,
     )  # fmt: skip
     return ids, weights
 
@@ -348,12 +352,13 @@ def launch_grouped(
     )  # fmt: skip
 
 
-def launch_alone(x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, out: Tensor, top_k: int, up: bool) -> None:
+def launch_alone(
+    x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, out: Tensor, tile: Tile, top_k: int, up: bool
+) -> None:
     channels, inputs = w.shape[1:]
-    lines = 8
-    alone_kernel[(triton.cdiv(channels, lines), weights.numel())](
-        x, w, ids, weights, out, channels, inputs, top_k, up, lines, min(512, power_of_two(inputs)),
-        **pdl_options(x.device), num_warps=4,
+    alone_kernel[(triton.cdiv(channels, tile.channels), weights.numel())](
+        x, w, ids, weights, out, channels, inputs, top_k, up, tile.channels, min(tile.inputs, power_of_two(inputs)),
+        **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

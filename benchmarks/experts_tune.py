@@ -1,0 +1,149 @@
+"""Tries tiles of the grouped products of experts on a GPU, by tokens of a step, and names the best.
+
+    python benchmarks/experts_tune.py [--save] [--tokens 8 64 1024] [--seconds 300]
+
+Random choices of 8 of 128 experts of Qwen3-30B-A3B in bf16. The floor is the bytes of the visited experts over the
+bandwidth of a device copy, or the products over the datasheet's peak, whichever is longer. Every candidate is checked
+against the first one's result. The whole of `experts` is timed beside its two products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+
+import torch
+from common import write_result
+from torch import Tensor
+
+from lmworks.bench.roofline import measure_bandwidth
+from lmworks.kernels.inference import experts_triton
+from lmworks.kernels.inference.experts_triton import Routing, Tile
+from lmworks.kernels.triton_support import compile_only
+
+HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
+PEAK = 989e12  # FLOP/s in bf16, of the H200's datasheet
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+ROUTING = Routing(TOP_K)
+
+
+def candidates(tokens: int) -> list[Tile]:
+    if tokens * TOP_K <= experts_triton.MAX_PAIRS_ALONE:
+        return [Tile(1, *each) for each in product((4, 8, 16), (256, 512, 1024), (1, 2), (4, 8))]
+    mean = tokens * TOP_K / EXPERTS
+    if mean <= 4:
+        return [Tile(*each) for each in product((8, 16), (32, 64, 128), (128, 256), (3, 4, 5), (4,))]
+    if mean <= 16:
+        return [Tile(*each) for each in product((16, 32), (64, 128), (64, 128), (3, 4), (4, 8))]
+    if mean <= 64:
+        return [Tile(*each) for each in product((32, 64, 128), (64, 128), (64, 128), (3, 4), (4, 8))]
+    return [Tile(*each) for each in product((64, 128, 256), (128, 256), (64,), (2, 3, 4), (4, 8))]
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Of one call, from the best replay of a CUDA graph of some."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            work()
+    best = float("inf")
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
+    return best
+
+
+class Case:
+    """The inputs of both products for so many tokens."""
+
+    def __init__(self, tokens: int, gate_up: Tensor, down: Tensor) -> None:
+        generator = torch.Generator("cuda").manual_seed(tokens)
+        self.x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.logits = torch.randn(tokens, EXPERTS, device="cuda", dtype=torch.bfloat16, generator=generator)
+        self.gate_up, self.down, self.tokens = gate_up, down, tokens
+        self.ids, self.weights = experts_triton.route(self.logits, ROUTING)
+        self.inner = torch.randn(tokens * TOP_K, FFN, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    def launch(self, tile: Tile, up: bool) -> Callable[[], Tensor]:
+        x, w = (self.x, self.gate_up) if up else (self.inner, self.down)
+        out = torch.zeros(self.tokens * TOP_K, FFN if up else HIDDEN, device="cuda", dtype=torch.bfloat16)
+        blocks = None if tile.pairs == 1 else experts_triton.group(self.ids, EXPERTS, tile.pairs)
+
+        def work() -> Tensor:
+            if blocks is None:
+                experts_triton.launch_alone(x, w, self.ids, self.weights, out, tile, TOP_K, up)
+            else:
+                experts_triton.launch_grouped(x, w, self.weights, out, blocks, tile, TOP_K, up)
+            return out
+
+        return work
+
+    def floor(self, up: bool, bandwidth: float) -> float:
+        visited, weights = len(self.ids.unique()), (2 if up else 1) * HIDDEN * FFN
+        return max(visited * weights * 2 / bandwidth, 2 * self.tokens * TOP_K * weights / PEAK)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=300, help="nothing begins after them")
+    chosen = parser.parse_args()
+    began, found = time.perf_counter(), {}
+    device = torch.device("cuda")
+    bandwidth = measure_bandwidth(device)
+    gate_up = torch.randn(EXPERTS, 2 * FFN, HIDDEN, device=device, dtype=torch.bfloat16) * HIDDEN**-0.5
+    down = torch.randn(EXPERTS, HIDDEN, FFN, device=device, dtype=torch.bfloat16) * FFN**-0.5
+    cases = [Case(tokens, gate_up, down) for tokens in chosen.tokens]
+    with compile_only():
+        for case, up in product(cases, (True, False)):
+            for tile in candidates(case.tokens):
+                with suppress(Exception):  # it is named below
+                    case.launch(tile, up)()
+    print(f"compiled after {time.perf_counter() - began:.0f} s; {bandwidth / 1e12:.2f} TB/s", flush=True)
+    for case in cases:
+        repeats = 20 if case.tokens < 1024 else 3
+        row = {}
+        for up in (True, False):
+            times: dict[Tile, float] = {}
+            wanted = None
+            for tile in candidates(case.tokens):
+                if time.perf_counter() - began > chosen.seconds:
+                    break
+                try:
+                    work = case.launch(tile, up)
+                    result = work().float()
+                    wanted = result.clone() if wanted is None else wanted
+                    off = float((result - wanted).norm() / wanted.norm())
+                    if not off < 1e-2:
+                        print(f"{tile}: off by {off:.1e}", flush=True)
+                        continue
+                    times[tile] = seconds(work, repeats)
+                except Exception as error:
+                    print(f"{tile}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+            name, floor = "up" if up else "down", case.floor(up, bandwidth)
+            ranked = sorted(times, key=times.__getitem__)
+            for tile in ranked[:4]:
+                print(f"{case.tokens:5} tokens {name:4} {1e6 * times[tile]:8.1f} µs (floor {1e6 * floor:.1f}) {tile}")
+            row[name] = {
+                "floor_us": 1e6 * floor, "tiles": [[str(tile), 1e6 * times[tile]] for tile in ranked[:8]]
+            }  # fmt: skip
+        whole = seconds(lambda case=case: experts_triton.experts(case.x, case.logits, gate_up, down, ROUTING), repeats)
+        row["experts_us"] = 1e6 * whole
+        print(f"{case.tokens:5} tokens: experts {1e6 * whole:.1f} µs as it is tuned now", flush=True)
+        found[str(case.tokens)] = row
+    if chosen.save:
+        print(write_result("experts_tune", {"shape": [HIDDEN, FFN, EXPERTS, TOP_K], "tokens": found}))
+
+
+if __name__ == "__main__":
+    main()
