@@ -35,12 +35,19 @@ def candidates(tokens: int) -> list[Tile]:
         return [Tile(1, *each) for each in product((4, 8, 16), (256, 512, 1024), (1, 2), (4, 8))]
     mean = tokens * TOP_K / EXPERTS
     if mean <= 4:
-        return [Tile(*each) for each in product((8, 16), (32, 64, 128), (128, 256), (3, 4, 5), (4,))]
-    if mean <= 16:
-        return [Tile(*each) for each in product((16, 32), (64, 128), (64, 128), (3, 4), (4, 8))]
-    if mean <= 64:
-        return [Tile(*each) for each in product((32, 64, 128), (64, 128), (64, 128), (3, 4), (4, 8))]
-    return [Tile(*each) for each in product((64, 128, 256), (128, 256), (64,), (2, 3, 4), (4, 8))]
+        sizes = product((8, 16), (32, 64, 128), (128, 256), (3, 4, 5), (4,))
+    elif mean <= 16:
+        sizes = product((16, 32), (64, 128), (64, 128), (3, 4), (4, 8))
+    elif mean <= 64:
+        sizes = product((32, 64, 128), (64, 128), (64, 128), (3, 4), (4, 8))
+    else:
+        sizes = product((64, 128, 256), (128, 256), (64,), (2, 3, 4), (4, 8))
+    return [tile for tile in (Tile(*each) for each in sizes) if fits(tile)]
+
+
+def fits(tile: Tile) -> bool:
+    shared = 2 * tile.stages * tile.inputs * (tile.pairs + tile.channels)
+    return shared < 225_000 and tile.pairs * tile.channels <= 128 * 32 * tile.warps
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

@@ -49,7 +49,7 @@ CHANCE = (*HALF, "precision.master=false", "precision.rounding=stochastic", "pre
 EIGHT = tuple("precision.dtype=fp8" if one == BF16 else one for one in CHANCE)
 SELECTIVE = "parallel.recompute=selective"
 FIT = "within="
-PEER = "peer: transformers + compile"
+PEER = "peer"
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,12 @@ ROWS = {
             "rowwise": (*EIGHT, "precision.fp8_scaling=rowwise"),
         },
         "torchtitan + compile + float8", 14_255, 80.5, 15_500, steps=8,
+    ),
+    "moe": Row(
+        "Qwen3-30B-A3B, 8 of 48 layers, 4 × 4 × 4096, bf16 weights and states",
+        ("qwen3-30b-a3b", "model.layers=8", "data.micro_batch=4", "data.seq=4096", "data.global_batch=16"),
+        {"eager": CHANCE, "compile": (*CHANCE, COMPILE), "fp32 weights": (BF16,)},
+        "transformers, grouped_mm", 0, 0.0, 0, steps=6,
     ),
 }  # fmt: skip
 
@@ -262,21 +268,45 @@ def outcome(row: Row, facts: dict[str, Any]) -> str:
 # --- the peer that can run here -------------------------------------------------------------------------
 
 
-def hugging_face(batch: int = 4, seq: int = 4096, steps: int = 12, warm_up: int = 4) -> dict[str, Any]:
-    """transformers' Llama of the 1B shape, compiled, bf16 weights and states, fused AdamW."""
-    import torch
+def hugging_face_1b() -> Any:
+    """transformers' Llama of the 1B shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True, use_cache=False,
         rope_theta=500_000.0,
     )  # fmt: skip
+    return LlamaForCausalLM._from_config(config, dtype=BFLOAT16, attn_implementation="sdpa")
+
+
+def hugging_face_moe() -> Any:
+    """transformers' Qwen3-MoE of the row "moe"."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=8, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False, use_cache=False,
+        rope_theta=1_000_000.0, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    )  # fmt: skip
+    kernels = {"attn_implementation": "sdpa", "experts_implementation": "grouped_mm"}
+    return Qwen3MoeForCausalLM._from_config(config, dtype=BFLOAT16, **kernels)
+
+
+BFLOAT16 = "bfloat16"
+PEERS = {"1b": (hugging_face_1b, 1, True), "moe": (hugging_face_moe, 4, False)}  # passes a step, compiled
+
+
+def hugging_face(row: str, batch: int = 4, seq: int = 4096, steps: int = 12, warm_up: int = 4) -> dict[str, Any]:
+    """bf16 weights and states, fused AdamW."""
+    import torch
+
+    make, passes, compiled = PEERS[row]
+    torch.manual_seed(0)
     with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        tokens = torch.randint(0, config.vocab_size, (batch, seq))
-    step = torch.compile(model)
+        model = make()
+        tokens = torch.randint(0, model.config.vocab_size, (batch, seq))
+    step = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds = []
     for number in range(warm_up + steps):
@@ -284,7 +314,8 @@ def hugging_face(batch: int = 4, seq: int = 4096, steps: int = 12, warm_up: int 
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        step(input_ids=tokens, labels=tokens).loss.backward()
+        for _ in range(passes):
+            (step(input_ids=tokens, labels=tokens).loss / passes).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -292,15 +323,17 @@ def hugging_face(batch: int = 4, seq: int = 4096, steps: int = 12, warm_up: int 
         seconds.append(time.perf_counter() - began)
     step_s = statistics.median(seconds[warm_up:])
     allocated = torch.cuda.max_memory_allocated()
-    return {"step_s": step_s, "tokens_per_s": batch * seq / step_s, "memory": {"allocated_bytes": allocated}}
+    return {"step_s": step_s, "tokens_per_s": passes * batch * seq / step_s, "memory": {"allocated_bytes": allocated}}
 
 
-def take_peer(table: Table) -> None:
+def take_peer(table: Table, row: str) -> None:
     began = time.perf_counter()
-    facts = answer_of([sys.executable, __file__, "--peer"], LIMIT_S)
+    facts = answer_of([sys.executable, __file__, "--peer", row], LIMIT_S)
     took = time.perf_counter() - began
-    table.add({"row": "1b", "variant": PEER, "took_s": took, **facts})
-    print(f"transformers + compile, 1B: {facts.get('failed') or format(facts['tokens_per_s'], ',.0f')} ({took:.0f} s)")
+    compiled = " + compile" if PEERS[row][2] else ""
+    table.add({"row": row, "variant": f"peer: transformers{compiled}", "took_s": took, **facts})
+    rate = facts.get("failed") or format(facts["tokens_per_s"], ",.0f")
+    print(f"transformers{compiled}, {row}: {rate} ({took:.0f} s)")
 
 
 # --- the command ----------------------------------------------------------------------------------------
@@ -321,10 +354,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing that may end later")
     parser.add_argument("--profile", action="store_true", help="keep the kernels of a step, too")
     parser.add_argument("--predict", action="store_true")
-    parser.add_argument("--peer", action="store_true", help="run transformers' Llama alone; prints JSON")
+    parser.add_argument("--peer", help="run transformers' model of this row alone; prints JSON")
     options = parser.parse_args()
     if options.peer:
-        print(json.dumps(hugging_face()))
+        print(json.dumps(hugging_face(options.peer)))
         return
     pairs = wanted(options)
     if not pairs:
@@ -334,13 +367,14 @@ def main() -> None:
             print(f"{name:8} {variant:40} {words(expected(ROWS[name], overrides(ROWS[name], variant)))}")
         return
     table, ends = Table(), time.perf_counter() + 60 * options.minutes
-    if not options.variant and "1b" in {name for name, _ in pairs}:  # after the first variant of every row
-        pairs.insert(len({name for name, _ in pairs}), ("1b", PEER))
+    if not options.variant:  # after the first variant of every row
+        rows = list(dict.fromkeys(name for name, _ in pairs))
+        pairs[len(rows) : len(rows)] = [(name, PEER) for name in rows if name in PEERS]
     for number, (name, variant) in enumerate(pairs):
         if number and time.perf_counter() + LIMIT_S / 2 > ends:
             print(f"no time left for {len(pairs) - number} variants, from {name} [{variant}] on")
             break
-        take_peer(table) if variant == PEER else take(name, variant, table, options.profile)
+        take_peer(table, name) if variant == PEER else take(name, variant, table, options.profile)
 
 
 if __name__ == "__main__":

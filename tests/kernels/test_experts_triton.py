@@ -114,7 +114,7 @@ def test_experts_equal_the_layer(count: int, dtype: torch.dtype) -> None:
     moe, x = layer(), tokens(count)
     wanted = moe.double()(x.double().unsqueeze(0)).squeeze(0)
     moe = moe.float()
-    assert off(run(moe, x, dtype), wanted) < (2e-6 if dtype == torch.float32 else 4e-3)
+    assert off(run(moe, x, dtype), wanted) < {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
 
 
 def test_every_token_to_one_expert() -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from ..engine.core.engine import Engine, RunnerProtocol
+from ..engine.core.kernel_warmup import prompt_lengths
 from ..engine.core.model_runner import ModelRunner
 from ..engine.core.request import Request
 from ..engine.core.request import Sequence as EngineSequence
@@ -193,13 +194,15 @@ class EngineBench:
         return requests
 
     def warm_up(self) -> float:
-        """Every batch size once, so that compilation and graph capture are not timed; and long prompts over two steps,
-        so that prefill and decoding mix."""
+        """Every batch size and prompts for all kernels, so that compilation and graph capture are not timed; and long
+        prompts over two steps, so that prefill and decoding mix."""
         began, spec = time.perf_counter(), self.engine.spec
         gpu = self.runner.device.type == "cuda"
         short = max(1, min(8, spec.context // 2))
         self.run(self.requests([(short, 3 + place // 4) for place in range(spec.max_seqs if gpu else 1)]))
         if gpu:
+            for length in prompt_lengths(spec, self.runner.model.spec.experts > 0):
+                self.run(self.requests([(length, 1)]))
             long = min(spec.context, spec.max_batch_tokens, self.runner.blocks * spec.block) // 2
             self.run(self.requests([(long, 4)] * (2 * spec.max_batch_tokens // long + 1)))
         return time.perf_counter() - began

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..kernels.swiglu import swiglu
 from ..spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -190,11 +191,38 @@ def identity(x: Tensor) -> Tensor:
 
 def dispatch_locally(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
     """All experts are here: rows (pairs, hidden), grouped by expert, and how many each gets."""
-    return run_experts(moe, rows, counts.tolist())
+    return run_experts(moe, rows, counts if supports_grouped_mm(moe, rows) else counts.tolist())
 
 
-def run_experts(moe: MoE, rows: Tensor, sizes: list[int]) -> Tensor:
-    """SwiGLU of the experts that this module holds, each over its run of rows. Rows behind all runs are left out.
+def run_experts(moe: MoE, rows: Tensor, sizes: list[int] | Tensor) -> Tensor:
+    """SwiGLU of the experts that this module holds, each over its run of rows.
+
+    Sizes on the device (`supports_grouped_mm`): the result has all rows, zeros behind the runs; else it ends with them.
+    """
+    return grouped_experts(moe, rows, sizes) if isinstance(sizes, Tensor) else each_expert(moe, rows, sizes)
+
+
+def supports_grouped_mm(moe: MoE, rows: Tensor) -> bool:
+    """Whether PyTorch multiplies all runs in one kernel, which takes their sizes on the device."""
+    if rows.device.type != "cuda" or rows.dtype != torch.bfloat16 or not rows.shape[0]:
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (9, 0) and not any(size % 8 for size in moe.down.shape[1:])
+
+
+def grouped_experts(moe: MoE, rows: Tensor, sizes: Tensor) -> Tensor:
+    """As products of a group each, without a synchronisation of the host."""
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    # Nobody writes what is behind the runs: zeros, here for the gradients and below for the result.
+    there = torch.arange(len(rows), device=rows.device).unsqueeze(1) < ends[-1] if moe.capacity else None
+    rows = rows if there is None else torch.where(there, rows, 0)
+    gate, up, down = (weight.to(rows.dtype).transpose(1, 2) for weight in (moe.gate, moe.up, moe.down))
+    inner = swiglu(F.grouped_mm(rows, gate, offs=ends), F.grouped_mm(rows, up, offs=ends))
+    result = F.grouped_mm(inner, down, offs=ends)
+    return result if there is None else torch.where(there, result, 0)
+
+
+def each_expert(moe: MoE, rows: Tensor, sizes: list[int]) -> Tensor:
+    """One expert after the other.
 
     `unbind`, as the gradient of weight[expert] would be a zeroed tensor of all experts, once for each of them.
     """

@@ -83,16 +83,17 @@ def load_compiler() -> None:
 def run_steps(runner: ModelRunner) -> None:
     """The largest step, one prompt of every length that has an attention kernel, and all decode bucket sizes."""
     run_largest_step(runner)
-    for count in prompt_lengths(runner.spec):
+    for count in prompt_lengths(runner.spec, runner.model.spec.experts > 0):
         run_dummy_step(runner, 1, count)
     for size in capture_sizes(runner.spec.max_seqs):
         buffer, layout = runner.packer.dummy_decode(decode_bucket(size))
         runner.forward_and_sample(unpack(buffer.to(runner.device), layout), captured_metadata(SamplingMetadata()))
 
 
-def prompt_lengths(spec: EngineSpec) -> list[int]:
-    """Beyond 512 tokens attention has one kernel for all lengths."""
-    return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, 10)})
+def prompt_lengths(spec: EngineSpec, experts: bool) -> list[int]:
+    """Beyond 512 tokens attention has one kernel for all lengths; experts have more."""
+    powers = spec.max_batch_tokens.bit_length() if experts else 10
+    return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, powers)})
 
 
 def one_layer_runner(meta_model: MetaModel, spec: EngineSpec, device: torch.device) -> ModelRunner:

@@ -15,6 +15,7 @@ row's sums are added in the same order in any batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -249,7 +250,17 @@ class Tile:
     warps: int
 
 
-ALONE = Tile(1, 8, 512, stages=2, warps=4)
+# Tuned on an H200 for 8 of 128 experts of Qwen3-30B-A3B in bf16 (benchmarks/experts_tune.py).
+ALONE_UP, ALONE_DOWN = Tile(1, 4, 1024, stages=1, warps=4), Tile(1, 16, 256, stages=1, warps=4)
+BATCH_INVARIANT = Tile(16, 128, 64, stages=4, warps=4)
+FP32 = Tile(16, 64, 32, stages=2, warps=4)
+TILES = {  # by the mean of pairs that an expert has, up to which they are fastest
+    4.0: Tile(8, 128, 128, stages=4, warps=4),
+    8.0: Tile(16, 128, 64, stages=4, warps=4),
+    32.0: Tile(32, 128, 64, stages=4, warps=4),
+    96.0: Tile(64, 128, 64, stages=4, warps=8),
+    math.inf: Tile(128, 256, 64, stages=4, warps=8),
+}
 
 
 @dataclass(frozen=True)
@@ -263,18 +274,10 @@ class Blocks:
     most: int  # blocks there can be
 
 
-def tiles(pairs: int, experts: int, itemsize: int, invariant: bool) -> tuple[Tile, Tile]:
-    """Of the gate-up and the down product, by the mean of pairs that an expert has."""
+def grouped_tile(pairs: int, experts: int, itemsize: int, invariant: bool) -> Tile:
     if itemsize == 4:
-        return Tile(16, 64, 32, 2, 4), Tile(16, 64, 32, 2, 4)
-    mean = pairs / experts
-    if invariant:
-        return Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 4)
-    if mean <= 8:
-        return Tile(8 if mean <= 2 else 16, 64, 128, 4, 4), Tile(8 if mean <= 2 else 16, 64, 128, 4, 4)
-    if mean <= 64:
-        return Tile(32, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4)
-    return Tile(128, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8)
+        return FP32
+    return BATCH_INVARIANT if invariant else next(tile for mean, tile in TILES.items() if pairs <= mean * experts)
 
 
 def experts(
@@ -296,14 +299,13 @@ def experts(
     inner = x.new_empty(pairs, down.shape[2])
     results = x.new_empty(pairs, x.shape[1])
     if pairs <= MAX_PAIRS_ALONE and not invariant:
-        launch_alone(x, gate_up, ids, weights, inner, ALONE, routing.top_k, up=True)
-        launch_alone(inner, down, ids, weights, results, ALONE, routing.top_k, up=False)
+        launch_alone(x, gate_up, ids, weights, inner, ALONE_UP, routing.top_k, up=True)
+        launch_alone(inner, down, ids, weights, results, ALONE_DOWN, routing.top_k, up=False)
     else:
-        up_tile, down_tile = tiles(pairs, len(down), x.itemsize, invariant)
-        assert up_tile.pairs == down_tile.pairs
-        blocks = group(ids, len(down), up_tile.pairs)
-        launch_grouped(x, gate_up, weights, inner, blocks, up_tile, routing.top_k, up=True)
-        launch_grouped(inner, down, weights, results, blocks, down_tile, routing.top_k, up=False)
+        tile = grouped_tile(pairs, len(down), x.itemsize, invariant)
+        blocks = group(ids, len(down), tile.pairs)
+        launch_grouped(x, gate_up, weights, inner, blocks, tile, routing.top_k, up=True)
+        launch_grouped(inner, down, weights, results, blocks, tile, routing.top_k, up=False)
     return combine(results, shared, routing.top_k)
 
 
