@@ -71,9 +71,19 @@ def test_bytes_count_inputs_and_results_once() -> None:
     }  # fmt: skip
 
 
+def test_rows_of_all_choices_are_read_and_written_once() -> None:
+    moe = replace(TINY, model=ModelSpec.from_preset("tiny", experts=4, top_k=2))
+    x = 4 * TINY.tokens * TINY.model.hidden
+    cases = list(OPS["unpermute"](moe))
+    assert [case.bytes for case in cases] == [3 * x, 8 * x]
+    for case in cases:
+        (call,) = (call for name, call in case.make().items() if name == "torch")
+        call()
+
+
 def test_model_without_op_has_no_case() -> None:
     gpt2 = replace(TINY, model=ModelSpec.from_preset("cpu-10m"))
-    assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "rope", "swiglu", "swiglu_fp8"]
+    assert [op for op in OPS if not list(OPS[op](gpt2))] == ["rms_norm", "rope", "swiglu", "swiglu_fp8", "unpermute"]
 
 
 # --- how it is measured ---------------------------------------------------------------------------------
@@ -125,9 +135,9 @@ def test_every_op_runs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     kept: list[dict[str, Any]] = []
     facts = bench_kernels(CPU, ["tiny"], (), 1, 1, 16, lambda stage, _done, _all: stages.append(stage), kept.append)
-    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 7, 11, 12]
+    assert [len({row["op"] for row in one["rows"]}) for one in kept] == [1, 2, 3, 4, 5, 6, 7, 7, 7, 11, 12]
     assert kept[-1] == facts
-    assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "gelu", "fp8"} | {
+    assert {row["op"] for row in facts["rows"]} >= {*OPS} - {"attention", "gelu", "fp8", "unpermute"} | {
         "flash_attention",
         "quantize",
     }

@@ -19,6 +19,7 @@ from lmworks.kernels import dispatch
 from lmworks.kernels.rms_norm import add_rms_norm, rms_norm
 from lmworks.kernels.rope import rotate, rotate_qk
 from lmworks.kernels.swiglu import swiglu
+from lmworks.kernels.training.permute import unpermute
 from lmworks.model import GPT, rope
 from lmworks.spec import ModelSpec, SpecError
 
@@ -221,3 +222,22 @@ def test_zero_rows() -> None:
 def test_unknown_implementation_is_rejected() -> None:
     with pytest.raises(SpecError, match=r"swiglu has no implementation 'cuda'"):
         swiglu(torch.zeros(1, 2), torch.zeros(1, 2), "cuda")
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("tokens, top_k, hidden", [(7, 3, 40), (5, 1, 2100)])
+def test_unpermute(tokens: int, top_k: int, hidden: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Against plain indexing; without weights the rows of a token are added."""
+    order = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(1))
+    back = order.argsort()
+    rows = random(tokens * top_k, hidden, seed=20, dtype=dtypes[0])
+    weights = random(tokens, top_k, seed=21, dtype=dtypes[1])
+
+    def plain(rows: Tensor, weights: Tensor) -> Tensor:
+        return (rows[back].unflatten(0, (-1, top_k)) * weights.unsqueeze(-1)).sum(dim=1)
+
+    mine = results(lambda r, w: unpermute(r, w, order, back, top_k, "triton"), rows, weights)
+    close(mine, results(plain, rows.double(), weights.double()), [dtypes[1], *dtypes])
+    mine = results(lambda r: unpermute(r, None, order, back, top_k, "triton"), rows)
+    ones = torch.ones(tokens, top_k, dtype=torch.float64)
+    close(mine, results(lambda r: plain(r, ones), rows.double()), [dtypes[0]] * 2)

@@ -97,11 +97,13 @@ def test_pairs_are_sorted_by_expert_and_blocks_cover_them_once(pairs: int, exper
     ids[ids == experts // 2] = 0  # one that nobody chose
     blocks = experts_triton.group(ids.to(DEVICE), experts, of_block)
     flat = ids.flatten().long()
-    assert torch.equal(blocks.order.cpu().long(), flat.argsort(stable=True))
+    assert torch.equal(blocks.order[:pairs].cpu().long(), flat.argsort(stable=True))
     starts = blocks.starts.cpu().tolist()
+    # A kernel is compiled again where a pointer is not aligned to 16 bytes: it would be met first by a request.
+    assert not any(part.data_ptr() % 16 for part in (blocks.order, blocks.starts, blocks.expert, blocks.row))
     counts = flat.bincount(minlength=experts).tolist()
     assert starts[1 : experts + 1] == [sum(counts[:e]) for e in range(experts)]
-    assert starts[-1] == pairs
+    assert starts[1 + experts_triton.power_of_two(experts)] == pairs
     wanted = [(e, starts[1 + e] + i) for e in range(experts) for i in range(0, counts[e], of_block)]
     assert starts[0] == len(wanted) <= blocks.most
     table = zip(blocks.expert[: len(wanted)].tolist(), blocks.row[: len(wanted)].tolist(), strict=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import rms_norm, rope, swiglu
-from ..kernels.training import adamw, cross_entropy, cublas, flash_attention, float8, swiglu_fp8
+from ..kernels.training import adamw, cross_entropy, cublas, flash_attention, float8, permute, swiglu_fp8
 from ..model.attention import Pattern, flex, flex_block_mask
 from ..model.rope import tables
 from ..plan.flops import keys_per_query
@@ -219,6 +219,26 @@ def swiglu_cases(config: OpConfig) -> Iterator[Case]:
     yield from forward_backward_cases("swiglu", shape, (3 * x, 5 * x), (0, 0), inputs, variants, choices)
 
 
+def unpermute_cases(config: OpConfig) -> Iterator[Case]:
+    """Reads the rows of all choices and writes their sum; backward reads rows and gradient and writes rows."""
+    model, tokens = config.model, config.tokens
+    if not model.experts:
+        return
+    pairs, x = tokens * model.top_k, config.dtype.itemsize * tokens * model.hidden
+    order = torch.randperm(pairs, device=config.device)
+    back = order.argsort()
+
+    def inputs() -> list[Tensor]:
+        return [config.randn(pairs, model.hidden), config.randn(tokens, model.top_k)]
+
+    call = partial(permute.unpermute, order=order, back=back, top_k=model.top_k)
+    variants = implementations(config, call, permute.IMPLEMENTATIONS)
+    choices, variants = tuple(variants), with_compiled(config, variants)
+    shape = {"tokens": tokens, "top_k": model.top_k, "hidden": model.hidden}
+    moved = (1.0 + model.top_k) * x, (1.0 + 2 * model.top_k) * x
+    yield from forward_backward_cases(permute.OP, shape, moved, (0, 0), inputs, variants, choices)
+
+
 def swiglu_fp8_cases(config: OpConfig) -> Iterator[Case]:
     """SwiGLU next to fp8 matmuls, forward and backward: gate and up are read, their product is written, and in the
     backward pass with a gradient three are; twice, as a scale is known only then. Five are written then, three turned.
@@ -382,6 +402,7 @@ OPS: dict[str, Callable[[OpConfig], Iterator[Case]]] = {
     "rope": rope_cases,
     "swiglu": swiglu_cases,
     "swiglu_fp8": swiglu_fp8_cases,
+    "unpermute": unpermute_cases,
     "gelu": epilogue_cases,
     "fp8": fp8_cases,
     "adamw": adamw_cases,

@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many MLPs.
 
-Tokens are grouped by expert, every expert multiplies its rows in one run, and the results are permuted back. Both
-permutations are gathers, forward and backward, so that nothing is scattered and a GPU repeats them bitwise.
+Tokens are grouped by expert, every expert multiplies its rows in one run, and the results are permuted back
+(`kernels.training.permute`).
 
 Load balancing, so that not all tokens go to few experts: `balance_loss`, an auxiliary loss of each sequence, and
 `balance_bias` (DeepSeek-V3, arXiv 2412.19437), a bias of the choice that follows the counts
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..kernels.swiglu import swiglu
+from ..kernels.training.permute import permute, unpermute
 from ..spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -87,13 +88,11 @@ class MoE(nn.Module):
             accepted = (selected & within_capacity).sum(dim=1)
         order = expert_of_pair.argsort(stable=True)  # (token, choice) pairs, expert after expert
         back = order.argsort()
-        rows = PermuteRows.apply(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)
+        rows = permute(flat, order, back, self.top_k, compute_dtype(flat))  # (pairs, hidden)
         result = self.dispatch(self, rows, accepted.sum(dim=0))
         if limited:
             result = F.pad(result, (0, 0, 0, order.shape[0] - result.shape[0]))
-        result = PermuteRows.apply(result, back, order, 1, result.dtype)
-        choices = (*x.shape[:2], self.top_k, -1)
-        out = (result.view(choices) * weights.view(choices)).sum(dim=2)
+        out = unpermute(result, weights, order, back, self.top_k).view_as(x)
         if self.shared is None:
             return out
         if self.shared_gate is None:
@@ -145,21 +144,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """What matrix products run in: rows are moved in it, not in the wider type that autocast would make it from."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-class PermuteRows(torch.autograd.Function):
-    """x[order // copies]: rows of x, each `copies` times, in another order; `back` is the inverse permutation."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.copies, ctx.dtype = copies, x.dtype
-        return x.to(dtype)[order // copies if copies > 1 else order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grad[back].unflatten(0, (-1, ctx.copies)).sum(dim=1, dtype=ctx.dtype), None, None, None, None
 
 
 class InjectBalanceLoss(torch.autograd.Function):

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..kernels.training.permute import permute
 from ..model import GPT
-from ..model.moe import MoE, PermuteRows, moe_layers, run_experts, supports_grouped_mm
+from ..model.moe import MoE, moe_layers, run_experts, supports_grouped_mm
 from . import collectives
 from .mesh import Mesh
 from .sharding_plan import ShardingPlan
@@ -82,9 +83,9 @@ def dispatch_and_combine(
     expert = torch.arange(len(runs), device=got.device).repeat(group.size())
     order = expert.repeat_interleave(got.flatten(), output_size=sum(of)).argsort(stable=True)
     back = order.argsort()
-    rows = PermuteRows.apply(arrived, order, back, 1, arrived.dtype)
+    rows = permute(arrived, order, back, 1, arrived.dtype)
     result = run_experts(moe, rows, got.sum(dim=0) if supports_grouped_mm(moe, rows) else runs)
-    result = PermuteRows.apply(result, back, order, 1, result.dtype)
+    result = permute(result, back, order, 1, result.dtype)
     return collectives.differentiable_all_to_all(result, to, of, group)
 
 

@@ -27,6 +27,7 @@ from .linear_triton import channels_of, write
 MAX_PAIRS_ALONE = 32
 SORT_CHUNK, SORT_TILE = 1024, 128  # pairs of a program of `group_kernel` where they are many, and those ranked at once
 COUNT_TILE = 1024  # pairs counted at once
+ALIGNED = 4  # int32 numbers of 16 bytes: Triton compiles a kernel again for a pointer that is not so aligned
 MAX_PAIRS_UNCOUNTED = 8192  # up to which every program of `group_kernel` counts all pairs itself
 
 
@@ -329,8 +330,8 @@ def group(ids: Tensor, experts: int, pairs_of_block: int) -> Blocks:
     counted = pairs > MAX_PAIRS_UNCOUNTED
     chunk = SORT_CHUNK if counted else SORT_TILE
     chunks, most = triton.cdiv(pairs, chunk), min(pairs, experts + pairs // pairs_of_block)
-    numbers = torch.empty(pairs + width + 2 + 2 * most, dtype=torch.int32, device=device)
-    order, starts, expert, row = numbers.split([pairs, width + 2, most, most])
+    sizes = [ALIGNED * triton.cdiv(size, ALIGNED) for size in (pairs, width + 2, most, most)]
+    order, starts, expert, row = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     counts = ids
     if counted:
         counts = torch.empty(chunks, width, dtype=torch.int32, device=device)
