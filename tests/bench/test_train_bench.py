@@ -219,7 +219,7 @@ def test_every_variant_of_the_table_is_a_legal_spec(monkeypatch: pytest.MonkeyPa
         for variant, changes in row.variants.items():
             kept = [one for one in changes if not one.startswith(table.FIT)]
             spec = table.run_spec(row, kept)
-            assert spec.parallel.compile == (variant != "eager"), f"{name} {variant}"
+            assert spec.parallel.compile == (not variant.startswith("eager")), f"{name} {variant}"
     shape = table.run_spec(table.ROWS["1.5b"], []).model  # as the peer's: layers, dim, ffn, heads, vocab, untied
     assert (shape.layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab, shape.tie_embeddings) == (
         16, 2048, 8192, 32, 8, 128256, False,

@@ -22,6 +22,7 @@ FILES = (
     "test_experts_triton.py",
     "test_flash_triton.py",
     "test_float8_triton.py",
+    "test_latent_triton.py",
     "test_paged_triton.py",
     "test_sample_kernel.py",
     "test_decode_linear.py",

@@ -34,7 +34,7 @@ from .kernel_timing import DTYPES, device_name, digits
 from .roofline import measured_peak_rates
 
 # (batch, seq) by model, as in docs/training.md.
-SHAPES = {"gpt2-small": (64, 1024), "llama3-1b": (4, 4096), "llama3-8b": (2, 8192)}
+SHAPES = {"gpt2-small": (64, 1024), "llama3-1b": (4, 4096), "llama3-8b": (2, 8192), "qwen3-30b-a3b": (4, 4096)}
 MODELS = {"cpu": ("cpu-3m",), "cuda": tuple(SHAPES)}
 SMALL = (2, 128)  # of other models on a CPU
 HEADER = "# Which implementation was fastest, by device, op and shape; `lmworks bench kernels --record` writes it.\n\n"

@@ -259,7 +259,7 @@ def mlp(layer: MLP, load: Workload) -> list[Op]:
 
 
 def experts(layer: Experts, load: Workload) -> list[Op]:
-    """Router, dispatch by expert, expert after expert, combine: tokens × top_k slots, counted as spread evenly."""
+    """Router, dispatch by expert, experts, combine: tokens × top_k slots, counted as spread evenly."""
     load = load.routed
     m, t, w, h = load.model, load.tokens, load.width, layer.hidden
     ffn, slots = layer.ffn // load.tp, load.tokens * layer.top_k
@@ -281,29 +281,48 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
         saved=tuple(scores),
         indices=24 * slots + 8 * layer.count,  # of the chosen, two permutations; counts
     )
-    x = slots * h * w / 4  # rows that move, in units of 4 bytes
-    # Saved: rows grouped by expert, and their outputs. Outputs are concatenated, moved, weighted and summed.
-    move = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + t * h)]
-    # Backward; the gate weights' gradient reads the outputs, input gradients of gate and up are added.
-    back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + t * h), stream(3 * x)]
-    join = [stream(2 * count * ffn * h, count=3)]  # gradients of single experts into one tensor
-    dispatch = Op("dispatch", "experts", tuple(move), (*back, *join), saved=(4 * x, 4 * x))
+    launches = 1 if load.grouped_experts else count
     forward = [gemm(rows, h, ffn, 2 * count), gemm(rows, ffn, h, count)]
     backward = [gemm(rows, ffn, h, 2 * count), gemm(rows, h, ffn, count)]
     backward += [weight_gradient(ffn, rows, h, 2 * count), weight_gradient(h, rows, ffn, count)]
     if load.cast_weights:
-        forward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
-        backward.append(Kernel("stream", bytes=6.0 * ffn * h, count=3 * count))
-    dear = [slots / count * w * width for width in (ffn, ffn, h)]
-    matrices = Op("experts", "matmul", tuple(forward), tuple(backward), saved_selective=tuple(dear), copies=count)
+        cast = Kernel("stream", bytes=6.0 * ffn * h * count / launches, count=3 * launches)
+        forward.append(cast)
+        backward.append(cast)
+    dear = [slots / launches * w * width for width in (ffn, ffn, h)]
+    matrices = Op("experts", "matmul", tuple(forward), tuple(backward), saved_selective=tuple(dear), copies=launches)
     ops = [
         product("router", load, h, layer.count),
         route,
-        dispatch,
+        dispatch(layer, load, slots, count * ffn * h),
         matrices,
-        activation(load, ffn, slots / count, count),
+        gated(load, slots * ffn) if load.grouped_experts else activation(load, ffn, slots / count, count),
     ]
     return without_fp8(load, ops)
+
+
+def dispatch(layer: Experts, load: Workload, slots: Any, weights: Any) -> Op:
+    """Rows grouped by expert, and their outputs weighted and summed; both are saved.
+
+    Kernels of a GPU read and write each of them once (`kernels.training.permute`). Without them outputs are
+    concatenated, moved, weighted and summed. Backward, the input gradients of gate and up are added; `weights`: of one
+    matrix of all experts, whose gradients are joined where experts run one after another.
+    """
+    x, once = slots * layer.hidden * load.width / 4, load.tokens * layer.hidden * load.width / 4
+    if load.grouped_experts:
+        there, back = [stream(once + x, count=2)], [stream(2 * x + once), stream(x + once), stream(3 * x)]
+    else:
+        h = layer.hidden
+        there = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + load.tokens * h)]
+        back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + load.tokens * h), stream(3 * x)]
+        back.append(stream(2 * weights, count=3))
+    return Op("dispatch", "experts", tuple(there), tuple(back), saved=(4 * x, 4 * x))
+
+
+def gated(load: Workload, numbers: Any) -> Op:
+    """SwiGLU in one kernel, which computes silu(gate) again in the backward pass (`kernels.swiglu`)."""
+    x = numbers * load.width / 4
+    return Op("swiglu", "activation", (stream(3 * x),), (stream(5 * x),), saved=(4 * x,) * 3)
 
 
 def shared_gate(layer: SharedGate, load: Workload) -> list[Op]:

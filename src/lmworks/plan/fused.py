@@ -239,7 +239,9 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
     scores = Op("routing", "experts", scored, scored)
     sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(load.ep > 1, 2, 1)),)
-    move = Op("dispatch", "experts", sorts, sorts, saved=(moved * load.saved_width // w,))
+    # Our trainer weighs results behind the products and saves them; others weigh what the down product reads.
+    results = (moved,) if load.grouped_experts else ()
+    move = Op("dispatch", "experts", sorts, sorts, saved=(moved * load.saved_width // w, *results))
     rows = padded(each * fullest(slots, load.ep))
     return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows, False)])
 

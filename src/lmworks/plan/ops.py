@@ -135,6 +135,9 @@ class Workload:
         fusible = software.epilogue_fusion and self.model.mlp == "gelu" and self.dtype not in GEMM_ONLY
         fusible = fusible and not self.no_epilogue_fusion and self.device == "cuda"
         self.epilogue_fusion = np.equal(self.tp, 1) & fusible
+        # Experts are products of one launch each (model/moe.py), of weights whose rows the copy engine can read.
+        aligned = self.model.experts and not (self.model.hidden % 8 or self.model.expert_ffn % 8)
+        self.grouped_experts = bool(software.grouped_experts and aligned and self.device == "cuda" and self.is_16_bit)
         # Logits per token: our loss pads a vocabulary that tensor cores cannot use.
         self.logit_columns = self.vocab
         if self.device == "cuda" and self.is_16_bit and software.loss == "chunked":

@@ -36,6 +36,7 @@ class Software:
     dropout: bool = False  # its masks are saved
     loss: str = "chunked"  # "plain": all logits, in fp32 too; "fused": all, once; or "compiled"
     in_place: bool = False  # the loss kernel overwrites logits with gradients on a GPU
+    grouped_experts: bool = False  # all experts of a layer are one product on a GPU
     epilogue_fusion: bool = False  # GELU, its gradient and residual adds are GEMM epilogues on a GPU
     fp32_head: bool = False  # last LayerNorm and head gradient in fp32, chunks twice as large: ours before
     logit_bytes: int = 0  # per logit at the peak of the loss (0: by kind of loss, see memory/peak_memory.py)
@@ -177,7 +178,7 @@ def software_of(spec: RunSpec) -> Software:
 
 def with_precision(own: Software, precision: PrecisionSpec) -> Software:
     """Our trainer of today with these number formats."""
-    own = replace(own, reduce=2 if precision.reduce == "bf16" else 4, in_place=IN_PLACE)
+    own = replace(own, reduce=2 if precision.reduce == "bf16" else 4, in_place=IN_PLACE, grouped_experts=True)
     if precision.weights == "bf16":  # gradients and residual stream are bf16 too; no casts
         dense = DENSE_GEMM_SLOWDOWN if own.fused else 1.0
         low = 2 if precision.master else 0

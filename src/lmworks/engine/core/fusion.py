@@ -244,11 +244,6 @@ class Fuser:
         return FusedMLP(into, act, was.down, self.apply)
 
 
-def supports_graphs(model: GPT) -> bool:
-    """Whether no step of a fused network reads a tensor on the host: the lengths of sequences."""
-    return not any(isinstance(module, AbsorbedLatentAttention) for module in model.modules())
-
-
 def check_fusable(block: Block) -> None:
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and type(module) not in (Linear, Router):

@@ -23,7 +23,7 @@ from ..quantization.drift import DriftMonitor
 from ..speculative.draft_model import DraftedTokens, DraftModel
 from . import sleep
 from .cuda_graphs import CUDAGraphs, capture_graphs, captured_metadata, prefill_buckets, profile_cache_memory
-from .fusion import fuse, supports_graphs
+from .fusion import fuse
 from .kv_cache import CPU_BYTES, KVCache, KVCacheShape, PagedAttention, blocks_that_fit
 from .live_weights import LiveWeights
 from .request import Sequence
@@ -96,7 +96,7 @@ class ModelRunner:
             self.spec = self.spec.replace(blocks=blocks if tp_rank is None else tp_rank.min_over_ranks(blocks))
         self.blocks = self.spec.blocks
         self.cache = KVCache(shape, self.blocks, self.device, sleepable)
-        if self.device.type == "cuda" and self.spec.graphs and tp_rank is None and supports_graphs(model):
+        if self.device.type == "cuda" and self.spec.graphs and tp_rank is None:
             largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
             self.graphs = CUDAGraphs(
                 self.forward_and_sample, largest, self.packer.max_blocks_per_seq, self.device, prompts

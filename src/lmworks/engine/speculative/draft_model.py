@@ -19,7 +19,7 @@ from ...model.attention import paged_options
 from ...model.gpt import GPT
 from ...spec import SpecError
 from ..core.cuda_graphs import CUDAGraphs
-from ..core.fusion import fuse, supports_graphs
+from ..core.fusion import fuse
 from ..core.kv_cache import KVCache, KVCacheShape, PagedAttention
 from ..core.request import PLACEHOLDER_TOKEN, Sequence
 from ..core.sampler import SamplerOutput, SamplingMetadata
@@ -77,7 +77,7 @@ class DraftModel:
         """Allocate as many blocks as the target model has; capture graphs if it does."""
         runner = self.runner
         self.cache = KVCache(self.shape, blocks, runner.device, runner.sleepable)
-        if graphs and supports_graphs(self.model):
+        if graphs:
             seqs = runner.spec.max_seqs
             self.graphs = CUDAGraphs(self.work, decode_bucket(seqs), runner.packer.max_blocks_per_seq, runner.device)
 

@@ -5,12 +5,13 @@ query has the same width: its part without positions was projected into the late
 
     outᵢ = Σ softmax(qᵢ·cⱼ·scale) · cⱼ[:rank]   over keys j with pᵢ − window < j ≤ pᵢ
 
-In PyTorch operations, one sequence at a time, on every device.
+On a GPU it is one kernel; `reference` is in PyTorch operations, one sequence at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,7 +31,25 @@ def paged_latent_attention(
     window: int = 0,  # sliding window: keys that a query sees, itself included; 0: all
     invariant: bool = False,  # batch-invariant: one query at a time
 ) -> Tensor:
-    """(tokens, heads, rank). Padding queries get 0."""
+    """(tokens, heads, rank). Padding queries get 0; if all are decoding, there are none."""
+    kernel: Callable[..., Tensor] = reference
+    if q.device.type == "cuda":
+        from .latent_attention_triton import launch
+
+        kernel = launch
+    return kernel(q, cache, metadata, rank=rank, scale=scale, window=window, invariant=invariant)
+
+
+def reference(
+    q: Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    *,
+    rank: int,
+    scale: float,
+    window: int = 0,
+    invariant: bool = False,
+) -> Tensor:
     out = q.new_zeros(*q.shape[:-1], rank)
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for row, length in enumerate(lengths):

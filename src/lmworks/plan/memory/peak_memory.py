@@ -426,6 +426,10 @@ class Activations:
             return size + beside * ffn * load.tokens * w + g * ffn * m.hidden
         ffn, count = m.expert_ffn // load.tp, m.experts // load.ep
         whole = count * ffn * m.hidden
+        if load.grouped_experts:
+            # The results' gradients first; at last those of a matrix and of the rows, twice, where results and what
+            # the products kept is gone.
+            return size + np.maximum(slots * w * m.hidden, g * whole + slots * w * (m.hidden - ffn))
         # Experts run one after another: at first the gradient of every slot is there, at last all experts' gradients,
         # one of them joined already, and the rows' gradient, twice; what they kept is gone by then.
         first = slots * w * m.hidden + beside * ffn * slots / count * w + g * ffn * m.hidden
