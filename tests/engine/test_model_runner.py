@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qkv-bias": {"qkv_bias": True},
     "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "kv_heads": 4},
     "swiglu-bias": {"bias": True},
+    "geglu": {"mlp": "geglu", "out_bias": True},
+    "exact gelu": {"mlp": "gelu_erf", "norm": "layer", "mlp_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},
     "layers": {"sliding_window": 9, "layer_types": ("full", "sliding"), "rope_local_theta": 50.0},

@@ -14,6 +14,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 2},
     "gpt2": {"mlp": "gelu", "norm": "layer", "positions": "learned", "bias": True, "tie_embeddings": True},
     "qwen2": {"qkv_bias": True},
+    "biases of attention": {"qkv_bias": True, "out_bias": True, "mlp": "geglu"},
+    "biases of the MLP": {"mlp_bias": True, "mlp": "gelu_erf", "norm": "layer", "norm_bias": True},
     "qwen3": {"qk_norm": True, "kv_heads": 2, "head_dim": 32},
     "alibi": {"positions": "alibi", "norm": "layer"},
     "sinks": {"attention_sinks": True, "attention_softcap": 5.0, "final_softcap": 5.0, "kv_heads": 2},

@@ -39,6 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qk-norm, no positions": {"qk_norm": True, "positions": "none"},
     "layer norm": {"norm": "layer"},
     "gelu": {"mlp": "gelu", "positions": "none"},
+    "exact gelu, some biases": {"mlp": "gelu_erf", "norm": "layer", "norm_bias": True, "mlp_bias": True},
+    "geglu, biases of attention": {"mlp": "geglu", "qkv_bias": True, "out_bias": True},
     "experts": {"experts": 4, "top_k": 2},
     "shared expert": {"experts": 4, "top_k": 2, "shared_experts": 1},
     "gated shared expert": {"experts": 4, "top_k": 2, "shared_experts": 1, "shared_gate": True, "norm_topk": False},

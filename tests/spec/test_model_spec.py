@@ -42,7 +42,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden": 1, "heads": 8}, "use hidden = 8 or set model.head_dim"),
     ({"hidden": 12, "heads": 4}, "model.head_dim = 3 must be even for model.positions = 'rope'"),
     ({"experts": 2, "top_k": 3}, "model.top_k = 3 is more than model.experts = 2"),
-    ({"experts": 2, "mlp": "gelu"}, "model.experts needs model.mlp = 'swiglu' and model.bias = false"),
+    ({"experts": 2, "mlp": "gelu"}, "model.experts needs model.mlp = 'swiglu' and model.mlp_bias = false"),
     ({"shared_experts": 1}, "model.shared_experts needs model.experts > 0"),
     ({"layers": 0}, "model.layers = 0 is out of range: it must be at least 1"),
     ({"layers": 2.5}, "model.layers must be a whole number, got 2.5"),

@@ -39,9 +39,14 @@ model.rope_scaling.low_freq_factor  1.0             (0, inf)
 model.rope_scaling.high_freq_factor 4.0             (0, inf)
 model.rope_scaling.beta_fast        32.0            (0, inf)
 model.rope_scaling.beta_slow        1.0             (0, inf)
-model.mlp                           "swiglu"        swiglu gelu
+model.rope_scaling.truncate         true
+model.rope_scaling.attention_factor 0.0             [0, inf)
+model.mlp                           "swiglu"        swiglu geglu gelu gelu_erf
 model.bias                          false
 model.qkv_bias                      false
+model.out_bias                      false
+model.mlp_bias                      false
+model.norm_bias                     false
 model.qk_norm                       false
 model.sliding_window                0               [0, inf)
 model.rope_local_theta              0.0             [0, inf)

@@ -101,7 +101,7 @@ class LayerNorm(nn.LayerNorm):
 
 def make_norm(spec: ModelSpec) -> nn.Module:
     if spec.norm == "layer":
-        return LayerNorm(spec.hidden, eps=spec.norm_eps, bias=spec.bias)
+        return LayerNorm(spec.hidden, eps=spec.norm_eps, bias=spec.norm_bias)
     return RMSNorm(spec.hidden, eps=spec.norm_eps)
 
 
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.out = Linear(spec.q_dim, spec.hidden, bias=spec.bias)
+        self.out = Linear(spec.q_dim, spec.hidden, bias=spec.out_bias)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
@@ -184,17 +184,20 @@ class LatentAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
+    """SwiGLU: down(silu(gate(x)) · up(x)), GeGLU: the same with gelu, or GELU: down(gelu(up(x)))."""
 
     def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
-        self.gate = Linear(spec.hidden, width, bias=spec.bias) if spec.mlp == "swiglu" else None
-        self.up = Linear(spec.hidden, width, bias=spec.bias)
-        self.down = Linear(width, spec.hidden, bias=spec.bias)
+        self.kind = spec.mlp
+        self.gate = Linear(spec.hidden, width, bias=spec.mlp_bias) if spec.gated_mlp else None
+        self.up = Linear(spec.hidden, width, bias=spec.mlp_bias)
+        self.down = Linear(width, spec.hidden, bias=spec.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(gelu(self.up(x)))
+            return self.down((gelu if self.kind == "gelu" else F.gelu)(self.up(x)))
+        if self.kind == "geglu":
+            return self.down(gelu(self.gate(x)) * self.up(x))
         return self.down(swiglu(self.gate(x), self.up(x)))
 
 

@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound="GPT")
 
+HEAD, COMPARED_ROWS = "lm_head.weight", 4096
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 
-# What may differ between a spec and the config of the weights it starts from: context and rotary frequencies to stretch
-# it, top_k, what only acts in training. Everything else must be equal for the weights to mean the same.
+# What may differ between a spec and the config of the weights that it starts from: rotary frequencies to stretch the
+# context and the like, which change what is computed (`changes` names them), and what only acts in training. All else
+# must be equal for the weights to mean the same.
+COMPUTED = ("norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types", "rope_local_theta", "top_k")
 CHANGEABLE = (
-    "preset", "context", "norm_eps", "rope_theta", "rope_scaling", "sliding_window", "layer_types",
-    "rope_local_theta", "top_k", "capacity", "balance_loss", "balance_bias", "attention", "init_std", *MUP_KEYS,
+    *COMPUTED, "preset", "context", "capacity", "balance_loss", "balance_bias", "attention", "init_std", *MUP_KEYS,
 )  # fmt: skip
 
 
@@ -82,6 +84,14 @@ class Checkpoint:
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.check(name, shape)
         return self.open[self.file_of[name]].get_tensor(name)
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two matrices hold the same numbers; some rows at a time."""
+        one, other = (self.open[self.file_of[name]].get_slice(name) for name in (first, second))
+        if one.get_shape() != other.get_shape():
+            return False
+        starts = range(0, one.get_shape()[0], COMPARED_ROWS)
+        return all(torch.equal(one[at : at + COMPARED_ROWS], other[at : at + COMPARED_ROWS]) for at in starts)
 
     def open_files(self, files: ExitStack) -> None:
         """For `where`: files that are read directly, not memory-mapped."""
@@ -173,6 +183,7 @@ def load_hf(
             model = cls(spec)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
         check_unused_tensors(checkpoint, plan)
+        check_tied(checkpoint, spec, plan)
         to_empty(model, device, dtype)
         parameters: dict[str, Tensor] = dict(model.named_parameters())
 
@@ -201,6 +212,7 @@ class HFWeights:
         self.checkpoint.check_layer_count(spec.layers)
         plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
         check_unused_tensors(self.checkpoint, plan)
+        check_tied(self.checkpoint, there, plan)
         self.stored: dict[str, list[tuple[str, Stored]]] = {}
         for name, stored in plan.items():
             for part in stored.parts:
@@ -230,10 +242,27 @@ def check_same_network(there: ModelSpec, spec: ModelSpec, where: str, says: str)
             raise SpecError(f"{where}: {says} {key} = {getattr(there, key)}, but model.{key} = {getattr(spec, key)}")
 
 
+def changes(there: ModelSpec, spec: ModelSpec) -> list[str]:
+    """Keys by which the spec computes something else with the weights than the model that they come from."""
+    return [key for key in COMPUTED if getattr(there, key) != getattr(spec, key)]
+
+
+def check_tied(checkpoint: Checkpoint, spec: ModelSpec, plan: dict[str, Stored]) -> None:
+    """A head of its own beside tie_word_embeddings = true: `transformers` takes it, and we would not."""
+    if not spec.tie_embeddings or HEAD not in checkpoint.file_of:
+        return
+    embedding = next(name for name, stored in plan.items() if stored.parts == ("embed.weight",))
+    if not checkpoint.equal(embedding, HEAD):
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor '{HEAD}' differs from '{embedding}', but config.json says "
+            "tie_word_embeddings = true; make that false if the head is the model's own, or drop the tensor if it is not"
+        )
+
+
 def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
     """A tensor that nothing uses: the config does not describe the whole network, and the logits would be wrong."""
     surplus = sorted(name for name in checkpoint.file_of.keys() - set(plan) if not BUFFERS.search(name))
-    if surplus := [name for name in surplus if name != "lm_head.weight"]:  # a copy of the tied embedding
+    if surplus := [name for name in surplus if name != HEAD]:  # of a tied model: see `check_tied`
         raise CheckpointError(
             f"{checkpoint.folder}: {len(surplus)} tensors belong to nothing that config.json describes, "
             f"the first is '{surplus[0]}'"

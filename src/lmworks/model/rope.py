@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..spec import ModelSpec
-from ..spec.model import RopeScaling
 
 
 def frequencies(spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, float]:
@@ -30,10 +29,10 @@ def frequencies(spec: ModelSpec, positions: Tensor, local: bool = False) -> tupl
         length = (positions.max() + 1).clamp(min=scaling.original_context)
         stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
         return freqs / stretch ** (exponent * dim / (dim - 2)), 1.0
-    if scaling.type == "longrope":  # Ding et al. 2024; the temperature as Phi-3 has it
+    if scaling.type == "longrope":  # Ding et al. 2024
         short, long = (torch.tensor(f, device=device) for f in (scaling.short_factor, scaling.long_factor))
         stretch = torch.where(positions.max() >= scaling.original_context, long, short)
-        return freqs / stretch, longrope_temperature(scaling)
+        return freqs / stretch, scaling.temperature
     if scaling.type == "linear":
         return freqs / scaling.factor, 1.0
     if scaling.type == "llama3":
@@ -47,19 +46,14 @@ def frequencies(spec: ModelSpec, positions: Tensor, local: bool = False) -> tupl
         def pair_with(turns: float) -> float:
             return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low_pair = max(math.floor(pair_with(scaling.beta_fast)), 0)
-        high_pair = min(math.ceil(pair_with(scaling.beta_slow)), dim - 1)
+        low_pair, high_pair = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+        if scaling.truncate:
+            low_pair, high_pair = math.floor(low_pair), math.ceil(high_pair)
+        low_pair, high_pair = max(low_pair, 0), min(high_pair, dim - 1)
         index = torch.arange(dim // 2, dtype=torch.float32, device=device)
-        divide = ((index - low_pair) / max(high_pair - low_pair, 1e-3)).clamp(0, 1)
-        temperature = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-        return freqs * ((1 - divide) + divide / scaling.factor), temperature
+        divide = ((index - low_pair) / (high_pair - low_pair or 1e-3)).clamp(0, 1)
+        return freqs * ((1 - divide) + divide / scaling.factor), scaling.temperature
     return freqs, 1.0
-
-
-def longrope_temperature(scaling: RopeScaling) -> float:
-    if scaling.factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
 
 
 def tables(spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.training.adamw import split
 from ..model.gpt import initial_weight
-from ..model.hf import HFWeights, read_config
+from ..model.hf import HFWeights, changes, read_config
 from ..model.lora import initial_adapter, split_adapter_name
 from ..model.peft import read_peft
 from ..model.quantized_weight import QuantizedWeight, rounded
@@ -50,6 +50,18 @@ def base_source(spec: RunSpec) -> Source:
     language_model = spec.model.replace(scalar_head=False, tie_embeddings=there.tie_embeddings)
     body = HFWeights(start, language_model).weight
     return lambda name, shape: drawn(name, shape) if name == SCORE else body(name, shape)
+
+
+def changed_keys(spec: RunSpec) -> str:
+    """What to say of keys by which the run computes something else than the Hugging Face model that it starts from."""
+    start = Path(spec.checkpoint.init) if spec.checkpoint.init else None
+    if start is None or not is_hf(start):
+        return ""
+    there = read_config(start)[1]
+    found = ", ".join(
+        f"model.{key} = {getattr(spec.model, key)}, not {getattr(there, key)}" for key in changes(there, spec.model)
+    )
+    return found and f"checkpoint.init = '{start}': the run has {found} as config.json there"
 
 
 def with_adapters(spec: RunSpec, base: Source) -> Source:

@@ -239,9 +239,9 @@ def attention(core: Attention, load: Workload) -> Op:
 
 
 def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
-    """SwiGLU saves gate, silu(gate) and up; GELU saves its input; the next GEMM saves their output."""
+    """SwiGLU saves gate, silu(gate) and up, GeGLU as much; GELU saves its input; the next GEMM saves their output."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
-    if load.model.mlp == "gelu":
+    if not load.model.gated_mlp:
         there, back = (np.where(load.epilogue_fusion, 1, apart)[()] * x for apart in (2, 3))
         forward, backward = [stream(there, kind="tanh", count=count)], [stream(back, kind="tanh", count=count)]
         tensors = 1

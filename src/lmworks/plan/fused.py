@@ -30,7 +30,7 @@ def gradient_sums(load: Workload, outputs: Any, bias: bool) -> tuple[Kernel, ...
     Unfused code launches the weight gradient's accumulation, and for a bias a sum over tokens and an accumulation:
     small kernels that cost the host only. Compiled code may sum the gradient of a bias in a kernel of its own.
     """
-    launches = () if load.software.fused else (Kernel("stream", count=3 if load.model.bias else 1),)
+    launches = () if load.software.fused else (Kernel("stream", count=3 if load.model.qkv_bias else 1),)
     over_tokens = Kernel("stream", bytes=load.width * outputs)
     return (*launches, over_tokens) if bias and load.software.bias_grad_pass else launches
 
@@ -183,7 +183,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
     rows = tokens if rows is None else rows
     each = w * tokens * width
     wide = each * count
-    gated, bias = load.model.mlp == "swiglu", load.model.bias
+    gated, bias = load.model.gated_mlp, load.model.mlp_bias
     up, apart = (2 if gated else 1), (1 if load.software.fused else 2)
     cast = (Kernel("stream", bytes=6.0 * h * width * count),) * load.cast_weights
     forward = (gemm(rows, h, up * width, count), *up * cast)

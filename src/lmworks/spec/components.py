@@ -226,7 +226,7 @@ class Attention(WithoutWeights):
 
 @dataclass(frozen=True)
 class MLP:
-    """SwiGLU: down(silu(gate(x)) · up(x)), or GELU: down(gelu(up(x)))."""
+    """SwiGLU: down(silu(gate(x)) · up(x)), GeGLU: the same with gelu, or GELU: down(gelu(up(x)))."""
 
     name: str
     label: str
@@ -236,6 +236,10 @@ class MLP:
     activation: str
     bias: bool = False
     hf: str = ""
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def up(self) -> tuple[Linear, ...]:
@@ -250,7 +254,7 @@ class MLP:
                 self.bias,
                 hf=f"{self.hf}.{part}_proj",
             )
-            for part in (("gate", "up") if self.activation == "swiglu" else ("up",))
+            for part in (("gate", "up") if self.gated else ("up",))
         )
 
     @property
@@ -330,7 +334,7 @@ def block(m: ModelSpec) -> tuple[Component, ...]:
 
 
 def stream_norm(m: ModelSpec, name: str, hf: str, role: Role = "vector") -> Norm:
-    return Norm(name, name.replace("_", " "), m.hidden, m.norm, m.norm == "layer" and m.bias, role=role, hf=hf)
+    return Norm(name, name.replace("_", " "), m.hidden, m.norm, m.norm_bias, role=role, hf=hf)
 
 
 def attention(m: ModelSpec) -> Iterator[Component]:
@@ -365,7 +369,7 @@ def attention(m: ModelSpec) -> Iterator[Component]:
         yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
     traits = m.sliding_window, full_share(m), m.attention_softcap, m.attention_sinks
     yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, *traits)
-    yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.bias, "row", hf=f"{hf}.o_proj")
+    yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.out_bias, "row", hf=f"{hf}.o_proj")
 
 
 def full_share(m: ModelSpec) -> float:
@@ -404,7 +408,7 @@ def latent_attention(m: ModelSpec) -> Iterator[Component]:
 
 def feed_forward(m: ModelSpec) -> Iterator[Component]:
     if not m.experts:
-        yield MLP("mlp", "", "mlp_norm", m.hidden, m.ffn, m.mlp, m.bias, hf="mlp")
+        yield MLP("mlp", "", "mlp_norm", m.hidden, m.ffn, m.mlp, m.mlp_bias, hf="mlp")
         return
     yield Experts("mlp", "mlp_norm", m.hidden, m.experts, m.top_k, m.expert_ffn)
     if m.shared_experts:

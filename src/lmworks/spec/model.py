@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -26,6 +27,10 @@ class RopeScaling(Section):
     high_freq_factor: float = opt(4.0, "llama3: above this many turns a frequency is kept", gt=0)
     beta_fast: float = opt(32.0, "yarn: above this many turns a frequency is kept", gt=0)
     beta_slow: float = opt(1.0, "yarn: below this many turns a frequency is divided by factor", gt=0)
+    truncate: bool = opt(True, "yarn: the bounds between the two are whole pairs (gpt-oss: they are not)")
+    attention_factor: float = opt(
+        0.0, "yarn, longrope: what cos and sin are multiplied by (0: what follows from factor)", ge=0
+    )
     short_factor: tuple[float, ...] = opt(
         (), "longrope: what each pair's frequency is divided by, in sequences of at most original_context"
     )
@@ -41,11 +46,24 @@ class RopeScaling(Section):
                 raise SpecError(f"{self.section}.{key} {needs}: one number for each rotary pair")
             if any(factor <= 0 for factor in factors):
                 raise SpecError(f"{self.section}.{key} must be positive numbers")
+        if self.attention_factor and self.type not in ("yarn", "longrope"):
+            raise SpecError(f"{self.section}.attention_factor needs {self.section}.type = 'yarn' or 'longrope'")
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise SpecError(
                 f"{self.section}.low_freq_factor = {self.low_freq_factor:g} must be below "
                 f"high_freq_factor = {self.high_freq_factor:g}"
             )
+
+    @property
+    def temperature(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor or self.factor <= 1:
+            return self.attention_factor or 1.0
+        if self.type == "yarn":  # Peng et al. 2023, eq. 22
+            return 0.1 * math.log(self.factor) + 1.0
+        if self.type == "longrope":  # as Phi-3 has it
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
+        return 1.0
 
 
 # Keys that mean something with experts alone.
@@ -75,9 +93,16 @@ class ModelSpec(Section):
     positions: str = opt("rope", "how position enters", choices=("rope", "learned", "alibi", "none"))
     rope_theta: float = opt(10_000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: RopeScaling = opt(RopeScaling, "stretching of the rotary frequencies")
-    mlp: str = opt("swiglu", "feed-forward block", choices=("swiglu", "gelu"))
-    bias: bool = opt(False, "bias on every linear layer and on LayerNorm")
-    qkv_bias: bool = opt(False, "bias on the query, key and value projections (Qwen2); `bias` implies it")
+    mlp: str = opt(
+        "swiglu",
+        "feed-forward block: gated by SiLU or by GELU in its tanh form, or GELU alone in that form or exact",
+        choices=("swiglu", "geglu", "gelu", "gelu_erf"),
+    )
+    bias: bool = opt(False, "bias on every linear layer and on LayerNorm: implies the four keys that follow")
+    qkv_bias: bool = opt(False, "bias on the query, key and value projections (Qwen2)")
+    out_bias: bool = opt(False, "bias on the output projection of attention")
+    mlp_bias: bool = opt(False, "bias on the projections of the MLP")
+    norm_bias: bool = opt(False, "bias on LayerNorm")
     qk_norm: bool = opt(False, "RMSNorm over each query and key head (Qwen3)")
     kv_lora_rank: int = opt(
         0, "multi-head latent attention (DeepSeek): keys and values are kept as one vector of this width (0: off)", ge=0
@@ -171,16 +196,26 @@ class ModelSpec(Section):
         if self.positions == "rope" and self.head_dim % 2 and not self.kv_lora_rank:
             raise SpecError(f"model.head_dim = {self.head_dim} must be even for model.positions = 'rope'")
         if not self.ffn:
-            width = 4 * self.hidden if self.mlp == "gelu" else -(-8 * self.hidden // (3 * 64)) * 64
+            width = -(-8 * self.hidden // (3 * 64)) * 64 if self.gated_mlp else 4 * self.hidden
             self.derive("ffn", width)
-        if self.bias:
-            self.derive("qkv_bias", True)
+        self.check_biases()
         self.check_moe()
         self.check_latent()
         self.check_layer_types()
         self.check_rope()
         self.check_attention()
         self.check_parametrization()
+
+    def check_biases(self) -> None:
+        """`bias` is true where all that the network has are."""
+        parts = ["qkv_bias", "out_bias", "mlp_bias"]
+        if self.norm == "layer":
+            parts.append("norm_bias")
+        elif self.norm_bias:
+            raise SpecError(f"model.norm_bias needs model.norm = 'layer', not {self.norm!r}")
+        self.derive("bias", self.bias or all(getattr(self, part) for part in parts))
+        for part in parts if self.bias else ():
+            self.derive(part, True)
 
     def check_parametrization(self) -> None:
         if self.parametrization == "standard":
@@ -210,8 +245,8 @@ class ModelSpec(Section):
             return
         if self.top_k > self.experts:
             raise SpecError(f"model.top_k = {self.top_k} is more than model.experts = {self.experts}")
-        if self.mlp != "swiglu" or self.bias:
-            raise SpecError("model.experts needs model.mlp = 'swiglu' and model.bias = false")
+        if self.mlp != "swiglu" or self.mlp_bias:
+            raise SpecError("model.experts needs model.mlp = 'swiglu' and model.mlp_bias = false")
         self.derive("expert_ffn", self.expert_ffn or self.ffn)
         if self.shared_gate and not self.shared_experts:
             raise SpecError("model.shared_gate needs model.shared_experts > 0")
@@ -236,8 +271,9 @@ class ModelSpec(Section):
                 if getattr(self, key):
                     raise SpecError(f"model.{key} needs model.kv_lora_rank > 0 (multi-head latent attention)")
             return
-        needs = {"positions": "rope", "qk_norm": False, "bias": False, "qkv_bias": False, "kv_heads": self.heads}
-        for key, value in {**needs, "attention_softcap": 0.0, "attention_sinks": False}.items():
+        off = ("qk_norm", "bias", "qkv_bias", "out_bias", "attention_sinks")
+        needs = {"positions": "rope", **dict.fromkeys(off, False), "kv_heads": self.heads, "attention_softcap": 0.0}
+        for key, value in needs.items():
             if getattr(self, key) != value:
                 raise SpecError(
                     f"model.{key} = {getattr(self, key)!r} does not go with latent attention (model.kv_lora_rank = "
@@ -337,9 +373,13 @@ class ModelSpec(Section):
         return self.rope_head_dim if self.kv_lora_rank else self.head_dim
 
     @property
+    def gated_mlp(self) -> bool:
+        return self.mlp in ("swiglu", "geglu")
+
+    @property
     def norm_params(self) -> int:
         """Of one norm over the residual stream: a weight, and a bias for LayerNorm with biases."""
-        return self.hidden * (2 if self.norm == "layer" and self.bias else 1)
+        return self.hidden * (2 if self.norm_bias else 1)
 
     @property
     def block_params(self) -> int:

@@ -8,6 +8,7 @@ bitwise like one that never stopped.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -23,7 +24,7 @@ from ..data.pipeline import check_vocabulary
 from ..data.progress import activity, silent
 from ..parallel.data_parallel import DataParallel
 from ..parallel.deepspeed import DeepSpeedEngine
-from ..parallel.initial_weights import source_of
+from ..parallel.initial_weights import changed_keys, source_of
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
 from ..parallel.precision import LossScale
@@ -157,6 +158,8 @@ class Trainer(Stepper):
         run_on_all_ranks(lambda: new_hash(spec.checkpoint.hash))
         self.base = base = run_on_rank_zero(lambda: find_base(spec)) if spec.adapters else None
         self.weights = run_on_all_ranks(lambda: source_of(spec, None if base is None else base_weights(spec, base)))
+        if not self.quiet and (changed := changed_keys(spec)):
+            print(changed, file=sys.stderr, flush=True)
         self.open_data()
         self.objective = self.make_objective()
         self.frozen: dict[str, ParallelModel] = {}  # models that are only evaluated, by name

@@ -35,6 +35,17 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Stream = Tensor | tuple[Tensor, Tensor]  # residual stream (tokens, hidden), or a pair: stream and pending addend
 
 
+def geglu_packed(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+# By `model.mlp`; None: SwiGLU, in the epilogue of its projection
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "swiglu": None, "geglu": geglu_packed, "gelu": functools.partial(F.gelu, approximate="tanh"), "gelu_erf": F.gelu,
+}  # fmt: skip
+
+
 class LinearMethod:
     """How linear layers are computed.
 
@@ -236,9 +247,7 @@ class Fuser:
         into = was.up if was.gate is None else merged([was.gate, was.up])
         if into is None:
             return Unfused(was)
-        act: Callable[[Tensor], Tensor] | None = None
-        if was.gate is None:
-            act = functools.partial(F.gelu, approximate="tanh")
+        act = ACTIVATIONS[was.kind]
         if self.by_rows:
             act = RowByRow(act or swiglu_packed)
         return FusedMLP(into, act, was.down, self.apply)

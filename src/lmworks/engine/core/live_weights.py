@@ -99,7 +99,7 @@ def slots(model: GPT) -> Iterator[tuple[str, Slot]]:
         yield from whole(f"{at}.attention_norm", block.attention_norm)
         yield from whole(f"{at}.mlp_norm", block.mlp_norm)
         yield from attention_slots(f"{at}.attention", block.attention)
-        yield from mlp_slots(f"{at}.mlp", block.mlp, ("gate", "up") if model.spec.mlp == "swiglu" else ("up",))
+        yield from mlp_slots(f"{at}.mlp", block.mlp, ("gate", "up") if model.spec.gated_mlp else ("up",))
 
 
 def attention_slots(at: str, attention: nn.Module) -> Iterator[tuple[str, Slot]]:

@@ -255,7 +255,7 @@ def lora_targets(model: GPT, shards: Mapping[str, LinearShard]) -> list[LoRATarg
     rows = {linear.name: linear.outputs for linear in components.linears(spec)}
     for layer, block in model.blocks.items():
         assert isinstance(block, FusedBlock)
-        into = ("gate", "up") if spec.mlp == "swiglu" else ("up",)
+        into = ("gate", "up") if spec.gated_mlp else ("up",)
         merged = [
             ("attention", "qkv", ("q", "k", "v")),
             ("attention", "out", ("out",)),

@@ -1,0 +1,396 @@
+"""The families of Hugging Face models that our network computes, one row each.
+
+A row says which configs it supports, which specs it can express, and its own keys both ways. Dropout is no part of our
+network: its keys are ignored, and written as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import SpecError
+from .hf_rope import Config, need, rotary_keys
+from .model import LAYER_TYPES, MUP_KEYS, ModelSpec
+
+Keys = dict[str, Any]
+
+
+def nothing(_: Any) -> Keys:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    defaults: Keys  # of keys that a config may leave out, as `transformers` fills them in
+    writes: Keys  # spec keys and the value that this family can express; a callable says whether it can
+    must_be: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # values that our network computes
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of its keys, which come first
+    windows: Literal["none", "all", "layers"] = "none"  # whether sliding_window is read, and layer_types beside it
+    attention_bias: tuple[str, ...] = ()  # spec keys that its `attention_bias` stands for
+    rope_by_kind: bool = False  # rotary keys are those of a kind of layer
+    reads: Callable[[Config], Keys] = nothing  # its own keys of the spec
+    says: Callable[[ModelSpec], Keys] = nothing  # its own keys of config.json
+
+
+def anything(_: ModelSpec) -> bool:
+    return True
+
+
+# Of every family: bidirectional attention, and layers with configs of their own, are other networks.
+EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {}, [])}
+ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+HF_LAYER_TYPES = {name: f"{name}_attention" for name in LAYER_TYPES}
+
+# Keys of which every family can express any value, and those that act in training alone; of other keys that a family
+# does not name it can express the default.
+WRITTEN = frozenset({
+    "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "norm_eps", "rope_theta",
+    "rope_scaling", "tie_embeddings", "top_k", "expert_ffn", "capacity", "balance_loss", "attention", "init_std",
+    "scalar_head", *MUP_KEYS,
+})  # fmt: skip
+
+ROPE_DEFAULTS: Keys = {
+    "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+QWEN_DEFAULTS = {**ROPE_DEFAULTS, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+ROPE_WRITES: Keys = {
+    "norm": "rms",
+    "positions": "rope",
+    "mlp": lambda spec: spec.mlp in ("swiglu", "geglu"),
+    "bias": False,
+    "experts": 0,
+}
+WINDOW: Keys = {"sliding_window": anything}
+BY_LAYER: Keys = {**WINDOW, "layer_types": anything}
+ATTENTION_BIAS: Keys = {"qkv_bias": lambda spec: spec.qkv_bias == spec.out_bias, "out_bias": anything}
+QKVO = ("qkv_bias", "out_bias")
+# capacity and balance_loss act in training alone; a choice bias changes the logits, and none of these families has one.
+EXPERTS_WRITES: Keys = {**ROPE_WRITES, "experts": lambda spec: spec.experts > 0, "balance_bias": 0}
+NORM_TOPK: Keys = {"norm_topk": anything}
+
+
+# --- GPT-2 --------------------------------------------------------------------------------------------
+
+
+def gpt2_keys(config: Config) -> Keys:
+    return {
+        "layers": need(config, "n_layer"),
+        "hidden": need(config, "n_embd"),
+        "heads": need(config, "n_head"),
+        "ffn": config.get("n_inner") or 4 * need(config, "n_embd"),
+        "vocab": need(config, "vocab_size"),
+        "context": need(config, "n_positions"),
+        "norm": "layer",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "positions": "learned",
+        "mlp": "gelu",
+        "bias": True,
+    }
+
+
+def gpt2_config(spec: ModelSpec) -> Keys:
+    return {
+        "n_layer": spec.layers,
+        "n_embd": spec.hidden,
+        "n_head": spec.heads,
+        "n_inner": spec.ffn,
+        "n_positions": spec.context,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": spec.norm_eps,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+# --- dense families -----------------------------------------------------------------------------------
+
+
+def llama_keys(config: Config) -> Keys:
+    return {"mlp_bias": bool(config.get("mlp_bias"))}
+
+
+def llama_config(spec: ModelSpec) -> Keys:
+    return {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}
+
+
+def phi3_config(spec: ModelSpec) -> Keys:
+    original = spec.rope_scaling.original_context or spec.context
+    return {"original_max_position_embeddings": original, "pad_token_id": None}
+
+
+def qwen_config(spec: ModelSpec) -> Keys:
+    return {"use_sliding_window": spec.sliding_window > 0, "max_window_layers": 0, "attention_bias": spec.out_bias}
+
+
+# --- experts ------------------------------------------------------------------------------------------
+
+
+def mixtral_keys(config: Config) -> Keys:
+    return {"experts": need(config, "num_local_experts"), "top_k": need(config, "num_experts_per_tok")}
+
+
+def mixtral_config(spec: ModelSpec) -> Keys:
+    return {
+        "num_local_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "intermediate_size": spec.expert_ffn,
+    }
+
+
+def moe_keys(config: Config) -> Keys:
+    # transformers 5 renamed `num_experts`.
+    return {
+        "experts": config.get("num_local_experts") or need(config, "num_experts"),
+        "top_k": need(config, "num_experts_per_tok"),
+        "expert_ffn": need(config, "moe_intermediate_size"),
+        "norm_topk": bool(config["norm_topk_prob"]),
+    }
+
+
+def moe_config(spec: ModelSpec) -> Keys:
+    return {
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "norm_topk_prob": spec.norm_topk,
+        "moe_intermediate_size": spec.expert_ffn,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def mellum_keys(config: Config) -> Keys:
+    if set(config.get("mlp_layer_types") or ()) - {"sparse"}:
+        raise SpecError(f"mlp_layer_types = {config['mlp_layer_types']!r:.60} is not supported; all must be 'sparse'")
+    return {**moe_keys(config), "qk_norm": True}
+
+
+# --- latent attention -----------------------------------------------------------------------------------
+
+
+def latent_keys(config: Config) -> Keys:
+    for key in ("num_hidden_layers", "first_k_dense_replace", "qk_rope_head_dim", "v_head_dim"):
+        least = 0 if key == "first_k_dense_replace" else 1
+        if not isinstance(config.get(key), int) or config[key] < least:
+            raise SpecError(f"{key} = {config.get(key)!r:.60}: a whole number of at least {least} is expected")
+    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    if dense < layers:
+        raise SpecError(
+            f"first_k_dense_replace = {dense}: experts of deepseek_v3 are not supported; it must be {layers} or more"
+        )
+    if rotary_keys(config).get("mscale_all_dim"):
+        raise SpecError("mscale_all_dim is not supported: it changes the softmax scale")
+    return {
+        "rope_interleaved": bool(config["rope_interleave"]),
+        "kv_heads": 0,
+        "kv_lora_rank": need(config, "kv_lora_rank"),
+        "q_lora_rank": config.get("q_lora_rank") or 0,
+        "head_dim": need(config, "qk_nope_head_dim"),
+        "rope_head_dim": need(config, "qk_rope_head_dim"),
+        "v_head_dim": need(config, "v_head_dim"),
+    }
+
+
+def latent_config(spec: ModelSpec) -> Keys:
+    return {
+        "head_dim": spec.rope_head_dim,
+        "kv_lora_rank": spec.kv_lora_rank,
+        "q_lora_rank": spec.q_lora_rank or None,
+        "qk_nope_head_dim": spec.head_dim,
+        "qk_rope_head_dim": spec.rope_head_dim,
+        "v_head_dim": spec.v_head_dim,
+        "rope_interleave": spec.rope_interleaved,
+        "first_k_dense_replace": spec.layers,
+        "num_nextn_predict_layers": 0,
+        "attention_bias": False,
+    }
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+# In the order in which a spec looks for a family to be saved as.
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        defaults={
+            "tie_word_embeddings": True,
+            "activation_function": "gelu_new",
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+        },
+        must_be={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True, None),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+            "add_cross_attention": (False, None),
+        },
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        writes={
+            "norm": "layer",
+            "positions": "learned",
+            "mlp": "gelu",
+            "bias": True,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "kv_heads": lambda spec: spec.kv_heads == spec.heads,
+            "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
+            "experts": 0,
+        },
+        reads=gpt2_keys,
+        says=gpt2_config,
+    ),
+    # q, k, v and gate, up are one matrix each. Without longrope it is the network of Llama or Mistral.
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
+        writes={
+            **ROPE_WRITES,
+            **WINDOW,
+            "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
+            "rope_scaling": lambda spec: spec.rope_scaling.type == "longrope",
+        },
+        windows="all",
+        says=phi3_config,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        defaults={**ROPE_DEFAULTS, "max_position_embeddings": 2048},
+        writes={
+            **ROPE_WRITES,
+            **ATTENTION_BIAS,
+            "bias": anything,
+            "mlp_bias": anything,
+            "hidden": lambda spec: spec.hidden % spec.heads == 0,
+        },
+        attention_bias=QKVO,
+        reads=llama_keys,
+        says=llama_config,
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        defaults={**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        writes={**ROPE_WRITES, **WINDOW},
+        windows="all",
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        defaults={**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
+        writes={**ROPE_WRITES, **BY_LAYER},
+        windows="layers",
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32},
+        writes={**ROPE_WRITES, **BY_LAYER, "qkv_bias": True},
+        windows="layers",
+        reads=lambda config: {"qkv_bias": True},
+        says=qwen_config,
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
+        writes={**ROPE_WRITES, **BY_LAYER, **ATTENTION_BIAS, "qk_norm": True},
+        windows="layers",
+        attention_bias=QKVO,
+        reads=lambda config: {"qk_norm": True},
+        says=qwen_config,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        writes={**EXPERTS_WRITES, **WINDOW},
+        aliases={"num_experts": "num_local_experts"},
+        windows="all",
+        reads=mixtral_keys,
+        says=mixtral_config,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "norm_topk_prob": False,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+        },
+        must_be={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+        writes={**EXPERTS_WRITES, **NORM_TOPK, **WINDOW, **ATTENTION_BIAS, "qk_norm": True},
+        windows="all",
+        attention_bias=QKVO,
+        reads=lambda config: {**moe_keys(config), "qk_norm": True},
+        says=lambda spec: {**moe_config(spec), **qwen_config(spec)},
+    ),
+    "mellum": Family(
+        "MellumForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "sliding_window": 1024,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        must_be={
+            "num_nextn_predict_layers": (0, None),
+            "num_mtp_layers": (0, None),
+        },
+        writes={
+            **EXPERTS_WRITES,
+            **NORM_TOPK,
+            **BY_LAYER,
+            **ATTENTION_BIAS,
+            "qk_norm": True,
+            "rope_local_theta": anything,
+        },
+        windows="layers",
+        attention_bias=QKVO,
+        rope_by_kind=True,
+        reads=mellum_keys,
+        says=lambda spec: {**moe_config(spec), "attention_bias": spec.out_bias},
+    ),
+    # Latent attention with dense layers; its experts (sigmoid routing in groups) are not supported.
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "rope_interleave": True,
+            "first_k_dense_replace": 3,
+        },
+        must_be={"attention_bias": (False, None)},
+        writes={
+            **ROPE_WRITES,
+            "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0,
+            **dict.fromkeys(("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_interleaved"), anything),
+        },
+        reads=latent_keys,
+        says=latent_config,
+    ),
+}
