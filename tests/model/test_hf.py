@@ -19,8 +19,10 @@ from torch import nn
 
 from lmworks.model import GPT, generate
 from lmworks.model.hf_write import save_hf
-from lmworks.spec import LMWorksError, ModelSpec, SpecError
+from lmworks.parallel.initial_weights import changed_keys
+from lmworks.spec import LMWorksError, ModelSpec, RunSpec, SpecError
 from lmworks.spec.hf_config import config_of_spec, family_of_spec, spec_of_config
+from lmworks.spec.run import CheckpointSpec, DataSpec
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -441,6 +443,16 @@ def test_shapes_that_no_family_has_are_refused_by_key(change: dict[str, Any], na
     with pytest.raises(SpecError, match=re.escape(named)) as caught:
         model.save_hf(tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_a_run_that_computes_something_else_with_the_weights_says_so(tmp_path: Path) -> None:
+    spec = SPECS["llama"]
+    GPT(spec).save_hf(tmp_path)
+    same = RunSpec(model=spec, data=DataSpec(seq=64), checkpoint=CheckpointSpec(init=str(tmp_path)))
+    assert changed_keys(same) == ""
+    other = changed_keys(same.replace(model=spec.replace(norm_eps=1e-3, rope_theta=5e5, init_std=0.1)))
+    assert "model.norm_eps = 0.001, not 1e-05, model.rope_theta = 500000.0, not 10000.0" in other
+    assert str(tmp_path) in other and "init_std" not in other
 
 
 # --- broken folders -----------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, plan: dict[str, Stored])
     if not checkpoint.equal(embedding, HEAD):
         raise CheckpointError(
             f"{checkpoint.folder}: tensor '{HEAD}' differs from '{embedding}', but config.json says "
-            "tie_word_embeddings = true; make that false if the head is the model's own, or drop the tensor if it is not"
+            "tie_word_embeddings = true; make that false if the head is the model's own; otherwise drop the tensor"
         )
 
 

@@ -61,7 +61,7 @@ def changed_keys(spec: RunSpec) -> str:
     found = ", ".join(
         f"model.{key} = {getattr(spec.model, key)}, not {getattr(there, key)}" for key in changes(there, spec.model)
     )
-    return found and f"checkpoint.init = '{start}': the run has {found} as config.json there"
+    return found and f"checkpoint.init = '{start}' was made with other keys: the run has {found}"
 
 
 def with_adapters(spec: RunSpec, base: Source) -> Source:
