@@ -59,6 +59,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "mellum": ("mellum", {**SHAPE, **BY_LAYER}),
     "phi3": ("phi3", {**SHAPE, "head_dim": 12, "pad_token_id": 0, "sliding_window": 11, "rope_scaling": LONGROPE}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **SHAPE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "starcoder2": ("starcoder2", {**SHAPE, "sliding_window": 11}),
+    "smollm3": ("smollm3", {**SHAPE, "pad_token_id": None, "no_rope_layers": [0, 1]}),
+    "granite": (
+        "granite",
+        {
+            **SHAPE,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.5,
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", {**SHAPE, **LATENT}),
 }
 

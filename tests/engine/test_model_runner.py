@@ -35,6 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"norm": "layer", "positions": "learned", "mlp": "gelu", "bias": True, "kv_heads": 4},
     "swiglu-bias": {"bias": True},
     "geglu": {"mlp": "geglu", "out_bias": True},
+    "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
+    "scaled scores, qk-norm": {"attention_scale": 0.5, "qk_norm": True, "rope_layers": ("rope", "none")},
     "exact gelu": {"mlp": "gelu_erf", "norm": "layer", "mlp_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lmworks.model import GPT, generate
+from lmworks.model.hf import read_config
+from lmworks.model.hf_layout import layout
 from lmworks.model.hf_write import save_hf
 from lmworks.parallel.initial_weights import changed_keys
 from lmworks.spec import LMWorksError, ModelSpec, RunSpec, SpecError
@@ -54,6 +56,10 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "head_dim": 8, "first_k_dense_replace": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+
+QWEN2_MOE = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+             "shared_expert_intermediate_size": 72}  # fmt: skip
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 0.5}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
@@ -110,6 +116,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {**PHI3, "sliding_window": 7}),
     "phi3-longrope": ("phi3", {**PHI3, "original_max_position_embeddings": 16, "rope_scaling": LONGROPE}),
     "phi3-longrope-within": ("phi3", {**PHI3, "original_max_position_embeddings": 48, "rope_scaling": LONGROPE}),
+    "qwen2-moe": ("qwen2_moe", {**SHAPE, **QWEN2_MOE}),
+    "starcoder2-window": ("starcoder2", {**SHAPE, "sliding_window": 7}),
+    "starcoder2-unbiased": ("starcoder2", {**SHAPE, "use_bias": False, "hidden_act": "gelu"}),
+    "smollm3": ("smollm3", {**SHAPE, "num_hidden_layers": 5, "pad_token_id": None}),
+    "granite-yarn": ("granite", {**SHAPE, **GRANITE, "rope_scaling": YARN}),
     "deepseek-v3": ("deepseek_v3", {**SHAPE, **LATENT}),
     "deepseek-v3-halves": ("deepseek_v3", {**SHAPE, **LATENT, "q_lora_rank": None, "rope_interleave": False}),
 }
@@ -148,6 +159,16 @@ SPECS = {
                                    "sliding_window": 7, "layer_types": ["sliding", "sliding", "sliding", "full"],
                                    "rope_theta": 500.0, "rope_local_theta": 50.0,
                                    "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    "qwen2_moe": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=3,
+                           expert_ffn=24, qkv_bias=True, shared_experts=2, shared_gate=True, norm_topk=False),
+    "starcoder2": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, norm="layer", mlp="gelu",
+                            bias=True, sliding_window=7),
+    "starcoder2-unbiased": ModelSpec(layers=2, hidden=48, heads=4, vocab=96, context=64, norm="layer", norm_bias=True,
+                                     mlp="gelu_erf"),
+    "smollm3": ModelSpec(layers=5, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, sliding_window=7,
+                         rope_layers=("rope", "none"), layer_types=("full", "sliding"), tie_embeddings=True),
+    "granite": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, embed_scale=3.0,
+                         residual_scale=0.4, attention_scale=0.1, logit_scale=0.8),
     "phi3": ModelSpec.from_dict({"layers": 2, "hidden": 48, "heads": 4, "vocab": 96, "context": 64, "rope_scaling": {
         "type": "longrope", "factor": 8.0, **{key: LONGROPE[key] for key in ("short_factor", "long_factor")}}}),
     "deepseek_v3": ModelSpec(layers=2, hidden=48, heads=4, vocab=96, context=64, kv_lora_rank=24, q_lora_rank=20,
@@ -194,6 +215,25 @@ def test_transformers_checkpoints_give_the_same_logits(case: str, tmp_path: Path
     stretched = {"linear", "dynamic", "llama3", "yarn", "longrope"} & set(case.split("-")[1:])
     assert ours.spec.rope_scaling.type == (stretched.pop() if stretched else "none")
     assert ours.spec.sliding_window == (7 if "-window" in case.replace("no-window", "") or case == "mistral" else 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Of the mean loss of next tokens, for every tensor of the checkpoint."""
+    model = theirs(case, tmp_path)
+    model.get_input_embeddings().padding_idx = None  # whose row has no gradient there
+    logits = model(TOKENS[:, :-1]).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    ours = GPT.from_hf(tmp_path)
+    _, loss = ours(TOKENS[:, :-1], TOKENS[:, 1:], keep_logits=False)
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    found = {one.name: one.gather(grads) for one in layout(ours.spec, read_config(tmp_path)[0], expected)}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad.std() > 0, name
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()), msg=name)
 
 
 def test_what_is_saved_can_be_read_by_whoever_may_read_its_config(tmp_path: Path) -> None:
@@ -363,7 +403,9 @@ REFUSED_CONFIGS = {
         {"model_type": "deepseek_v3", **LATENT, "first_k_dense_replace": 1},
         "first_k_dense_replace = 1.*must be 2",
     ),
-    "bert": ({"model_type": "bert"}, "model_type 'bert' is not supported.*gpt2, llama"),
+    "bert": ({"model_type": "bert"}, "model_type 'bert' is not supported; known: deepseek_v3, .*llama"),
+    "mamba": ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known: "),
+    "spelling": ({"model_type": "Qwen-3"}, "model_type 'Qwen-3' is not supported; did you mean 'qwen3'"),
     "none": ({"model_type": None}, "model_type 'None' is not supported"),
     "act": ({"hidden_act": "relu"}, "hidden_act = 'relu'.*'silu'"),
     "act of experts": (

@@ -66,6 +66,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "reference": {"attention": "reference", "kv_heads": 2},
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "rope_head_dim": 4, "v_head_dim": 6},
     "latent attention, experts": {"kv_lora_rank": 12, "rope_head_dim": 4, "experts": 4, "top_k": 2},
+    "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
+    "no positions on some layers": {"rope_layers": ("rope", "none")},
     "soft cap": {"attention_softcap": 5.0, "final_softcap": 5.0},
     "sinks": {"attention_sinks": True, "kv_heads": 2},
 }

@@ -55,6 +55,10 @@ model.q_lora_rank                   0               [0, inf)
 model.rope_head_dim                 0               [0, inf)
 model.v_head_dim                    0               [0, inf)
 model.rope_interleaved              false
+model.attention_scale               0.0             [0, inf)
+model.embed_scale                   1.0             (0, inf)
+model.residual_scale                1.0             (0, inf)
+model.logit_scale                   1.0             (0, inf)
 model.attention_softcap             0.0             [0, inf)
 model.final_softcap                 0.0             [0, inf)
 model.attention_sinks               false

@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
+        self.layer, self.head_dim, self.score_scale = layer, spec.head_dim, spec.score_scale
         self.sinks = nn.Parameter(torch.empty(spec.heads)) if spec.attention_sinks else None
         self.q = Linear(spec.hidden, spec.q_dim, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
@@ -126,6 +126,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate_qk(q, k, *rotary)
+        if self.score_scale != 1:
+            q = q * self.score_scale
         return self.out(attend(q, k, v, self.layer, **self.per_head()).flatten(-2))
 
     def per_head(self) -> dict[str, Tensor]:
@@ -142,7 +144,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.layer, self.interleaved = layer, spec.rope_interleaved
+        self.layer, self.interleaved, self.score_scale = layer, spec.rope_interleaved, spec.score_scale
         self.nope_dim, self.rope_dim, self.v_dim = spec.head_dim, spec.rope_head_dim, spec.v_head_dim
         rank, q_rank = spec.kv_lora_rank, spec.q_lora_rank
         q_width = spec.heads * (spec.head_dim + spec.rope_head_dim)
@@ -161,6 +163,8 @@ class LatentAttention(nn.Module):
             self.kv_b(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim)).split((self.nope_dim, self.v_dim), dim=-1)
         )
         q = torch.cat((q_nope, q_rope), dim=-1)
+        if self.score_scale != 1:
+            q = q * self.score_scale
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         return self.out(attend(q, k, v.contiguous(), self.layer).flatten(-2))
 
@@ -206,7 +210,7 @@ def make_moe(spec: ModelSpec) -> MoE:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `residual_scale` weighs what is added."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -214,13 +218,17 @@ class Block(nn.Module):
         self.attention = LatentAttention(spec, layer) if spec.kv_lora_rank else Attention(spec, layer)
         self.mlp_norm = make_norm(spec)
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
+        self.residual_scale = spec.residual_scale
         self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
         self.attention_linears = sum(linear.name.startswith("attention.") for linear in components.linears(spec))
         self.active_adapter: ActiveAdapter | None = None  # of all its layers, where they have adapters
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.weighed(self.attention(self.attention_norm(x), rotary, attend))
+        return x + self.weighed(self.mlp(self.mlp_norm(x)))
+
+    def weighed(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 class GPT(nn.Module):
@@ -295,7 +303,7 @@ class GPT(nn.Module):
             return self.values(self.norm(x), score)
         if targets is None:
             return self.logits(x[:, -1:] if only_last else x)
-        x = self.norm(x)
+        x = self.head_input(x)
         if final_states:
             return x
         if teacher is not None:
@@ -317,6 +325,8 @@ class GPT(nn.Module):
     def states(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the last block gives, (batch, seq, hidden). An engine's batch is flat: (tokens) → (tokens, hidden)."""
         x = self.embed(tokens) if self.first and self.embed is not None else tokens
+        if self.first and self.spec.embed_scale != 1:
+            x = x * self.spec.embed_scale
         if self.positions is not None:
             x = x + self.positions(positions)
         for index, (block, rotary) in enumerate(zip(self.layers(), self.rotary(positions), strict=True)):
@@ -328,14 +338,20 @@ class GPT(nn.Module):
         """cos and sin for each block that is here."""
         if self.spec.positions != "rope":
             return [None] * len(self.blocks)
-        local = [self.spec.local_rope(int(layer)) for layer in self.blocks]
-        tables = {kind: self.rotary_tables(self.spec, positions, kind) for kind in dict.fromkeys(local)}
-        return [tables[kind] for kind in local]
+        turned = [int(layer) for layer in self.blocks if self.spec.has_rope(int(layer))]
+        kinds = {layer: self.spec.local_rope(layer) for layer in turned}
+        tables = {kind: self.rotary_tables(self.spec, positions, kind) for kind in dict.fromkeys(kinds.values())}
+        return [tables[kinds[int(layer)]] if int(layer) in kinds else None for layer in self.blocks]
 
     def logits(self, states: Tensor) -> Tensor:
         """Of the positions of these states: an engine needs few of a batch."""
+        return soft_cap(self.project(self.head_input(states), self.head_weight), self.spec.final_softcap)
+
+    def head_input(self, states: Tensor) -> Tensor:
+        """What is multiplied with the head's weight: logits are scaled by scaling this."""
         assert self.norm is not None, "only the last part of a network has a head"
-        return soft_cap(self.project(self.norm(states), self.head_weight), self.spec.final_softcap)
+        x: Tensor = self.norm(states)
+        return x if self.spec.logit_scale == 1 else x * self.spec.logit_scale
 
     def scalar_head(self) -> nn.Module | None:
         """Of the active adapter, or of the network; None: it is a language model."""

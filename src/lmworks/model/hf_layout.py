@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..spec import ModelSpec, components
+from ..spec.hf_families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,16 @@ def gpt2(spec: ModelSpec) -> Iterator[Stored]:
 
 
 def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Stored]:
-    """Llama, Mistral, Qwen, Mixtral: one layout, whose names are those of the components."""
+    """Llama and all that are laid out like it, whose names are those of the components but for some of its own."""
+    renamed = FAMILIES[family].names
+
+    def theirs_of(name: str) -> str:
+        for part, other in renamed.items():
+            name = name.replace(part, other)
+        return name
+
     for weight in components.root_weights(spec):
-        yield Stored(weight.hf, (weight.name,))
+        yield Stored(theirs_of(weight.hf), (weight.name,))
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}"
         fused = phi3_fused(theirs, f"blocks.{layer}") if family == "phi3" else []
@@ -93,7 +101,7 @@ def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Sto
         apart = {name for stored in fused for name in stored.parts}
         for weight in components.layer_weights(spec, layer):
             if weight.hf and weight.name not in apart:
-                yield Stored(f"{theirs}.{weight.hf}", (weight.name,))
+                yield Stored(theirs_of(f"{theirs}.{weight.hf}"), (weight.name,))
         if spec.experts:
             yield from moe(spec, family, theirs, f"blocks.{layer}.mlp", names)
 

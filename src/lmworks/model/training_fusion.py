@@ -40,7 +40,7 @@ class Float8SwiGLU(MLP):
 
 
 def fuse_gelu_epilogues(blocks: Iterable[Block]) -> None:
-    """For blocks of plain linear layers whose MLP is GELU's."""
+    """For blocks of plain linear layers whose MLP is GELU's, and whose branches are added as they are."""
     for block in blocks:
         block.__class__ = GeluEpilogueBlock
 

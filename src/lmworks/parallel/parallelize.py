@@ -112,7 +112,12 @@ def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
     """
     layout = spec.parallel
     plain = spec.model.mlp == "gelu" and not spec.model.experts and layout.tp == 1 and spec.precision.dtype != "fp8"
-    if not plain or spec.adapters or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD):
+    if (
+        not plain
+        or spec.model.residual_scale != 1
+        or spec.adapters
+        or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD)
+    ):
         return []
     return [block for block in part.layers() if block.recompute not in SELECTIVE_POLICIES]
 

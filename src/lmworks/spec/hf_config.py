@@ -3,11 +3,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
-from .errors import SpecError, did_you_mean
-from .hf_families import ACTIVATIONS, EVERYWHERE, FAMILIES, HF_LAYER_TYPES, WRITTEN, Family, Keys
+from .errors import SpecError
+from .hf_families import (
+    ACTIVATIONS,
+    EVERYWHERE,
+    FAMILIES,
+    HF_LAYER_TYPES,
+    WRITTEN,
+    Family,
+    Keys,
+    hf_name,
+    shortest_period,
+    turned_layers,
+)
 from .hf_rope import (
     Config,
     local_theta,
@@ -28,8 +40,15 @@ CLASSIFIER = "ForSequenceClassification"
 def family_of_config(config: Config) -> str:
     name = str(config.get("model_type"))
     if name not in FAMILIES:
-        raise SpecError(f"model_type {name!r} is not supported{did_you_mean(name, FAMILIES)}")
+        # Other spellings alone: a model with a similar name is another network.
+        same = [known for known in FAMILIES if plain(known) == plain(name)]
+        hint = f"did you mean {same[0]!r}?" if same else f"known: {', '.join(sorted(FAMILIES))}"
+        raise SpecError(f"model_type {name!r} is not supported; {hint}")
     return name
+
+
+def plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def spec_of_config(config: Config) -> ModelSpec:
@@ -45,6 +64,8 @@ def spec_of_config(config: Config) -> ModelSpec:
     keys = {} if name == "gpt2" else rope_keys(name, family, config)
     keys |= {"tie_embeddings": bool(config["tie_word_embeddings"]), "init_std": config.get("initializer_range", 0.02)}
     keys |= family.reads(config)
+    if "mlp" not in keys:
+        keys["mlp"] = activation_of_config(config)
     if keys.get("experts") and keys["mlp"] != "swiglu":
         raise SpecError(f"hidden_act = {config['hidden_act']!r} is not supported with experts; it must be 'silu'")
     spec = ModelSpec(**keys)
@@ -86,10 +107,9 @@ def rope_keys(name: str, family: Family, config: Config) -> Keys:
         "ffn": need(config, "intermediate_size"),
         "vocab": need(config, "vocab_size"),
         "context": longest_context(rope),
-        "norm_eps": config["rms_norm_eps"],
+        "norm_eps": config[family.norm_eps],
         "rope_theta": need(rope, "rope_theta"),
         "rope_scaling": scaling_of_config(rope),
-        "mlp": activation_of_config(config),
         **dict.fromkeys(family.attention_bias, bool(config.get("attention_bias"))),
         **windows,
     }
@@ -116,6 +136,8 @@ def windows_of_config(name: str, family: Family, config: Config) -> Keys:
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     if not kinds and name == "mellum":
         kinds = ["full_attention"] * layers
+    if not kinds and name == "smollm3":
+        kinds = ["full_attention" if turned else "sliding_attention" for turned in turned_layers(config)]
     if unknown := set(kinds) - set(HF_LAYER_TYPES.values()):
         raise SpecError(f"layer_types: {min(unknown)!r} is not supported; known: {', '.join(HF_LAYER_TYPES.values())}")
     if kinds and len(kinds) != layers:
@@ -128,15 +150,6 @@ def windows_of_config(name: str, family: Family, config: Config) -> Keys:
         "sliding_window": window,
         "layer_types": shortest_period(tuple(kind.removesuffix("_attention") for kind in kinds)),
     }
-
-
-def shortest_period(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """The least of what, repeated and cut off, gives the list."""
-    return next(
-        kinds[:count]
-        for count in range(1, len(kinds) + 1)
-        if all(kind == kinds[at % count] for at, kind in enumerate(kinds))
-    )
 
 
 # --- spec → config.json -------------------------------------------------------------------------------
@@ -202,8 +215,8 @@ def rope_config(family: Family, spec: ModelSpec) -> Keys:
         "head_dim": spec.head_dim,
         "intermediate_size": spec.ffn,
         "max_position_embeddings": spec.rope_scaling.original_context if before else spec.context,
-        "hidden_act": next(name for name, kind in ACTIVATIONS.items() if kind == spec.mlp),
-        "rms_norm_eps": spec.norm_eps,
+        **({"hidden_act": hf_name(ACTIVATIONS, spec.mlp)} if spec.gated_mlp else {}),
+        family.norm_eps: spec.norm_eps,
         "attention_dropout": 0.0,
         **(rope_by_kind(spec) if family.rope_by_kind else {"rope_theta": theta, "rope_scaling": scaling}),
     }

@@ -31,6 +31,8 @@ class Family:
     windows: Literal["none", "all", "layers"] = "none"  # whether sliding_window is read, and layer_types beside it
     attention_bias: tuple[str, ...] = ()  # spec keys that its `attention_bias` stands for
     rope_by_kind: bool = False  # rotary keys are those of a kind of layer
+    names: dict[str, str] = field(default_factory=dict)  # of tensors: what stands there for a part of Llama's names
+    norm_eps: str = "rms_norm_eps"
     reads: Callable[[Config], Keys] = nothing  # its own keys of the spec
     says: Callable[[ModelSpec], Keys] = nothing  # its own keys of config.json
 
@@ -42,6 +44,7 @@ def anything(_: ModelSpec) -> bool:
 # Of every family: bidirectional attention, and layers with configs of their own, are other networks.
 EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {}, [])}
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
+ALONE = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu": "gelu_erf"}
 HF_LAYER_TYPES = {name: f"{name}_attention" for name in LAYER_TYPES}
 
 # Keys of which every family can express any value, and those that act in training alone; of other keys that a family
@@ -126,6 +129,75 @@ def qwen_config(spec: ModelSpec) -> Keys:
     return {"use_sliding_window": spec.sliding_window > 0, "max_window_layers": 0, "attention_bias": spec.out_bias}
 
 
+def starcoder2_keys(config: Config) -> Keys:
+    biases = dict.fromkeys((*QKVO, "mlp_bias"), bool(config["use_bias"]))
+    return {"norm": "layer", "norm_bias": True, "mlp": alone(config), **biases}
+
+
+def alone(config: Config) -> str:
+    """The activation of an MLP without a gate."""
+    name = str(config["hidden_act"])
+    if name not in ALONE:
+        raise SpecError(f"hidden_act = {name!r} is not supported; known: {', '.join(map(repr, ALONE))}")
+    return ALONE[name]
+
+
+def starcoder2_config(spec: ModelSpec) -> Keys:
+    return {"hidden_act": hf_name(ALONE, spec.mlp), "use_bias": spec.bias}
+
+
+def hf_name(names: dict[str, str], value: str) -> str:
+    """The first of those that stand for a value."""
+    return next(name for name, kind in names.items() if kind == value)
+
+
+GRANITE = {"embed_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
+
+
+def granite_keys(config: Config) -> Keys:
+    scales = {key: float(config[name]) for key, name in GRANITE.items()}
+    scales |= {"attention_scale": float(config["attention_multiplier"]), "logit_scale": 1 / config["logits_scaling"]}
+    return {**llama_keys(config), **scales}
+
+
+def granite_config(spec: ModelSpec) -> Keys:
+    width = spec.head_dim
+    scales = {name: getattr(spec, key) for key, name in GRANITE.items()}
+    scales |= {"attention_multiplier": spec.attention_scale or width**-0.5, "logits_scaling": 1 / spec.logit_scale}
+    return {**llama_config(spec), **scales}
+
+
+def smollm3_keys(config: Config) -> Keys:
+    kinds = ["rope" if turned else "none" for turned in turned_layers(config)]
+    return {**llama_keys(config), "rope_layers": () if "none" not in kinds else shortest_period(tuple(kinds))}
+
+
+def turned_layers(config: Config) -> list[int]:
+    """Whether each layer has rotary embedding, in spite of its name `no_rope_layers`."""
+    layers, every = need(config, "num_hidden_layers"), config["no_rope_layer_interval"]
+    found = config.get("no_rope_layers")
+    if found is None:
+        return [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(found, list) or len(found) != layers:
+        raise SpecError(f"no_rope_layers = {found!r:.60}: a list of num_hidden_layers = {layers} numbers is expected")
+    return found
+
+
+def smollm3_config(spec: ModelSpec) -> Keys:
+    turned = [int(spec.has_rope(layer)) for layer in range(spec.layers)]
+    window = {"use_sliding_window": spec.sliding_window > 0, "pad_token_id": None}
+    return {**llama_config(spec), "no_rope_layers": turned, **window}
+
+
+def shortest_period(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The least of what, repeated and cut off, gives the list."""
+    return next(
+        kinds[:count]
+        for count in range(1, len(kinds) + 1)
+        if all(kind == kinds[at % count] for at, kind in enumerate(kinds))
+    )
+
+
 # --- experts ------------------------------------------------------------------------------------------
 
 
@@ -160,6 +232,26 @@ def moe_config(spec: ModelSpec) -> Keys:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+
+
+def qwen2_moe_keys(config: Config) -> Keys:
+    shared, each = need(config, "shared_expert_intermediate_size"), need(config, "moe_intermediate_size")
+    if shared % each or not shared:
+        raise SpecError(
+            f"shared_expert_intermediate_size = {shared} is not supported: it must be a multiple of "
+            f"moe_intermediate_size = {each}"
+        )
+    return {
+        **moe_keys(config),
+        "qkv_bias": bool(config["qkv_bias"]),
+        "shared_experts": shared // each,
+        "shared_gate": True,
+    }
+
+
+def qwen2_moe_config(spec: ModelSpec) -> Keys:
+    shared = {"shared_expert_intermediate_size": spec.shared_experts * spec.expert_ffn, "qkv_bias": spec.qkv_bias}
+    return {**moe_config(spec), **qwen_config(spec), **shared}
 
 
 def mellum_keys(config: Config) -> Keys:
@@ -283,6 +375,77 @@ FAMILIES = {
         reads=llama_keys,
         says=llama_config,
     ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "use_bias": True,
+        },
+        writes={
+            **ROPE_WRITES,
+            **WINDOW,
+            "norm": "layer",
+            "norm_bias": True,
+            "mlp": lambda spec: not spec.gated_mlp,
+            "bias": lambda spec: spec.bias or not (spec.qkv_bias or spec.out_bias or spec.mlp_bias),
+            **dict.fromkeys((*QKVO, "mlp_bias"), anything),
+        },
+        windows="all",
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        norm_eps="norm_epsilon",
+        reads=starcoder2_keys,
+        says=starcoder2_config,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2e6,
+        },
+        writes={
+            **ROPE_WRITES,
+            **ATTENTION_BIAS,
+            **BY_LAYER,
+            "bias": anything,
+            "mlp_bias": anything,
+            "rope_layers": lambda spec: bool(spec.rope_layers),
+        },
+        windows="layers",
+        attention_bias=QKVO,
+        reads=smollm3_keys,
+        says=smollm3_config,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "max_position_embeddings": 2048,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        writes={
+            **ROPE_WRITES,
+            **ATTENTION_BIAS,
+            "bias": anything,
+            "mlp_bias": anything,
+            **dict.fromkeys(("attention_scale", "logit_scale", *GRANITE), anything),
+        },
+        attention_bias=QKVO,
+        reads=granite_keys,
+        says=granite_config,
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         defaults={**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -343,6 +506,29 @@ FAMILIES = {
         attention_bias=QKVO,
         reads=lambda config: {**moe_keys(config), "qk_norm": True},
         says=lambda spec: {**moe_config(spec), **qwen_config(spec)},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        defaults={
+            **QWEN_DEFAULTS,
+            "num_key_value_heads": 16,
+            "norm_topk_prob": False,
+            "qkv_bias": True,
+            "shared_expert_intermediate_size": 5632,
+        },
+        must_be={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
+        writes={
+            **EXPERTS_WRITES,
+            **NORM_TOPK,
+            **BY_LAYER,
+            "qkv_bias": anything,
+            "shared_experts": lambda spec: spec.shared_experts > 0,
+            "shared_gate": True,
+        },
+        windows="layers",
+        names={"mlp.shared_experts.": "mlp.shared_expert."},
+        reads=qwen2_moe_keys,
+        says=qwen2_moe_config,
     ),
     "mellum": Family(
         "MellumForCausalLM",

@@ -122,6 +122,17 @@ class ModelSpec(Section):
     rope_local_theta: float = opt(
         0.0, "rotary base of sliding layers, without rope_scaling (Gemma 3, Mellum 2; 0: as the others)", ge=0
     )
+    rope_layers: tuple[str, ...] = opt(
+        (),
+        "'rope' or 'none' for each layer, repeated until all layers have one: those with 'none' turn no heads "
+        "(SmolLM3; empty: all turn them)",
+    )
+    attention_scale: float = opt(
+        0.0, "what scores are multiplied by before the softmax (Granite, Gemma; 0: 1/√ of a key head's width)", ge=0
+    )
+    embed_scale: float = opt(1.0, "what embeddings are multiplied by (Granite, Gemma)", gt=0)
+    residual_scale: float = opt(1.0, "what attention and MLP are multiplied by before they are added (Granite)", gt=0)
+    logit_scale: float = opt(1.0, "what logits are multiplied by (Granite)", gt=0)
     attention_softcap: float = opt(0.0, "scores become cap·tanh(score / cap) before the mask (Gemma 2; 0: off)", ge=0)
     final_softcap: float = opt(0.0, "logits become cap·tanh(logit / cap) (Gemma 2; 0: off)", ge=0)
     attention_sinks: bool = opt(False, "a learned score for each query head joins the softmax's sum (gpt-oss)")
@@ -315,6 +326,12 @@ class ModelSpec(Section):
                 "model.layer_types must name both kinds of layers; leave it empty for a window on every layer, or "
                 "model.sliding_window = 0 for none"
             )
+        if unknown := [name for name in self.rope_layers if name not in ("rope", "none")]:
+            raise SpecError(f"model.rope_layers: {unknown[0]!r} is not one of: rope, none")
+        if self.rope_layers and (self.positions != "rope" or self.kv_lora_rank or "rope" not in self.rope_layers):
+            raise SpecError(
+                "model.rope_layers needs model.positions = 'rope', 'rope' for a layer, and no latent attention"
+            )
         if self.rope_local_theta and not (self.layer_types and self.positions == "rope"):
             raise SpecError("model.rope_local_theta needs model.layer_types and model.positions = 'rope'")
 
@@ -347,6 +364,19 @@ class ModelSpec(Section):
         if not self.layer_types:
             return self.sliding_window
         return self.sliding_window if self.layer_types[layer % len(self.layer_types)] == "sliding" else 0
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether this layer turns heads at all."""
+        return self.positions == "rope" and (
+            not self.rope_layers or self.rope_layers[layer % len(self.rope_layers)] == "rope"
+        )
+
+    @property
+    def score_scale(self) -> float:
+        """What queries are multiplied by, so that their product with keys, over √width, is scaled as asked for."""
+        if not self.attention_scale:
+            return 1.0
+        return self.attention_scale * math.sqrt(self.head_dim + (self.rope_head_dim if self.kv_lora_rank else 0))
 
     def local_rope(self, layer: int) -> bool:
         """Whether this layer turns heads by `rope_local_theta`."""

@@ -81,9 +81,10 @@ class FusedAttention(nn.Module):
 
     def __init__(self, was: Attention, qkv: nn.Module, apply: LinearMethod) -> None:
         super().__init__()
-        self.layer, self.apply_linear = was.layer, apply
+        self.layer, self.apply_linear, self.score_scale = was.layer, apply, was.score_scale
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
+        self.query_width = rows_of(was.q)
         self.per_head = nn.ParameterDict(was.per_head())
 
     def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
@@ -92,6 +93,10 @@ class FusedAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
+        if self.score_scale != 1 and q_norm is not None:
+            q_norm = q_norm * self.score_scale
+        elif self.score_scale != 1:
+            qkv[:, : self.query_width] *= self.score_scale
         mixed = attend.attend_qkv(
             qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer, **self.per_head
         )
@@ -184,17 +189,22 @@ class AddNorm(nn.Module):
 class FusedBlock(nn.Module):
     """model.gpt.Block over a flat batch."""
 
-    def __init__(self, norms: tuple[AddNorm, AddNorm], attention: nn.Module, mlp: nn.Module, last: bool) -> None:
+    def __init__(
+        self, norms: tuple[AddNorm, AddNorm], attention: nn.Module, mlp: nn.Module, residual_scale: float, last: bool
+    ) -> None:
         super().__init__()
         (self.attention_norm, self.mlp_norm), self.attention, self.mlp = norms, attention, mlp
-        self.last = last
+        self.residual_scale, self.last = residual_scale, last
         self.recompute = "none"
 
     def forward(self, stream: Stream, rotary: Rotary, attend: PagedAttention) -> Stream:
         x, normed = self.attention_norm(stream)
-        x, normed = self.mlp_norm((x, self.attention(normed, rotary, attend)))
-        delta = self.mlp(normed)
+        x, normed = self.mlp_norm((x, self.weighed(self.attention(normed, rotary, attend))))
+        delta = self.weighed(self.mlp(normed))
         return x + delta if self.last else (x, delta)
+
+    def weighed(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 def fuse(model: GPT, context: int, invariant: bool = False) -> None:
@@ -226,7 +236,7 @@ class Fuser:
         if self.apply.invariant:
             check_fusable(was)
         norms = AddNorm(self.norm(was.attention_norm)), AddNorm(self.norm(was.mlp_norm))
-        return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), last)
+        return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), was.residual_scale, last)
 
     def norm(self, was: nn.Module) -> nn.Module:
         return RowByRow(was) if self.by_rows else was

@@ -30,7 +30,7 @@ class AbsorbedLatentAttention(nn.Module):
         super().__init__()
         self.module = module
         self.rank = module.kv_norm.normalized_shape[0]
-        self.scale = (module.nope_dim + module.rope_dim) ** -0.5
+        self.scale = (module.nope_dim + module.rope_dim) ** -0.5 * module.score_scale
         heads = dense_weight(module.kv_b).unflatten(0, (-1, module.nope_dim + module.v_dim))  # (heads, nope + v, rank)
         dtype = module.kv_norm.weight.dtype
         for name, part in zip(("w_uk", "w_uv"), heads.split((module.nope_dim, module.v_dim), dim=1), strict=True):
