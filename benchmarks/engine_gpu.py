@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -41,11 +42,21 @@ from lmworks.spec import EngineSpec, LMWorksError, ModelSpec
 NAME = "engine_gpu"
 PEER = json.loads((RESULTS / "vllm_h200.json").read_text())
 VLLM = {name: sides["vllm"] for name, sides in PEER["models"].items()}
-MODELS = ("qwen3-0.6b", "llama3-8b", "qwen3-30b-a3b, 12 layers")
+NO_PEER = {"output_tokens_per_s": math.nan, "decode_ms": {}}
+MODELS = ("qwen3-0.6b", "llama3-8b", "qwen3-30b-a3b, 12 layers", "deepseek-v2-lite")
+
+
+# As DeepSeek-V2-Lite, with experts in all layers.
+DEEPSEEK = ModelSpec(
+    layers=27, hidden=2048, heads=16, kv_heads=16, head_dim=128, vocab=102_400, context=32_768, kv_lora_rank=512,
+    rope_head_dim=64, v_head_dim=128, experts=64, top_k=6, expert_ffn=1408, shared_experts=2, norm_topk=False,
+)  # fmt: skip
 
 
 def shape_of(name: str) -> ModelSpec:
-    """A preset, or one of fewer layers."""
+    """A preset, or one of fewer layers; or a shape of this file."""
+    if name == "deepseek-v2-lite":
+        return DEEPSEEK
     preset, _, layers = name.partition(", ")
     shape = ModelSpec.from_preset(preset)
     return shape.replace(layers=int(layers.removesuffix(" layers"))) if layers else shape
@@ -90,6 +101,22 @@ def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
 
 def throughput(name: str, _wanted: list[str]) -> Iterator[Case]:
     yield "bf16", measured(engine_of(name), Workload())
+
+
+def kernels(name: str, _wanted: list[str]) -> Iterator[Case]:
+    """Microseconds of each kernel of a decoding step of one sequence."""
+    engine = engine_of(name)
+    EngineBench(engine).warm_up()
+    for batch in (1, 64):
+        prompts = torch.randint(0, engine.runner.valid_vocab, (batch, 64)).tolist()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for prompt in prompts:
+                engine.add(Request(prompt, SamplingParams(max_tokens=50, ignore_eos=True)))
+            engine.run()
+        rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
+        for row in rows[:24]:
+            print(f"{row.device_time_total / 49:9.1f} µs a step {row.count / 49:6.1f} × {row.key[:90]}", flush=True)
+        yield f"batch {batch}", {row.key[:90]: row.device_time_total / 49 for row in rows[:24]}
 
 
 def steps(name: str, _wanted: list[str]) -> Iterator[Case]:
@@ -241,6 +268,7 @@ def forget(folder: Path) -> None:
 
 PARTS = {
     "throughput": throughput, "steps": steps, "startup": startup, "quant": quant, "spec": spec, "prompts": prompts,
+    "kernels": kernels,
 }  # fmt: skip
 USUAL = ("throughput", "startup", "quant", "spec", "prompts")  # throughput measures the steps, too
 
@@ -251,7 +279,7 @@ def say(name: str, case: str, facts: dict[str, Any]) -> None:
         told = {key: round(value, 3) for key, value in facts.items() if isinstance(value, int | float)}
         print(f"{name} {case}: {json.dumps(told)}", flush=True)
         return
-    peer = VLLM[name]
+    peer = VLLM.get(name, NO_PEER)
     if "output_tokens_per_s" in facts:
         rate = facts["output_tokens_per_s"]
         print(
@@ -276,7 +304,7 @@ def markdown(models: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, parts in models.items():
-        peer = VLLM[name]
+        peer = VLLM.get(name, NO_PEER)
         times = (peer["decode_ms"].get(str(batch)) for batch in BATCHES)
         quoted = " | ".join("" if ms is None else f"{ms:.2f}" for ms in times)
         lines.append(f"| {name} | vLLM bf16, quoted | {peer['output_tokens_per_s']:,} | {quoted} |")

@@ -32,7 +32,7 @@ ROUTING = Routing(TOP_K)
 
 def candidates(tokens: int) -> list[Tile]:
     if tokens * TOP_K <= experts_triton.MAX_PAIRS_ALONE:
-        return [Tile(1, *each) for each in product((4, 8, 16), (256, 512, 1024), (1, 2), (4, 8))]
+        return [Tile(1, *each) for each in product((2, 4, 8, 16), (256, 512, 1024), (1, 2), (4, 8))]
     mean = tokens * TOP_K / EXPERTS
     if mean <= 4:
         sizes = product((8, 16), (32, 64, 128), (128, 256), (3, 4, 5), (4,))
@@ -86,8 +86,10 @@ class Case:
         blocks = None if tile.pairs == 1 else experts_triton.group(self.ids, EXPERTS, tile.pairs)
 
         def work() -> Tensor:
-            if blocks is None:
-                experts_triton.launch_alone(x, w, self.ids, self.weights, out, tile, TOP_K, up)
+            if blocks is None and up:
+                experts_triton.launch_alone_up(x, w, self.ids, out, tile)
+            elif blocks is None:
+                return experts_triton.launch_alone_down(x, w, self.ids, self.weights, None, out[: self.tokens], tile)
             else:
                 experts_triton.launch_grouped(x, w, self.weights, out, blocks, tile, TOP_K, up)
             return out

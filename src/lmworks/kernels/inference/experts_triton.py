@@ -189,25 +189,46 @@ def grouped_kernel(x, w, pair_weights, out, order, starts, block_expert, block_r
 
 
 @triton.jit
-def alone_kernel(x, w, ids, pair_weights, out, N, K, TOP_K: tl.constexpr, UP: tl.constexpr, BN: tl.constexpr,
-                 BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """As `grouped_kernel` for one pair a program, without an order: x and out (P, …) are in the order of pairs."""
-    n = channels_of(tl.program_id(0), N, BN, UP)
+def alone_up_kernel(x, w, ids, out, N, K, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """As `grouped_kernel` with `UP` for one pair a program, without an order: out (P, N / 2) is in that of pairs."""
+    n = channels_of(tl.program_id(0), N, BN, True)
     pair = tl.program_id(1)
     pdl_wait(PDL)
     row = tl.load(ids + pair).to(tl.int64) * N + tl.where(n < N, n, 0)
-    source = (pair // TOP_K if UP else pair).to(tl.int64)
     k = tl.arange(0, BK)
     sums = tl.zeros((BN, BK), tl.float32)
     for first in range(0, K, BK):
         there = first + k < K
         tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
-        part = tl.load(x + source * K + first + k, mask=there, other=0.0).to(tl.float32)
+        part = tl.load(x + (pair // TOP_K).to(tl.int64) * K + first + k, mask=there, other=0.0).to(tl.float32)
         sums += tile.to(tl.float32) * part[None, :]
-    total = tl.sum(sums, axis=1)[:, None]
-    if not UP:
-        total *= tl.load(pair_weights + pair)
-    write(total, out, pair + tl.arange(0, 1), n, pair + 1, N, UP)
+    write(tl.sum(sums, axis=1)[:, None], out, pair + tl.arange(0, 1), n, pair + 1, N, True)
+
+
+@triton.jit
+def alone_down_kernel(x, w, ids, pair_weights, shared, out, N, K, TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr,
+                      BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The weighted sum of a token's experts in one program: x (P, K) in the order of pairs → out (tokens, N)."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(1)
+    pdl_wait(PDL)
+    k = tl.arange(0, BK)
+    sums = tl.zeros((BN, BK), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        weight = tl.load(pair_weights + pair)
+        row = tl.load(ids + pair).to(tl.int64) * N + tl.where(n < N, n, 0)
+        for first in range(0, K, BK):
+            there = first + k < K
+            tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
+            part = tl.load(x + pair.to(tl.int64) * K + first + k, mask=there, other=0.0).to(tl.float32)
+            sums += tile.to(tl.float32) * (part * weight)[None, :]
+    total = tl.sum(sums, axis=1)
+    place = token.to(tl.int64) * N + n
+    if HAS_SHARED:
+        total += tl.load(shared + place, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -252,7 +273,7 @@ class Tile:
 
 
 # Tuned on an H200 for 8 of 128 experts of Qwen3-30B-A3B in bf16 (benchmarks/experts_tune.py).
-ALONE_UP, ALONE_DOWN = Tile(1, 4, 1024, stages=1, warps=4), Tile(1, 16, 256, stages=1, warps=4)
+ALONE_UP, ALONE_DOWN = Tile(1, 4, 1024, stages=1, warps=4), Tile(1, 4, 256, stages=1, warps=4)
 BATCH_INVARIANT = Tile(16, 128, 64, stages=4, warps=4)
 FP32 = Tile(16, 64, 32, stages=2, warps=4)
 TILES = {  # by the mean of pairs that an expert has, up to which they are fastest
@@ -298,15 +319,14 @@ def experts(
     x, pairs = x.contiguous(), x.shape[0] * routing.top_k
     ids, weights = route(logits, routing, bias)
     inner = x.new_empty(pairs, down.shape[2])
-    results = x.new_empty(pairs, x.shape[1])
     if pairs <= MAX_PAIRS_ALONE and not invariant:
-        launch_alone(x, gate_up, ids, weights, inner, ALONE_UP, routing.top_k, up=True)
-        launch_alone(inner, down, ids, weights, results, ALONE_DOWN, routing.top_k, up=False)
-    else:
-        tile = grouped_tile(pairs, len(down), x.itemsize, invariant)
-        blocks = group(ids, len(down), tile.pairs)
-        launch_grouped(x, gate_up, weights, inner, blocks, tile, routing.top_k, up=True)
-        launch_grouped(inner, down, weights, results, blocks, tile, routing.top_k, up=False)
+        launch_alone_up(x, gate_up, ids, inner, ALONE_UP)
+        return launch_alone_down(inner, down, ids, weights, shared, torch.empty_like(x), ALONE_DOWN)
+    tile = grouped_tile(pairs, len(down), x.itemsize, invariant)
+    blocks = group(ids, len(down), tile.pairs)
+    launch_grouped(x, gate_up, weights, inner, blocks, tile, routing.top_k, up=True)
+    results = x.new_empty(pairs, x.shape[1])
+    launch_grouped(inner, down, weights, results, blocks, tile, routing.top_k, up=False)
     return combine(results, shared, routing.top_k)
 
 
@@ -355,14 +375,25 @@ def launch_grouped(
     )  # fmt: skip
 
 
-def launch_alone(
-    x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, out: Tensor, tile: Tile, top_k: int, up: bool
-) -> None:
+def launch_alone_up(x: Tensor, w: Tensor, ids: Tensor, out: Tensor, tile: Tile) -> Tensor:
     channels, inputs = w.shape[1:]
-    alone_kernel[(triton.cdiv(channels, tile.channels), weights.numel())](
-        x, w, ids, weights, out, channels, inputs, top_k, up, tile.channels, min(tile.inputs, power_of_two(inputs)),
+    alone_up_kernel[(triton.cdiv(channels, tile.channels), ids.numel())](
+        x, w, ids, out, channels, inputs, ids.shape[1], tile.channels, min(tile.inputs, power_of_two(inputs)),
         **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    return out
+
+
+def launch_alone_down(
+    x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, out: Tensor, tile: Tile
+) -> Tensor:
+    channels, inputs = w.shape[1:]
+    alone_down_kernel[(triton.cdiv(channels, tile.channels), len(ids))](
+        x, w, ids, weights, out if shared is None else shared.contiguous(), out, channels, inputs, ids.shape[1],
+        shared is not None, tile.channels, min(tile.inputs, power_of_two(inputs)), **pdl_options(x.device),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
 
 
 def combine(results: Tensor, shared: Tensor | None, top_k: int) -> Tensor:
