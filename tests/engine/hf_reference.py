@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "glm": ("glm", {**SHAPE, "pad_token_id": None}),
     "starcoder2": ("starcoder2", {**SHAPE, "sliding_window": 11}),
     "smollm3": ("smollm3", {**SHAPE, "pad_token_id": None, "no_rope_layers": [0, 1]}),
     "granite": (

@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "geglu": {"mlp": "geglu", "out_bias": True},
     "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
     "scaled scores, qk-norm": {"attention_scale": 0.5, "qk_norm": True, "rope_layers": ("rope", "none")},
+    "partial rotary": {"rope_fraction": 0.5, "qk_norm": True, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "exact gelu": {"mlp": "gelu_erf", "norm": "layer", "mlp_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},

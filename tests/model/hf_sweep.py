@@ -50,6 +50,7 @@ BASES: dict[str, dict[str, Any]] = {
     "mixtral": {**SHAPE, "num_local_experts": 6},
     "qwen3_moe": {**SHAPE, **MOE},
     "qwen2_moe": {**SHAPE, **MOE, "shared_expert_intermediate_size": 48},
+    "glm": {**SHAPE, "head_dim": 16},
     "starcoder2": SHAPE,
     "smollm3": SHAPE,
     "granite": {**SHAPE, "attention_multiplier": 0.3},
@@ -81,7 +82,7 @@ PLAIN_KEYS: dict[str, list[Any]] = {
     "layer_norm_epsilon": [1e-2],
     "layer_norm_eps": [1e-2],
     "rope_theta": [500.0, 1e6],
-    "partial_rotary_factor": [0.5],
+    "partial_rotary_factor": [0.5, 0.5, 0.25, 1.0],
     "original_max_position_embeddings": [8, 32],
     "max_position_embeddings": [16, 128],
     "n_positions": [128],
@@ -165,7 +166,7 @@ def case(family: str, seed: int) -> dict[str, Any]:
 
 
 def rope(choose: random.Random) -> dict[str, Any]:
-    pairs = choose.choice((6, PAIRS))
+    pairs = choose.choice((3, 4, 6, PAIRS))
     longrope = {
         "rope_type": "longrope", "original_max_position_embeddings": 16,
         "short_factor": [1.0 + i / 9 for i in range(pairs)], "long_factor": [1.5 + i for i in range(pairs)],

@@ -68,6 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "latent attention, experts": {"kv_lora_rank": 12, "rope_head_dim": 4, "experts": 4, "top_k": 2},
     "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
     "no positions on some layers": {"rope_layers": ("rope", "none")},
+    "partial rotary": {"rope_fraction": 0.5},
     "soft cap": {"attention_softcap": 5.0, "final_softcap": 5.0},
     "sinks": {"attention_sinks": True, "kv_heads": 2},
 }

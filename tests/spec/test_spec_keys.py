@@ -32,6 +32,7 @@ model.norm                          "rms"           rms layer
 model.norm_eps                      1e-05           (0, inf)
 model.positions                     "rope"          rope learned alibi none
 model.rope_theta                    10000.0         (0, inf)
+model.rope_fraction                 1.0             (0, 1]
 model.rope_scaling.type             "none"          none linear ntk dynamic yarn llama3 longrope
 model.rope_scaling.factor           1.0             [1, inf)
 model.rope_scaling.original_context 0               [0, inf)

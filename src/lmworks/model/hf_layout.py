@@ -1,19 +1,23 @@
 """The location of each parameter in a Hugging Face checkpoint.
 
 A stored tensor is one or several of our parameters side by side (GPT-2's fused q, k, v), possibly transposed (GPT-2's
-Conv1D is (in, out)), possibly one expert of a parameter that holds them all.
+Conv1D is (in, out)), possibly one expert of a parameter that holds them all, possibly with the rows of each head in
+another order (`rotary_order`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..spec import ModelSpec, components
 from ..spec.hf_families import FAMILIES
+
+TURNED = re.compile(r"\.attention\.[qk](_norm)?\.(weight|bias)$")  # what rotary embedding is applied to
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Stored:
     parts: tuple[str, ...]  # our parameters, concatenated along their output dimension
     expert: int | None = None  # only this row of them
     transposed: bool = False
+    order: tuple[int, ...] = ()  # of the rows of a head there, as ours stand; of `ordered` alone
+    ordered: tuple[str, ...] = ()
 
     def views(self, parameters: dict[str, Tensor]) -> list[Tensor]:
         parts = [parameters[name] for name in self.parts]
@@ -30,6 +36,10 @@ class Stored:
     def gather(self, parameters: dict[str, Tensor]) -> Tensor:
         """The tensor as the checkpoint holds it; a copy only where the layouts differ."""
         parts = self.views(parameters)
+        if self.order:
+            back = sorted(range(len(self.order)), key=self.order.__getitem__)
+            names = zip(self.parts, parts, strict=True)
+            parts = [reorder(part, back) if name in self.ordered else part for name, part in names]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=output_dim(parts[0]))
         return (whole.t() if self.transposed else whole).contiguous()
 
@@ -44,8 +54,29 @@ class Stored:
         parts = self.views(parameters)
         tensor = tensor.t() if self.transposed else tensor
         dim = output_dim(parts[0])
-        for part, piece in zip(parts, tensor.split([part.shape[dim] for part in parts], dim=dim), strict=True):
-            part.copy_(piece)
+        pieces = tensor.split([part.shape[dim] for part in parts], dim=dim)
+        for name, part, piece in zip(self.parts, parts, pieces, strict=True):
+            part.copy_(reorder(piece, self.order) if name in self.ordered else piece)
+
+
+def reorder(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """The rows of each head in another order."""
+    return rows.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+
+
+def rotary_order(spec: ModelSpec, interleaved: bool) -> tuple[int, ...]:
+    """Where the rows of one head of ours stand in a checkpoint; empty: there too.
+
+    We turn pair (i, i + head_dim/2) of a head, the first ones by an angle. There the turned rows come first, their
+    pairs in halves or side by side, and then those that stay.
+    """
+    turned, width = spec.rotary_dim, spec.head_dim
+    if spec.kv_lora_rank or spec.positions != "rope" or (turned == width and not interleaved):
+        return ()
+    first = range(0, turned, 2) if interleaved else range(turned // 2)
+    second = range(1, turned, 2) if interleaved else range(turned // 2, turned)
+    middle = (turned + width) // 2
+    return (*first, *range(turned, middle), *second, *range(middle, width))
 
 
 def output_dim(parameter: Tensor) -> int:
@@ -92,25 +123,27 @@ def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Sto
             name = name.replace(part, other)
         return name
 
+    order = rotary_order(spec, FAMILIES[family].interleaved)
     for weight in components.root_weights(spec):
         yield Stored(theirs_of(weight.hf), (weight.name,))
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}"
-        fused = phi3_fused(theirs, f"blocks.{layer}") if family == "phi3" else []
-        yield from fused
+        fused = [one for name in FAMILIES[family].fused for one in fused_layers(name, theirs, f"blocks.{layer}")]
         apart = {name for stored in fused for name in stored.parts}
-        for weight in components.layer_weights(spec, layer):
-            if weight.hf and weight.name not in apart:
-                yield Stored(theirs_of(f"{theirs}.{weight.hf}"), (weight.name,))
+        alone = (weight for weight in components.layer_weights(spec, layer) if weight.hf and weight.name not in apart)
+        plain = (Stored(theirs_of(f"{theirs}.{weight.hf}"), (weight.name,)) for weight in alone)
+        for stored in (*fused, *plain):
+            turned = tuple(name for name in stored.parts if TURNED.search(name))
+            yield replace(stored, order=order, ordered=turned) if order and turned else stored
         if spec.experts:
             yield from moe(spec, family, theirs, f"blocks.{layer}.mlp", names)
 
 
-def phi3_fused(theirs: str, ours: str) -> list[Stored]:
-    """Its layout is Llama's, but for what reads one input: that is one matrix."""
-    qkv = linear(f"{theirs}.self_attn.qkv_proj", *(f"{ours}.attention.{name}" for name in "qkv"), bias=False)
-    gate_up = linear(f"{theirs}.mlp.gate_up_proj", f"{ours}.mlp.gate", f"{ours}.mlp.up", bias=False)
-    return [*qkv, *gate_up]
+def fused_layers(name: str, theirs: str, ours: str) -> Iterator[Stored]:
+    """What reads one input, as one matrix (Phi-3)."""
+    if name == "qkv_proj":
+        return linear(f"{theirs}.self_attn.{name}", *(f"{ours}.attention.{part}" for part in "qkv"), bias=False)
+    return linear(f"{theirs}.mlp.{name}", f"{ours}.mlp.gate", f"{ours}.mlp.up", bias=False)
 
 
 def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:

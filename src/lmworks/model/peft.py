@@ -122,6 +122,10 @@ def read_peft(folder: Path, spec: ModelSpec, dora: bool = True) -> PeftAdapter:
     shapes = {f"{linear.name}.weight": (linear.outputs, linear.inputs) for linear in components.linears(spec)}
     layers: dict[str, PeftLayer] = {}
     for module, found in modules.items():
+        if module in stored and stored[module].order:
+            raise SpecError(
+                f"{folder / WEIGHTS}: '{module}' has heads in another order here; merge the adapter with peft"
+            )
         if module not in stored:
             raise SpecError(
                 f"{folder / WEIGHTS}: it changes '{module}', which is not a linear layer in a block of this model"
@@ -218,6 +222,10 @@ def write_peft(
         own = [name for name in stored.parts if name.split(".", 2)[2] in targets]
         if not own:
             continue
+        if stored.order:
+            raise SpecError(
+                f"lora.targets: '{module}' has heads in another order there, and cannot be written for PEFT"
+            )
         if lora.dora and own != list(stored.parts):
             raise SpecError(f"lora.targets: PEFT trains the norms of '{module}' as one; name all of its parts")
         modules.append(module)

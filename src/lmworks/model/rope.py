@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import ModelSpec
@@ -57,11 +58,14 @@ def frequencies(spec: ModelSpec, positions: Tensor, local: bool = False) -> tupl
 
 
 def tables(spec: ModelSpec, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
-    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_dim), broadcasting over heads.
+    """(cos, cos) and (−sin, sin) for `positions` (…, seq): each (…, seq, 1, rotary_width), broadcasting over heads.
 
-    `local`: of layers with `model.rope_local_theta`.
+    `local`: of layers with `model.rope_local_theta`. With `model.rope_fraction` the first pairs are turned, the others
+    stay as they are.
     """
     freqs, temperature = frequencies(spec, positions, local)
     angles = (positions.unsqueeze(-1).float() * freqs).unsqueeze(-2)
     cos, sin = angles.cos() * temperature, angles.sin() * temperature
+    if still := spec.rotary_width // 2 - freqs.shape[-1]:
+        cos, sin = F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

@@ -33,7 +33,7 @@ def embedding(load: Workload) -> list[Op]:
         indices = 8 * load.seq * (load.batch if load.documents else 1)
         ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
-        table = load.seq * (load.batch if load.documents else 1) * m.rotary_dim
+        table = load.seq * (load.batch if load.documents else 1) * m.rotary_width
         kinds = 2 if m.rope_local_theta else 1
         made = stream(2 * table, kind="exp", count=2 * kinds)
         ops.append(Op("rotary tables", "embedding", (made,), saved=(4 * table,) * 2 * kinds))

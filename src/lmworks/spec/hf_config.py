@@ -94,8 +94,11 @@ def rope_keys(name: str, family: Family, config: Config) -> Keys:
     """Of all families with rotary embedding; `Family.reads` has those of one."""
     windows = windows_of_config(name, family, config)
     rope = rotary_keys(config, family.rope_by_kind)
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise SpecError(f"partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; it must be 1")
+    fraction = rope.get("partial_rotary_factor")
+    if fraction not in (None, 1, 1.0) and not family.partial_rotary:
+        raise SpecError(f"partial_rotary_factor = {fraction} is not supported for {name}; it must be 1")
+    if family.interleaved and fraction in (1, 1.0):  # as a spec it would be taken for another family's
+        raise SpecError(f"partial_rotary_factor = {fraction} is not supported for {name}; it must be below 1")
     if windows.get("layer_types") and family.rope_by_kind:
         windows["rope_local_theta"] = local_theta(config)
     return {
@@ -109,6 +112,7 @@ def rope_keys(name: str, family: Family, config: Config) -> Keys:
         "context": longest_context(rope),
         "norm_eps": config[family.norm_eps],
         "rope_theta": need(rope, "rope_theta"),
+        "rope_fraction": 1.0 if fraction is None else fraction,
         "rope_scaling": scaling_of_config(rope),
         **dict.fromkeys(family.attention_bias, bool(config.get("attention_bias"))),
         **windows,

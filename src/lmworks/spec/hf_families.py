@@ -31,6 +31,9 @@ class Family:
     windows: Literal["none", "all", "layers"] = "none"  # whether sliding_window is read, and layer_types beside it
     attention_bias: tuple[str, ...] = ()  # spec keys that its `attention_bias` stands for
     rope_by_kind: bool = False  # rotary keys are those of a kind of layer
+    partial_rotary: bool = False  # whether partial_rotary_factor is read
+    interleaved: bool = False  # rotary pairs lie side by side, not in halves
+    fused: tuple[str, ...] = ()  # of "qkv_proj" and "gate_up_proj": what is one matrix
     names: dict[str, str] = field(default_factory=dict)  # of tensors: what stands there for a part of Llama's names
     norm_eps: str = "rms_norm_eps"
     reads: Callable[[Config], Keys] = nothing  # its own keys of the spec
@@ -122,11 +125,16 @@ def llama_config(spec: ModelSpec) -> Keys:
 
 def phi3_config(spec: ModelSpec) -> Keys:
     original = spec.rope_scaling.original_context or spec.context
-    return {"original_max_position_embeddings": original, "pad_token_id": None}
+    rotary = {"partial_rotary_factor": spec.rope_fraction}
+    return {"original_max_position_embeddings": original, "pad_token_id": None, **rotary}
 
 
 def qwen_config(spec: ModelSpec) -> Keys:
     return {"use_sliding_window": spec.sliding_window > 0, "max_window_layers": 0, "attention_bias": spec.out_bias}
+
+
+def glm_config(spec: ModelSpec) -> Keys:
+    return {"attention_bias": spec.qkv_bias, "partial_rotary_factor": spec.rope_fraction, "pad_token_id": None}
 
 
 def starcoder2_keys(config: Config) -> Keys:
@@ -356,9 +364,14 @@ FAMILIES = {
             **ROPE_WRITES,
             **WINDOW,
             "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
-            "rope_scaling": lambda spec: spec.rope_scaling.type == "longrope",
+            "rope_fraction": anything,
+            "rope_scaling": lambda spec: (
+                spec.rope_scaling.type == "longrope" or (spec.rope_scaling.type == "none" and spec.rope_fraction != 1)
+            ),
         },
         windows="all",
+        partial_rotary=True,
+        fused=("qkv_proj", "gate_up_proj"),
         says=phi3_config,
     ),
     "llama": Family(
@@ -374,6 +387,24 @@ FAMILIES = {
         attention_bias=QKVO,
         reads=llama_keys,
         says=llama_config,
+    ),
+    # GLM-4-9B: a half of each head is turned, in pairs side by side; gate, up are one matrix.
+    "glm": Family(
+        "GlmForCausalLM",
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1.5625e-7,
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
+        writes={**ROPE_WRITES, "qkv_bias": anything, "rope_fraction": lambda spec: spec.rope_fraction < 1},
+        attention_bias=("qkv_bias",),
+        partial_rotary=True,
+        interleaved=True,
+        fused=("gate_up_proj",),
+        says=glm_config,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",

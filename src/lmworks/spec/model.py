@@ -92,6 +92,9 @@ class ModelSpec(Section):
     norm_eps: float = opt(1e-5, "added to the variance", gt=0)
     positions: str = opt("rope", "how position enters", choices=("rope", "learned", "alibi", "none"))
     rope_theta: float = opt(10_000.0, "base of the rotary frequencies", gt=0)
+    rope_fraction: float = opt(
+        1.0, "share of each head that rotary embedding turns (Phi, GLM: 0.5; GPT-NeoX: 0.25)", gt=0, le=1
+    )
     rope_scaling: RopeScaling = opt(RopeScaling, "stretching of the rotary frequencies")
     mlp: str = opt(
         "swiglu",
@@ -302,6 +305,13 @@ class ModelSpec(Section):
 
     def check_rope(self) -> None:
         scaling = self.rope_scaling
+        if self.rope_fraction != 1 and (self.positions != "rope" or self.kv_lora_rank):
+            raise SpecError("model.rope_fraction needs model.positions = 'rope', and no latent attention")
+        if self.positions == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            raise SpecError(
+                f"model.rope_fraction = {self.rope_fraction:g} of model.head_dim = {self.head_dim} is "
+                f"{self.rotary_dim} numbers; it must be an even number of at least 2"
+            )
         if scaling.type == "none":
             return
         if self.positions != "rope":
@@ -400,6 +410,11 @@ class ModelSpec(Section):
     @property
     def rotary_dim(self) -> int:
         """Width of the part of a head that rotary embedding turns."""
+        return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.rope_fraction)
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the tables: heads are turned whole, those pairs beyond `rope_fraction` by no angle."""
         return self.rope_head_dim if self.kv_lora_rank else self.head_dim
 
     @property

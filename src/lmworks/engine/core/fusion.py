@@ -88,7 +88,8 @@ class FusedAttention(nn.Module):
         self.per_head = nn.ParameterDict(was.per_head())
 
     def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
-        q_norm = k_norm = None
+        q_norm: Tensor | None = None
+        k_norm: Tensor | None = None
         eps = 0.0
         if self.q_norm is not None and self.k_norm is not None:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
