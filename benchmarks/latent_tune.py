@@ -45,7 +45,7 @@ def metadata_of(seqs: int, queries: int, keys: int) -> AttentionMetadata:
 def candidates(metadata: AttentionMetadata) -> list[LaunchConfig]:
     few = metadata.max_query_len == 1
     found = []
-    for rows, tile, warps, stages in product((16,) if few else (32, 64, 128), (16, 32, 64), (4, 8), (1, 2, 3)):
+    for rows, tile, warps, stages in product((16,) if few else (32, 64), (16, 32, 64), (4, 8), (1, 2, 3)):
         seqs, keys = metadata.seq_lens.shape[0], metadata.block_tables.shape[1] * SIZE
         walks = seqs * triton.cdiv(metadata.max_query_len * HEADS, rows)
         split = num_splits(walks, triton.cdiv(keys, tile), 2048 // tile, torch.device("cuda"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lmworks.kernels.inference.kv_cache_write import reference as place_reference
+from lmworks.kernels.inference.kv_cache_write import write_vectors as write_reference
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
@@ -162,3 +163,21 @@ def test_kv_cache_write_equals_reference(heads: tuple[int, int, int], stored: to
         results.append([q, *(x.float() for x in vars(cache).values() if x is not None)])
     for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=str)
+def test_latent_vectors_are_written_as_by_the_reference(stored: torch.dtype) -> None:
+    """Slots in any order, one of them padding; other slots stay as they were."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 1, 28, generator=generator)
+    slots = torch.tensor([7, 0, -1, 19, 12])
+    caches = []
+    for write in (kv_cache_write_triton.launch_vectors, write_reference):
+        pool = torch.full((5, 1, 4, 28), 9, dtype=stored)
+        scales = None if stored == torch.float32 else torch.full((5, 1, 4), 9.0)
+        caches.append(LayerCache(pool, pool, scales, scales))
+        write(caches[-1], x, slots)
+    mine, theirs = caches
+    assert torch.equal(mine.keys, theirs.keys)
+    if mine.key_scales is not None and theirs.key_scales is not None:
+        assert torch.equal(mine.key_scales, theirs.key_scales)

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...kernels.inference.kv_cache_write import write
+from ...kernels.inference.kv_cache_write import write_vectors
 from ...kernels.inference.latent_attention import paged_latent_attention
 from ...model.gpt import LatentAttention, Rotary
 from ..quantization.quantized_model import QuantLinear
@@ -58,7 +58,7 @@ class AbsorbedLatentAttention(nn.Module):
         """Store latent vectors, attend with queries as wide: (tokens, heads, rank)."""
         layer = self.module.layer
         cache = backend.caches[layer]
-        write(cache.keys, cache.key_scales, latents, backend.slot_mapping)
+        write_vectors(cache, latents, backend.slot_mapping)
         parts = (q,) if len(backend.metadata) == 1 else (q[: backend.num_decodes], q[backend.num_decodes :])
         options = {"rank": self.rank, "scale": self.scale, "window": backend.options[layer]["window"]}
         return torch.cat(

@@ -273,7 +273,7 @@ class Tile:
 
 
 # Tuned on an H200 for 8 of 128 experts of Qwen3-30B-A3B in bf16 (benchmarks/experts_tune.py).
-ALONE_UP, ALONE_DOWN = Tile(1, 4, 1024, stages=1, warps=4), Tile(1, 4, 256, stages=1, warps=4)
+ALONE_UP, ALONE_DOWN = Tile(1, 4, 1024, stages=1, warps=4), Tile(1, 8, 1024, stages=1, warps=4)
 BATCH_INVARIANT = Tile(16, 128, 64, stages=4, warps=4)
 FP32 = Tile(16, 64, 32, stages=2, warps=4)
 TILES = {  # by the mean of pairs that an expert has, up to which they are fastest

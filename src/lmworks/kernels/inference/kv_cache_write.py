@@ -56,6 +56,16 @@ def reference(
     return q.contiguous()
 
 
+def write_vectors(cache: LayerCache, x: Tensor, slot_mapping: Tensor) -> None:
+    """Latent vectors (tokens, 1, width), which are keys and values at once."""
+    if x.device.type == "cuda":
+        from .kv_cache_write_triton import launch_vectors
+
+        launch_vectors(cache, x, slot_mapping)
+    else:
+        write(cache.keys, cache.key_scales, x, slot_mapping)
+
+
 def write(pool: Tensor, scales: Tensor | None, x: Tensor, slot_mapping: Tensor) -> None:
     """pool[block, :, offset] = x (tokens, kv_heads, head_dim) for every slot that is not −1."""
     x, slot_mapping = x[slot_mapping >= 0], slot_mapping[slot_mapping >= 0]

@@ -69,6 +69,28 @@ def launch(
     return q
 
 
+def launch_vectors(cache: LayerCache, x: Tensor, slot_mapping: Tensor) -> None:
+    """As `kv_cache_write.write` of x (tokens, 1, width) into `cache.keys`."""
+    width = x.shape[-1]
+    write_vectors_kernel[(len(x),)](
+        x.contiguous(),
+        cache.keys,
+        cache.key_scales,
+        slot_mapping,
+        cache.keys.stride(0),
+        cache.keys.stride(1),
+        0 if cache.key_scales is None else cache.key_scales.stride(0),
+        HEAD_DIM=width,
+        WIDTH=power_of_two(width),
+        SIZE=cache.size,
+        CACHE_MAX=CACHE_MAX.get(cache.keys.dtype, 0.0),
+        MIN_SCALE=MIN_SCALE,
+        INTEGER=cache.keys.dtype == torch.int8,
+        num_warps=4,
+        **pdl_options(x.device),
+    )
+
+
 @triton.jit
 def norm_and_rope(x_ptr, row, d, inside, norm_ptr, cos_ptr, sin_ptr, token, eps, HEAD_DIM: tl.constexpr):
     """Normalised and rotated heads, rounded after each step as in the model."""
@@ -178,3 +200,34 @@ def write_kv_cache_kernel(
             v, v_ptr, v_scale_ptr, first - HEADS - KV_HEADS + part, d, inside, slot, block_stride, head_stride,
             scale_stride, HEAD_DIM, SIZE, CACHE_MAX, MIN_SCALE, INTEGER,
         )  # fmt: skip
+
+
+@triton.jit
+def write_vectors_kernel(
+    x_ptr,
+    pool_ptr,
+    scales_ptr,
+    slot_mapping_ptr,
+    block_stride,
+    head_stride,
+    scale_stride,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    CACHE_MAX: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    token, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    head = tl.arange(0, 1)
+    inside = (head >= 0)[:, None] & (d < HEAD_DIM)[None, :]
+    x = tl.load(x_ptr + token * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    store(
+        x, pool_ptr, scales_ptr, head, d, inside, slot, block_stride, head_stride, scale_stride, HEAD_DIM, SIZE,
+        CACHE_MAX, MIN_SCALE, INTEGER,
+    )  # fmt: skip

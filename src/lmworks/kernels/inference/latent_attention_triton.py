@@ -33,14 +33,14 @@ class LaunchConfig:
 
 
 def choose_config(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, invariant: bool) -> LaunchConfig:
-    """From sizes that the host knows and that are constant in a CUDA graph."""
+    """From sizes that the host knows and that are constant in a CUDA graph; tuned by benchmarks/latent_tune.py."""
     heads = q.shape[1]
     if q.dtype == torch.float32:
         rows, tile, warps, stages = 16, 16, 8, 1
     elif invariant or metadata.max_query_len * heads > 16:
-        rows, tile, warps, stages = 64, 32, 8, 2
+        rows, tile, warps, stages = 64, 64, 8, 2
     else:
-        rows, tile, warps, stages = 16, 32, 4, 3
+        rows, tile, warps, stages = 16, 64, 4, 2
     if invariant:
         return LaunchConfig(rows, tile, warps, stages)
     seqs, keys = metadata.seq_lens.shape[0], metadata.block_tables.shape[1] * cache.size
