@@ -168,18 +168,23 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         return self.out(attend(q, k, v.contiguous(), self.layer).flatten(-2))
 
-    def latents(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries without and with positions (…, heads, width), the latent vector (…, rank), the rotary key."""
+    def latents(
+        self, x: Tensor, rotary: Rotary, linear: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries without and with positions (…, heads, width), the latent vector (…, rank), the rotary key.
+
+        `linear` computes a layer: an engine has kernels of its own for few rows.
+        """
         assert rotary is not None
         if self.q_a is not None and self.q_norm is not None and self.q_b is not None:
-            q = self.q_b(self.q_norm(self.q_a(x)))
+            q = linear(self.q_b, self.q_norm(linear(self.q_a, x)))
         else:
             assert self.q is not None
-            q = self.q(x)
+            q = linear(self.q, x)
         q_nope, q_rope = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split(
             (self.nope_dim, self.rope_dim), dim=-1
         )
-        latent, k_rope = self.kv_a(x).split((self.kv_norm.normalized_shape[0], self.rope_dim), dim=-1)
+        latent, k_rope = linear(self.kv_a, x).split((self.kv_norm.normalized_shape[0], self.rope_dim), dim=-1)
         k_rope = k_rope.unsqueeze(-2)
         if self.interleaved:  # pairs (x0, x1), (x2, x3), … into halves
             q_rope, k_rope = (part.unflatten(-1, (-1, 2)).mT.flatten(-2) for part in (q_rope, k_rope))

@@ -244,7 +244,7 @@ class Fuser:
 
     def attention(self, was: Attention | LatentAttention) -> nn.Module:
         if isinstance(was, LatentAttention):
-            return AbsorbedLatentAttention(was)
+            return AbsorbedLatentAttention(was, self.apply)
         qkv = merged([was.q, was.k, was.v])
         return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
 

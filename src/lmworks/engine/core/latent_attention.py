@@ -26,9 +26,9 @@ class AbsorbedLatentAttention(nn.Module):
     w_uk: Tensor  # (heads, nope, rank): the key part of the absorbed projection
     w_uv: Tensor  # (heads, v, rank): its value part
 
-    def __init__(self, module: LatentAttention) -> None:
+    def __init__(self, module: LatentAttention, apply: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.apply_linear = module, apply
         self.rank = module.kv_norm.normalized_shape[0]
         self.scale = (module.nope_dim + module.rope_dim) ** -0.5 * module.score_scale
         heads = dense_weight(module.kv_b).unflatten(0, (-1, module.nope_dim + module.v_dim))  # (heads, nope + v, rank)
@@ -47,12 +47,13 @@ class AbsorbedLatentAttention(nn.Module):
     def project(self, x: Tensor, *rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Queries in the latent space (tokens, heads, width), and what the cache keeps (tokens, 1, width)."""
         cos, sin = rotary
-        q_nope, q_rope, latent, k_rope = self.module.latents(x, (cos, sin))
+        q_nope, q_rope, latent, k_rope = self.module.latents(x, (cos, sin), self.apply_linear)
         q_latent = torch.einsum("thn,hnr->thr", q_nope, self.w_uk)
         return torch.cat((q_latent, q_rope), dim=-1), torch.cat((latent.unsqueeze(-2), k_rope), dim=-1)
 
     def output(self, mixed: Tensor) -> tuple[Tensor]:
-        return (self.module.out(torch.einsum("thr,hvr->thv", mixed, self.w_uv).flatten(-2)),)
+        values = torch.einsum("thr,hvr->thv", mixed, self.w_uv).flatten(-2)
+        return (self.apply_linear(self.module.out, values),)
 
     def attend(self, q: Tensor, latents: Tensor, backend: PagedAttention) -> Tensor:
         """Store latent vectors, attend with queries as wide: (tokens, heads, rank)."""
