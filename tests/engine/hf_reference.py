@@ -70,6 +70,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm": ("glm", {**SHAPE, "pad_token_id": None}),
+    "olmo2": ("olmo2", {**SHAPE, "pad_token_id": None}),
+    "gemma2": ("gemma2", {**SHAPE, "num_hidden_layers": 3, "sliding_window": 7, "query_pre_attn_scalar": 24}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     "starcoder2": ("starcoder2", {**SHAPE, "sliding_window": 11}),
     "smollm3": ("smollm3", {**SHAPE, "pad_token_id": None, "no_rope_layers": [0, 1]}),
     "granite": (

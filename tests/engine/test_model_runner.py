@@ -38,6 +38,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
     "scaled scores, qk-norm": {"attention_scale": 0.5, "qk_norm": True, "rope_layers": ("rope", "none")},
     "partial rotary": {"rope_fraction": 0.5, "qk_norm": True, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "norms after": {"norm_placement": "post", "qk_norm_whole": True, "attention_scale": 0.4},
+    "norms before and after": {"norm_placement": "both"},
     "exact gelu": {"mlp": "gelu_erf", "norm": "layer", "mlp_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},

@@ -51,6 +51,11 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SHAPE, **MOE},
     "qwen2_moe": {**SHAPE, **MOE, "shared_expert_intermediate_size": 48},
     "glm": {**SHAPE, "head_dim": 16},
+    "glm4": {**SHAPE, "head_dim": 16},
+    "olmo2": SHAPE,
+    "gemma": {**SHAPE, "head_dim": 16},
+    "gemma2": {**SHAPE, "head_dim": 16, "sliding_window": 5},
+    "gemma3_text": {**SHAPE, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
     "starcoder2": SHAPE,
     "smollm3": SHAPE,
     "granite": {**SHAPE, "attention_multiplier": 0.3},
@@ -128,11 +133,15 @@ PLAIN_KEYS: dict[str, list[Any]] = {
     "residual_multiplier": [0.5],
     "attention_multiplier": [0.1],
     "query_pre_attn_scalar": [20],
-    "attn_logit_softcapping": [5.0],
-    "final_logit_softcapping": [5.0],
+    "attn_logit_softcapping": [5.0, None],
+    "final_logit_softcapping": [5.0, None],
     "qk_layernorm": [True],
     "use_qk_norm": [True],
     "clip_qkv": [0.1],
+    "hidden_activation": ["gelu", "gelu_new", "silu"],
+    "use_bidirectional_attention": [True, False],
+    "sliding_window_pattern": [2, 3],
+    "rope_local_base_freq": [500.0],
     "no_rope_layers": [[1, 0, 1], [0, 0, 1], [1, 1, 1]],
     "no_rope_layer_interval": [2, 3],
     "use_parallel_residual": [True, False],
@@ -155,7 +164,7 @@ def case(family: str, seed: int) -> dict[str, Any]:
     for _ in range(choose.randint(1, 4)):
         if choose.random() < 0.3:
             key, value = choose.choice(("rope_scaling", "rope_parameters")), rope(choose)
-            if family == "mellum" and choose.random() < 0.7:
+            if family in ("mellum", "gemma3_text") and choose.random() < 0.6:
                 key, value = "rope_parameters", {kind: {"rope_theta": 1e4, **rope(choose)} for kind in (FULL, SLIDING)}
         else:
             known = [key for key in PLAIN_KEYS if key in own]

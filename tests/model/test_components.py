@@ -19,6 +19,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True, "kv_heads": 2, "head_dim": 32},
     "alibi": {"positions": "alibi", "norm": "layer"},
     "sinks": {"attention_sinks": True, "attention_softcap": 5.0, "final_softcap": 5.0, "kv_heads": 2},
+    "norms after": {"norm_placement": "post", "qk_norm_whole": True, "kv_heads": 2},
+    "norms before and after": {"norm_placement": "both", "qk_norm": True},
     "moe": {"experts": 4, "expert_ffn": 48},
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
     "latent attention without query rank": {"kv_lora_rank": 12, "experts": 4},

@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-2": {"norm": "layer", "bias": True, "positions": "learned", "mlp": "gelu", "tie_embeddings": True},
     "alibi": {"positions": "alibi"},
     "partial rotary": {"rope_fraction": 0.5, "kv_heads": 2},
+    "norms after": {"norm_placement": "post"},
+    "norms before and after": {"norm_placement": "both"},
     "scales": {"attention_scale": 0.3, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
     "biases of attention": {"out_bias": True, "mlp": "geglu"},
     "latent": {"heads": 8, "kv_lora_rank": 12, "q_lora_rank": 16, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},

@@ -69,6 +69,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "scales": {"attention_scale": 0.1, "embed_scale": 3.0, "residual_scale": 0.4, "logit_scale": 0.5},
     "no positions on some layers": {"rope_layers": ("rope", "none")},
     "partial rotary": {"rope_fraction": 0.5},
+    "norms after": {"norm_placement": "post", "qk_norm_whole": True, "kv_heads": 2},
+    "norms before and after": {"norm_placement": "both", "mlp": "geglu"},
     "soft cap": {"attention_softcap": 5.0, "final_softcap": 5.0},
     "sinks": {"attention_sinks": True, "kv_heads": 2},
 }

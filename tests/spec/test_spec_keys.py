@@ -29,6 +29,7 @@ model.ffn                           0               [0, inf)
 model.vocab                         512             [2, inf)
 model.context                       256             [1, inf)
 model.norm                          "rms"           rms layer
+model.norm_placement                "pre"           pre post both
 model.norm_eps                      1e-05           (0, inf)
 model.positions                     "rope"          rope learned alibi none
 model.rope_theta                    10000.0         (0, inf)
@@ -49,6 +50,7 @@ model.out_bias                      false
 model.mlp_bias                      false
 model.norm_bias                     false
 model.qk_norm                       false
+model.qk_norm_whole                 false
 model.sliding_window                0               [0, inf)
 model.rope_local_theta              0.0             [0, inf)
 model.kv_lora_rank                  0               [0, inf)

@@ -115,14 +115,19 @@ class Attention(nn.Module):
         self.q = Linear(spec.hidden, spec.q_dim, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
         self.v = Linear(spec.hidden, spec.kv_dim, bias=spec.qkv_bias)
-        self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.qk_norm else None
+        self.q_norm, self.k_norm, self.norm_whole = None, None, spec.qk_norm_whole
+        if spec.qk_norm or spec.qk_norm_whole:
+            widths = (spec.q_dim, spec.kv_dim) if spec.qk_norm_whole else (spec.head_dim, spec.head_dim)
+            self.q_norm, self.k_norm = (RMSNorm(width, eps=spec.norm_eps) for width in widths)
         self.out = Linear(spec.q_dim, spec.hidden, bias=spec.out_bias)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         # The number of heads is inferred, so that a rank may hold a part of them: (batch, seq, heads, head_dim)
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None and self.norm_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_whole:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate_qk(q, k, *rotary)
@@ -215,25 +220,35 @@ def make_moe(spec: ModelSpec) -> MoE:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `residual_scale` weighs what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `residual_scale` weighs what is added.
+
+    `norm_placement`: x + norm(attention(x)) and so on, or a norm before and another one after.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = make_norm(spec)
+        before, after = spec.norm_placement != "post", spec.norm_placement != "pre"
+        self.attention_norm = make_norm(spec) if before else nn.Identity()
         self.attention = LatentAttention(spec, layer) if spec.kv_lora_rank else Attention(spec, layer)
-        self.mlp_norm = make_norm(spec)
+        self.attention_post_norm = make_norm(spec) if after else None
+        self.mlp_norm = make_norm(spec) if before else nn.Identity()
         self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
+        self.mlp_post_norm = make_norm(spec) if after else None
         self.residual_scale = spec.residual_scale
         self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
         self.attention_linears = sum(linear.name.startswith("attention.") for linear in components.linears(spec))
         self.active_adapter: ActiveAdapter | None = None  # of all its layers, where they have adapters
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        x = x + self.weighed(self.attention(self.attention_norm(x), rotary, attend))
-        return x + self.weighed(self.mlp(self.mlp_norm(x)))
+        attended = self.attention(self.attention_norm(x), rotary, attend)
+        x = x + weigh_branch(attended, self.attention_post_norm, self.residual_scale)
+        return x + weigh_branch(self.mlp(self.mlp_norm(x)), self.mlp_post_norm, self.residual_scale)
 
-    def weighed(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1 else branch * self.residual_scale
+
+def weigh_branch(x: Tensor, norm: nn.Module | None, scale: float) -> Tensor:
+    """What attention or MLP gives, as it is added to the residual stream."""
+    x = x if norm is None else norm(x)
+    return x if scale == 1 else x * scale
 
 
 class GPT(nn.Module):

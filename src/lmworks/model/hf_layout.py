@@ -28,6 +28,7 @@ class Stored:
     transposed: bool = False
     order: tuple[int, ...] = ()  # of the rows of a head there, as ours stand; of `ordered` alone
     ordered: tuple[str, ...] = ()
+    offset: float = 0.0  # what ours is more
 
     def views(self, parameters: dict[str, Tensor]) -> list[Tensor]:
         parts = [parameters[name] for name in self.parts]
@@ -41,6 +42,8 @@ class Stored:
             names = zip(self.parts, parts, strict=True)
             parts = [reorder(part, back) if name in self.ordered else part for name, part in names]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=output_dim(parts[0]))
+        if self.offset:
+            whole = whole - self.offset
         return (whole.t() if self.transposed else whole).contiguous()
 
     def shape(self, parameters: dict[str, Tensor]) -> tuple[int, ...]:
@@ -56,7 +59,8 @@ class Stored:
         dim = output_dim(parts[0])
         pieces = tensor.split([part.shape[dim] for part in parts], dim=dim)
         for name, part, piece in zip(self.parts, parts, pieces, strict=True):
-            part.copy_(reorder(piece, self.order) if name in self.ordered else piece)
+            piece = reorder(piece, self.order) if name in self.ordered else piece
+            part.copy_(piece.to(part.dtype) + self.offset if self.offset else piece)
 
 
 def reorder(rows: Tensor, order: Sequence[int]) -> Tensor:
@@ -124,15 +128,20 @@ def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Sto
         return name
 
     order = rotary_order(spec, FAMILIES[family].interleaved)
+    from_zero = FAMILIES[family].norms_from_zero
+
+    def alone(weight: components.Weight, prefix: str = "") -> Stored:
+        offset = 1.0 if from_zero and weight.init == "ones" else 0.0
+        return Stored(theirs_of(prefix + weight.hf), (weight.name,), offset=offset)
+
     for weight in components.root_weights(spec):
-        yield Stored(theirs_of(weight.hf), (weight.name,))
+        yield alone(weight)
     for layer in range(spec.layers):
         theirs = f"model.layers.{layer}"
         fused = [one for name in FAMILIES[family].fused for one in fused_layers(name, theirs, f"blocks.{layer}")]
         apart = {name for stored in fused for name in stored.parts}
-        alone = (weight for weight in components.layer_weights(spec, layer) if weight.hf and weight.name not in apart)
-        plain = (Stored(theirs_of(f"{theirs}.{weight.hf}"), (weight.name,)) for weight in alone)
-        for stored in (*fused, *plain):
+        others = (one for one in components.layer_weights(spec, layer) if one.hf and one.name not in apart)
+        for stored in (*fused, *(alone(weight, f"{theirs}.") for weight in others)):
             turned = tuple(name for name in stored.parts if TURNED.search(name))
             yield replace(stored, order=order, ordered=turned) if order and turned else stored
         if spec.experts:

@@ -114,6 +114,7 @@ def gelu_blocks(part: GPT, spec: RunSpec) -> list[Block]:
     plain = spec.model.mlp == "gelu" and not spec.model.experts and layout.tp == 1 and spec.precision.dtype != "fp8"
     if (
         not plain
+        or spec.model.norm_placement != "pre"
         or spec.model.residual_scale != 1
         or spec.adapters
         or (layout.pp > 1 and layout.schedule in SPLIT_BACKWARD)

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
+from ..spec.components import MLP, Attention, Copy, Entry, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
 from .case import Number
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, weight_gradient, without_fp8
@@ -69,6 +69,10 @@ def block(load: Workload) -> list[Op]:
         match component:
             case Linear():
                 ops.append(linear(component, load))
+            case Norm(of_branch=True):
+                ops.append(branch_norm(component, load))
+            case Entry():
+                ops.append(entry(component, load))
             case Norm(total=0):
                 entered = load.routed if component.feeds_router else load
                 ops.append(norm(component.label, entered, components.readers(load.model, component)))
@@ -85,7 +89,7 @@ def block(load: Workload) -> list[Op]:
             case Experts():
                 ops += experts(component, load)
             case Residual():
-                ops.append(residual(component.label, load, component.inner))
+                ops.append(residual(component, load))
             case SharedGate():
                 ops += shared_gate(component, load)
             case Sinks():
@@ -134,11 +138,7 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     Saved: the output once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is saved by the
     op that made it.
     """
-    t, x, whole = load.sp_tokens, load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
-    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
-    if results and np.any(load.tp > 1):  # one tensor enters the region, cast before it does
-        entering = np.where(load.tp > 1, load.width * whole, results[0])
-        results = [entering, *[np.where(load.tp > 1, 0, results[0])] * (len(results) - 1)]
+    t, x, results = load.sp_tokens, load.sp_tokens * load.model.hidden, entered_tensors(load, readers)
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
     if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
@@ -153,13 +153,40 @@ def norm(name: str, load: Workload, readers: int) -> Op:
     return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), transient=freed)
 
 
-def residual(name: str, load: Workload, inner: bool = False) -> Op:
+def entered_tensors(load: Workload, readers: int) -> list[Any]:
+    """What `readers` linear layers save of one result: it once (fp32), or one cast of it per reader."""
+    x, whole = load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
+    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
+    if results and np.any(load.tp > 1):  # one tensor enters the region, cast before it does
+        entering = np.where(load.tp > 1, load.width * whole, results[0])
+        results = [entering, *[np.where(load.tp > 1, 0, results[0])] * (len(results) - 1)]
+    return results
+
+
+def entry(layer: Entry, load: Workload) -> Op:
+    """The residual stream as linear layers save it, where no norm stands before them."""
+    count = components.readers(load.model, layer)
+    x = load.sp_tokens * load.model.hidden
+    cast = (stream(1.5 * x, count=count),) * load.cast
+    added = stream(3 * x * load.stream / 4, count=max(0, count - 1))
+    return Op(layer.label, "residual", cast, (*cast, added), tuple(entered_tensors(load, count)))
+
+
+def branch_norm(layer: Norm, load: Workload) -> Op:
+    """Of what attention or MLP gives. Saved: its input, which nothing else needs, and 1/σ."""
+    t, x = load.sp_tokens, load.sp_tokens * load.model.hidden
+    forward, backward = normalise(load, x)
+    return Op(layer.label, "norms", tuple(forward), tuple(backward), (load.width * x, 4 * t))
+
+
+def residual(layer: Residual, load: Workload) -> Op:
     """x + f(x): the sum is saved for the next norm; backward adds the two gradients."""
     x = load.sp_tokens * load.model.hidden
     passed = stream(3 * x * load.stream / 4)
     back = [passed] + ([stream(1.5 * x)] if load.cast else [])
-    forward = stream(np.where(load.epilogue_fusion & (not inner), 1, 3)[()] * x * load.stream / 4)
-    return Op(name, "residual", (forward,), tuple(back), saved=(load.stream * x,), transient=load.width * x)
+    forward = stream(np.where(load.epilogue_fusion & (not layer.inner), 1, 3)[()] * x * load.stream / 4)
+    saved = (load.stream * x,) * layer.feeds_norm
+    return Op(layer.label, "residual", (forward,), tuple(back), saved=saved, transient=load.width * x)
 
 
 def head_norm(layer: Norm, load: Workload) -> Op:

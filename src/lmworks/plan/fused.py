@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import components
-from ..spec.components import MLP, Attention, Copy, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
+from ..spec.components import MLP, Attention, Copy, Entry, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
 from . import eager
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
@@ -78,17 +78,17 @@ def norm(name: str, load: Workload) -> Op:
     return Op(name, "norms", (forward,), (backward, *sums), saved=(*results, *statistics))
 
 
-def residual(name: str, load: Workload, inner: bool = False) -> Op:
+def residual(layer: Residual, load: Workload) -> Op:
     """Residual add, and dropout before it with a mask of one byte per element.
 
     A compiler saves the addend of an `inner` add, where that has fewer bytes, and adds again.
     """
     x, s = load.sp_tokens * load.model.hidden, load.software.stream
     mask = x * load.software.dropout
-    kept = min(s, load.width) if inner and load.software.fused else s
-    moved = np.where(load.epilogue_fusion & (not inner), s, 2 * s + load.width)[()]
+    kept = (min(s, load.width) if layer.inner and load.software.fused else s) * layer.feeds_norm
+    moved = np.where(load.epilogue_fusion & (not layer.inner), s, 2 * s + load.width)[()]
     forward, backward = Kernel("stream", bytes=moved * x + mask), Kernel("stream", bytes=2 * s * x + mask)
-    return Op(name, "residual", (forward,), (backward,), saved=(kept * x, mask))
+    return Op(layer.label, "residual", (forward,), (backward,), saved=(kept * x, mask))
 
 
 def projections(layers: Sequence[Linear], load: Workload) -> Op:
@@ -253,6 +253,10 @@ def block(load: Workload) -> list[Op]:
         match together[0]:
             case Linear():
                 ops.append(projections(together, load))
+            case Norm(of_branch=True) as layer:
+                ops.append(eager.branch_norm(layer, load))
+            case Entry() as layer:
+                ops.append(eager.entry(layer, load))
             case Norm(total=0) as layer:
                 ops.append(norm(layer.label, load.routed if layer.feeds_router else load))
             case Norm():
@@ -268,7 +272,7 @@ def block(load: Workload) -> list[Op]:
             case Experts() as layer:
                 ops += experts(layer, load)
             case Residual() as add:
-                ops.append(residual(add.label, load, add.inner))
+                ops.append(residual(add, load))
             case SharedGate() as layer:
                 ops += eager.shared_gate(layer, load)
             case Sinks():

@@ -151,6 +151,7 @@ class Norm:
     role: Role = "vector"
     scales_scores: bool = False
     feeds_router: bool = False  # a router of experts reads its output
+    of_branch: bool = False  # of what attention or MLP gives, before it is added to the residual stream
     hf: str = ""
 
     def weights(self) -> Iterator[Weight]:
@@ -312,9 +313,18 @@ class Residual(WithoutWeights):
 
     label: str
     inner: bool = False  # between attention and MLP
+    feeds_norm: bool = True  # which saves the sum
 
 
-Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | SharedGate | Residual
+@dataclass(frozen=True)
+class Entry(WithoutWeights):
+    """The residual stream as linear layers read it where no norm stands before them."""
+
+    name: str
+    label: str  # as that of the norm which others have there
+
+
+Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | SharedGate | Residual | Entry
 
 
 # --- the network ------------------------------------------------------------------------------------------
@@ -323,14 +333,26 @@ Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | 
 @functools.lru_cache(maxsize=256)
 def block(m: ModelSpec) -> tuple[Component, ...]:
     """One transformer block."""
+    mlp_norm = replace(stream_norm(m, "mlp_norm", "post_attention_layernorm"), feeds_router=m.experts > 0)
     return (
-        stream_norm(m, "attention_norm", "input_layernorm"),
+        before(m, stream_norm(m, "attention_norm", "input_layernorm")),
         *attention(m),
-        Residual("attention residual", inner=True),
-        replace(stream_norm(m, "mlp_norm", "post_attention_layernorm"), feeds_router=m.experts > 0),
+        *after(m, "attention_post_norm", "post_self_attn_layernorm"),
+        Residual("attention residual", inner=True, feeds_norm=m.norm_placement != "post"),
+        before(m, mlp_norm),
         *feed_forward(m),
-        Residual("mlp residual"),
+        *after(m, "mlp_post_norm", "post_mlp_layernorm"),
+        Residual("mlp residual", feeds_norm=m.norm_placement != "post"),
     )
+
+
+def before(m: ModelSpec, norm: Norm) -> Norm | Entry:
+    return Entry(norm.name, norm.label) if m.norm_placement == "post" else norm
+
+
+def after(m: ModelSpec, name: str, hf: str) -> Iterator[Norm]:
+    if m.norm_placement != "pre":
+        yield replace(stream_norm(m, name, hf), of_branch=True)
 
 
 def stream_norm(m: ModelSpec, name: str, hf: str, role: Role = "vector") -> Norm:
@@ -346,7 +368,7 @@ def attention(m: ModelSpec) -> Iterator[Component]:
     if m.attention_sinks:  # a parameter of the module itself: before those of its layers
         yield Sinks(m.heads)
     query = Linear("attention.q", "query", norm, m.hidden, m.q_dim, m.qkv_bias, hf=f"{hf}.q_proj")
-    yield replace(query, scales_scores=not m.qk_norm)
+    yield replace(query, scales_scores=not (m.qk_norm or m.qk_norm_whole))
     for name, label in (("k", "key"), ("v", "value")):
         yield Linear(
             f"attention.{name}",
@@ -359,14 +381,19 @@ def attention(m: ModelSpec) -> Iterator[Component]:
             m.kv_heads,
             hf=f"{hf}.{name}_proj",
         )
+    if m.qk_norm_whole:
+        for name, label, width in (("q", "query", m.q_dim), ("k", "key", m.kv_dim)):
+            whole = Norm(f"attention.{name}_norm", f"{label} norm", width, total=width, hf=f"{hf}.{name}_norm")
+            yield replace(whole, scales_scores=name == "q")
     if m.qk_norm:
         q_norm = Norm("attention.q_norm", "query norm", m.head_dim, total=m.q_dim, shard="column", hf=f"{hf}.q_norm")
         yield replace(q_norm, role="head_gain", scales_scores=True)
         k_norm = Norm("attention.k_norm", "key norm", m.head_dim, total=m.kv_dim, shard="kv_heads", hf=f"{hf}.k_norm")
         yield replace(k_norm, role="head_gain")
     if m.positions == "rope":
-        yield Rotary("rotary query", m.q_dim, after_norm=m.qk_norm)
-        yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=m.qk_norm)
+        normed = m.qk_norm or m.qk_norm_whole
+        yield Rotary("rotary query", m.q_dim, after_norm=normed)
+        yield Rotary("rotary key", m.kv_dim, "kv_heads", after_norm=normed)
     traits = m.sliding_window, full_share(m), m.attention_softcap, m.attention_sinks
     yield Attention(m.heads, m.kv_heads, m.head_dim, m.head_dim, *traits)
     yield Linear("attention.out", "attention out", "attention", m.q_dim, m.hidden, m.out_bias, "row", hf=f"{hf}.o_proj")
@@ -508,9 +535,10 @@ def experts(m: ModelSpec) -> Experts | None:
     return next((component for component in block(m) if isinstance(component, Experts)), None)
 
 
-def readers(m: ModelSpec, norm: Norm) -> int:
+def readers(m: ModelSpec, source: Norm | Entry) -> int:
     """Products that read the output of a norm; routed experts read what the router has dispatched."""
-    return sum(linear.reads == norm.name for linear in linears(m)) + norm.feeds_router * (1 + m.shared_gate)
+    routers = 1 + m.shared_gate if isinstance(source, Norm) and source.feeds_router else 0
+    return sum(linear.reads == source.name for linear in linears(m)) + routers
 
 
 @dataclass(frozen=True)

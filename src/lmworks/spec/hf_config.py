@@ -55,7 +55,7 @@ def spec_of_config(config: Config) -> ModelSpec:
     """The spec of a parsed config.json; what the network cannot compute is refused by key."""
     name = family_of_config(config)
     family = FAMILIES[name]
-    config = with_defaults(config, family)
+    config = family.prepare(with_defaults(config, family))
     for key, allowed in {**EVERYWHERE, **family.must_be}.items():
         if config.get(key) not in allowed:
             raise SpecError(f"{key} = {config.get(key)!r} is not supported for {name}; it must be {allowed[0]!r}")
@@ -65,7 +65,7 @@ def spec_of_config(config: Config) -> ModelSpec:
     keys |= {"tie_embeddings": bool(config["tie_word_embeddings"]), "init_std": config.get("initializer_range", 0.02)}
     keys |= family.reads(config)
     if "mlp" not in keys:
-        keys["mlp"] = activation_of_config(config)
+        keys["mlp"] = activation_of_config(config, family)
     if keys.get("experts") and keys["mlp"] != "swiglu":
         raise SpecError(f"hidden_act = {config['hidden_act']!r} is not supported with experts; it must be 'silu'")
     spec = ModelSpec(**keys)
@@ -119,10 +119,11 @@ def rope_keys(name: str, family: Family, config: Config) -> Keys:
     }
 
 
-def activation_of_config(config: Config) -> str:
-    name = str(config["hidden_act"])
+def activation_of_config(config: Config, family: Family) -> str:
+    name = str(config[family.activation])
     if name not in ACTIVATIONS:
-        raise SpecError(f"hidden_act = {name!r} is not supported; known: {', '.join(map(repr, ACTIVATIONS))}")
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise SpecError(f"{family.activation} = {name!r} is not supported; known: {known}")
     return ACTIVATIONS[name]
 
 
@@ -219,7 +220,7 @@ def rope_config(family: Family, spec: ModelSpec) -> Keys:
         "head_dim": spec.head_dim,
         "intermediate_size": spec.ffn,
         "max_position_embeddings": spec.rope_scaling.original_context if before else spec.context,
-        **({"hidden_act": hf_name(ACTIVATIONS, spec.mlp)} if spec.gated_mlp else {}),
+        **({family.activation: hf_name(ACTIVATIONS, spec.mlp)} if spec.gated_mlp else {}),
         family.norm_eps: spec.norm_eps,
         "attention_dropout": 0.0,
         **(rope_by_kind(spec) if family.rope_by_kind else {"rope_theta": theta, "rope_scaling": scaling}),

@@ -6,12 +6,13 @@ network: its keys are ignored, and written as 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SpecError
-from .hf_rope import Config, need, rotary_keys
+from .hf_rope import FULL, SLIDING, Config, need, rope_of_spec, rotary_keys
 from .model import LAYER_TYPES, MUP_KEYS, ModelSpec
 
 Keys = dict[str, Any]
@@ -34,8 +35,11 @@ class Family:
     partial_rotary: bool = False  # whether partial_rotary_factor is read
     interleaved: bool = False  # rotary pairs lie side by side, not in halves
     fused: tuple[str, ...] = ()  # of "qkv_proj" and "gate_up_proj": what is one matrix
+    norms_from_zero: bool = False  # the weight of a norm is stored less 1
+    prepare: Callable[[Config], Config] = lambda config: config  # into the form that this table reads
     names: dict[str, str] = field(default_factory=dict)  # of tensors: what stands there for a part of Llama's names
     norm_eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
     reads: Callable[[Config], Keys] = nothing  # its own keys of the spec
     says: Callable[[ModelSpec], Keys] = nothing  # its own keys of config.json
 
@@ -135,6 +139,74 @@ def qwen_config(spec: ModelSpec) -> Keys:
 
 def glm_config(spec: ModelSpec) -> Keys:
     return {"attention_bias": spec.qkv_bias, "partial_rotary_factor": spec.rope_fraction, "pad_token_id": None}
+
+
+def gemma_keys(config: Config) -> Keys:
+    return {"embed_scale": math.sqrt(need(config, "hidden_size"))}
+
+
+def gemma2_keys(config: Config) -> Keys:
+    """Scores are scaled by 1/√query_pre_attn_scalar."""
+    asked = need(config, "query_pre_attn_scalar")
+    scale = {} if asked == need(config, "head_dim") else {"attention_scale": asked**-0.5}
+    caps = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
+    return {
+        **gemma_keys(config),
+        **scale,
+        "norm_placement": "both",
+        **{key: config[name] or 0.0 for key, name in caps.items()},
+    }
+
+
+def gemma2_config(spec: ModelSpec) -> Keys:
+    return {
+        "query_pre_attn_scalar": query_scalar(spec),
+        "attn_logit_softcapping": spec.attention_softcap or None,
+        "final_logit_softcapping": spec.final_softcap or None,
+        "pad_token_id": None,
+        "attention_bias": spec.out_bias,
+    }
+
+
+def gemma3_config(spec: ModelSpec) -> Keys:
+    """In the layout of before transformers 5, which later ones read."""
+    theta, scaling = rope_of_spec(spec)
+    rope = {"rope_theta": theta, "rope_local_base_freq": spec.rope_local_theta or theta, "rope_scaling": scaling}
+    return {**gemma2_config(spec), **rope, "rope_parameters": None}
+
+
+def gemma2_layers(config: Config) -> Config:
+    """Kinds of layers, where they follow from a pattern."""
+    if config.get("layer_types") is not None:
+        return config
+    every, layers = config["sliding_window_pattern"], need(config, "num_hidden_layers")
+    return {**config, "layer_types": [SLIDING if (layer + 1) % every else FULL for layer in range(layers)]}
+
+
+def gemma3_layers(config: Config) -> Config:
+    """Rotary keys of each kind of layer, from either layout."""
+    config = gemma2_layers(config)
+    given = config.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not isinstance(config.get("rope_scaling"), dict | None):
+        return config  # refused where they are read
+    full, sliding = ({**(given.get(kind) or {"rope_type": "default"})} for kind in (FULL, SLIDING))
+    full |= config.get("rope_scaling") or {}
+    full.setdefault("rope_theta", config["rope_theta"])
+    sliding.setdefault("rope_theta", config["rope_local_base_freq"])
+    return {**config, "rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: sliding}}
+
+
+def query_scalar(spec: ModelSpec) -> int:
+    """A whole number there."""
+    return round(spec.attention_scale**-2) if spec.attention_scale else spec.head_dim
+
+
+def has_query_scalar(spec: ModelSpec) -> bool:
+    return not spec.attention_scale or math.isclose(query_scalar(spec) ** -0.5, spec.attention_scale, rel_tol=1e-6)
+
+
+def has_gemma_scale(spec: ModelSpec) -> bool:
+    return math.isclose(spec.embed_scale, math.sqrt(spec.hidden), rel_tol=1e-6)
 
 
 def starcoder2_keys(config: Config) -> Keys:
@@ -309,6 +381,31 @@ def latent_config(spec: ModelSpec) -> Keys:
     }
 
 
+GLM_DEFAULTS: Keys = {
+    **ROPE_DEFAULTS, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+GLM_WRITES: Keys = {**ROPE_WRITES, "qkv_bias": anything, "rope_fraction": lambda spec: spec.rope_fraction < 1}
+GEMMA_DEFAULTS: Keys = {
+    **ROPE_DEFAULTS, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA2_DEFAULTS: Keys = {
+    **GEMMA_DEFAULTS, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}  # fmt: skip
+GEMMA_NORMS = {
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
+GEMMA2_WRITES: Keys = {
+    **ROPE_WRITES, **BY_LAYER, **ATTENTION_BIAS, "norm_placement": "both", "embed_scale": has_gemma_scale,
+    "attention_scale": has_query_scalar, "final_softcap": anything,
+    "hidden": lambda spec: spec.hidden % spec.heads == 0,
+}  # fmt: skip
+
 # --- the table ------------------------------------------------------------------------------------------
 
 # In the order in which a spec looks for a family to be saved as.
@@ -391,20 +488,91 @@ FAMILIES = {
     # GLM-4-9B: a half of each head is turned, in pairs side by side; gate, up are one matrix.
     "glm": Family(
         "GlmForCausalLM",
-        defaults={
-            **ROPE_DEFAULTS,
-            "rms_norm_eps": 1.5625e-7,
-            "head_dim": 128,
-            "num_key_value_heads": 2,
-            "partial_rotary_factor": 0.5,
-            "attention_bias": True,
-        },
-        writes={**ROPE_WRITES, "qkv_bias": anything, "rope_fraction": lambda spec: spec.rope_fraction < 1},
+        defaults=GLM_DEFAULTS,
+        writes=GLM_WRITES,
         attention_bias=("qkv_bias",),
         partial_rotary=True,
         interleaved=True,
         fused=("gate_up_proj",),
         says=glm_config,
+    ),
+    # GLM-4-0414: the same with a norm after attention and MLP, too.
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        defaults=GLM_DEFAULTS,
+        writes={**GLM_WRITES, "norm_placement": "both"},
+        attention_bias=("qkv_bias",),
+        partial_rotary=True,
+        interleaved=True,
+        fused=("gate_up_proj",),
+        reads=lambda config: {"norm_placement": "both"},
+        says=glm_config,
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        writes={**ROPE_WRITES, **ATTENTION_BIAS, "norm_placement": "post", "qk_norm_whole": True},
+        attention_bias=QKVO,
+        names={
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+        reads=lambda config: {"norm_placement": "post", "qk_norm_whole": True},
+        says=lambda spec: {"attention_bias": spec.out_bias, "pad_token_id": None},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        defaults={**GEMMA_DEFAULTS, "num_key_value_heads": 16},
+        must_be=CAUSAL,
+        writes={**ROPE_WRITES, **ATTENTION_BIAS, "embed_scale": has_gemma_scale},
+        attention_bias=QKVO,
+        norms_from_zero=True,
+        reads=gemma_keys,
+        says=lambda spec: {"attention_bias": spec.out_bias, "pad_token_id": None},
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        defaults={**GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        must_be=CAUSAL,
+        writes={**GEMMA2_WRITES, "attention_softcap": anything},
+        windows="layers",
+        attention_bias=QKVO,
+        norms_from_zero=True,
+        names=GEMMA_NORMS,
+        activation="hidden_activation",
+        prepare=lambda config: gemma2_layers({**config, "sliding_window_pattern": 2}),
+        reads=gemma2_keys,
+        says=gemma2_config,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        defaults={
+            **GEMMA2_DEFAULTS,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "max_position_embeddings": 131_072,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        # Of attention a cap is computed by one of the backends of `transformers` alone.
+        must_be={**CAUSAL, "attn_logit_softcapping": (None,)},
+        writes={
+            **GEMMA2_WRITES,
+            "qk_norm": True,
+            "rope_local_theta": lambda spec: (
+                spec.rope_local_theta > 0 or not spec.sliding_window or spec.rope_scaling.type == "none"
+            ),
+        },
+        windows="layers",
+        attention_bias=QKVO,
+        rope_by_kind=True,
+        norms_from_zero=True,
+        names=GEMMA_NORMS,
+        activation="hidden_activation",
+        prepare=gemma3_layers,
+        reads=lambda config: {**gemma2_keys(config), "qk_norm": True},
+        says=gemma3_config,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",

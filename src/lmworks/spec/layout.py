@@ -54,7 +54,7 @@ def indivisible(model: ModelSpec, key: str, tp: int) -> list[str]:
     """What `key` = `tp` tensor-parallel ranks cannot share evenly."""
     if tp == 1:
         return []
-    found = []
+    found = [f"{key} = {tp} does not go with model.qk_norm_whole"] if model.qk_norm_whole else []
     widths = {"model.heads": model.heads, "model.vocab": model.vocab}
     if model.experts:
         widths["model.expert_ffn"] = model.expert_ffn

@@ -89,6 +89,11 @@ class ModelSpec(Section):
     vocab: int = opt(512, "rows of the embedding; at least the tokenizer's size", ge=2)
     context: int = opt(256, "longest sequence the model is made for", ge=1)
     norm: str = opt("rms", "normalisation", choices=("rms", "layer"))
+    norm_placement: str = opt(
+        "pre",
+        "where: before attention and MLP, after each before it is added (OLMo 2), or both (Gemma 2, GLM-4)",
+        choices=("pre", "post", "both"),
+    )
     norm_eps: float = opt(1e-5, "added to the variance", gt=0)
     positions: str = opt("rope", "how position enters", choices=("rope", "learned", "alibi", "none"))
     rope_theta: float = opt(10_000.0, "base of the rotary frequencies", gt=0)
@@ -107,6 +112,7 @@ class ModelSpec(Section):
     mlp_bias: bool = opt(False, "bias on the projections of the MLP")
     norm_bias: bool = opt(False, "bias on LayerNorm")
     qk_norm: bool = opt(False, "RMSNorm over each query and key head (Qwen3)")
+    qk_norm_whole: bool = opt(False, "RMSNorm over all queries and over all keys of a token (OLMo 2)")
     kv_lora_rank: int = opt(
         0, "multi-head latent attention (DeepSeek): keys and values are kept as one vector of this width (0: off)", ge=0
     )
@@ -213,6 +219,14 @@ class ModelSpec(Section):
             width = -(-8 * self.hidden // (3 * 64)) * 64 if self.gated_mlp else 4 * self.hidden
             self.derive("ffn", width)
         self.check_biases()
+        if self.norm_placement != "pre" and self.norm != "rms":
+            raise SpecError(
+                f"model.norm_placement = {self.norm_placement!r} needs model.norm = 'rms', not {self.norm!r}"
+            )
+        if self.norm_placement == "post" and self.experts:
+            raise SpecError("model.norm_placement = 'post' does not go with model.experts: a router reads a norm")
+        if self.qk_norm_whole and self.qk_norm:
+            raise SpecError("model.qk_norm_whole does not go with model.qk_norm: it is one or the other")
         self.check_moe()
         self.check_latent()
         self.check_layer_types()
@@ -285,7 +299,7 @@ class ModelSpec(Section):
                 if getattr(self, key):
                     raise SpecError(f"model.{key} needs model.kv_lora_rank > 0 (multi-head latent attention)")
             return
-        off = ("qk_norm", "bias", "qkv_bias", "out_bias", "attention_sinks")
+        off = ("qk_norm", "qk_norm_whole", "bias", "qkv_bias", "out_bias", "attention_sinks")
         needs = {"positions": "rope", **dict.fromkeys(off, False), "kv_heads": self.heads, "attention_softcap": 0.0}
         for key, value in needs.items():
             if getattr(self, key) != value:

@@ -23,7 +23,7 @@ from ...kernels.inference.linear import batch_invariant_linear, decode_linear, g
 from ...kernels.rms_norm import add_rms_norm
 from ...kernels.swiglu import swiglu_packed
 from ...model import rope
-from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RMSNorm, Rotary
+from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RMSNorm, Rotary, weigh_branch
 from ...model.moe import MoE, Router
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
@@ -79,25 +79,32 @@ class LinearMethod:
 class FusedAttention(nn.Module):
     """model.gpt.Attention over the paged KV cache, with one QKV projection."""
 
-    def __init__(self, was: Attention, qkv: nn.Module, apply: LinearMethod) -> None:
+    def __init__(
+        self, was: Attention, qkv: nn.Module, apply: LinearMethod, norm: Callable[[nn.Module], nn.Module]
+    ) -> None:
         super().__init__()
         self.layer, self.apply_linear, self.score_scale = was.layer, apply, was.score_scale
         self.heads, self.kv_heads = rows_of(was.q) // was.head_dim, rows_of(was.k) // was.head_dim
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, was.out, was.q_norm, was.k_norm
-        self.query_width = rows_of(was.q)
+        self.widths = [rows_of(layer) for layer in (was.q, was.k, was.v)]
+        whole = [one for one in (was.q_norm, was.k_norm) if one is not None and was.norm_whole]
+        self.whole_norms = nn.ModuleList(norm(one) for one in whole)
         self.per_head = nn.ParameterDict(was.per_head())
 
     def forward(self, x: Tensor, rotary: Rotary, attend: PagedAttention) -> Tensor:
         q_norm: Tensor | None = None
         k_norm: Tensor | None = None
         eps = 0.0
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.whole_norms:
             q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         qkv = self.apply_linear(self.qkv, x)
+        parts = qkv.split(self.widths, dim=-1)
+        for part, norm in zip(parts, self.whole_norms, strict=False):
+            part.copy_(norm(part.contiguous()))
         if self.score_scale != 1 and q_norm is not None:
             q_norm = q_norm * self.score_scale
         elif self.score_scale != 1:
-            qkv[:, : self.query_width] *= self.score_scale
+            parts[0].mul_(self.score_scale)
         mixed = attend.attend_qkv(
             qkv, self.heads, self.kv_heads, q_norm, k_norm, eps, rotary, self.layer, **self.per_head
         )
@@ -190,22 +197,22 @@ class AddNorm(nn.Module):
 class FusedBlock(nn.Module):
     """model.gpt.Block over a flat batch."""
 
-    def __init__(
-        self, norms: tuple[AddNorm, AddNorm], attention: nn.Module, mlp: nn.Module, residual_scale: float, last: bool
-    ) -> None:
+    def __init__(self, was: Block, fuser: Fuser, last: bool) -> None:
         super().__init__()
-        (self.attention_norm, self.mlp_norm), self.attention, self.mlp = norms, attention, mlp
-        self.residual_scale, self.last = residual_scale, last
+        self.attention_norm, self.mlp_norm = (AddNorm(fuser.norm(norm)) for norm in (was.attention_norm, was.mlp_norm))
+        self.attention, self.mlp = fuser.attention(was.attention), fuser.mlp(was.mlp)
+        self.attention_post_norm, self.mlp_post_norm = (
+            None if norm is None else fuser.norm(norm) for norm in (was.attention_post_norm, was.mlp_post_norm)
+        )
+        self.residual_scale, self.last = was.residual_scale, last
         self.recompute = "none"
 
     def forward(self, stream: Stream, rotary: Rotary, attend: PagedAttention) -> Stream:
         x, normed = self.attention_norm(stream)
-        x, normed = self.mlp_norm((x, self.weighed(self.attention(normed, rotary, attend))))
-        delta = self.weighed(self.mlp(normed))
+        attended = self.attention(normed, rotary, attend)
+        x, normed = self.mlp_norm((x, weigh_branch(attended, self.attention_post_norm, self.residual_scale)))
+        delta = weigh_branch(self.mlp(normed), self.mlp_post_norm, self.residual_scale)
         return x + delta if self.last else (x, delta)
-
-    def weighed(self, branch: Tensor) -> Tensor:
-        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 def fuse(model: GPT, context: int, invariant: bool = False) -> None:
@@ -236,8 +243,7 @@ class Fuser:
     def block(self, was: Block, last: bool) -> FusedBlock:
         if self.apply.invariant:
             check_fusable(was)
-        norms = AddNorm(self.norm(was.attention_norm)), AddNorm(self.norm(was.mlp_norm))
-        return FusedBlock(norms, self.attention(was.attention), self.mlp(was.mlp), was.residual_scale, last)
+        return FusedBlock(was, self, last)
 
     def norm(self, was: nn.Module) -> nn.Module:
         return RowByRow(was) if self.by_rows else was
@@ -246,7 +252,7 @@ class Fuser:
         if isinstance(was, LatentAttention):
             return AbsorbedLatentAttention(was, self.apply)
         qkv = merged([was.q, was.k, was.v])
-        return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply)
+        return Unfused(was) if qkv is None else FusedAttention(was, qkv, self.apply, self.norm)
 
     def mlp(self, was: nn.Module) -> nn.Module:
         if isinstance(was, RowParallelExperts) and not self.on_cpu:

@@ -98,6 +98,9 @@ def slots(model: GPT) -> Iterator[tuple[str, Slot]]:
         at = f"blocks.{layer}"
         yield from whole(f"{at}.attention_norm", block.attention_norm)
         yield from whole(f"{at}.mlp_norm", block.mlp_norm)
+        for name in ("attention_post_norm", "mlp_post_norm"):
+            if getattr(block, name) is not None:
+                yield from whole(f"{at}.{name}", getattr(block, name))
         yield from attention_slots(f"{at}.attention", block.attention)
         yield from mlp_slots(f"{at}.mlp", block.mlp, ("gate", "up") if model.spec.gated_mlp else ("up",))
 

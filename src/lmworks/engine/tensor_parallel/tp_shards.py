@@ -62,6 +62,8 @@ PACKED = 2 * quantized.GROUPS[-1]  # int4 packs inputs in pairs of groups: the s
 
 def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
     """Validate the layout before anything is read."""
+    if tp > 1 and meta_model.spec.qk_norm_whole:
+        raise SpecError(f"engine.tp = {tp} does not go with model.qk_norm_whole: ranks hold parts of what is normed")
     if (width := indivisible_width(meta_model.spec, tp)) is not None:
         raise SpecError(f"engine.tp = {tp} does not divide the model's {width[0]} = {width[1]}")
     heads = meta_model.spec.kv_heads
