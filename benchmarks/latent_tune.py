@@ -89,7 +89,8 @@ def main() -> None:
             except Exception as error:
                 print(f"{config}: {type(error).__name__}: {str(error)[:80]}", flush=True)
         ranked = sorted(times, key=times.__getitem__)
-        now = list(variants)[-1]
+        metadata = metadata_of(seqs, queries, keys)
+        now = choose_config(torch.empty(1, HEADS, 0, dtype=torch.bfloat16, device=device), cache, metadata, False)
         for config in [*ranked[:3], now]:
             mark = " (chosen now)" if config == now else ""
             print(f"{name}: {1e6 * times[config]:8.1f} µs (floor {1e6 * floor:.1f}) {config}{mark}", flush=True)

@@ -90,6 +90,38 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int, **traits: 
     module.launch(q, cache, metadata, config=config, **traits)
 
 
+def latent(held: torch.dtype, seqs: int, queries: int, invariant: bool = False) -> None:
+    """DeepSeek-V2-Lite's 16 heads over vectors of 512 and 64."""
+    module = importlib.import_module("lmworks.kernels.inference.latent_attention_triton")
+    pool = torch.zeros(4, 1, 16, 576, dtype=held)
+    scales = torch.zeros(4, 1, 16) if held.itemsize == 1 else None
+    numbers = torch.zeros(seqs + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(torch.zeros(seqs, 128, dtype=torch.int32), numbers[1:], numbers, queries)
+    q, cache = torch.zeros(seqs * queries, 16, 576, dtype=BF16), LayerCache(pool, pool, scales, scales)
+    config = module.choose_config(q, cache, metadata, invariant)
+    if not invariant and queries == 1:
+        config = replace(config, splits=3)
+    module.launch(q, cache, metadata, rank=512, scale=0.1, invariant=invariant, config=config)
+    slots = torch.zeros(5, dtype=torch.int64)
+    writer = importlib.import_module("lmworks.kernels.inference.kv_cache_write_triton")
+    writer.launch_vectors(cache, torch.zeros(5, 1, 576, dtype=BF16), slots)
+
+
+def experts(tokens: int, *, invariant: bool = False, dtype: torch.dtype = BF16, **routing: Any) -> None:
+    module = importlib.import_module("lmworks.kernels.inference.experts_triton")
+    x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 128, dtype=dtype)
+    gate_up, down = torch.zeros(128, 1536, 2048, dtype=dtype), torch.zeros(128, 2048, 768, dtype=dtype)
+    shared, bias = (x, torch.zeros(128)) if routing else (None, None)
+    module.experts(x, logits, gate_up, down, module.Routing(8, **routing), bias, shared, invariant)
+
+
+def unpermute() -> None:
+    module = importlib.import_module("lmworks.kernels.training.permute_triton")
+    rows, weights, back = torch.zeros(512, 2048, dtype=BF16), torch.zeros(64, 8, dtype=BF16), torch.arange(512)
+    grad = module.forward(rows, weights, back, 8)
+    module.backward(grad, rows, weights, back, 8, torch.empty_like(rows), torch.empty_like(weights))
+
+
 def store(held: torch.dtype) -> None:
     module = importlib.import_module("lmworks.kernels.inference.kv_cache_write_triton")
     pool, scales = torch.zeros(4, 8, 16, 128, dtype=held), torch.zeros(4, 8, 16)
@@ -210,6 +242,7 @@ PASSES: dict[str, Callable[[], None]] = {  # over memory, with backward passes
 CASES: dict[str, Callable[[], None]] = {
     **PASSES,
     "norm-fp32-stream-16384": lambda: norm(16_384, torch.float32),
+    "unpermute": unpermute,
     "adamw": lambda: adamw(2**16, True, torch.float32),
     "adamw-stochastic": lambda: adamw(2**16, False, BF16),
     "adamw-small": lambda: adamw(100, True, BF16),
@@ -224,6 +257,13 @@ CASES: dict[str, Callable[[], None]] = {
     "prompt-fp8": lambda: attend(FP8, 128, 4, 600),
     "decode-soft-cap-sinks": lambda: attend(BF16, 128, 64, 1, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
     "prompt-soft-cap-sinks": lambda: attend(BF16, 128, 4, 600, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
+    **{f"latent-{TYPES[held]}": lambda held=held: latent(held, 4, 1) for held in (BF16, FP8, torch.int8)},
+    **{f"latent-prompt-{TYPES[held]}": lambda held=held: latent(held, 2, 300) for held in (BF16, FP8, torch.int8)},
+    "latent-invariant": lambda: latent(BF16, 4, 1, invariant=True),
+    **{f"experts-{tokens}": lambda tokens=tokens: experts(tokens) for tokens in (1, 8, 64, 256, 1024, 8192)},
+    "experts-invariant": lambda: experts(8, invariant=True),
+    "experts-fp32": lambda: experts(64, dtype=torch.float32),
+    "experts-groups": lambda: experts(4, sigmoid=True, scale=2.5, groups=8, top_groups=4),
     "store-fp8": lambda: store(FP8),
     "store-int8": lambda: store(torch.int8),
     **{f"{kind}-{rows}": lambda kind=kind, rows=rows: product(kind, rows)
@@ -282,7 +322,7 @@ def test_8_bit_cache_is_loaded_in_wide_words(case: str, compiled: list[Any], tmp
 
 MOVES = r"\s(ld|st|atom|red)\.(?!param)|\scp\.async\."
 DECODING = ("norm-4096", "bf16-gate-1", "bf16-2", "int8-1", "fp8-rows", "fp8-2", "fixed-1", "store-fp8", "decode",
-            "swiglu", "sample")  # fmt: skip
+            "swiglu", "sample", "experts-1", "experts-8", "latent-bf16")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DECODING)

@@ -105,18 +105,6 @@ def launch(
     return out
 
 
-@triton.jit
-def load_vectors(keys_ptr, row, first, columns, WIDTH: tl.constexpr, there, factor, dtype: tl.constexpr):
-    """Numbers `first` … of cached vectors, in the dtype of queries; `factor`: what a quantized cache is scaled by."""
-    n = tl.arange(0, WIDTH)
-    part = tl.load(
-        keys_ptr + row[:, None] + (first + n)[None, :], mask=there[:, None] & (n < columns)[None, :], other=0
-    )
-    if factor is not None:
-        return (part.to(tl.float32) * factor[:, None]).to(dtype)
-    return part
-
-
 # Compiled once for all numbers of splits, table widths and batch offsets: no recompilation while serving.
 @triton.jit(
     do_not_specialize=["splits", "min_tiles", "table_stride"],
@@ -151,6 +139,7 @@ def latent_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    QUANTIZED: tl.constexpr = key_scales_ptr is not None
     pdl_wait(PDL)
     seq = tl.program_id(2)
     start = tl.load(starts_ptr + seq)
@@ -177,10 +166,10 @@ def latent_kernel(
     live = query < queries
     place = (start + query).to(tl.int64) * HEADS + head
     n, r = tl.arange(0, RANK_WIDTH), tl.arange(0, ROPE_WIDTH)
-    at = q_ptr + place[:, None] * (RANK + ROPE)
+    q_at = q_ptr + place[:, None] * (RANK + ROPE)
     inside = live[:, None] & (n < RANK)[None, :]
-    q_latent = tl.load(at + n[None, :], mask=inside, other=0.0)
-    q_rope = tl.load(at + RANK + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
+    q_latent = tl.load(q_at + n[None, :], mask=inside, other=0.0)
+    q_rope = tl.load(q_at + RANK + r[None, :], mask=live[:, None] & (r < ROPE)[None, :], other=0.0)
     position = length - queries + query
     acc = tl.zeros((ROWS, RANK_WIDTH), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
@@ -194,11 +183,14 @@ def latent_kernel(
         # Nothing beyond the length is read: table entries and blocks there are uninitialised, and may be NaN.
         there = j < length
         vector = block.to(tl.int64) * block_stride + (j % SIZE) * (RANK + ROPE)
-        factor = None
-        if key_scales_ptr is not None:
-            factor = tl.load(key_scales_ptr + block.to(tl.int64) * scale_stride + j % SIZE, mask=there, other=0.0)
-        latent = load_vectors(keys_ptr, vector, 0, RANK, RANK_WIDTH, there, factor, q_ptr.dtype.element_ty)
-        rope = load_vectors(keys_ptr, vector, RANK, ROPE, ROPE_WIDTH, there, factor, q_ptr.dtype.element_ty)
+        at = keys_ptr + vector[:, None]
+        latent = tl.load(at + n[None, :], mask=there[:, None] & (n < RANK)[None, :], other=0.0)
+        rope = tl.load(at + RANK + r[None, :], mask=there[:, None] & (r < ROPE)[None, :], other=0.0)
+        if QUANTIZED:
+            scale_at = key_scales_ptr + block.to(tl.int64) * scale_stride + j % SIZE
+            factor = tl.load(scale_at, mask=there, other=0.0)[:, None]
+            latent = (latent.to(tl.float32) * factor).to(q_latent.dtype)
+            rope = (rope.to(tl.float32) * factor).to(q_latent.dtype)
         s = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
         s = tl.dot(q_latent, tl.trans(latent), s, input_precision="ieee")
         distance = position[:, None] - j[None, :]
