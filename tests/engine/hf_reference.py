@@ -59,6 +59,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT2),
     "mellum": ("mellum", {**SHAPE, **BY_LAYER}),
     "phi3": ("phi3", {**SHAPE, "head_dim": 12, "pad_token_id": 0, "sliding_window": 11, "rope_scaling": LONGROPE}),
+    "deepseek_v3": ("deepseek_v3", {**SHAPE, **LATENT}),
+}
+# Whose traits beyond those of the others are in the network, not in the engine.
+MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": (
         "qwen2_moe",
         {
@@ -94,7 +98,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 0.5,
         },
     ),
-    "deepseek_v3": ("deepseek_v3", {**SHAPE, **LATENT}),
 }
 
 
@@ -109,7 +112,7 @@ class Greedy:
 @cache
 def reference_model(family: str) -> Any:
     """Random weights, norms and biases too: what is forgotten, swapped or transposed shows in the tokens."""
-    kind, shape = FAMILIES[family]
+    kind, shape = (FAMILIES | MORE_FAMILIES)[family]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **shape)).float()
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import FAMILIES, VOCAB, answers, fresh_model, make_engine, random_prompts, reference_model
+from hf_reference import VOCAB, answers, fresh_model, make_engine, random_prompts, reference_model
 from safetensors.torch import save_file
 from test_model_runner import Unrecorded
 from torch import Tensor
@@ -32,6 +32,8 @@ LAYERS = {
     "deepseek_v3": ["gate_proj", "up_proj", "down_proj"],
     "mellum": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "phi3": ["o_proj", "down_proj"],
+    "starcoder2": ["q_proj", "v_proj", "c_fc"],
+    "granite": ["q_proj", "o_proj", "up_proj"],
 }
 
 
@@ -111,10 +113,15 @@ def engine_with(family: str, adapters: dict[str | None, Made | None], folder: Pa
     return engine
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LAYERS)
 def test_a_batch_with_two_adapters_and_none(family: str, tmp_path: Path) -> None:
     adapters = two_adapters(family)
     all_at_once(family, adapters, engine_with(family, adapters, tmp_path), 1e-5)
+
+
+def test_heads_in_another_order_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"'model\.layers\.0\.self_attn\.q_proj' has heads in another order"):
+        engine_with("glm", {"a": make_adapter("glm", ["q_proj"])}, tmp_path)
 
 
 def all_at_once(family: str, adapters: dict[str | None, Made | None], engine: Engine, close: float) -> None:
