@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lmworks.bench.roofline import measure_bandwidth
 from lmworks.kernels.inference import experts_triton
-from lmworks.kernels.inference.experts_triton import Routing, Tile
+from lmworks.kernels.inference.experts_triton import ExpertWeights, Product, Routing, Tile
 from lmworks.kernels.triton_support import compile_only
 
 HIDDEN, FFN, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -81,7 +81,7 @@ class Case:
         self.inner = torch.randn(tokens * TOP_K, FFN, device="cuda", dtype=torch.bfloat16, generator=generator)
 
     def launch(self, tile: Tile, up: bool) -> Callable[[], Tensor]:
-        x, w = (self.x, self.gate_up) if up else (self.inner, self.down)
+        x, w = (self.x, Product(self.gate_up)) if up else (self.inner, Product(self.down))
         out = torch.zeros(self.tokens * TOP_K, FFN if up else HIDDEN, device="cuda", dtype=torch.bfloat16)
         blocks = None if tile.pairs == 1 else experts_triton.group(self.ids, EXPERTS, tile.pairs)
 
@@ -146,7 +146,10 @@ def main() -> None:
             row[name] = {
                 "floor_us": 1e6 * floor, "tiles": [[str(tile), 1e6 * times[tile]] for tile in ranked[:8]]
             }  # fmt: skip
-        whole = seconds(lambda case=case: experts_triton.experts(case.x, case.logits, gate_up, down, ROUTING), repeats)
+        whole = seconds(
+            lambda case=case: experts_triton.experts(case.x, case.logits, ExpertWeights(gate_up, down), ROUTING),
+            repeats,
+        )
         row["experts_us"] = 1e6 * whole
         print(f"{case.tokens:5} tokens: experts {1e6 * whole:.1f} µs as it is tuned now", flush=True)
         found[str(case.tokens)] = row

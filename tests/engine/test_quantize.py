@@ -25,6 +25,7 @@ from lmworks.engine.quantization.folder import (
 from lmworks.engine.quantization.quantize import Calibration, QuantizationRefused, quantize
 from lmworks.engine.quantization.quantized_model import (
     SCHEMES,
+    QuantExperts,
     QuantLinear,
     apply_quantization,
     linears,
@@ -37,6 +38,7 @@ from lmworks.engine.quantization.quantized_model import (
 from lmworks.kernels.inference.quantized import int4_round
 from lmworks.loading import hf_tokenizer
 from lmworks.model.gpt import Linear
+from lmworks.model.moe import MoE, moe_layers
 from lmworks.spec import CheckpointError, DataError, LMWorksError, SpecError
 from tiny import differences, flip_a_bit, make_spec, train
 
@@ -177,10 +179,81 @@ def test_unquantizable_models_are_rejected() -> None:
         apply_quantization(small(), "int9")
     with pytest.raises(SpecError, match="quantized already"):
         apply_quantization(apply_quantization(small(), "int8"), "int4")
-    with pytest.raises(SpecError, match="experts"):
-        apply_quantization(GPT(ModelSpec.from_preset("tiny", experts=4, top_k=2)), "int8")
+    with pytest.raises(SpecError, match="'int4' does not support networks with experts; use int8 or fp8"):
+        apply_quantization(mixture(), "int4")
     with pytest.raises(SpecError, match="multiple of 32, but one has 48"):
         apply_quantization(GPT(ModelSpec.from_preset("tiny", hidden=48, heads=4, kv_heads=2)), "int4")
+
+
+def mixture() -> GPT:
+    traits = {"experts": 4, "top_k": 2, "expert_ffn": 48, "shared_experts": 1, "balance_bias": 0.01}
+    return GPT(ModelSpec.from_preset("tiny", layers=2, hidden=64, heads=4, kv_heads=2, init_std=0.2, **traits), seed=3)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_quantized_experts_equal_dequantized_experts(scheme: str) -> None:
+    """fp8 rounds what the products read, too."""
+    model = mixture().requires_grad_(False).eval()
+    plain = copy.deepcopy(model)
+    bytes_before = served_bytes(model)
+    apply_quantization(model, scheme)
+    assert served_bytes(model) < 0.7 * bytes_before  # the embedding of 257 rows stays
+    for name, layer in linears(plain):
+        layer.weight.copy_(model.get_submodule(name).dequantized())
+        if scheme == "fp8":
+            layer.register_forward_pre_hook(lambda _layer, inputs: fp8_and_back(inputs[0]))
+    plain.project = lambda states, _weight: plain.head(states)
+
+    def rounded(x: Tensor) -> Tensor:
+        return fp8_and_back(x)[0] if scheme == "fp8" else x
+
+    def dispatch(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
+        results = []
+        for expert, run in enumerate(rows.split(counts.tolist())):
+            inner = F.silu(rounded(run) @ moe.gate[expert].t()) * (rounded(run) @ moe.up[expert].t())
+            results.append(rounded(inner) @ moe.down[expert].t())
+        return torch.cat(results)
+
+    for mine, theirs in zip(moe_layers(plain), moe_layers(model), strict=True):
+        for name in ("gate", "up", "down"):
+            kept = getattr(theirs, name)
+            assert isinstance(kept, QuantExperts)
+            wide = kept.weight.float() * kept.scale.unsqueeze(-1)
+            assert 0 < off(wide, getattr(mine, name)) < {"int8": 0.01, "fp8": 0.05}[scheme]
+            getattr(mine, name).copy_(wide)
+        mine.dispatch = dispatch
+    tokens = some_tokens(model)
+    assert off(model(tokens), plain(tokens)) < 1e-5
+    model.bfloat16()
+    assert moe_layers(model)[0].down.weight.dtype == SCHEMES[scheme].stored
+    assert moe_layers(model)[0].down.scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_quantized_mixture_is_written_read_and_served(scheme: str, tmp_path: Path) -> None:
+    model = mixture().requires_grad_(False).eval()
+    text = Calibration.of(torch.randint(0, 257, (2000,), generator=torch.Generator().manual_seed(1)), 16, 257, "noise")
+    tokens = some_tokens(model)
+    before = model(tokens)
+    report = quantize(model, scheme, text, limit=math.inf)
+    errors = {layer.name: layer.error for layer in report.layers}
+    assert [name for name in errors if name.endswith("experts")] == [f"blocks.{i}.mlp.experts" for i in range(2)]
+    assert 0 < errors["blocks.0.mlp.experts"] < {"int8": 0.02, "fp8": 0.1}[scheme]
+    assert off(model(tokens), before) < 0.2
+    save_quantized(model, tmp_path / "out", report, eos=[256], tokenizer="bytes")
+    assert not differences(load_quantized(tmp_path / "out").state_dict(), model.state_dict())
+
+    from lmworks import LLM, SamplingParams
+
+    prompts = [list(text.encode()) for text in ("def", "return x if")]
+    llm = LLM(tmp_path / "out", device="cpu", blocks=64, context=32)
+    results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), progress=False)
+    llm.close()
+    for prompt, result in zip(prompts, results, strict=True):
+        given = torch.tensor([prompt])
+        for _ in range(8):
+            given = torch.cat((given, model(given)[:, -1].argmax(dim=-1, keepdim=True)), dim=1)
+        assert result.token_ids == given[0, len(prompt) :].tolist()
 
 
 # --- calibrated rounding ----------------------------------------------------------------------------------

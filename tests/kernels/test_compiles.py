@@ -107,12 +107,23 @@ def latent(held: torch.dtype, seqs: int, queries: int, invariant: bool = False) 
     writer.launch_vectors(cache, torch.zeros(5, 1, 576, dtype=BF16), slots)
 
 
-def experts(tokens: int, *, invariant: bool = False, dtype: torch.dtype = BF16, **routing: Any) -> None:
+def experts(
+    tokens: int,
+    *,
+    held: torch.dtype | None = None,
+    invariant: bool = False,
+    dtype: torch.dtype = BF16,
+    **routing: Any,
+) -> None:
     module = importlib.import_module("lmworks.kernels.inference.experts_triton")
     x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 128, dtype=dtype)
     gate_up, down = torch.zeros(128, 1536, 2048, dtype=dtype), torch.zeros(128, 2048, 768, dtype=dtype)
     shared, bias = (x, torch.zeros(128)) if routing else (None, None)
-    module.experts(x, logits, gate_up, down, module.Routing(8, **routing), bias, shared, invariant)
+    weights = module.ExpertWeights(gate_up, down)
+    if held is not None:
+        scales = torch.zeros(128, 1536), torch.zeros(128, 2048)
+        weights = module.ExpertWeights(gate_up.to(held), down.to(held), *scales)
+    module.experts(x, logits, weights, module.Routing(8, **routing), bias, shared, invariant)
 
 
 def unpermute() -> None:
@@ -261,6 +272,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"latent-prompt-{TYPES[held]}": lambda held=held: latent(held, 2, 300) for held in (BF16, FP8, torch.int8)},
     "latent-invariant": lambda: latent(BF16, 4, 1, invariant=True),
     **{f"experts-{tokens}": lambda tokens=tokens: experts(tokens) for tokens in (1, 8, 64, 256, 1024, 8192)},
+    **{f"experts-{TYPES[held]}-{tokens}": lambda held=held, tokens=tokens: experts(tokens, held=held)
+       for held in (FP8, torch.int8) for tokens in (1, 64, 8192)},
     "experts-invariant": lambda: experts(8, invariant=True),
     "experts-fp32": lambda: experts(64, dtype=torch.float32),
     "experts-groups": lambda: experts(4, sigmoid=True, scale=2.5, groups=8, top_groups=4),

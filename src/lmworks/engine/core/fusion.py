@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from ...model.gpt import GPT, MLP, Attention, Block, LatentAttention, Linear, RM
 from ...model.moe import MoE, Router
 from ...spec import LMWorksError, ModelSpec, SpecError
 from ..quantization import quantized_model
+from ..quantization.quantized_model import QuantExperts
 from ..tensor_parallel.tp_shards import RowParallelExperts, RowParallelLinear
 from .kv_cache import PagedAttention
 from .latent_attention import AbsorbedLatentAttention
@@ -134,15 +135,20 @@ class FusedMoE(nn.Module):
         from ...kernels.inference.experts_triton import Routing
 
         self.router, self.shared, self.shared_gate, self.apply_linear = was.router, shared, was.shared_gate, apply
-        self.gate_up = nn.Parameter(torch.cat((was.gate, was.up), dim=1), requires_grad=False)
-        self.down = was.down
+        matrices: list[Any] = [was.gate, was.up, was.down]
+        self.scales: nn.ParameterList | None = None
+        if isinstance(matrices[0], QuantExperts):
+            scales = [one.scale for one in matrices]
+            self.scales = nn.ParameterList([frozen(torch.cat(scales[:2], dim=1)), frozen(scales[2])])
+            matrices = [one.weight for one in matrices]
+        self.gate_up, self.down = frozen(torch.cat(matrices[:2], dim=1)), frozen(matrices[2].data)
         self.register_buffer("choice_bias", was.choice_bias)
         self.routing = Routing(
             was.top_k, was.scores == "sigmoid", was.norm_topk, was.routed_scale, was.expert_groups, was.top_groups
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        from ...kernels.inference.experts_triton import experts
+        from ...kernels.inference.experts_triton import ExpertWeights, experts
 
         apply = self.apply_linear
         shared = None if self.shared is None else self.shared(x)
@@ -150,7 +156,12 @@ class FusedMoE(nn.Module):
             shared = torch.sigmoid(apply.project(x, self.shared_gate.weight)) * shared
         logits = apply.project(x, self.router.weight)
         bias = cast(Tensor | None, self.choice_bias)
-        return experts(x, logits, self.gate_up, self.down, self.routing, bias, shared, apply.invariant)
+        weights = ExpertWeights(self.gate_up, self.down, *(self.scales or ()))
+        return experts(x, logits, weights, self.routing, bias, shared, apply.invariant)
+
+
+def frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
 
 
 class Unfused(nn.Module):

@@ -17,7 +17,7 @@ the head, which is never int4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,17 @@ from torch import Tensor, nn
 from ...kernels.inference import quantized
 from ...model.attention import dense
 from ...model.gpt import GPT, Block, Linear, default_positions
-from .quantized_model import HEAD, QuantLinear, Scheme, group_size, layer_scheme, replace_layer, round_to_nearest
+from ...model.moe import MoE
+from .quantized_model import (
+    HEAD,
+    QuantLinear,
+    Scheme,
+    group_size,
+    layer_scheme,
+    quantize_experts,
+    replace_layer,
+    round_to_nearest,
+)
 
 DAMPING = 0.01  # added to H's diagonal, relative to its mean
 COLUMNS = 128  # of a block: errors reach later columns in one product
@@ -94,12 +104,15 @@ def quantize_layers(
         assert isinstance(block, Block)
         runner = BlockRunner(model, block)
         linears = {name: layer for name, layer in block.named_modules() if isinstance(layer, Linear)}
-        seen = runner.collect_stats(states, linears, moments=scheme.name == "int4")
+        mixtures = {"mlp": block.mlp} if isinstance(block.mlp, MoE) else {}
+        seen = runner.collect_stats(states, {**linears, **mixtures}, moments=scheme.name == "int4")
         for name, layer in linears.items():
             full = f"blocks.{number}.{name}"
             new = chosen(full, layer, seen[name])
             yield report(full, scheme, layer, new, seen.pop(name), group)
             replace_layer(model, full, new)
+        for name, moe in mixtures.items():
+            yield round_experts(f"blocks.{number}.{name}.experts", scheme, moe, seen.pop(name))
         states = [runner.run(x) for x in states]
     if model.head is not None and model.norm is not None:
         normed = InputStats()
@@ -108,6 +121,15 @@ def quantize_layers(
         new = chosen(HEAD, model.head, normed)
         yield report(HEAD, layer_scheme(scheme, HEAD), model.head, new, normed, group)
         replace_layer(model, HEAD, new)
+
+
+def round_experts(name: str, scheme: Scheme, moe: MoE, seen: InputStats) -> LayerReport:
+    """All experts of a layer, to nearest; the error is that of their weighted sum."""
+    x = seen.rows().to(moe.router.weight.dtype).unsqueeze(0)
+    wanted = moe(x).float()
+    quantize_experts(scheme, moe)
+    error = float((moe(x).float() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+    return LayerReport(name, error, error, seen.amax, seen.rms, 0)
 
 
 def num_fit_batches(states: list[Tensor]) -> int:
@@ -134,7 +156,9 @@ class BlockRunner:
         result: Tensor = self.block(x, rotary, dense(spec, x.device))
         return result
 
-    def collect_stats(self, states: list[Tensor], linears: dict[str, Linear], moments: bool) -> dict[str, InputStats]:
+    def collect_stats(
+        self, states: list[Tensor], linears: Mapping[str, nn.Module], moments: bool
+    ) -> dict[str, InputStats]:
         """Input statistics of each linear layer of the block."""
         seen = {name: InputStats() for name in linears}
         fitted = num_fit_batches(states)

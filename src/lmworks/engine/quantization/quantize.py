@@ -130,7 +130,7 @@ def quantize(
 ) -> Report:
     """Quantize a network in place. Raises QuantizationRefused if it lost too much; the network is then unusable."""
     chosen = get_scheme(scheme)
-    check_quantizable(model)
+    check_quantizable(model, scheme)
     model.eval().requires_grad_(False)
     loss_before, bytes_before = loss_on(model, calibration.measure), served_bytes(model)
     if not math.isfinite(loss_before):

@@ -1,9 +1,9 @@
 """A network whose matrices are int8, int4 or fp8 (formats: `kernels.inference.quantized`).
 
-Quantized are the linear layers of every block (q, k, v, out, gate, up, down) and the head, which decides between tokens
-that are almost alike: with int4 it is int8. Embeddings, norms and biases stay as they are, and so does a head that is
-tied to the embedding. Experts are no linear layers of the network (one tensor holds all experts of a layer): a mixture
-of experts is rejected.
+Quantized are the linear layers of every block (q, k, v, out, gate, up, down), the matrices of experts, and the head,
+which decides between tokens that are almost alike: with int4 it is int8. Embeddings, norms, biases and routers stay as
+they are, and so does a head that is tied to the embedding. Experts, of which one tensor holds all matrices of a kind,
+are int8 or fp8; int4 rejects them.
 
 `MetaModel` is a network on the meta device, quantized or not: shapes without memory, for loading and warm-up.
 """
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.inference import quantized
-from ...kernels.swiglu import swiglu_packed
+from ...kernels.swiglu import swiglu, swiglu_packed
 from ...model.gpt import GPT, Linear
-from ...model.moe import moe_layers
+from ...model.moe import MoE, moe_layers
 from ...model.tensor_files import to_empty
 from ...spec import ModelSpec, SpecError
 from ...spec.errors import did_you_mean
@@ -90,14 +90,7 @@ class QuantLinear(nn.Module):
         return logits
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves between devices apply; casts (`model.bfloat16()`) do not change the format."""
-        was = {"weight": self.weight, "scale": self.scale}
-        super()._apply(fn, recurse)
-        for name, before in was.items():
-            now = getattr(self, name)
-            if now.dtype != before.dtype:
-                setattr(self, name, before.to(now.device))
-        return self
+        return keep_format(self, lambda: super(QuantLinear, self)._apply(fn, recurse))
 
     @property
     def in_features(self) -> int:
@@ -109,6 +102,65 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.scheme.name}, {self.in_features} → {self.weight.shape[0]}"
+
+
+class QuantExperts(nn.Module):
+    """One matrix of every expert of a layer, in int8 or fp8."""
+
+    weight: Tensor  # (experts, out, in)
+    scale: Tensor  # (experts, out)
+
+    def __init__(self, scheme: Scheme, weight: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+
+    def multiply(self, expert: int, rows: Tensor) -> Tensor:
+        return self.scheme.linear(rows, self.weight[expert], self.scale[expert], False, False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return keep_format(self, lambda: super(QuantExperts, self)._apply(fn, recurse))
+
+
+MATRICES = ("gate", "up", "down")  # of experts
+
+
+def quantize_experts(scheme: Scheme, moe: MoE) -> None:
+    """Round the matrices of all experts, in place."""
+    rounded = quantized.int8_quantize if scheme.name == "int8" else quantized.fp8_quantize
+    for name in MATRICES:
+        weight = getattr(moe, name).detach()
+        pieces = [rounded(one) for one in weight]
+        set_experts(moe, name, scheme, *(torch.stack(parts) for parts in zip(*pieces, strict=True)))
+
+
+def set_experts(moe: MoE, name: str, scheme: Scheme, weight: Tensor, scale: Tensor) -> None:
+    delattr(moe, name)
+    setattr(moe, name, QuantExperts(scheme, weight, scale))
+    moe.dispatch = dispatch_quantized
+
+
+def dispatch_quantized(moe: MoE, rows: Tensor, counts: Tensor) -> Tensor:
+    """As `model.moe.dispatch_locally`."""
+    gate, up, down = (cast(QuantExperts, getattr(moe, name)) for name in MATRICES)
+    results = [
+        down.multiply(expert, swiglu(gate.multiply(expert, run), up.multiply(expert, run)))
+        for expert, run in enumerate(rows.split(counts.tolist()))
+        if len(run)
+    ]
+    return torch.cat([rows[:0], *results])
+
+
+def keep_format(module: nn.Module, apply: Callable[[], Any]) -> Any:
+    """Moves between devices apply; casts (`model.bfloat16()`) do not change the format of `weight` and `scale`."""
+    was = {"weight": cast(Tensor, module.weight), "scale": cast(Tensor, module.scale)}
+    applied = apply()
+    for name, before in was.items():
+        now = getattr(module, name)
+        if now.dtype != before.dtype:
+            setattr(module, name, before.to(now.device))
+    return applied
 
 
 def round_to_nearest(scheme: Scheme, layer: nn.Linear, group: int = quantized.GROUPS[0]) -> QuantLinear:
@@ -158,17 +210,19 @@ def same_format(a: QuantLinear, b: QuantLinear) -> bool:
 def apply_quantization(model: GPT, scheme: str, group: int = quantized.GROUPS[0]) -> GPT:
     """Round all matrices, in place and one at a time. Calibrated rounding: `engine.quantization.quantize`."""
     chosen = get_scheme(scheme)
-    check_quantizable(model)
+    check_quantizable(model, scheme)
     for name, layer in list(linears(model)):
         replace_layer(model, name, round_to_nearest(layer_scheme(chosen, name), layer, group))
+    for moe in moe_layers(model):
+        quantize_experts(chosen, moe)
     return model
 
 
-def check_quantizable(model: GPT) -> None:
+def check_quantizable(model: GPT, scheme: str) -> None:
     if quantized_layers(model):
         raise SpecError("the network is quantized already: quantize what it was made from")
-    if moe_layers(model):
-        raise SpecError("a network with experts cannot be quantized yet: experts are kept in their own precision")
+    if moe_layers(model) and scheme == "int4":
+        raise SpecError("scheme 'int4' does not support networks with experts; use int8 or fp8")
 
 
 def linears(model: GPT) -> Iterator[tuple[str, Linear]]:
@@ -204,7 +258,9 @@ def set_batch_invariant(model: nn.Module, batch_invariant: bool = True) -> None:
 def served_bytes(model: nn.Module) -> int:
     """Bytes of weights on a GPU: quantized ones as stored, others in half precision. Tied weights count once."""
     rest = sum(2 * parameter.numel() for parameter in model.parameters())
-    return rest + sum(layer.weight.nbytes + layer.scale.nbytes for layer in quantized_layers(model))
+    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    stored: list[QuantLinear | QuantExperts] = [*quantized_layers(model), *experts]
+    return rest + sum(layer.weight.nbytes + layer.scale.nbytes for layer in stored)
 
 
 def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> None:
@@ -220,6 +276,12 @@ def empty_like_quantized(model: GPT, scheme: str, groups: Mapping[str, int]) -> 
             weight, scale = (out, inputs // 8), (out, inputs // groups[name])
         tensors = torch.empty(weight, dtype=chosen.stored), torch.empty(scale, dtype=chosen.scales)
         replace_layer(model, name, QuantLinear(chosen, *tensors, layer.bias))
+    for moe in moe_layers(model):
+        chosen = get_scheme(scheme)
+        for name in MATRICES:
+            sizes = getattr(moe, name).shape
+            tensors = torch.empty(sizes, dtype=chosen.stored), torch.empty(sizes[:2], dtype=chosen.scales)
+            set_experts(moe, name, chosen, *tensors)
 
 
 # --- meta device ----------------------------------------------------------------------------------------

@@ -69,6 +69,10 @@ def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
     heads = meta_model.spec.kv_heads
     if heads % tp and tp % heads:
         raise SpecError(f"engine.tp = {tp} and the model's kv_heads = {heads}: one must divide the other")
+    if meta_model.scheme and meta_model.spec.experts:
+        raise SpecError(
+            f"engine.tp = {tp}: quantized experts are not sharded; serve them with engine.tp = 1, or unquantized"
+        )
     if (found := indivisible_int4_layer(meta_model, tp)) is not None:
         layer, inputs = found
         raise SpecError(

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..training.float8_triton import quantize_rows
 from ..triton_support import PDL_MAX_PROGRAMS, pdl_options, pdl_wait, power_of_two, tl, triton
 from .linear_triton import channels_of, write
+from .quantized import FP8
 
 MAX_PAIRS_ALONE = 32
 SORT_CHUNK, SORT_TILE = 1024, 128  # pairs of a program of `group_kernel` where they are many, and those ranked at once
@@ -154,13 +156,14 @@ def group_kernel(ids, counts, order, starts, block_expert, block_row, P, chunks,
 
 
 @triton.jit(do_not_specialize=["P"])
-def grouped_kernel(x, w, pair_weights, out, order, starts, block_expert, block_row, P, N, K, TOP_K: tl.constexpr,
-                   UP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+def grouped_kernel(x, row_scale, w, scale, pair_weights, out, order, starts, block_expert, block_row, P, N, K,
+                   TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """W · xᵀ of a block of pairs with their expert's weights, w (experts, N, K).
 
     `UP`: x (tokens, K) → out (P, N / 2) in the order of experts, silu(gate) · up.
     Else: x (P, K) in that order → out (P, N) in the order of pairs, times their routing weights.
+    `KIND`: "wide", "int8" (weights, times scale (experts, N)) or "fp8" (x too, times the scale of its row).
     """
     pdl_wait(PDL)
     n = channels_of(tl.program_id(0), N, BN, UP)
@@ -180,7 +183,14 @@ def grouped_kernel(x, w, pair_weights, out, order, starts, block_expert, block_r
         there = first + k < K
         tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + source[None, :] * K + (first + k)[:, None], mask=there[:, None], other=0.0)
-        sums = tl.dot(tile, part, sums, input_precision="ieee")
+        if KIND == "fp8":  # promoted to fp32 every step, as in `few_rows_kernel`
+            sums = tl.dot(tile, part, sums, max_num_imprecise_acc=BK)
+        else:
+            sums = tl.dot(tile.to(part.dtype), part, sums, input_precision="ieee")
+    if KIND != "wide":
+        sums *= tl.load(scale + row)[:, None]
+    if KIND == "fp8":
+        sums *= tl.load(row_scale + source)[None, :]
     if UP:
         write(sums, out, tl.where(inside, slot, P), n, P, N, True)
     else:
@@ -189,8 +199,8 @@ def grouped_kernel(x, w, pair_weights, out, order, starts, block_expert, block_r
 
 
 @triton.jit
-def alone_up_kernel(x, w, ids, out, N, K, TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                    PDL: tl.constexpr):  # fmt: skip
+def alone_up_kernel(x, row_scale, w, scale, ids, out, N, K, TOP_K: tl.constexpr, KIND: tl.constexpr,
+                    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """As `grouped_kernel` with `UP` for one pair a program, without an order: out (P, N / 2) is in that of pairs."""
     n = channels_of(tl.program_id(0), N, BN, True)
     pair = tl.program_id(1)
@@ -203,12 +213,18 @@ def alone_up_kernel(x, w, ids, out, N, K, TOP_K: tl.constexpr, BN: tl.constexpr,
         tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + (pair // TOP_K).to(tl.int64) * K + first + k, mask=there, other=0.0).to(tl.float32)
         sums += tile.to(tl.float32) * part[None, :]
-    write(tl.sum(sums, axis=1)[:, None], out, pair + tl.arange(0, 1), n, pair + 1, N, True)
+    total = tl.sum(sums, axis=1)
+    if KIND != "wide":
+        total *= tl.load(scale + row)
+    if KIND == "fp8":
+        total *= tl.load(row_scale + pair // TOP_K)
+    write(total[:, None], out, pair + tl.arange(0, 1), n, pair + 1, N, True)
 
 
 @triton.jit
-def alone_down_kernel(x, w, ids, pair_weights, shared, out, N, K, TOP_K: tl.constexpr, HAS_SHARED: tl.constexpr,
-                      BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def alone_down_kernel(x, row_scale, w, scale, ids, pair_weights, shared, out, N, K, TOP_K: tl.constexpr,
+                      KIND: tl.constexpr, HAS_SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     """The weighted sum of a token's experts in one program: x (P, K) in the order of pairs → out (tokens, N)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     token = tl.program_id(1)
@@ -219,11 +235,16 @@ def alone_down_kernel(x, w, ids, pair_weights, shared, out, N, K, TOP_K: tl.cons
         pair = token * TOP_K + choice
         weight = tl.load(pair_weights + pair)
         row = tl.load(ids + pair).to(tl.int64) * N + tl.where(n < N, n, 0)
+        if KIND == "fp8":
+            weight *= tl.load(row_scale + pair)
+        factor = tl.full((BN,), 1.0, tl.float32)
+        if KIND != "wide":
+            factor = tl.load(scale + row)
         for first in range(0, K, BK):
             there = first + k < K
             tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
             part = tl.load(x + pair.to(tl.int64) * K + first + k, mask=there, other=0.0).to(tl.float32)
-            sums += tile.to(tl.float32) * (part * weight)[None, :]
+            sums += tile.to(tl.float32) * (part * weight)[None, :] * factor[:, None]
     total = tl.sum(sums, axis=1)
     place = token.to(tl.int64) * N + n
     if HAS_SHARED:
@@ -259,6 +280,16 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """In half precision, or in int8 or e4m3 with scales of output channels."""
+
+    gate_up: Tensor  # (experts, 2 · ffn, hidden), gates before ups
+    down: Tensor  # (experts, hidden, ffn)
+    gate_up_scale: Tensor | None = None  # (experts, 2 · ffn) fp32
+    down_scale: Tensor | None = None  # (experts, hidden)
 
 
 @dataclass(frozen=True)
@@ -305,8 +336,7 @@ def grouped_tile(pairs: int, experts: int, itemsize: int, invariant: bool) -> Ti
 def experts(
     x: Tensor,
     logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     routing: Routing,
     bias: Tensor | None = None,
     shared: Tensor | None = None,
@@ -314,20 +344,50 @@ def experts(
 ) -> Tensor:
     """x (tokens, hidden) through the chosen experts, plus `shared`: (tokens, hidden).
 
-    logits (tokens, experts); gate_up (experts, 2 · ffn, hidden), gates before ups; down (experts, hidden, ffn).
+    logits (tokens, experts). With e4m3 weights inputs of both products are e4m3 too, with a scale for each row.
     """
     x, pairs = x.contiguous(), x.shape[0] * routing.top_k
-    ids, weights = route(logits, routing, bias)
-    inner = x.new_empty(pairs, down.shape[2])
+    ids, pair_weights = route(logits, routing, bias)
+    up = Product(weights.gate_up, weights.gate_up_scale)
+    down = Product(weights.down, weights.down_scale)
+    inner = x.new_empty(pairs, down.inputs)
     if pairs <= MAX_PAIRS_ALONE and not invariant:
-        launch_alone_up(x, gate_up, ids, inner, ALONE_UP)
-        return launch_alone_down(inner, down, ids, weights, shared, torch.empty_like(x), ALONE_DOWN)
-    tile = grouped_tile(pairs, len(down), x.itemsize, invariant)
-    blocks = group(ids, len(down), tile.pairs)
-    launch_grouped(x, gate_up, weights, inner, blocks, tile, routing.top_k, up=True)
+        launch_alone_up(x, up, ids, inner, ALONE_UP)
+        return launch_alone_down(inner, down, ids, pair_weights, shared, torch.empty_like(x), ALONE_DOWN)
+    tile = grouped_tile(pairs, len(weights.down), x.itemsize, invariant)
+    blocks = group(ids, len(weights.down), tile.pairs)
+    launch_grouped(x, up, pair_weights, inner, blocks, tile, routing.top_k, up=True)
     results = x.new_empty(pairs, x.shape[1])
-    launch_grouped(inner, down, weights, results, blocks, tile, routing.top_k, up=False)
+    launch_grouped(inner, down, pair_weights, results, blocks, tile, routing.top_k, up=False)
     return combine(results, shared, routing.top_k)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix of all experts (experts, N, K), and its scales (experts, N) if it is quantized."""
+
+    w: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "fp8" if self.w.dtype == FP8 else "int8" if self.w.dtype == torch.int8 else "wide"
+
+    @property
+    def channels(self) -> int:
+        return self.w.shape[1]
+
+    @property
+    def inputs(self) -> int:
+        return self.w.shape[2]
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
+        """What a kernel reads: x, its rows' scales, weights, their scales; scales that are not there are never read."""
+        scale = x if self.scale is None else self.scale
+        if self.kind != "fp8":
+            return x, x, self.w, scale, self.kind
+        values, row_scale = quantize_rows(x, FP8)
+        return values, row_scale, self.w, scale, self.kind
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -364,33 +424,35 @@ def group(ids: Tensor, experts: int, pairs_of_block: int) -> Blocks:
 
 
 def launch_grouped(
-    x: Tensor, w: Tensor, weights: Tensor, out: Tensor, blocks: Blocks, tile: Tile, top_k: int, up: bool
+    x: Tensor, product: Product, weights: Tensor, out: Tensor, blocks: Blocks, tile: Tile, top_k: int, up: bool
 ) -> None:
-    channels, inputs = w.shape[1:]
-    grid = (triton.cdiv(channels, tile.channels), blocks.most)
+    *operands, kind = product.operands(x)
+    grid = (triton.cdiv(product.channels, tile.channels), blocks.most)
     grouped_kernel[grid](
-        x, w, weights, out, blocks.order, blocks.starts, blocks.expert, blocks.row, weights.numel(), channels, inputs,
-        top_k, up, tile.pairs, tile.channels, tile.inputs, **pdl_options(x.device), num_warps=tile.warps,
-        num_stages=tile.stages,
+        *operands, weights, out, blocks.order, blocks.starts, blocks.expert, blocks.row, weights.numel(),
+        product.channels, product.inputs, top_k, up, kind, tile.pairs, tile.channels, tile.inputs,
+        **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def launch_alone_up(x: Tensor, w: Tensor, ids: Tensor, out: Tensor, tile: Tile) -> Tensor:
-    channels, inputs = w.shape[1:]
+def launch_alone_up(x: Tensor, product: Product, ids: Tensor, out: Tensor, tile: Tile) -> Tensor:
+    channels, inputs = product.channels, product.inputs
+    *operands, kind = product.operands(x)
     alone_up_kernel[(triton.cdiv(channels, tile.channels), ids.numel())](
-        x, w, ids, out, channels, inputs, ids.shape[1], tile.channels, min(tile.inputs, power_of_two(inputs)),
-        **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
+        *operands, ids, out, channels, inputs, ids.shape[1], kind, tile.channels,
+        min(tile.inputs, power_of_two(inputs)), **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
 def launch_alone_down(
-    x: Tensor, w: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, out: Tensor, tile: Tile
+    x: Tensor, product: Product, ids: Tensor, weights: Tensor, shared: Tensor | None, out: Tensor, tile: Tile
 ) -> Tensor:
-    channels, inputs = w.shape[1:]
+    channels, inputs = product.channels, product.inputs
+    *operands, kind = product.operands(x)
     alone_down_kernel[(triton.cdiv(channels, tile.channels), len(ids))](
-        x, w, ids, weights, out if shared is None else shared.contiguous(), out, channels, inputs, ids.shape[1],
-        shared is not None, tile.channels, min(tile.inputs, power_of_two(inputs)), **pdl_options(x.device),
+        *operands, ids, weights, out if shared is None else shared.contiguous(), out, channels, inputs, ids.shape[1],
+        kind, shared is not None, tile.channels, min(tile.inputs, power_of_two(inputs)), **pdl_options(x.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
