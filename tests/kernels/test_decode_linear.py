@@ -165,7 +165,16 @@ def test_kernels_equal_references(kind: str, rows: int, cut: None) -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("kind", ["wide", "int8", "int4", "fp8"])
+@pytest.mark.parametrize(
+    ("cut", "kind"),  # fp8 shares its kernel with `wide`
+    [
+        *(("whole", kind) for kind in ("wide", "int8", "int4")),
+        ("shared", "int4"),
+        *(pytest.param("shared", kind, marks=pytest.mark.slow) for kind in ("wide", "int8", "fp8")),
+        pytest.param("whole", "fp8", marks=pytest.mark.slow),
+    ],
+    indirect=["cut"],
+)
 def test_gated_matmul_equals_swiglu_bitwise(kind: str, cut: None) -> None:
     """38 gates and what they are for: the last tile of either is not full."""
     from lmworks.kernels import swiglu_triton

@@ -26,7 +26,8 @@ FILES = (
     "test_paged_triton.py",
     "test_sample_kernel.py",
     "test_decode_linear.py",
-    "test_swiglu_fp8.py",
+    "test_swiglu_fp8.py::test_kernels_equal_references",  # the others of this file interpret nothing
+    "test_swiglu_fp8.py::test_rows_must_be_multiple_of_four",
 )
 
 

@@ -91,6 +91,7 @@ class House:
         self.backend = EngineProcess(MODEL, partial(factory, str(folder)), StallTimeouts(stuck=0.6, kill=0.0))
         self.run(self.backend.start())
         self.opened: list[tuple[Server, Any]] = []
+        self.shared: list[tuple[Server, Any]] = []  # by several files
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
@@ -130,15 +131,22 @@ class House:
         found = self.backend.state.metrics
         return not self.backend.queues and found["num_requests_running"] == found["num_requests_waiting"] == 0
 
-    def close(self) -> None:
-        for server, task in self.opened:
+    def close_servers(self) -> None:
+        """Those that tests opened: each looks ten times a second whether it should end."""
+        for server, _ in self.opened:
             server.force_exit = server.should_exit = True
             server.seconds = 0.0
             server.serving.local_models = []  # its engine goes on for the others
+        for server, task in self.opened:
             task.result(30)
             if server.serving.batches is not None:
                 self.run(server.serving.batches.close())
             self.loop.call_soon_threadsafe(server.serving.workers.close)
+        self.opened.clear()
+
+    def close(self) -> None:
+        self.opened += self.shared
+        self.close_servers()
         self.run(self.backend.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
