@@ -2,7 +2,7 @@
 
 It replaces the functions of `triton.language` by its own, and looks for them among all names there: a third of the time
 of small kernels. A process that only interprets can leave them replaced. Every sum and product of integers is computed
-twice, to see whether it overflows, which no size of these tests does; and the table of NumPy's types is built each time.
+twice, to see whether it overflows, which no size here does; and the table of NumPy's types is built each time.
 """
 
 from __future__ import annotations

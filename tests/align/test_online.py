@@ -169,7 +169,7 @@ def test_layouts_give_the_gradients_of_one_rank(tmp_path: Path) -> None:
     given["align"] |= {"epochs": 5, "beta": 0.1}
     given["data"]["global_batch"] = 16
     with parity({**given, "optim": {"optimizer": "sgd", "lr": 0.1}}, quick=True) as proof:
-        results = [proof.prove(layout) for layout in choose("fsdp2,tp2,zero-1")]
+        results = [proof.prove(layout) for layout in choose("fsdp2,tp2")]
     assert [result.failure for result in results if not result.ok] == []
     assert all(result.tokens > 0 for result in results)
 

@@ -123,7 +123,7 @@ def test_the_first_loss_of_dpo_is_log_2(tmp_path: Path) -> None:
     ("method", "names"),
     [
         ("sft", "tp2-sp,pp2-1f1b-fsdp2"),
-        ("dpo", "fsdp2"),
+        pytest.param("dpo", "fsdp2", marks=pytest.mark.slow),
         pytest.param("dpo", "tp2,zero-1", marks=pytest.mark.slow),
         pytest.param("reward", "tp2-sp", marks=pytest.mark.slow),  # as with adapters, below
     ],

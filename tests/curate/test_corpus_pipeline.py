@@ -89,9 +89,15 @@ curate(pipeline(Path(source), Path(out)), workers=1, progress=progress)
 """
 
 
-@pytest.mark.parametrize(("stage", "count"), [("merge exact", 3), ("merge minhash", 5), ("merge lines", 8)])
+@pytest.mark.parametrize(
+    ("stage", "count"),
+    [
+        ("merge minhash", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("merge exact", 3), ("merge lines", 8))),
+    ],
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(
-    expected: tuple[Path, bytes], tmp_path: Path, stage: str, count: int
+    expected: tuple[Path, bytes], tmp_path: Path, stage: str, count: int, forked_python: None
 ) -> None:
     source, whole = expected
     command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), stage, str(count)]

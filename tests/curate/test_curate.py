@@ -152,10 +152,15 @@ curate(pipeline(Path(source), Path(out)), workers=int(sys.argv[6]), progress=pro
 
 
 @pytest.mark.parametrize(
-    ("stage", "count", "workers"), [("curate", 3, 1), ("merge first_words", 1, 1), ("write", 1, 1), ("curate", 1, 2)]
+    ("stage", "count", "workers"),
+    [
+        ("merge first_words", 1, 1),
+        ("curate", 1, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("curate", 3, 1), ("write", 1, 1))),
+    ],
 )
 def test_killed_run_continues_to_the_same_result(
-    jsonl: Path, tmp_path: Path, stage: str, count: int, workers: int
+    jsonl: Path, tmp_path: Path, stage: str, count: int, workers: int, forked_python: None
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     here = str(Path(__file__).parent)

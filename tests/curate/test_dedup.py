@@ -173,7 +173,7 @@ def first_of_components(texts: list[str], least: float) -> list[str]:
     return [text for at, (text, root) in enumerate(zip(texts, roots_of(texts, least), strict=True)) if root == at]
 
 
-@pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), (2**19, 100)])
+@pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), pytest.param(2**19, 100, marks=pytest.mark.slow)])
 def test_near_duplicates_keep_the_first_of_each_component(
     records: int, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,7 @@ def test_verified_pairs_are_those_of_the_exact_similarity(tmp_path: Path) -> Non
     assert 5 < sum(found) < 20
 
 
-@pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), (2**19, 100)])
+@pytest.mark.parametrize(("records", "cut"), [(3, 9), (2**19, 1), pytest.param(2**19, 100, marks=pytest.mark.slow)])
 def test_clusters_are_the_components(records: int, cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_files, "RECORDS", records)
     monkeypatch.setattr(clusters, "RECORDS", records)

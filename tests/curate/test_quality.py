@@ -26,8 +26,8 @@ def documents(count: int, share: float, seed: int) -> list[str]:
 
 
 def test_held_out_auc_is_high_where_kinds_differ_and_one_half_where_they_do_not() -> None:
-    assert train(documents(80, 0.8, 1), documents(120, 0.2, 2)).auc > 0.99
-    same = train(documents(150, 0.5, 3), documents(150, 0.5, 4))
+    assert train(documents(50, 0.8, 1), documents(70, 0.2, 2)).auc > 0.99
+    same = train(documents(80, 0.5, 3), documents(80, 0.5, 4))
     held = same.documents["held_out"] / 2
     assert abs(same.auc - 0.5) < 4 * ((2 * held + 1) / (12 * held * held)) ** 0.5  # of the rank statistic by chance
 

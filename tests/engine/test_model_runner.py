@@ -234,8 +234,14 @@ def test_oom_step_retries_without_prefill_graphs(at: str, monkeypatch: pytest.Mo
         answered(runner, prompts, ask, ask)
 
 
-@pytest.mark.parametrize("source", ["ngram", "draft"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("temperature", "source"),
+    [
+        (0.0, "ngram"),
+        (0.7, "draft"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.0, "draft"), (0.7, "ngram"))),
+    ],
+)
 def test_padded_draft_steps_equal_unpadded(source: str, temperature: float) -> None:
     """Sequences with and without guesses in one padded step, judged as in a step that is not padded."""
     model = lively()
@@ -320,7 +326,7 @@ def test_quantized_cache_is_close(kind: str) -> None:
     assert 1e-6 < off < 0.05
 
 
-@pytest.mark.parametrize("shape", with_slow(SHAPES, OTHER_SHAPES))
+@pytest.mark.parametrize("shape", with_slow(SHAPES, (*OTHER_SHAPES, "moe")))  # experts: with the latent attention
 def test_batch_invariance(shape: str) -> None:
     """Bitwise the same log-probabilities alone, in any batch, and however the prompt is cut."""
     model = lively(**SHAPES[shape])

@@ -118,7 +118,7 @@ def test_proposal_cost_does_not_grow_with_the_text() -> None:
 each = pytest.mark.parametrize(("family", "source"), list(itertools.product(FAMILIES, ("ngram", "draft"))))
 # Each family with either source and either way, not all three at once.
 QUICK_PAIRS = [
-    ("deepseek_v3", "draft", True), ("gpt2", "draft", False), ("llama", "ngram", True), ("qwen3", "ngram", False)
+    ("deepseek_v3", "ngram", True), ("gpt2", "draft", False), ("llama", "draft", True), ("qwen3", "ngram", False)
 ]  # fmt: skip
 each_pair = pytest.mark.parametrize(
     ("family", "source", "behind"),
@@ -155,7 +155,7 @@ def test_accepted_draft_tokens_save_steps() -> None:
     assert engine.metrics.steps == 1 + 40 // 4
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_the_end_of_the_context(family: str) -> None:
     """One sequence has no room for guesses any more; its neighbour has, and the draft goes ahead with that one."""
     engine = hf_engine(family, "draft", guesses=6)
@@ -287,7 +287,7 @@ def fit_of_triples(source: str, device: str = "cpu") -> tuple[float, Engine]:
     return chi_square(seen, expected), engine
 
 
-@pytest.mark.parametrize("source", ["ngram", "draft"])
+@pytest.mark.parametrize("source", [pytest.param("ngram", marks=pytest.mark.slow), "draft"])
 def test_output_distribution_equals_model(source: str) -> None:
     fit, engine = fit_of_triples(source)
     assert engine.metrics.proposed_guesses > 1.5 * DRAWS
@@ -305,7 +305,8 @@ def from_p(p: Tensor, q: Tensor, guesses: Tensor, seeds: Tensor, places: Tensor)
     return torch.where(settled == guesses, guesses, pick(p, seeds, places))
 
 
-@pytest.mark.parametrize("planted", [always, pytest.param(from_p, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the rule alone, with the same bugs and more draws: test_biased_acceptance_is_detected
+@pytest.mark.parametrize("planted", [always, from_p])
 def test_injected_bias_is_detected(planted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_module, "rejection_sample", planted)
     fit, _ = fit_of_triples("draft")
@@ -462,7 +463,7 @@ def test_speculation_may_stop_while_a_step_is_in_flight() -> None:
     assert 0 < engine.metrics.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 6))])
 def test_results_equal_single_requests(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrivals, cancellations and preemption at random, with so few tokens that looking back often finds some."""
     monkeypatch.setattr(lives, "VOCAB", 3)

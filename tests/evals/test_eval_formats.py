@@ -195,7 +195,7 @@ def reference(problems: list[Problem]) -> ScriptedModel:
     return ScriptedModel(lambda prompt, _: answers[prompt.text])
 
 
-@pytest.mark.parametrize(("name", "count"), [("stdlib-doctest", 4), ("stdlib-infill", 30), ("stdlib-imports", 30)])
+@pytest.mark.parametrize(("name", "count"), [("stdlib-doctest", 2), ("stdlib-infill", 10), ("stdlib-imports", 10)])
 def test_reference_answers_of_the_standard_library_are_right(
     name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(run_dir: Path) -> None:
 def test_a_killed_evaluation_goes_on(
     run_dir: Path, tmp_path: Path, forked_python: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{**ADD, "task_id": f"add{n}", "prompt": f"# {n}\n{ADD['prompt']}"} for n in range(10)]
+    rows = [{**ADD, "task_id": f"add{n}", "prompt": f"# {n}\n{ADD['prompt']}"} for n in range(5)]
     data = write_rows(tmp_path / "code.jsonl", rows)
     words = ["evals", "run", str(run_dir), "engine.max_seqs=1", "--suite", "humaneval", "--data", str(data)]
     words += ["--max-tokens", "64", "--samples", "2", "--temperature", "1", "--json"]
@@ -102,11 +102,11 @@ def test_a_killed_evaluation_goes_on(
     deadline = time.monotonic() + 120
     while not samples.exists() or samples.read_text().count("\n") < 3:
         assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
+        time.sleep(0.01)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
     before = samples.read_bytes()
-    assert 3 <= before.count(b"\n") < 20
+    assert 3 <= before.count(b"\n") < 10
     lmworks(*words, "--out", tmp_path / "out")
     resumed = json.loads(capsys.readouterr().out)
     assert samples.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
@@ -116,7 +116,7 @@ def test_a_killed_evaluation_goes_on(
 
     def texts(out: str) -> dict[tuple[str, int], str]:
         found = read_rows(tmp_path / out / "humaneval" / "samples.jsonl")
-        assert len(found) == 20
+        assert len(found) == 10
         return {(one["problem"], one["sample"]): one["text"] for one in found}
 
     assert texts("out") == texts("whole")

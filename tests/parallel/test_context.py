@@ -23,6 +23,7 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.ring_attention import Ring
 from lmworks.spec import Grid, ModelSpec, ParallelSpec, SpecError
+from variations import with_slow
 
 BATCH, SEQ = 2, 48
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -119,7 +120,7 @@ def every_pattern(rank: int, cp: int, method: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_attention_is_that_of_one_rank(cp: int, method: str) -> None:
     for rank, found in enumerate(on_ranks(cp, every_pattern, cp, method)):
         for name, errors in found.items():
@@ -246,7 +247,7 @@ def traffic(rank: int, cp: int, method: str, recompute: str) -> tuple[int, int, 
     return sent, back, len(backward.calls)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "mlp", "full"])
+@pytest.mark.parametrize("recompute", with_slow(["none", "selective", "mlp", "full"], ["none", "mlp"]))
 def test_ring_sends_what_the_formula_says(recompute: str) -> None:
     cp, spec = 4, make_spec(kv_heads=2)
     once = 2 * (cp - 1) * SEQ * BATCH * spec.kv_dim // cp * spec.layers  # numbers that travel when keys go around

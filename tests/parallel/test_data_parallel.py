@@ -59,7 +59,7 @@ SPECS = {
 CASES = with_rules(SPECS, ("static", "recompute", "tied", "experts", "hybrid grad op"))
 # Each way of meeting once; the rest is in `make test-slow`, and parity counts every collective of a step.
 EVERYDAY = (
-    "ddp", "ddp static", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 grad op", "hsdp experts",
+    "ddp static", "fsdp2 recompute", "fsdp2 offload", "zero offload optimizer", "fsdp1 grad op", "hsdp experts",
     "hsdp sync each",
 )  # fmt: skip
 

@@ -49,7 +49,7 @@ STARTS: dict[str, tuple[str, ...]] = {  # from a folder of another, or of no, la
 }
 FOUR = ("parallel.tp=2", *FSDP2)  # both cut the same rows
 VARIATIONS = (  # of what stays
-    "zero-1", "zero-2", "zero-3", "offload", "dualpipev", "tp-experts", "llama-tp", "llama-pp", "gpt2-fsdp2",
+    "fsdp1", "zero-1", "zero-2", "zero-3", "offload", "dualpipev", "tp-experts", "llama-tp", "llama-pp", "gpt2-fsdp2",
     "gpt2-pp", "mixtral-tp",
 )  # fmt: skip
 

@@ -41,12 +41,10 @@ QUICK = [
     "fsdp1-full-shard",
     "hsdp",
     "zero-3",
-    "zero-1-tp2",
     "zero-2-pp2-tied",
     "cp2-ring-documents",
     "cp2-tp2-ulysses-capped-sinks",
     "pp2-interleaved-zero-bubble",
-    "pp2-fsdp2-tp2-sp-tied",
     "ep2-fsdp2-mla-moe",
     "offload-optimizer",
     "offload-full",
@@ -68,6 +66,15 @@ QUICK = [
 def test_layout_equals_one_rank(proof: Parity, layout: Layout) -> None:
     result = proof.prove(layout)
     assert result.ok, result.failure  # bytes and collectives of every rank are those of the planner, too
+
+
+def test_tensor_parallel_stages_of_a_pipeline(proof: Parity) -> None:
+    """On four ranks; the layouts of the list that have both take eight."""
+    parallel = {"pp": 2, "tp": 2, "sp": True, "schedule": "interleaved"}
+    result = proof.prove(
+        Layout("pp2-tp2-sp-tied", {"model": {"layers": 4, "tie_embeddings": True}, "parallel": parallel})
+    )
+    assert result.ok, result.failure
 
 
 def test_quick_layouts_have_every_kind() -> None:
@@ -104,7 +111,11 @@ def test_a_specs_own_layout(capsys: pytest.CaptureFixture[str], dataset: Path) -
 
 
 def test_the_first_that_fails_ends_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"data": {"seq": 16, "micro_batch": 1, "global_batch": 4}, "parallel": {"dp": 2}}
+    small = {
+        "model": {"layers": 1},
+        "data": {"seq": 16, "micro_batch": 1, "global_batch": 4},
+        "parallel": {"dp": 2},
+    }
     strict = [Layout(name, small, Tolerance(gradient=0.0)) for name in ("one", "two")]
     monkeypatch.setattr("lmworks.spec.layouts.choose", lambda names: strict)
     code, out, err = lmworks(capsys, "parity", "--layouts", "all")

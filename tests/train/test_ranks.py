@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "fsdp1-tp": ("parallel.dp=2", "parallel.strategy=fsdp1", "parallel.tp=2"),
 }
 # Of what stays; `make test-slow` has them too.
-VARIATIONS = ("ddp", "zero-2", "offload", "tp", "cp", "hsdp", "fsdp1", "fsdp1-tp", "zbv")
+VARIATIONS = ("ddp", "fsdp1-moe", "zero-2", "offload", "tp", "cp", "hsdp", "fsdp1", "fsdp1-tp", "zbv")
 # From the checkpoint of one layout to another of any size; what is not about ranks stays as it was.
 MOVES = [
     ("fsdp2", "one"), ("one", "tp"), ("pp", "fsdp2"), ("zero-1", "ddp"), ("tp-fsdp2", "pp"), ("fsdp1", "fsdp2"),
