@@ -1,4 +1,4 @@
-"""Real servers of a tiny model: `lmworks serve`'s API and engine in processes of their own, killed with SIGKILL."""
+"""Real servers of a tiny model: `lmworks serve`'s API and engine in forks of their own, killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ import urllib.request
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from forked_python import fork_programs
 
 TINY = (
     *("engine.device=cpu", "engine.dtype=fp32", "engine.block=16", "engine.blocks=256", "engine.context=512"),
@@ -60,7 +64,8 @@ def start_server(model: Path, template: Path, log: Path, *options: str) -> Serve
         *TINY,
         *options,
     ]
-    with log.open("wb") as written:
+    with log.open("wb") as written, pytest.MonkeyPatch.context() as patch:
+        fork_programs(patch)
         process = subprocess.Popen(
             [sys.executable, *words],
             stderr=written,

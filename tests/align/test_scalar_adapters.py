@@ -200,7 +200,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep2": (2, ["parallel.dp=2", "parallel.ep=2", *EXPERTS]),
     "fsdp2-tp2": (4, ["parallel.dp=2", "parallel.tp=2", "parallel.strategy=fsdp2"]),
 }
-QUICK = ("fsdp2", "tp2")
+QUICK = ("tp2",)
 SGD = ("optim.optimizer=sgd", "optim.lr=0.1", "align.critic_lr=0.1", "align.epochs=3", "optim.schedule=constant")
 
 

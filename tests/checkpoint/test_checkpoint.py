@@ -110,7 +110,7 @@ def test_a_fresh_process_reads_it(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("hash", ["sha256", "xxh3"])
+@pytest.mark.parametrize("hash", [pytest.param("sha256", marks=pytest.mark.slow), "xxh3"])
 def test_files_of_several_chunks(tmp_path: Path, hash: str) -> None:
     """Tensors that end inside a chunk, fill it, span three; read whole, in another precision, and weights alone."""
     mib = 2**20

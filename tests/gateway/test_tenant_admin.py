@@ -165,7 +165,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_own_listener_keeps_administration_off_the_clients_port(tmp_path: Path) -> None:
+def test_an_own_listener_keeps_administration_off_the_clients_port(tmp_path: Path, forked_python: None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

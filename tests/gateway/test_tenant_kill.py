@@ -146,7 +146,7 @@ async def kills(tmp_path: Path, ended: list[int]) -> None:
         assert (spent.requests, spent.tokens) == (len(found), row["prompt_tokens"] + row["completion_tokens"])
 
 
-def test_a_gateway_that_is_killed_loses_no_token(tmp_path: Path) -> None:
+def test_a_gateway_that_is_killed_loses_no_token(tmp_path: Path, forked_python: None) -> None:
     asyncio.run(kills(tmp_path, [CLIENTS]))
 
 

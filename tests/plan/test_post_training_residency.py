@@ -54,8 +54,8 @@ CASES = {
     "dpo, rows shorter than data.seq": ("dpo", "tp", ["data.seq=128", "model.context=128"]),
 }
 QUICK = (
-    "dpo, one rank", "dpo, offloaded states", "dpo with adapters, fsdp2", "kto, fsdp2", "reward, tp-sp",
-    "distill by jsd, tp", "ppo over one base, fsdp2", "dpo over a quantized base, fsdp2",
+    "dpo, offloaded states", "dpo with adapters, fsdp2", "reward, tp-sp", "distill by jsd, tp",
+    "ppo over one base, fsdp2", "dpo over a quantized base, fsdp2",
 )  # fmt: skip
 
 

@@ -133,8 +133,7 @@ def overflow(rank: int, specs: dict[Path, RunSpec]) -> None:
 
 def test_overflow_on_one_rank_is_skipped_by_all(dataset: Path, tmp_path: Path) -> None:
     fp16 = ("precision.dtype=fp16", "precision.loss_scale=1024", "precision.loss_scale_window=2", "optim.steps=6")
-    layouts = {"fsdp2": FSDP2, "zero": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2")}
-    layouts["pp"] = ("parallel.pp=2",)
+    layouts = {"zero": ("parallel.dp=2", "parallel.strategy=zero", "parallel.zero=2"), "pp": ("parallel.pp=2",)}
     overflow(0, {tmp_path / "one": layout(dataset, *fp16)})
     on_ranks(2, overflow, {tmp_path / name: layout(dataset, *keys, *fp16) for name, keys in layouts.items()})
 
@@ -171,7 +170,6 @@ def test_held_out_loss_is_equal_under_every_layout(tmp_path: Path) -> None:
     layouts = {
         "1f1b": ("parallel.pp=2",),
         "zbv": ("parallel.pp=2", "parallel.schedule=zbv"),
-        "interleaved": ("parallel.pp=2", "parallel.schedule=interleaved"),
         "fsdp2": FSDP2,
         "tp": ("parallel.tp=2", "parallel.sp=true"),
         "cp": ("parallel.cp=2",),
@@ -186,7 +184,7 @@ def test_held_out_loss_is_equal_under_every_layout(tmp_path: Path) -> None:
 
 
 def test_deterministic_run_repeats_bitwise(dataset: Path, tmp_path: Path) -> None:
-    layouts = {"ddp": ("parallel.dp=2",), "tp-sp": ("parallel.tp=2", "parallel.sp=true")}
+    layouts = {"ddp-tp-sp": ("parallel.dp=2", "parallel.tp=2", "parallel.sp=true")}
     specs = {name: layout(dataset, "deterministic=true", *keys) for name, keys in layouts.items()}
     do([Job(tmp_path / f"{name}-{again}", spec) for name, spec in specs.items() for again in (1, 2)])
     for name in layouts:
