@@ -34,6 +34,7 @@ from .engine.speculative.verification import Speculator
 from .model import GPT
 from .model.gpt import initial_weight
 from .model.hf import HFWeights, load_hf, read_config
+from .model.hf_layout import named_tensors
 from .plan.memory.host import available_bytes
 from .record import RunFolder
 from .spec import EngineSpec, LMWorksError, ModelSpec, SpecError
@@ -105,10 +106,8 @@ def load_shard(
         part = tp_rank.load_shards(MetaModel(model), dtype, HFWeights(folder, model).weight)
         return LoadedModel(part, hf_tokenizer(folder), end_token_ids(folder))
     whole = load(source, spec.replace(device="cpu"), step, seed)
-    parameters, buffers = dict(whole.model.named_parameters()), dict(whole.model.named_buffers())
-    part = tp_rank.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: parameters[name].detach())
-    for name, buffer in part.named_buffers():
-        buffer.copy_(buffers[name])
+    tensors = named_tensors(whole.model)
+    part = tp_rank.load_shards(MetaModel(whole.model.spec), dtype, lambda name, _shape: tensors[name].detach())
     return replace(whole, model=part)
 
 

@@ -40,6 +40,10 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "head_dim": 8, "first_k_dense_replace": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 BY_LAYER = {
     "num_hidden_layers": 3, "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -73,6 +77,8 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 48,
         },
     ),
+    "deepseek_v2": ("deepseek_v2", {**SHAPE, **LATENT, **DEEPSEEK}),
+    "deepseek_v3_experts": ("deepseek_v3", {**SHAPE, **LATENT, **DEEPSEEK, "n_group": 2, "topk_group": 1}),
     "glm": ("glm", {**SHAPE, "pad_token_id": None}),
     "olmo2": ("olmo2", {**SHAPE, "pad_token_id": None}),
     "gemma2": ("gemma2", {**SHAPE, "num_hidden_layers": 3, "sliding_window": 7, "query_pre_attn_scalar": 24}),

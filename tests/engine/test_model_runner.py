@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "partial rotary": {"rope_fraction": 0.5, "qk_norm": True, "rope_scaling": {"type": "yarn", "factor": 4.0}},
     "norms after": {"norm_placement": "post", "qk_norm_whole": True, "attention_scale": 0.4},
     "norms before and after": {"norm_placement": "both"},
+    "dense layers among experts": {"experts": 4, "shared_experts": 1, "mlp_layers": ("dense", "experts")},
     "exact gelu": {"mlp": "gelu_erf", "norm": "layer", "mlp_bias": True},
     "alibi": {"positions": "alibi"},
     "window": {"sliding_window": 9},

@@ -39,6 +39,10 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
     "v_head_dim": 10, "num_nextn_predict_layers": 0,
 }  # fmt: skip
+DEEPSEEK = {
+    "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "llama": SHAPE,
@@ -60,7 +64,8 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": SHAPE,
     "granite": {**SHAPE, "attention_multiplier": 0.3},
     "mellum": {**SHAPE, **MOE, "head_dim": 16},
-    "deepseek_v3": {**SHAPE, **LATENT, "first_k_dense_replace": 3},
+    "deepseek_v2": {**SHAPE, **LATENT, **DEEPSEEK, "n_group": 3, "topk_group": 2},
+    "deepseek_v3": {**SHAPE, **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1},
 }
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -117,10 +122,11 @@ PLAIN_KEYS: dict[str, list[Any]] = {
     "mlp_layer_types": [["dense", "sparse", "sparse"], ["sparse"] * 3],
     "first_k_dense_replace": [0, 1, 2],
     "routed_scaling_factor": [2.5],
-    "n_group": [1, 2],
+    "n_group": [1, 2, 3],
     "topk_group": [1, 2],
     "n_shared_experts": [1, 2],
     "shared_expert_intermediate_size": [24, 48],
+    "topk_method": ["greedy", "group_limited_greedy"],
     "scoring_func": ["softmax"],
     "q_lora_rank": [None],
     "rope_interleave": [False],

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "latent attention": {"kv_lora_rank": 12, "q_lora_rank": 20, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
     "latent attention without query rank": {"kv_lora_rank": 12, "experts": 4},
     "gated shared experts": {"experts": 4, "shared_experts": 2, "shared_gate": True, "norm_topk": False},
+    "dense layers among experts": {"experts": 4, "shared_experts": 1, "mlp_layers": ("dense", "experts")},
     "moe with shared experts": {"experts": 4, "shared_experts": 2, "qk_norm": True},
 }
 

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases of attention": {"out_bias": True, "mlp": "geglu"},
     "latent": {"heads": 8, "kv_lora_rank": 12, "q_lora_rank": 16, "head_dim": 8, "rope_head_dim": 4, "v_head_dim": 6},
     "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16, "shared_experts": 1, "balance_loss": 0.3},
+    "dense layers among experts": {"experts": 4, "expert_ffn": 16, "mlp_layers": ("dense", "experts")},
     "gated experts": {
         "experts": 4,
         "top_k": 2,

@@ -79,6 +79,7 @@ model.top_groups                    1               [1, inf)
 model.shared_gate                   false
 model.capacity                      0.0             [0, inf)
 model.balance_loss                  0.0             [0, inf)
+model.choice_bias                   false
 model.balance_bias                  0.0             [0, inf)
 model.attention                     "auto"          auto reference sdpa flex flash
 model.init_std                      0.02            (0, inf)

@@ -232,7 +232,7 @@ class Block(nn.Module):
         self.attention = LatentAttention(spec, layer) if spec.kv_lora_rank else Attention(spec, layer)
         self.attention_post_norm = make_norm(spec) if after else None
         self.mlp_norm = make_norm(spec) if before else nn.Identity()
-        self.mlp = make_moe(spec) if spec.experts else MLP(spec, spec.ffn)
+        self.mlp = make_moe(spec) if spec.has_experts(layer) else MLP(spec, spec.ffn)
         self.mlp_post_norm = make_norm(spec) if after else None
         self.residual_scale = spec.residual_scale
         self.recompute = "none"  # activation checkpointing policy: see `activation_checkpointing`
@@ -447,6 +447,8 @@ class ScaleGradient(torch.autograd.Function):
 
 def initial_weight(spec: ModelSpec, seed: int, name: str, shape: torch.Size) -> Tensor:
     """A whole weight, drawn from a generator keyed by (seed, its name): equal under every layout and device."""
+    if name.endswith(".choice_bias"):  # a buffer
+        return torch.zeros(shape)
     weight = components.find(spec, name)
     std = initial_std(spec, weight)
     if weight.init in ("zeros", "ones"):

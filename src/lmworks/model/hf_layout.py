@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..spec import ModelSpec, components
 from ..spec.hf_families import FAMILIES
@@ -88,6 +88,14 @@ def output_dim(parameter: Tensor) -> int:
     return max(0, parameter.dim() - 2)
 
 
+def named_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Parameters, in `dtype`, and what a checkpoint holds beside them: the choice bias of experts, always fp32."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    if dtype is not None:
+        found = {name: parameter.to(dtype) for name, parameter in found.items()}
+    return found | dict(model.named_buffers())
+
+
 def layout(spec: ModelSpec, family: str, names: Container[str] = ()) -> Iterator[Stored]:
     """Every tensor of a checkpoint of this family; `names` are those of the one at hand, which may pack its experts."""
     return gpt2(spec) if family == "gpt2" else decoder(spec, family, names)
@@ -144,7 +152,7 @@ def decoder(spec: ModelSpec, family: str, names: Container[str]) -> Iterator[Sto
         for stored in (*fused, *(alone(weight, f"{theirs}.") for weight in others)):
             turned = tuple(name for name in stored.parts if TURNED.search(name))
             yield replace(stored, order=order, ordered=turned) if order and turned else stored
-        if spec.experts:
+        if spec.has_experts(layer):
             yield from moe(spec, family, theirs, f"blocks.{layer}.mlp", names)
 
 
@@ -157,6 +165,8 @@ def fused_layers(name: str, theirs: str, ours: str) -> Iterator[Stored]:
 
 def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:
     """Published checkpoints hold each expert's matrices; transformers 5 packs them in memory, and may save them so."""
+    if spec.choice_bias and family == "deepseek_v3":
+        yield Stored(f"{theirs}.mlp.gate.e_score_correction_bias", (f"{ours}.choice_bias",))
     packed = f"{theirs}.mlp.experts.gate_up_proj"
     if packed in names:
         yield from linear(f"{theirs}.mlp.gate", f"{ours}.router", bias=False)

@@ -21,7 +21,7 @@ from ..spec import CheckpointError, ModelSpec
 from ..spec.files import sync_folder, write_whole
 from ..spec.hf_config import config_of_spec, family_of_spec
 from .hf import CONFIG, INDEX, SINGLE, one_line
-from .hf_layout import Stored, layout
+from .hf_layout import Stored, layout, named_tensors
 from .tensor_files import write_tensors
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ ProgressCallback = Callable[[int, int], None]
 
 def save_hf(model: GPT, folder: Path, eos: int | list[int] | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write `model` in its own precision. Weights that an earlier export left in the folder are replaced."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters = named_tensors(model)
     write_hf(model.spec, parameters, parameters.__getitem__, folder, eos=eos, shard_bytes=shard_bytes)
 
 

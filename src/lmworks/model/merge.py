@@ -12,6 +12,7 @@ from ..spec import CheckpointError, SpecError
 from ..spec.components import SCORE
 from .gpt import GPT
 from .hf import CONFIG, HFWeights, one_line, read_config, read_json
+from .hf_layout import named_tensors
 from .hf_write import SHARD_BYTES, ProgressCallback, write_hf
 from .lora import merged_weight
 from .peft import read_peft
@@ -41,7 +42,7 @@ def merge_peft(
     if name not in DTYPES:
         raise SpecError(f"{base / CONFIG}: dtype = {name!r} is not supported; use {', '.join(DTYPES)}")
     with torch.device("meta"):
-        parameters: dict[str, Tensor] = {key: p.to(DTYPES[name]) for key, p in GPT(spec).named_parameters()}
+        parameters = named_tensors(GPT(spec), DTYPES[name])
 
     def read(key: str) -> Tensor:
         if key == SCORE and found.score is not None:
@@ -49,7 +50,7 @@ def merge_peft(
         weight = weights.weight(key, parameters[key].shape)
         if layer := found.layers.get(key):
             weight = merged_weight(weight, layer.lora_A, layer.lora_B, layer.scale, layer.magnitude)
-        return weight.to(DTYPES[name])
+        return weight.to(parameters[key].dtype)
 
     eos = config.get("eos_token_id")
     written = write_hf(spec, parameters, read, out, eos=eos, shard_bytes=shard_bytes, progress=progress)

@@ -58,7 +58,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.shared_gate = Router(spec.hidden, 1, bias=False) if spec.shared_gate else None
         # A buffer: it is saved with the model, always fp32, and no optimizer or sharding touches it.
-        self.register_buffer("choice_bias", torch.zeros(spec.experts) if spec.balance_bias else None)
+        self.register_buffer("choice_bias", torch.zeros(spec.experts) if spec.choice_bias else None)
         self.dispatch: Callable[[MoE, Tensor, Tensor], Tensor] = dispatch_locally  # how rows reach their experts
         # What the main loss is multiplied by before the backward pass; None: 1 / tokens of the pass, as for a mean.
         self.balance_scale: float | None = None

@@ -136,9 +136,10 @@ def materialise(
             own, low = split(own.float().to(weight_device))
             parameter.low_bits = low  # type: ignore[attr-defined]  # until an optimizer takes it: data_parallel.take_low_bits
         local_rows(parameter).copy_(own)
-    for module in part.modules():
+    for path, module in part.named_modules():
         for name, buffer in module.named_buffers(recurse=False):  # the choice bias of experts
-            setattr(module, name, torch.zeros_like(buffer, device=device))
+            value = weights(f"{path}.{name}", buffer.shape).to(device, torch.float32)
+            setattr(module, name, value.clone())
 
 
 def local_rows(parameter: Tensor) -> Tensor:

@@ -135,10 +135,11 @@ class TensorParallelizer:
 
     def shard_block(self, block: Block, prefix: str, part: GPT) -> None:
         """Shard weights as the components say, then wrap the regions: attention, and the MLP or the experts."""
-        for weight in (*components.block_weights(part.spec), *part.adapter_weights):
+        spec = part.spec.at(block.attention.layer)
+        for weight in (*components.block_weights(spec), *part.adapter_weights):
             self.shard_weight(block, prefix, weight)
         mixture = isinstance(block.mlp, MoE)
-        for linear in components.linears(part.spec):
+        for linear in components.linears(spec):
             if linear.shard == "row":
                 self.sum_row_norms(cast("Linear", block.get_submodule(linear.name)))
             if not (mixture and linear.name.startswith("mlp.")):  # experts leave their region as a whole

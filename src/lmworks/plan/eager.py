@@ -5,6 +5,8 @@ One rule for each kind of component (`spec/components.py`): the kernels it launc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, assert_never
 
 import numpy as np
@@ -61,6 +63,29 @@ def mask(load: Workload) -> list[Op]:
 
 
 # --- blocks -----------------------------------------------------------------------------------------------
+
+
+def mean_block(load: Workload, block: Callable[[Workload], list[Op]]) -> list[Op]:
+    """Of layers with experts beside layers without: attention, and as much of each MLP as it has layers."""
+    kinds = load.model.kinds
+    if len(kinds) == 1:
+        return block(load)
+    found: list[Op] = []
+    for kind, count in kinds:
+        ops = block(replace(load, model=kind))
+        middle = [op.name for op in ops].index("mlp norm")
+        found = found or ops[:middle]
+        found += [of_some_layers(op, count / load.model.layers) for op in ops[middle:]]
+    return found
+
+
+def of_some_layers(op: Op, share: float) -> Op:
+    """An op that this share of the layers has, as a part of the mean layer."""
+    forward, backward = (
+        tuple(replace(kernel, count=kernel.count * share) for kernel in way) for way in (op.forward, op.backward)
+    )
+    scaled = replace(op, forward=forward, backward=backward, copies=op.copies * share)
+    return replace(scaled, indices=op.indices * share, core_attention=op.core_attention * share)
 
 
 def block(load: Workload) -> list[Op]:

@@ -73,7 +73,8 @@ def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none"
     if recompute == "full":
         again += 2 * model.layers * model.block_matmul_params + attention
     if recompute == "mlp":
-        inner = (w for w in components.block_weights(model) if w.name.startswith("mlp."))
-        rerun = (w for w in inner if w.experts or w.init != "residual")
-        again += 2 * model.layers * sum(w.matmul_token_share * w.size for w in rerun)
+        for kind, count in model.kinds:
+            inner = (w for w in components.block_weights(kind) if w.name.startswith("mlp."))
+            rerun = (w for w in inner if w.experts or w.init != "residual")
+            again += 2 * count * sum(w.matmul_token_share * w.size for w in rerun)
     return model_flops_per_token(model, seq) + again

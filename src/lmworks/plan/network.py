@@ -30,8 +30,10 @@ def network(load: Workload) -> Network:
     """By code base: our eager blocks op by op, or the list of fused kernels."""
     if load.software.fused or (load.software.stream == 2 and not load.software.name.startswith("lmworks")):
         last = eager.loss(load) if load.software.loss == "chunked" else fused.loss(load)
-        return Network(load, tuple(fused.stem(load)), tuple(fused.block(load)), tuple(last))
-    return Network(load, tuple(eager.embedding(load)), tuple(eager.block(load)), tuple(eager.loss(load)))
+        return Network(load, tuple(fused.stem(load)), tuple(eager.mean_block(load, fused.block)), tuple(last))
+    return Network(
+        load, tuple(eager.embedding(load)), tuple(eager.mean_block(load, eager.block)), tuple(eager.loss(load))
+    )
 
 
 def optimizer(model: ModelSpec, software: Software, states: float) -> list[Op]:

@@ -187,7 +187,7 @@ class Workload:
         """Share of a block's weights that is cast to 16 bits."""
         if self.cast_weights or not self.routed.cast_weights:
             return float(self.cast_weights)
-        routed = self.model.routed_params
+        routed = self.model.routed_params * self.model.expert_layers / self.model.layers
         return routed / self.ep / (self.model.block_params - routed + routed / self.ep)
 
     @functools.cached_property

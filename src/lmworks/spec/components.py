@@ -332,7 +332,8 @@ Component = Linear | Norm | Rotary | Copy | Sinks | Attention | MLP | Experts | 
 
 @functools.lru_cache(maxsize=256)
 def block(m: ModelSpec) -> tuple[Component, ...]:
-    """One transformer block."""
+    """One transformer block; where some have experts and others do not, one with experts (`ModelSpec.kinds`)."""
+    m = m.kinds[0][0]
     mlp_norm = replace(stream_norm(m, "mlp_norm", "post_attention_layernorm"), feeds_router=m.experts > 0)
     return (
         before(m, stream_norm(m, "attention_norm", "input_layernorm")),
@@ -479,13 +480,15 @@ def root_weights(m: ModelSpec) -> tuple[Weight, ...]:
 
 @functools.lru_cache(maxsize=256)
 def block_weights(m: ModelSpec) -> tuple[Weight, ...]:
-    """Of one block, named within it, in the order of `GPT(m).named_parameters()`."""
-    return tuple(weight for component in block(m) for weight in component.weights())
+    """Of one block, named within it, in the order of `GPT(m).named_parameters()`; of each kind, where blocks differ."""
+    found = {weight.name: weight for kind, _ in m.kinds for component in block(kind) for weight in component.weights()}
+    return tuple(found.values())
 
 
 def layer_weights(m: ModelSpec, layer: int) -> Iterator[Weight]:
     """Of one block, named within the network."""
-    return (replace(weight, name=f"blocks.{layer}.{weight.name}", layer=layer) for weight in block_weights(m))
+    inside = block_weights(m.at(layer))
+    return (replace(weight, name=f"blocks.{layer}.{weight.name}", layer=layer) for weight in inside)
 
 
 def weights(m: ModelSpec) -> list[Weight]:
@@ -509,14 +512,13 @@ def find(m: ModelSpec, name: str) -> Weight:
 
 
 def linears(m: ModelSpec) -> list[Linear]:
-    """Of one block, routers and routed experts aside."""
-    found: list[Linear] = []
-    for component in block(m):
-        if isinstance(component, Linear):
-            found.append(component)
-        elif isinstance(component, MLP):
-            found += [*component.up, component.down]
-    return found
+    """Of one block, routers and routed experts aside; of each kind, where blocks differ."""
+    found: dict[str, Linear] = {}
+    for kind, _ in m.kinds:
+        for component in block(kind):
+            parts = (*component.up, component.down) if isinstance(component, MLP) else (component,)
+            found |= {part.name: part for part in parts if isinstance(part, Linear)}
+    return list(found.values())
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .errors import SpecError
-from .hf_rope import FULL, SLIDING, Config, need, rope_of_spec, rotary_keys
+from .hf_rope import FULL, SLIDING, Config, kind_of, mscale, need, rope_of_spec, rotary_keys
 from .model import LAYER_TYPES, MUP_KEYS, ModelSpec
 
 Keys = dict[str, Any]
@@ -79,7 +79,7 @@ ATTENTION_BIAS: Keys = {"qkv_bias": lambda spec: spec.qkv_bias == spec.out_bias,
 QKVO = ("qkv_bias", "out_bias")
 # capacity and balance_loss act in training alone; a choice bias changes the logits, and none of these families has one.
 EXPERTS_WRITES: Keys = {**ROPE_WRITES, "experts": lambda spec: spec.experts > 0, "balance_bias": 0}
-NORM_TOPK: Keys = {"norm_topk": anything}
+NORM_TOPK: Keys = {"norm_topk": anything, "mlp_layers": anything}
 
 
 # --- GPT-2 --------------------------------------------------------------------------------------------
@@ -281,6 +281,33 @@ def shortest_period(kinds: tuple[str, ...]) -> tuple[str, ...]:
 # --- experts ------------------------------------------------------------------------------------------
 
 
+def with_dense_layers(routed: list[bool], keys: Keys) -> Keys:
+    """Keys of experts, where these layers have them."""
+    if all(routed):
+        return keys
+    if not any(routed):
+        return {}
+    kinds = tuple("experts" if has else "dense" for has in routed)
+    return {**keys, "mlp_layers": shortest_period(kinds)}
+
+
+def sparse_layers(config: Config) -> list[bool]:
+    """Of the Qwen families."""
+    alone, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    layers = range(need(config, "num_hidden_layers"))
+    return [layer not in alone and (layer + 1) % every == 0 for layer in layers]
+
+
+def first_dense(config: Config) -> list[bool]:
+    """Of the DeepSeek families."""
+    return [layer >= (config["first_k_dense_replace"] or 0) for layer in range(need(config, "num_hidden_layers"))]
+
+
+def dense_come_first(spec: ModelSpec) -> bool:
+    routed = [spec.has_experts(layer) for layer in range(spec.layers)]
+    return routed == sorted(routed)
+
+
 def mixtral_keys(config: Config) -> Keys:
     return {"experts": need(config, "num_local_experts"), "top_k": need(config, "num_experts_per_tok")}
 
@@ -310,7 +337,7 @@ def moe_config(spec: ModelSpec) -> Keys:
         "norm_topk_prob": spec.norm_topk,
         "moe_intermediate_size": spec.expert_ffn,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": [layer for layer in range(spec.layers) if not spec.has_experts(layer)],
     }
 
 
@@ -321,12 +348,8 @@ def qwen2_moe_keys(config: Config) -> Keys:
             f"shared_expert_intermediate_size = {shared} is not supported: it must be a multiple of "
             f"moe_intermediate_size = {each}"
         )
-    return {
-        **moe_keys(config),
-        "qkv_bias": bool(config["qkv_bias"]),
-        "shared_experts": shared // each,
-        "shared_gate": True,
-    }
+    experts = {**moe_keys(config), "shared_experts": shared // each, "shared_gate": True}
+    return {**with_dense_layers(sparse_layers(config), experts), "qkv_bias": bool(config["qkv_bias"])}
 
 
 def qwen2_moe_config(spec: ModelSpec) -> Keys:
@@ -335,9 +358,16 @@ def qwen2_moe_config(spec: ModelSpec) -> Keys:
 
 
 def mellum_keys(config: Config) -> Keys:
-    if set(config.get("mlp_layer_types") or ()) - {"sparse"}:
-        raise SpecError(f"mlp_layer_types = {config['mlp_layer_types']!r:.60} is not supported; all must be 'sparse'")
-    return {**moe_keys(config), "qk_norm": True}
+    layers = need(config, "num_hidden_layers")
+    kinds = config.get("mlp_layer_types") or ["sparse"] * layers
+    if set(kinds) - {"sparse", "dense"} or len(kinds) != layers:
+        raise SpecError(f"mlp_layer_types = {kinds!r:.60}: 'sparse' or 'dense' for each of {layers} layers is expected")
+    return {**with_dense_layers([kind == "sparse" for kind in kinds], moe_keys(config)), "qk_norm": True}
+
+
+def mellum_config(spec: ModelSpec) -> Keys:
+    kinds = ["sparse" if spec.has_experts(layer) else "dense" for layer in range(spec.layers)]
+    return {**moe_config(spec), "attention_bias": spec.out_bias, "mlp_layer_types": kinds}
 
 
 # --- latent attention -----------------------------------------------------------------------------------
@@ -348,39 +378,118 @@ def latent_keys(config: Config) -> Keys:
         least = 0 if key == "first_k_dense_replace" else 1
         if not isinstance(config.get(key), int) or config[key] < least:
             raise SpecError(f"{key} = {config.get(key)!r:.60}: a whole number of at least {least} is expected")
-    layers, dense = config["num_hidden_layers"], config["first_k_dense_replace"]
-    if dense < layers:
-        raise SpecError(
-            f"first_k_dense_replace = {dense}: experts of deepseek_v3 are not supported; it must be {layers} or more"
-        )
-    if rotary_keys(config).get("mscale_all_dim"):
-        raise SpecError("mscale_all_dim is not supported: it changes the softmax scale")
+    rope = rotary_keys(config)
+    width = need(config, "qk_nope_head_dim") + config["qk_rope_head_dim"]
+    # Of DeepSeek's YaRN: a temperature of scores, beside the one of cos and sin.
+    weight = 0.0 if kind_of(rope) == "default" else rope.get("mscale_all_dim") or 0.0
+    scale = mscale(need(rope, "factor"), weight) ** 2 / math.sqrt(width) if weight else 0.0
     return {
-        "rope_interleaved": bool(config["rope_interleave"]),
         "kv_heads": 0,
         "kv_lora_rank": need(config, "kv_lora_rank"),
         "q_lora_rank": config.get("q_lora_rank") or 0,
-        "head_dim": need(config, "qk_nope_head_dim"),
-        "rope_head_dim": need(config, "qk_rope_head_dim"),
-        "v_head_dim": need(config, "v_head_dim"),
+        "head_dim": config["qk_nope_head_dim"],
+        "rope_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        "attention_scale": scale,
     }
 
 
-def latent_config(spec: ModelSpec) -> Keys:
+def deepseek_experts(config: Config) -> Keys:
+    if not need(config, "n_shared_experts"):
+        raise SpecError("n_shared_experts = 0 is not supported; it must be 1 or more")
     return {
+        "experts": need(config, "n_routed_experts"),
+        "top_k": need(config, "num_experts_per_tok"),
+        "expert_ffn": need(config, "moe_intermediate_size"),
+        "shared_experts": config["n_shared_experts"],
+        "routed_scale": float(config["routed_scaling_factor"]),
+    }
+
+
+def groups_of_config(config: Config) -> Keys:
+    return {"expert_groups": config.get("n_group") or 1, "top_groups": config.get("topk_group") or 1}
+
+
+def deepseek_v2_keys(config: Config) -> Keys:
+    """Its weights are never divided by their sum, whatever norm_topk_prob says."""
+    experts = {**deepseek_experts(config), "norm_topk": False}
+    if config["topk_method"] == "group_limited_greedy":
+        experts |= groups_of_config(config)
+    return {**latent_keys(config), "rope_interleaved": True, **with_dense_layers(first_dense(config), experts)}
+
+
+def deepseek_v3_keys(config: Config) -> Keys:
+    experts = {**deepseek_experts(config), **groups_of_config(config), "router": "sigmoid", "choice_bias": True}
+    experts["norm_topk"] = bool(config["norm_topk_prob"])
+    keys = {**latent_keys(config), "rope_interleaved": bool(config["rope_interleave"])}
+    return {**keys, **with_dense_layers(first_dense(config), experts)}
+
+
+def latent_config(spec: ModelSpec) -> Keys:
+    scaling = rope_of_spec(spec)[1]
+    config: Keys = {
         "head_dim": spec.rope_head_dim,
         "kv_lora_rank": spec.kv_lora_rank,
         "q_lora_rank": spec.q_lora_rank or None,
         "qk_nope_head_dim": spec.head_dim,
         "qk_rope_head_dim": spec.rope_head_dim,
         "v_head_dim": spec.v_head_dim,
-        "rope_interleave": spec.rope_interleaved,
-        "first_k_dense_replace": spec.layers,
+        "first_k_dense_replace": spec.layers - spec.expert_layers,
         "num_nextn_predict_layers": 0,
         "attention_bias": False,
     }
+    if spec.attention_scale and scaling is not None:  # mscale² = what scores are multiplied by, over 1/√width
+        weight = (math.sqrt(spec.score_scale) - 1) / (0.1 * math.log(spec.rope_scaling.factor))
+        config["rope_scaling"] = {
+            "attention_factor": spec.rope_scaling.temperature,
+            **scaling,
+            "mscale_all_dim": weight,
+        }
+    if not spec.experts:
+        return {**config, "n_routed_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
+    return {
+        **config,
+        "n_routed_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "moe_intermediate_size": spec.expert_ffn,
+        "n_shared_experts": spec.shared_experts,
+        "routed_scaling_factor": spec.routed_scale,
+        "norm_topk_prob": spec.norm_topk,
+        "n_group": spec.expert_groups,
+        "topk_group": spec.top_groups,
+    }
 
 
+def deepseek_v2_config(spec: ModelSpec) -> Keys:
+    grouped = "group_limited_greedy" if spec.expert_groups > 1 else "greedy"
+    return {**latent_config(spec), "topk_method": grouped, "mlp_bias": False}
+
+
+def deepseek_v3_config(spec: ModelSpec) -> Keys:
+    return {**latent_config(spec), "rope_interleave": spec.rope_interleaved}
+
+
+def has_yarn_scale(spec: ModelSpec) -> bool:
+    """Whether a scale of scores can be written as that of DeepSeek's YaRN."""
+    yarn = spec.rope_scaling.type == "yarn" and spec.rope_scaling.factor > 1
+    return not spec.attention_scale or (yarn and spec.score_scale > 1)
+
+
+LATENT_DEFAULTS: Keys = {
+    **ROPE_DEFAULTS, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}  # fmt: skip
+LATENT_WRITES: Keys = {
+    **ROPE_WRITES,
+    "experts": anything,
+    "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0,
+    "attention_scale": has_yarn_scale,
+    "mlp_layers": dense_come_first,
+    "shared_experts": lambda spec: spec.shared_experts > 0 or not spec.experts,
+    **dict.fromkeys(
+        ("q_lora_rank", "rope_head_dim", "v_head_dim", "routed_scale", "expert_groups", "top_groups"), anything
+    ),
+}
 GLM_DEFAULTS: Keys = {
     **ROPE_DEFAULTS, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
     "partial_rotary_factor": 0.5,
@@ -699,11 +808,10 @@ FAMILIES = {
             "use_sliding_window": False,
             "sliding_window": 4096,
         },
-        must_be={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         writes={**EXPERTS_WRITES, **NORM_TOPK, **WINDOW, **ATTENTION_BIAS, "qk_norm": True},
         windows="all",
         attention_bias=QKVO,
-        reads=lambda config: {**moe_keys(config), "qk_norm": True},
+        reads=lambda config: {**with_dense_layers(sparse_layers(config), moe_keys(config)), "qk_norm": True},
         says=lambda spec: {**moe_config(spec), **qwen_config(spec)},
     ),
     "qwen2_moe": Family(
@@ -715,7 +823,6 @@ FAMILIES = {
             "qkv_bias": True,
             "shared_expert_intermediate_size": 5632,
         },
-        must_be={"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)},
         writes={
             **EXPERTS_WRITES,
             **NORM_TOPK,
@@ -758,24 +865,63 @@ FAMILIES = {
         attention_bias=QKVO,
         rope_by_kind=True,
         reads=mellum_keys,
-        says=lambda spec: {**moe_config(spec), "attention_bias": spec.out_bias},
+        says=mellum_config,
     ),
-    # Latent attention with dense layers; its experts (sigmoid routing in groups) are not supported.
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        defaults={
+            **LATENT_DEFAULTS,
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "moe_intermediate_size": 1407,
+        },
+        must_be={
+            "attention_bias": (False, None),
+            "mlp_bias": (False, None),
+            "topk_method": ("greedy", "group_limited_greedy"),
+        },
+        aliases={"num_experts": "n_routed_experts"},
+        writes={
+            **LATENT_WRITES,
+            "rope_interleaved": True,
+            "experts": lambda spec: spec.experts > 0,
+            "norm_topk": False,
+            "balance_bias": 0,
+        },
+        reads=deepseek_v2_keys,
+        says=deepseek_v2_config,
+    ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         defaults={
-            **ROPE_DEFAULTS,
+            **LATENT_DEFAULTS,
             "max_position_embeddings": 4096,
             "rope_interleave": True,
             "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
         },
         must_be={"attention_bias": (False, None)},
+        aliases={"num_local_experts": "n_routed_experts"},
         writes={
-            **ROPE_WRITES,
-            "kv_lora_rank": lambda spec: spec.kv_lora_rank > 0,
-            **dict.fromkeys(("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_interleaved"), anything),
+            **LATENT_WRITES,
+            "rope_interleaved": anything,
+            "norm_topk": anything,
+            "router": lambda spec: not spec.experts or spec.router == "sigmoid",
+            "choice_bias": lambda spec: not spec.experts or spec.choice_bias,
+            "balance_bias": anything,
         },
-        reads=latent_keys,
-        says=latent_config,
+        reads=deepseek_v3_keys,
+        says=deepseek_v3_config,
     ),
 }

@@ -58,7 +58,7 @@ def indivisible(model: ModelSpec, key: str, tp: int) -> list[str]:
     widths = {"model.heads": model.heads, "model.vocab": model.vocab}
     if model.experts:
         widths["model.expert_ffn"] = model.expert_ffn
-    else:
+    if not model.experts or model.mlp_layers:
         widths["model.ffn"] = model.ffn
     for width, size in widths.items():
         if size % tp:

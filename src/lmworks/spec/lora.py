@@ -87,6 +87,8 @@ def check_lora(run: RunSpec) -> None:
     if not lora.rank:
         return
     target_linears(run.model, lora)
+    if run.model.mlp_layers:
+        raise SpecError("lora.rank does not go with model.mlp_layers: layers that differ have no adapters")
     if layout.engine == "deepspeed":
         raise SpecError("lora.rank needs parallel.engine = 'native': DeepSpeed would train all weights")
     if layout.strategy == "fsdp1":

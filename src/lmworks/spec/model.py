@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -68,10 +70,11 @@ class RopeScaling(Section):
 
 # Keys that mean something with experts alone.
 EXPERT_KEYS = (
-    "shared_experts", "router", "norm_topk", "routed_scale", "expert_groups", "top_groups", "shared_gate", "capacity",
-    "balance_loss", "balance_bias",
+    "mlp_layers", "shared_experts", "router", "norm_topk", "routed_scale", "expert_groups", "top_groups", "shared_gate",
+    "choice_bias", "capacity", "balance_loss", "balance_bias",
 )  # fmt: skip
 LAYER_TYPES = ("sliding", "full")
+MLP_TYPES = ("experts", "dense")
 MUP_KEYS = ("parametrization", "mup_base_hidden", "mup_base_layers", "mup_base_head_dim")
 
 
@@ -148,6 +151,11 @@ class ModelSpec(Section):
     tie_embeddings: bool = opt(False, "the head uses the embedding matrix")
     scalar_head: bool = opt(False, "one number per token instead of logits: a reward model, or a critic")
     experts: int = opt(0, "experts per MoE layer (0: dense)", ge=0)
+    mlp_layers: tuple[str, ...] = opt(
+        (),
+        "'experts' or 'dense' (one MLP of width ffn) for each layer, repeated until all layers have one (DeepSeek: the "
+        "first layers are dense; empty: experts in all)",
+    )
     top_k: int = opt(2, "experts that each token visits", ge=1)
     shared_experts: int = opt(0, "experts that every token visits", ge=0)
     expert_ffn: int = opt(0, "width of one expert (0: ffn)", ge=0)
@@ -165,6 +173,9 @@ class ModelSpec(Section):
         ge=0,
     )
     balance_loss: float = opt(0.0, "weight of the loss that spreads each sequence's tokens over experts", ge=0)
+    choice_bias: bool = opt(
+        False, "a bias of the choice of experts is part of the model (DeepSeek-V3); balance_bias implies it"
+    )
     balance_bias: float = opt(
         0.0, "step by which busy experts are made less likely, without a loss (DeepSeek-V3; 0: off)", ge=0
     )
@@ -271,11 +282,19 @@ class ModelSpec(Section):
                 if getattr(self, key) != usual[key]:
                     raise SpecError(f"model.{key} needs model.experts > 0")
             return
+        if unknown := [name for name in self.mlp_layers if name not in MLP_TYPES]:
+            raise SpecError(f"model.mlp_layers: {unknown[0]!r} is not one of: {', '.join(MLP_TYPES)}")
+        if self.mlp_layers and set(self.mlp_layers[: self.layers]) != set(MLP_TYPES):
+            raise SpecError(
+                "model.mlp_layers must name both kinds among its layers; leave it empty for experts in all, or "
+                "model.experts = 0 for none"
+            )
         if self.top_k > self.experts:
             raise SpecError(f"model.top_k = {self.top_k} is more than model.experts = {self.experts}")
         if self.mlp != "swiglu" or self.mlp_bias:
             raise SpecError("model.experts needs model.mlp = 'swiglu' and model.mlp_bias = false")
         self.derive("expert_ffn", self.expert_ffn or self.ffn)
+        self.derive("choice_bias", self.choice_bias or self.balance_bias > 0)
         if self.shared_gate and not self.shared_experts:
             raise SpecError("model.shared_gate needs model.shared_experts > 0")
         self.check_groups()
@@ -383,6 +402,25 @@ class ModelSpec(Section):
 
     # --- layers -----------------------------------------------------------------------------------
 
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and (not self.mlp_layers or self.mlp_layers[layer % len(self.mlp_layers)] == "experts")
+
+    def at(self, layer: int) -> ModelSpec:
+        """As if all layers had the MLP, or the experts, of this one."""
+        return self if not self.mlp_layers else by_mlp(self)[0 if self.has_experts(layer) else 1]
+
+    @property
+    def kinds(self) -> list[tuple[ModelSpec, int]]:
+        """The model as if all layers were of one kind, and how many are; first the kind with experts."""
+        if not self.mlp_layers:
+            return [(self, self.layers)]
+        routed, dense = by_mlp(self)
+        return [(routed, self.expert_layers), (dense, self.layers - self.expert_layers)]
+
+    @property
+    def expert_layers(self) -> int:
+        return sum(self.has_experts(layer) for layer in range(self.layers))
+
     def window_of(self, layer: int) -> int:
         """Keys that a query sees in this layer, itself included; 0: all before it."""
         if not self.layer_types:
@@ -441,13 +479,21 @@ class ModelSpec(Section):
         return self.hidden * (2 if self.norm_bias else 1)
 
     @property
-    def block_params(self) -> int:
-        return sum(weight.size for weight in components.block_weights(self))
+    def block_params(self) -> float:
+        """The mean of all blocks, where they differ."""
+        return self.mean(sum(weight.size for weight in components.block_weights(kind)) for kind, _ in self.kinds)
+
+    def mean(self, values: Iterable[float]) -> float:
+        """Over all layers, of one value for each kind."""
+        found = list(values)
+        if len(found) == 1:
+            return found[0]
+        return sum(value * count for value, (_, count) in zip(found, self.kinds, strict=True)) / self.layers
 
     @property
     def routed_params(self) -> int:
-        """Of one block: parameters of experts, of which a token visits top_k."""
-        return sum(weight.size for weight in components.block_weights(self) if weight.experts)
+        """Of one block that has them: parameters of experts, of which a token visits top_k."""
+        return sum(weight.size for weight in components.block_weights(self.kinds[0][0]) if weight.experts)
 
     @property
     def embedding_params(self) -> int:
@@ -457,26 +503,40 @@ class ModelSpec(Section):
     @property
     def params(self) -> int:
         """Every trainable number; a tied head is counted once."""
-        return self.layers * self.block_params + sum(weight.size for weight in components.root_weights(self))
+        root = sum(weight.size for weight in components.root_weights(self))
+        return root + sum(
+            count * sum(weight.size for weight in components.block_weights(kind)) for kind, count in self.kinds
+        )
 
     @property
     def active_params(self) -> int:
         """Parameters that one token meets: all of them, less the experts it does not visit."""
         if not self.experts:
             return self.params
-        return self.params - self.layers * self.routed_params * (self.experts - self.top_k) // self.experts
+        return self.params - self.expert_layers * self.routed_params * (self.experts - self.top_k) // self.experts
 
     @property
-    def block_matmul_params(self) -> int:
-        """Weights of one block that a token is multiplied with."""
-        return round(sum(weight.matmul_token_share * weight.size for weight in components.block_weights(self)))
+    def block_matmul_params(self) -> float:
+        """Weights of one block that a token is multiplied with; the mean of all blocks, where they differ."""
+        return self.mean(
+            round(sum(weight.matmul_token_share * weight.size for weight in components.block_weights(kind)))
+            for kind, _ in self.kinds
+        )
 
     @property
     def matmul_params(self) -> int:
         """Weights that one token is multiplied with: the head counts, the input embedding does not."""
-        return self.layers * self.block_matmul_params + self.head_outputs * self.hidden
+        return round(self.layers * self.block_matmul_params) + self.head_outputs * self.hidden
 
     @property
     def head_outputs(self) -> int:
         """Numbers per token that the head gives."""
         return 1 if self.scalar_head else self.vocab
+
+
+@functools.lru_cache(maxsize=64)
+def by_mlp(spec: ModelSpec) -> tuple[ModelSpec, ModelSpec]:
+    """As if all layers had experts, and as if none had."""
+    alike = spec.replace(mlp_layers=())
+    usual = {field.name: field.default for field in fields(spec) if field.name in EXPERT_KEYS}
+    return alike, alike.replace(**usual, experts=0, expert_ffn=0, top_k=ModelSpec().top_k)

@@ -23,6 +23,7 @@ from ..data.index import TOKENIZER_FILE
 from ..data.progress import Progress, silent
 from ..data.tokenizer import FileTokenizer
 from ..model import GPT
+from ..model.hf_layout import named_tensors
 from ..model.hf_write import SHARD_BYTES, write_hf
 from ..model.merge import BESIDE
 from ..model.peft import WEIGHTS, write_peft
@@ -86,7 +87,7 @@ def export(
         return Export(out, manifest.step, size, [WEIGHTS], isinstance(tokenizer, FileTokenizer))
     with torch.device("meta"):
         dtype = DTYPES[spec.precision.weights]
-        parameters: dict[str, Tensor] = {name: weight.to(dtype) for name, weight in GPT(spec.model).named_parameters()}
+        parameters = named_tensors(GPT(spec.model), dtype)
     read = merged(spec, folder, manifest, dtype) if spec.adapters else reader(folder, manifest, parameters)
     begin(out, about)
     written = write_hf(

@@ -83,8 +83,11 @@ def check_tp_divides(meta_model: MetaModel, tp: int) -> None:
 
 
 def indivisible_width(spec: ModelSpec, tp: int) -> tuple[str, int] | None:
-    ffn = ("expert_ffn", spec.expert_ffn) if spec.experts else ("ffn", spec.ffn)
-    widths = (("heads", spec.heads), ("vocab", spec.vocab), ffn)
+    widths = [("heads", spec.heads), ("vocab", spec.vocab)]
+    if spec.experts:
+        widths.append(("expert_ffn", spec.expert_ffn))
+    if not spec.experts or spec.mlp_layers:
+        widths.append(("ffn", spec.ffn))
     return next(((key, size) for key, size in widths if size % tp), None)
 
 

@@ -106,7 +106,7 @@ def data_parallel(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
         if (
             kind == "ddp" and ctx.spec.model.experts and ctx.spec.model.balance_bias
         ):  # DDP's habit: the first rank's buffers, once a step
-            size = FP32 * len(stage.layers) * ctx.spec.model.experts
+            size = FP32 * sum(map(ctx.spec.model.has_experts, stage.layers)) * ctx.spec.model.experts
             yield ctx.collective("broadcast", "choice bias of experts", "dp_cp", 1, size, FORWARD)
     elif kind in ("zero1", "zero2"):
         yield from zero_1_and_2(ctx, stage, every=kind == "zero2")
@@ -240,7 +240,7 @@ def step_scalars(ctx: RankContext) -> Iterator[Collective]:
         yield ctx.collective("all-reduce", "targets that count", "dp", 1, counts * INT64, STEP)
     yield from answer_figures(ctx)
     for stage in ctx.stages if ctx.spec.model.experts else ():
-        size = INT64 * len(stage.layers) * ctx.spec.model.experts
+        size = INT64 * sum(map(ctx.spec.model.has_experts, stage.layers)) * ctx.spec.model.experts
         yield ctx.collective("all-reduce", "visits of experts", "dp_cp", 1, size, STEP)
 
 

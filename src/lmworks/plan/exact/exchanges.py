@@ -13,6 +13,7 @@ needs: not what leaves the MLP, and under the policy `selective`, which keeps wh
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -157,9 +158,8 @@ def exchanges(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     model = ctx.spec.model
     if layout.cp > 1 and model.experts and model.balance_loss:
         size = FP32 * 2 * ctx.rows * model.experts
-        yield from forward_collectives(
-            ctx, stage, "all-reduce", "balance of experts", "cp", 1, size, recomputed_layers(ctx, stage)
-        )
+        layers, repeated = expert_layers(ctx, stage)
+        yield from forward_collectives(ctx, layers, "all-reduce", "balance of experts", "cp", 1, size, repeated)
 
 
 def recomputed_layers(ctx: RankContext, stage: Stage, *policy: str) -> int:
@@ -168,12 +168,19 @@ def recomputed_layers(ctx: RankContext, stage: Stage, *policy: str) -> int:
     return sum(one in policy if policy else one != "none" for one in chosen)
 
 
+def expert_layers(ctx: RankContext, stage: Stage) -> tuple[int, int]:
+    """Layers with experts, and those of them that are computed again."""
+    routed = [ctx.spec.model.has_experts(layer) for layer in stage.layers]
+    again = [one != "none" for one in policies(ctx.spec, stage.layers)]
+    return sum(routed), sum(map(operator.and_, routed, again))
+
+
 def forward_collectives(
-    ctx: RankContext, stage: Stage, kind: str, what: str, group: str, calls: int, size: int, repeated: int
+    ctx: RankContext, layers: int, kind: str, what: str, group: str, calls: int, size: int, repeated: int
 ) -> Iterator[Collective]:
-    """`calls` in each layer's forward pass, and as many again in `repeated` layers, which are recomputed."""
+    """`calls` in each of these layers' forward pass, and as many again in `repeated` ones, which are recomputed."""
     times = ctx.batches
-    yield ctx.collective(kind, what, group, times * len(stage.layers) * calls, size, FORWARD)
+    yield ctx.collective(kind, what, group, times * layers * calls, size, FORWARD)
     yield ctx.collective(kind, f"{what}, again", group, times * repeated * calls, size, BACKWARD)
 
 
@@ -182,16 +189,19 @@ def forward_collectives(
 
 def tensor(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     layers, repeated, hidden = len(stage.layers), recomputed_layers(ctx, stage), ctx.tokens * ctx.spec.model.hidden
-    mlp = ctx.stream if ctx.spec.model.experts else ctx.width  # a router takes the stream, and its result is as wide
     # Below the first adapter nothing has a gradient.
     frozen = bool(ctx.case.adapters) and stage.first
     adapted = any(weight.name.startswith("attention.") for weight in ctx.case.adapters)
     below = frozen, frozen and not adapted
+    mlp: list[tuple[str, bool, int, int, int, int]] = []
+    routed, again = expert_layers(ctx, stage)
+    # A router takes the stream, and its result is as wide.
+    for count, more, width in ((layers - routed, repeated - again, ctx.width), (routed, again, ctx.stream)):
+        mlp += [("mlp", True, count, more, below[1], width), ("mlp", False, count, 0, 0, width)] if count else []
     crossings = [  # what, entered (or left), how often, again, without a gradient, bytes of a number
         ("attention", True, layers, repeated, below[0], ctx.width),
         ("attention", False, layers, repeated, below[1], ctx.width),
-        ("mlp", True, layers, repeated, below[1], mlp),
-        ("mlp", False, layers, 0, 0, mlp),
+        *mlp,
         ("embedding", False, int(stage.first), 0, frozen, ctx.stream),
         ("head", True, int(stage.last), 0, 0, ctx.width),
     ]
@@ -260,7 +270,7 @@ def ring_attention(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     keys, calls = ctx.width * block, ctx.batches * len(stage.layers) * hops
     for kind in ("send", "recv"):
         repeated = recomputed_layers(ctx, stage, "full")
-        yield from forward_collectives(ctx, stage, kind, "keys and values", "cp", hops, keys, repeated)
+        yield from forward_collectives(ctx, len(stage.layers), kind, "keys and values", "cp", hops, keys, repeated)
         yield ctx.collective(kind, "keys and values for gradients", "cp", calls, keys, BACKWARD)
         yield ctx.collective(kind, "gradients of keys and values", "cp", calls, FP32 * block, BACKWARD)
 
@@ -273,7 +283,7 @@ def ulysses(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
     inputs = heads * core.qk_dim + kv_heads * (core.qk_dim + core.v_dim)
     for what, count in (("queries, keys, values", inputs), ("attention's result", heads * core.v_dim)):
         size = ctx.width * ctx.tokens * count
-        yield from forward_collectives(ctx, stage, "all-to-all", what, "cp", 1, size, repeated)
+        yield from forward_collectives(ctx, len(stage.layers), "all-to-all", what, "cp", 1, size, repeated)
         yield ctx.collective("all-to-all", f"gradient of {what}", "cp", calls, size, BACKWARD)
 
 
@@ -285,14 +295,14 @@ def local_kv_heads(ctx: RankContext) -> int:
 
 
 def experts(ctx: RankContext, stage: Stage) -> Iterator[Collective]:
-    model, calls, repeated = ctx.spec.model, ctx.batches * len(stage.layers), recomputed_layers(ctx, stage)
+    model, (layers, repeated) = ctx.spec.model, expert_layers(ctx, stage)
     yield from forward_collectives(
-        ctx, stage, "all-to-all", "tokens by expert", "ep", 1, INT64 * model.experts, repeated
+        ctx, layers, "all-to-all", "tokens by expert", "ep", 1, INT64 * model.experts, repeated
     )
     size = ctx.width * ctx.tokens * model.top_k * model.hidden
     for what in ("tokens to experts", "results of experts"):
-        yield from forward_collectives(ctx, stage, "all-to-all", what, "ep", 1, size, repeated)
-        yield ctx.collective("all-to-all", f"gradient of {what}", "ep", calls, size, BACKWARD)
+        yield from forward_collectives(ctx, layers, "all-to-all", what, "ep", 1, size, repeated)
+        yield ctx.collective("all-to-all", f"gradient of {what}", "ep", ctx.batches * layers, size, BACKWARD)
 
 
 # --- pipeline -------------------------------------------------------------------------------------------

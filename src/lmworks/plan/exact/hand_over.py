@@ -177,6 +177,7 @@ def common(rows: range, part: tuple[range, ...]) -> int:
 
 def choice_biases(spec: RunSpec) -> Iterable[EngineWeight]:
     """Buffers of fp32, whole on every rank."""
-    layers = spec.model.layers if spec.model.experts and spec.model.balance_bias else 0
+    model = spec.model
+    layers = [layer for layer in range(model.layers) if model.balance_bias and model.has_experts(layer)]
     size = 4 * spec.model.experts
-    return (EngineWeight(f"blocks.{layer}.mlp.choice_bias", size, whole=size) for layer in range(layers))
+    return (EngineWeight(f"blocks.{layer}.mlp.choice_bias", size, whole=size) for layer in layers)

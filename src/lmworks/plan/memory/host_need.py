@@ -98,7 +98,12 @@ def saved_bytes(held: HeldModel, rank: int) -> int:
     uncut = {weight.name: weight.size for stage in stages for weight in described(model, stage, case.adapters)}
     each = code.weights + code.low_bytes + int(STATES[case.optimizer])
     steps = FP32 * (spec.optim.optimizer == "adamw" or code.weights == 2)
-    size = FP32 * model.experts * bool(model.balance_bias) * sum(len(stage.layers) for stage in stages)
+    size = (
+        FP32
+        * model.experts
+        * bool(model.balance_bias)
+        * sum(model.has_experts(layer) for stage in stages for layer in stage.layers)
+    )
     size *= not held.weights_of  # they are the other model's
     for weight, shape in local_shapes(spec, rank):
         parts = uncut[weight.name] // weight.size  # of tensor and expert parallelism

@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec import Grid, RunSpec, SpecError
+from ...spec import Grid, ModelSpec, RunSpec, SpecError
 from ...spec.errors import did_you_mean
 from ...spec.layout import V_SHAPED
 from ..case import Case, Number
@@ -153,7 +153,10 @@ def rank_weights(case: Case, place: Place) -> RankWeights:
             candidate = alike.replace(**dict(zip(DEGREES, numbers, strict=False)))
             stages, grid = rank_stages(candidate, numbers[-1]), candidate.grid
             ranks = grid.size("shard"), grid.size("edp"), candidate.dp_shard > 1, candidate.sharding
-            held = ((len(stage.layers), stage.first, stage.last) for stage in stages)
+            routed = (sum(map(case.model.has_experts, stage.layers)) for stage in stages)
+            held = (
+                (len(stage.layers), stage.first, stage.last, some) for stage, some in zip(stages, routed, strict=True)
+            )
             layout = (candidate.tp, candidate.ep, *ranks, place.shard, place.edp, *held)
             if layout not in known:
                 known[layout] = weights_of_rank(candidate, stages, place)
@@ -200,30 +203,37 @@ GATHERED = ("gathered", "reduced", "own_reduced")
 
 def weights_of_rank(case: Case, stages: list[Stage], place: Place) -> RankWeights:
     layers = sum(len(stage.layers) for stage in stages)
-    # Units, and how often the rank has each: blocks are alike.
-    held = [(unit, layers) for unit in units(case, Stage(0, range(1), first=False, last=False))]
+    # Units, and how often the rank has each: blocks are alike, or of two kinds.
+    held = []
+    for layer, count in kinds_of_layers(case.model, [layer for stage in stages for layer in stage.layers]):
+        one = Stage(0, range(layer, layer + 1), first=False, last=False)
+        held += [(unit, count) for unit in units(case, one)]
     for stage in stages:
         held += [(unit, 1) for unit in units(case, Stage(0, range(0), stage.first, stage.last))]
     # A tied embedding is the head alone where the rank does not hold the first stage.
     head_names = ("norm.", "head.") if any(stage.first for stage in stages) else ("norm.", "head.", "embed.")
-    block = matrices = root = head = tied = whole = 0
+    block: float = 0
+    matrices: float = 0
+    root = head = tied = whole = 0
     gathered: dict[str, Any] = {f"{of}_{kind}": 0 for of in GATHERED for kind in ("root", "block")}
     for unit, count in held:
         kind = "root" if unit.block == ROOT else "block"
+        share = count / layers if kind == "block" and count < layers else 1  # of a mean block
         whole += count * sum(weight.size for weight in unit.weights)
-        matrices += sum(w.size for w in unit.weights if kind == "block" and len(w.shape) > 1 and not w.quantized)
+        cast = (w.size for w in unit.weights if kind == "block" and len(w.shape) > 1 and not w.quantized)
+        matrices += share * sum(cast)
         for weight in unit.trained:
             if kind == "block":
-                block += weight.size
+                block += share * weight.size
             else:
                 root += weight.size
                 head += weight.size * weight.name.startswith(head_names)
                 tied += weight.size * (weight.name == "embed.weight" and case.model.tie_embeddings)
         if case.sharding.startswith("fsdp"):
-            gathered[f"gathered_{kind}"] += unit_bytes(case, unit) / gathered_bytes(case, unit.block)
-            gathered[f"reduced_{kind}"] += unit_size(case, unit, trained=True)
-            gathered[f"own_reduced_{kind}"] += unit_shard(case, unit, trained=True)
-    size = root + layers * block
+            gathered[f"gathered_{kind}"] += share * unit_bytes(case, unit) / gathered_bytes(case, unit.block)
+            gathered[f"reduced_{kind}"] += share * unit_size(case, unit, trained=True)
+            gathered[f"own_reduced_{kind}"] += share * unit_shard(case, unit, trained=True)
+    size = root + round(layers * block)
     state = resident_of_one(case, place, held, whole) if case.is_lmworks else resident_of_others(case, held, whole)
     return RankWeights(
         layers=layers,
@@ -235,9 +245,15 @@ def weights_of_rank(case: Case, stages: list[Stage], place: Place) -> RankWeight
         tied=tied * (head > 0),
         sharding=case.sharding,
         **gathered,
-        **bucket_sizes(case, stages, (0, head, head + (layers - 1) * block, size)),
+        **bucket_sizes(case, stages, (0, head, head + round((layers - 1) * block), size)),
         **state,
     )
+
+
+def kinds_of_layers(model: ModelSpec, layers: list[int]) -> list[tuple[int, int]]:
+    """One of the layers with experts, and one of those without, each with their number."""
+    found = ([layer for layer in layers if model.has_experts(layer) == routed] for routed in (True, False))
+    return [(alike[0], len(alike)) for alike in found if alike]
 
 
 def quantized_rows(unit: Unit, ranks: int = 1, rank: int = 0) -> int:

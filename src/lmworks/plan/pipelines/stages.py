@@ -12,7 +12,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ...spec import ModelSpec, RunSpec, SpecError
+from ...spec import ModelSpec, RunSpec, SpecError, components
 from ..flops import block_flops_per_token, head_flops_per_token
 from .schedule import Action, Span, actions, durations, simulate, stage_times, stages_of
 
@@ -26,7 +26,7 @@ class Stage:
 
     def params(self, model: ModelSpec) -> int:
         """Weights of this part; a tied embedding is held, and counted, on both ends."""
-        count = len(self.layers) * model.block_params
+        count = sum(weight.size for layer in self.layers for weight in components.block_weights(model.at(layer)))
         if self.first:
             count += model.embedding_params
         if self.last:

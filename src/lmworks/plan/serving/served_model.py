@@ -217,7 +217,7 @@ class ServedModel:
     @classmethod
     def of(cls, model: ModelSpec, name: str = "") -> ServedModel:
         m, layers = model, model.layers
-        linears = merged_linears(m)
+        linears = [linear for kind, count in m.kinds for linear in merged_linears(kind, count)]
         big = sum(linear.weights() for linear in linears)
         core, kv, routed = components.attention_core(m), components.token_cache(m), components.experts(m)
         return cls(
@@ -227,8 +227,8 @@ class ServedModel:
             linears=tuple(linears),
             head=Linear(m.hidden, m.vocab),
             tables=m.embedding_params - (m.vocab * m.hidden if m.tie_embeddings else 0),
-            small=layers * (m.block_params - m.routed_params) - big + m.norm_params,
-            experts=Experts(routed.count, routed.top_k, layers, routed.size) if routed else None,
+            small=round(layers * m.block_params) - m.expert_layers * m.routed_params - big + m.norm_params,
+            experts=Experts(routed.count, routed.top_k, m.expert_layers, routed.size) if routed else None,
             kv_layers=layers,
             kv_heads=kv.heads,
             kv_width=kv.width,
@@ -263,11 +263,11 @@ class ServedModel:
         )
 
 
-def merged_linears(model: ModelSpec) -> list[Linear]:
-    """Layers that read the same input are one product (q, k, v; gate, up)."""
+def merged_linears(model: ModelSpec, layers: int) -> list[Linear]:
+    """Layers that read the same input are one product (q, k, v; gate, up); of that many alike blocks."""
     split = {"column": "columns", "kv_heads": "columns", "row": "rows", "replicated": "whole"}
     found: dict[tuple[str, int, str], int] = {}
     for linear in components.linears(model):
         key = (linear.name.rpartition(".")[0] + linear.reads, linear.inputs, split[linear.shard])
         found[key] = found.get(key, 0) + linear.outputs
-    return [Linear(inputs, outputs, model.layers, how) for (_, inputs, how), outputs in found.items()]
+    return [Linear(inputs, outputs, layers, how) for (_, inputs, how), outputs in found.items()]

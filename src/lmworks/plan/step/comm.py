@@ -148,12 +148,14 @@ class Weights:
     def of(cls, case: Case) -> Self:
         dense: Number = 0.0
         experts: Number = 0.0
-        for weight in components.block_weights(case.model):
-            shared = np.where(weight.kv_heads % case.tp == 0, case.tp, 1) if weight.tp_dim is not None else 1
-            if weight.experts:
-                experts = experts + weight.size // case.ep // shared
-            else:
-                dense = dense + weight.size // shared
+        for kind, count in case.model.kinds:
+            share = count / case.model.layers if len(case.model.kinds) > 1 else 1
+            for weight in components.block_weights(kind):
+                shared = np.where(weight.kv_heads % case.tp == 0, case.tp, 1) if weight.tp_dim is not None else 1
+                if weight.experts:
+                    experts = experts + share * (weight.size // case.ep // shared)
+                else:
+                    dense = dense + share * (weight.size // shared)
         root = sum(weight.size for weight in components.root_weights(case.model)) / case.tp
         gather = case.software.gather or {"fp32": 4, "fp8": 1}.get(case.dtype, 2)
         return cls(dense, experts, dense + experts, root, gather)

@@ -68,7 +68,7 @@ def split_by_size(row: Row, degrees: dict[str, int], gpus: int, model: ModelSpec
 
 def deal_experts(row: Row, degrees: dict[str, int], gpus: int, model: ModelSpec, room: float) -> None:
     """Experts go to as many ranks as they divide among, 64 at most, and what is left of a model to a pipeline."""
-    experts = model.layers * model.routed_params
+    experts = model.expert_layers * model.routed_params
     for pp in range(1, min(model.layers, gpus) + 1):
         if gpus % pp:
             continue
