@@ -24,7 +24,7 @@ from lmworks.model.hf import read_config
 from lmworks.model.hf_layout import layout
 from lmworks.model.hf_write import save_hf
 from lmworks.parallel.initial_weights import changed_keys
-from lmworks.spec import LMWorksError, ModelSpec, RunSpec, SpecError
+from lmworks.spec import CheckpointError, LMWorksError, ModelSpec, RunSpec, SpecError
 from lmworks.spec.hf_config import config_of_spec, family_of_spec, spec_of_config
 from lmworks.spec.run import CheckpointSpec, DataSpec
 
@@ -462,6 +462,19 @@ def test_keys_that_a_family_does_not_read_change_nothing() -> None:
     for family, more in (("mixtral", EXPERTS), ("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 24}), ("phi3", {})):
         spec = spec_of_config({"model_type": family, **SHAPE, **more, **window})
         assert (spec.sliding_window, spec.layer_types) == (7, ())
+
+
+def test_a_module_for_further_tokens_is_left_out(tmp_path: Path) -> None:
+    """As DeepSeek-V3 is published: one layer more than num_hidden_layers. Fewer layers than there are is an error."""
+    model = theirs("deepseek-v3-experts-yarn", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    more = {f"model.layers.3.{name}.weight": torch.ones(48) for name in ("enorm", "self_attn.q_proj")}
+    save_file({**weights, **more}, tmp_path / "model.safetensors")
+    assert logits_agree(GPT.from_hf(tmp_path), model)
+    del more["model.layers.3.enorm.weight"]  # a layer that the config leaves out
+    save_file({**weights, **more}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 tensors belong to nothing"):
+        GPT.from_hf(tmp_path)
 
 
 def test_a_tied_config_with_another_head_is_refused(tmp_path: Path) -> None:

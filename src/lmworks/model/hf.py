@@ -33,6 +33,8 @@ HEAD, COMPARED_ROWS = "lm_head.weight", 4096
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # Tensors that some checkpoints hold and no network needs: causal masks and rotary frequencies, kept as buffers once.
 BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
+# DeepSeek's module for further tokens, stored as layers behind the last: the network computes the same without.
+FURTHER_TOKENS = re.compile(r"model\.layers\.(\d+)\.(enorm|eh_proj)\.")
 
 # What may differ between a spec and the config of the weights that it starts from: rotary frequencies to stretch the
 # context and the like, which change what is computed (`changes` names them), and what only acts in training. All else
@@ -182,7 +184,7 @@ def load_hf(
         with torch.device("meta"):
             model = cls(spec)
         plan = {checkpoint.find(stored.name): stored for stored in layout(spec, family, checkpoint.file_of)}
-        check_unused_tensors(checkpoint, plan)
+        check_unused_tensors(checkpoint, plan, spec.layers)
         check_tied(checkpoint, spec, plan)
         to_empty(model, device, dtype)
         parameters = named_tensors(model)
@@ -211,7 +213,7 @@ class HFWeights:
         self.checkpoint = Checkpoint(folder, ExitStack())  # files stay open for as long as the weights are read
         self.checkpoint.check_layer_count(spec.layers)
         plan = {self.checkpoint.find(one.name): one for one in layout(spec, family, self.checkpoint.file_of)}
-        check_unused_tensors(self.checkpoint, plan)
+        check_unused_tensors(self.checkpoint, plan, spec.layers)
         check_tied(self.checkpoint, there, plan)
         self.stored: dict[str, list[tuple[str, Stored]]] = {}
         for name, stored in plan.items():
@@ -261,9 +263,11 @@ def check_tied(checkpoint: Checkpoint, spec: ModelSpec, plan: dict[str, Stored])
         )
 
 
-def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str]) -> None:
+def check_unused_tensors(checkpoint: Checkpoint, plan: Iterable[str], layers: int) -> None:
     """A tensor that nothing uses: the config does not describe the whole network, and the logits would be wrong."""
     surplus = sorted(name for name in checkpoint.file_of.keys() - set(plan) if not BUFFERS.search(name))
+    further = {found[1] for name in surplus if (found := FURTHER_TOKENS.match(name)) and int(found[1]) >= layers}
+    surplus = [name for name in surplus if not name.startswith(tuple(f"model.layers.{layer}." for layer in further))]
     if surplus := [name for name in surplus if name != HEAD]:  # of a tied model: see `check_tied`
         raise CheckpointError(
             f"{checkpoint.folder}: {len(surplus)} tensors belong to nothing that config.json describes, "

@@ -25,6 +25,7 @@ def nothing(_: Any) -> Keys:
 @dataclass(frozen=True)
 class Family:
     architecture: str
+    models: str  # published ones, for docs/models.md
     defaults: Keys  # of keys that a config may leave out, as `transformers` fills them in
     writes: Keys  # spec keys and the value that this family can express; a callable says whether it can
     must_be: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # values that our network computes
@@ -521,6 +522,7 @@ GEMMA2_WRITES: Keys = {
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
+        models="GPT-2, DistilGPT-2",
         defaults={
             "tie_word_embeddings": True,
             "activation_function": "gelu_new",
@@ -560,6 +562,7 @@ FAMILIES = {
     # q, k, v and gate, up are one matrix each. Without longrope it is the network of Llama or Mistral.
     "phi3": Family(
         "Phi3ForCausalLM",
+        models="Phi-3 and Phi-4 (mini: partial rotary, LongRoPE)",
         defaults={
             **ROPE_DEFAULTS,
             "rms_norm_eps": 1e-5,
@@ -582,6 +585,7 @@ FAMILIES = {
     ),
     "llama": Family(
         "LlamaForCausalLM",
+        models="Llama 1 to 3.3, SmolLM 1 and 2, Yi, DeepSeek LLM",
         defaults={**ROPE_DEFAULTS, "max_position_embeddings": 2048},
         writes={
             **ROPE_WRITES,
@@ -597,6 +601,7 @@ FAMILIES = {
     # GLM-4-9B: a half of each head is turned, in pairs side by side; gate, up are one matrix.
     "glm": Family(
         "GlmForCausalLM",
+        models="GLM-4-9B",
         defaults=GLM_DEFAULTS,
         writes=GLM_WRITES,
         attention_bias=("qkv_bias",),
@@ -608,6 +613,7 @@ FAMILIES = {
     # GLM-4-0414: the same with a norm after attention and MLP, too.
     "glm4": Family(
         "Glm4ForCausalLM",
+        models="GLM-4-0414, GLM-Z1",
         defaults=GLM_DEFAULTS,
         writes={**GLM_WRITES, "norm_placement": "both"},
         attention_bias=("qkv_bias",),
@@ -619,6 +625,7 @@ FAMILIES = {
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
+        models="OLMo 2",
         defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
         writes={**ROPE_WRITES, **ATTENTION_BIAS, "norm_placement": "post", "qk_norm_whole": True},
         attention_bias=QKVO,
@@ -631,6 +638,7 @@ FAMILIES = {
     ),
     "gemma": Family(
         "GemmaForCausalLM",
+        models="Gemma 1, CodeGemma",
         defaults={**GEMMA_DEFAULTS, "num_key_value_heads": 16},
         must_be=CAUSAL,
         writes={**ROPE_WRITES, **ATTENTION_BIAS, "embed_scale": has_gemma_scale},
@@ -641,6 +649,7 @@ FAMILIES = {
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
+        models="Gemma 2",
         defaults={**GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         must_be=CAUSAL,
         writes={**GEMMA2_WRITES, "attention_softcap": anything},
@@ -655,6 +664,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
+        models="Gemma 3 270M, 1B (text)",
         defaults={
             **GEMMA2_DEFAULTS,
             "attn_logit_softcapping": None,
@@ -685,6 +695,7 @@ FAMILIES = {
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
+        models="StarCoder2 3B to 15B",
         defaults={
             **ROPE_DEFAULTS,
             "hidden_act": "gelu_pytorch_tanh",
@@ -711,6 +722,7 @@ FAMILIES = {
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
+        models="SmolLM3",
         defaults={
             **ROPE_DEFAULTS,
             "max_position_embeddings": 32768,
@@ -735,6 +747,7 @@ FAMILIES = {
     ),
     "granite": Family(
         "GraniteForCausalLM",
+        models="Granite 3.x dense",
         defaults={
             **ROPE_DEFAULTS,
             "max_position_embeddings": 2048,
@@ -756,18 +769,21 @@ FAMILIES = {
     ),
     "mistral": Family(
         "MistralForCausalLM",
+        models="Mistral 7B, Mistral NeMo",
         defaults={**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
         writes={**ROPE_WRITES, **WINDOW},
         windows="all",
     ),
     "ministral": Family(
         "MinistralForCausalLM",
+        models="Ministral 8B",
         defaults={**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
         writes={**ROPE_WRITES, **BY_LAYER},
         windows="layers",
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
+        models="Qwen1.5, Qwen2, Qwen2.5, QwQ",
         defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32},
         writes={**ROPE_WRITES, **BY_LAYER, "qkv_bias": True},
         windows="layers",
@@ -776,6 +792,7 @@ FAMILIES = {
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
+        models="Qwen3 dense",
         defaults={**QWEN_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
         writes={**ROPE_WRITES, **BY_LAYER, **ATTENTION_BIAS, "qk_norm": True},
         windows="layers",
@@ -785,6 +802,7 @@ FAMILIES = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
+        models="Mixtral 8x7B, 8x22B",
         defaults={
             **ROPE_DEFAULTS,
             "rms_norm_eps": 1e-5,
@@ -801,6 +819,7 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
+        models="Qwen3-30B-A3B, Qwen3-235B-A22B",
         defaults={
             **ROPE_DEFAULTS,
             "norm_topk_prob": False,
@@ -816,6 +835,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
+        models="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
         defaults={
             **QWEN_DEFAULTS,
             "num_key_value_heads": 16,
@@ -838,6 +858,7 @@ FAMILIES = {
     ),
     "mellum": Family(
         "MellumForCausalLM",
+        models="Mellum 2",
         defaults={
             **ROPE_DEFAULTS,
             "head_dim": 128,
@@ -869,6 +890,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
+        models="DeepSeek-V2, V2-Lite, Coder-V2",
         defaults={
             **LATENT_DEFAULTS,
             "max_position_embeddings": 2048,
@@ -897,6 +919,7 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
+        models="DeepSeek-V3, R1 (without the head of further tokens)",
         defaults={
             **LATENT_DEFAULTS,
             "max_position_embeddings": 4096,
