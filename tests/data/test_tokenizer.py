@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tokenizers
 
-from lmworks.data.tokenizer import FileTokenizer, Tokenizer, bpe_size, load_tokenizer, read_tokenizer, train_bpe
+from lmworks.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    bpe_size,
+    load_tokenizer,
+    read_tokenizer,
+    train_bpe,
+)
 from lmworks.spec import DataError, SpecError
 
 
@@ -106,3 +115,16 @@ def test_invalid_tokenizer_file_is_reported(tmp_path: Path) -> None:
         load_tokenizer(path)
     with pytest.raises(DataError, match=r"no tokenizer at .*gone\.json"):
         load_tokenizer(tmp_path / "gone.json")
+
+
+def test_texts_are_encoded_one_after_another_when_they_are_asked_for() -> None:
+    asked = []
+
+    def lines() -> Iterator[str]:
+        for line in ("ab\n", "", "ü"):
+            asked.append(line)
+            yield line
+
+    ids = ByteTokenizer().encode_iterable(lines())
+    assert next(ids) == ord("a") and asked == ["ab\n"]
+    assert [ord("a"), *ids] == ByteTokenizer().encode("ab\nü")

@@ -11,6 +11,7 @@ from data_parallel import (
     check,
     compare_cases,
     make_spec,
+    mesh_of,
     start,
     with_rules,
 )
@@ -19,7 +20,7 @@ from lmworks.model import GPT
 from lmworks.parallel.local_ranks import on_ranks
 from lmworks.parallel.mesh import Mesh
 from lmworks.parallel.zero import Zero
-from lmworks.spec import RunSpec
+from lmworks.spec import Grid, RunSpec
 
 WORLD = 4
 SPECS = {
@@ -81,3 +82,32 @@ def test_steps_without_contexts_as_in_a_pipeline() -> None:
         for case in outcome.values():
             assert case.trace.early == []
             check(case.differences)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_frozen_weight_stays_as_it_is(when: str) -> None:
+    for moved in on_ranks(2, steps_with_a_frozen_weight, when):
+        assert moved == {"norm.weight": False, "head.weight": True, "blocks.0.mlp.up.weight": True}
+
+
+def steps_with_a_frozen_weight(rank: int, when: str) -> dict[str, bool]:
+    """Whether some weights changed in two steps of any stage, where the last norm is frozen `when` Zero is made."""
+    changed = set()
+    for stage in range(3):
+        spec = make_spec({"dp": 2, "strategy": "zero", "zero": stage})
+        part = GPT(spec.model)
+        before = {name: weight.detach().clone() for name, weight in part.named_parameters()}
+        part.norm.weight.requires_grad_(when == "after")
+        zero = Zero(part, spec, mesh_of(Grid.of(spec.parallel)), set(), stage)
+        part.norm.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([shard.leaf for shard in zero.shards()], lr=0.1)
+        for _ in range(2):
+            with zero.micro_batch(last=True):
+                tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(rank))
+                zero(tokens[:, :-1], tokens[:, 1:], keep_logits=False)[1].backward()
+            zero.finish()
+            optimizer.step()
+            zero.after_step()
+            zero.zero_grad()
+        changed |= {name for name, weight in part.named_parameters() if not torch.equal(weight, before[name])}
+    return {name: name in changed for name in ("norm.weight", "head.weight", "blocks.0.mlp.up.weight")}

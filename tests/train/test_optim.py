@@ -49,10 +49,19 @@ def test_rate_follows_the_closed_form(schedule: str, step: int, expected: float)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-@pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("floor", [0.1, 1.0])
 def test_last_step_has_minimal_lr(schedule: str, floor: float) -> None:
     values = rates(schedule=schedule, min_lr_ratio=floor, lr=3e-4)
     assert values[-1] == 3e-4 * floor == min(values[10:])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_without_a_minimal_lr_the_step_after_the_last_would_have_rate_0(schedule: str) -> None:
+    """A step at rate 0 trains nothing: the schedule of one more step, which is left out."""
+    values = rates(schedule=schedule, min_lr_ratio=0.0, decay_ratio=0.9)
+    assert values[-1] == min(values[10:]) > 0
+    last = {"cosine": (1 + math.cos(math.pi * 90 / 91)) / 2, "linear": 1 / 91, "wsd": 1 / 91}
+    assert values[-1] == pytest.approx(last[schedule], abs=1e-3)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -34,6 +34,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_iterable(self, texts: Iterable[str]) -> Iterator[int]:
+        """Ids of one text after another, each encoded by itself when its ids are asked for: of a file that does not
+        fit in memory, by lines."""
+        for text in texts:
+            yield from self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes that are not UTF-8 (a character cut in two) become U+FFFD; special tokens are left out."""
         ...
@@ -43,7 +49,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The 256 byte values, and end-of-text. Tokens of code models follow it, and are used by those alone."""
 
     vocab_size = 257
@@ -60,7 +66,7 @@ class ByteTokenizer:
         return self.eot + names.index(name) if name in names else None
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A `tokenizer.json` as the `tokenizers` library writes it."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, eot: int) -> None:

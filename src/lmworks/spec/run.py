@@ -106,7 +106,9 @@ class OptimSpec(Section):
     lr: float = opt(3e-4, "peak learning rate", gt=0, le=10)
     schedule: str = opt("cosine", "shape of the learning rate", choices=("cosine", "linear", "wsd", "constant"))
     warmup: int = opt(-1, "steps over which the rate rises from 0 (-1: a tenth of all, at most 100)", ge=-1)
-    min_lr_ratio: float = opt(0.1, "final rate as a part of the peak", ge=0, le=1)
+    min_lr_ratio: float = opt(
+        0.1, "rate of the last step as a part of the peak (0: it falls to 0 right after it)", ge=0, le=1
+    )
     decay_ratio: float = opt(0.2, "wsd: the last part of the run, in which the rate falls", gt=0, le=1)
     beta1: float = opt(0.9, "decay of the mean of gradients", ge=0, lt=1)
     beta2: float = opt(0.95, "decay of the mean of squared gradients", ge=0, lt=1)

@@ -60,12 +60,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def learning_rate(optim: OptimSpec, step: int) -> float:
-    """The rate of step 0 … steps − 1: a linear rise over `warmup`, then the schedule down to min_lr_ratio × lr."""
+    """The rate of step 0 … steps − 1: a linear rise over `warmup`, then the schedule down to min_lr_ratio × lr.
+
+    The last step has that rate. Where it is 0 the one after the last would: a step at rate 0 trains nothing.
+    """
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     floor = optim.min_lr_ratio
-    left = max(1, optim.steps - 1 - optim.warmup)  # steps over which the rate can fall
-    done = min((step - optim.warmup) / left, 1.0)  # 0 at the peak, 1 at the last step
+    left = max(1, optim.steps - (floor > 0) - optim.warmup)  # steps over which the rate can fall
+    done = min((step - optim.warmup) / left, 1.0)  # 0 at the peak, 1 where the rate is lowest
     if optim.schedule == "cosine":
         shape = (1 + math.cos(math.pi * done)) / 2
     elif optim.schedule == "linear":
