@@ -89,6 +89,8 @@ MORE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("glm4", {**SHAPE, "pad_token_id": None}),
     "gemma": ("gemma", {**SHAPE, "num_key_value_heads": 1}),
+    "olmoe": ("olmoe", {**SHAPE, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
+    "glm4_moe": ("glm4_moe", {**SHAPE, **DEEPSEEK, "use_qk_norm": True}),
     "glm": ("glm", {**SHAPE, "pad_token_id": None}),
     "olmo2": ("olmo2", {**SHAPE, "pad_token_id": None}),
     "gemma2": ("gemma2", {**SHAPE, "num_hidden_layers": 3, "sliding_window": 7, "query_pre_attn_scalar": 24}),

@@ -64,6 +64,8 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": SHAPE,
     "granite": {**SHAPE, "attention_multiplier": 0.3},
     "mellum": {**SHAPE, **MOE, "head_dim": 16},
+    "olmoe": {**SHAPE, "num_experts": 6, "num_experts_per_tok": 2},
+    "glm4_moe": {**SHAPE, **DEEPSEEK, "head_dim": 16, "use_qk_norm": True},
     "deepseek_v2": {**SHAPE, **LATENT, **DEEPSEEK, "n_group": 3, "topk_group": 2},
     "deepseek_v3": {**SHAPE, **LATENT, **DEEPSEEK, "n_group": 1, "topk_group": 1},
 }
@@ -142,7 +144,7 @@ PLAIN_KEYS: dict[str, list[Any]] = {
     "attn_logit_softcapping": [5.0, None],
     "final_logit_softcapping": [5.0, None],
     "qk_layernorm": [True],
-    "use_qk_norm": [True],
+    "use_qk_norm": [True, False],
     "clip_qkv": [0.1],
     "hidden_activation": ["gelu", "gelu_new", "silu"],
     "use_bidirectional_attention": [True, False],

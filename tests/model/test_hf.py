@@ -157,6 +157,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "olmoe": ("olmoe", {**SHAPE, "head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}),
+    "glm4-moe": ("glm4_moe", {**SHAPE, **DEEPSEEK, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
     "deepseek-v2-groups": (
         "deepseek_v2",
         {
@@ -252,6 +254,11 @@ SPECS = {
     "qwen3_moe-dense-layers": ModelSpec(layers=3, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4,
                                         top_k=3, expert_ffn=24, qk_norm=True,
                                         mlp_layers=("dense", "experts", "experts")),
+    "olmoe": ModelSpec(layers=2, hidden=48, heads=4, kv_heads=2, vocab=96, context=64, experts=4, top_k=2,
+                       qk_norm_whole=True),
+    "glm4_moe": ModelSpec(layers=3, hidden=48, heads=4, kv_heads=2, head_dim=16, vocab=96, context=64, experts=8,
+                          top_k=3, expert_ffn=24, shared_experts=1, router="sigmoid", choice_bias=True, qk_norm=True,
+                          rope_fraction=0.5, mlp_layers=("dense", "experts", "experts")),
     "deepseek_v2": ModelSpec(layers=3, hidden=48, heads=4, vocab=96, context=64, kv_lora_rank=24, rope_head_dim=8,
                              v_head_dim=10, rope_interleaved=True, experts=8, top_k=3, expert_ffn=24, shared_experts=2,
                              norm_topk=False, routed_scale=2.0, mlp_layers=("dense", "experts", "experts")),
@@ -359,7 +366,11 @@ def test_a_round_trip_is_bitwise(name: str, tmp_path: Path) -> None:
     mine, again = ours.state_dict(), back.state_dict()
     assert mine.keys() == again.keys()
     assert all(torch.equal(mine[key], again[key]) for key in mine)
-    if name not in ("llama-ntk", "mixtral"):  # NTK is written as another base; Mixtral has no ffn beside its experts
+    if name not in (
+        "llama-ntk",
+        "mixtral",
+        "olmoe",
+    ):  # NTK is written as another base; those have no ffn beside experts
         assert math.isclose(back.spec.attention_scale, ours.spec.attention_scale, rel_tol=1e-9)
         assert back.spec.replace(attention_scale=ours.spec.attention_scale) == ours.spec
 

@@ -165,7 +165,7 @@ def fused_layers(name: str, theirs: str, ours: str) -> Iterator[Stored]:
 
 def moe(spec: ModelSpec, family: str, theirs: str, ours: str, names: Container[str]) -> Iterator[Stored]:
     """Published checkpoints hold each expert's matrices; transformers 5 packs them in memory, and may save them so."""
-    if spec.choice_bias and family == "deepseek_v3":
+    if spec.choice_bias and "choice_bias" in FAMILIES[family].writes:
         yield Stored(f"{theirs}.mlp.gate.e_score_correction_bias", (f"{ours}.choice_bias",))
     packed = f"{theirs}.mlp.experts.gate_up_proj"
     if packed in names:

@@ -99,6 +99,9 @@ def rope_keys(name: str, family: Family, config: Config) -> Keys:
         raise SpecError(f"partial_rotary_factor = {fraction} is not supported for {name}; it must be 1")
     if family.interleaved and fraction in (1, 1.0):  # as a spec it would be taken for another family's
         raise SpecError(f"partial_rotary_factor = {fraction} is not supported for {name}; it must be below 1")
+    width = config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+    if fraction is not None and family.partial_rotary and int(width * fraction) % 2:
+        raise SpecError(f"partial_rotary_factor = {fraction} of {width} is not supported: it turns an odd number")
     if windows.get("layer_types") and family.rope_by_kind:
         windows["rope_local_theta"] = local_theta(config)
     return {

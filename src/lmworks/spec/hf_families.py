@@ -420,10 +420,13 @@ def deepseek_v2_keys(config: Config) -> Keys:
 
 
 def deepseek_v3_keys(config: Config) -> Keys:
-    experts = {**deepseek_experts(config), **groups_of_config(config), "router": "sigmoid", "choice_bias": True}
-    experts["norm_topk"] = bool(config["norm_topk_prob"])
     keys = {**latent_keys(config), "rope_interleaved": bool(config["rope_interleave"])}
-    return {**keys, **with_dense_layers(first_dense(config), experts)}
+    return {**keys, **with_dense_layers(first_dense(config), sigmoid_experts(config))}
+
+
+def sigmoid_experts(config: Config) -> Keys:
+    experts = {**deepseek_experts(config), **groups_of_config(config), "router": "sigmoid", "choice_bias": True}
+    return {**experts, "norm_topk": bool(config["norm_topk_prob"])}
 
 
 def latent_config(spec: ModelSpec) -> Keys:
@@ -435,9 +438,8 @@ def latent_config(spec: ModelSpec) -> Keys:
         "qk_nope_head_dim": spec.head_dim,
         "qk_rope_head_dim": spec.rope_head_dim,
         "v_head_dim": spec.v_head_dim,
-        "first_k_dense_replace": spec.layers - spec.expert_layers,
-        "num_nextn_predict_layers": 0,
         "attention_bias": False,
+        **deepseek_config(spec),
     }
     if spec.attention_scale and scaling is not None:  # mscale² = what scores are multiplied by, over 1/√width
         weight = (math.sqrt(spec.score_scale) - 1) / (0.1 * math.log(spec.rope_scaling.factor))
@@ -446,6 +448,12 @@ def latent_config(spec: ModelSpec) -> Keys:
             **scaling,
             "mscale_all_dim": weight,
         }
+    return config
+
+
+def deepseek_config(spec: ModelSpec) -> Keys:
+    """Of experts."""
+    config: Keys = {"first_k_dense_replace": spec.layers - spec.expert_layers, "num_nextn_predict_layers": 0}
     if not spec.experts:
         return {**config, "n_routed_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
     return {
@@ -468,6 +476,32 @@ def deepseek_v2_config(spec: ModelSpec) -> Keys:
 
 def deepseek_v3_config(spec: ModelSpec) -> Keys:
     return {**latent_config(spec), "rope_interleave": spec.rope_interleaved}
+
+
+def glm4_moe_keys(config: Config) -> Keys:
+    keys = {"qk_norm": bool(config["use_qk_norm"])}
+    return {**keys, **with_dense_layers(first_dense(config), sigmoid_experts(config))}
+
+
+def glm4_moe_config(spec: ModelSpec) -> Keys:
+    own = {"attention_bias": spec.qkv_bias, "use_qk_norm": spec.qk_norm, "partial_rotary_factor": spec.rope_fraction}
+    return {**deepseek_config(spec), **own}
+
+
+def olmoe_keys(config: Config) -> Keys:
+    experts = {"experts": need(config, "num_experts"), "top_k": need(config, "num_experts_per_tok")}
+    return {**experts, "norm_topk": bool(config["norm_topk_prob"]), "qk_norm_whole": True}
+
+
+def olmoe_config(spec: ModelSpec) -> Keys:
+    return {
+        "num_experts": spec.experts,
+        "num_experts_per_tok": spec.top_k,
+        "norm_topk_prob": spec.norm_topk,
+        "intermediate_size": spec.expert_ffn,
+        "attention_bias": spec.out_bias,
+        "pad_token_id": None,
+    }
 
 
 def has_yarn_scale(spec: ModelSpec) -> bool:
@@ -494,6 +528,10 @@ LATENT_WRITES: Keys = {
 GLM_DEFAULTS: Keys = {
     **ROPE_DEFAULTS, "rms_norm_eps": 1.5625e-7, "head_dim": 128, "num_key_value_heads": 2, "attention_bias": True,
     "partial_rotary_factor": 0.5,
+}  # fmt: skip
+EXPERTS_OF_GLM: Keys = {
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
 }  # fmt: skip
 GLM_WRITES: Keys = {**ROPE_WRITES, "qkv_bias": anything, "rope_fraction": lambda spec: spec.rope_fraction < 1}
 GEMMA_DEFAULTS: Keys = {
@@ -887,6 +925,53 @@ FAMILIES = {
         rope_by_kind=True,
         reads=mellum_keys,
         says=mellum_config,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        models="OLMoE",
+        defaults={**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "norm_topk_prob": False},
+        must_be={"clip_qkv": (None,)},
+        writes={
+            **EXPERTS_WRITES,
+            **ATTENTION_BIAS,
+            "norm_topk": anything,
+            "qk_norm_whole": True,
+            "head_dim": lambda spec: spec.head_dim * spec.heads == spec.hidden,
+        },
+        aliases={"num_local_experts": "num_experts"},
+        attention_bias=QKVO,
+        reads=olmoe_keys,
+        says=olmoe_config,
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        models="GLM-4.5, 4.6, 4.5-Air",
+        defaults={
+            **GLM_DEFAULTS,
+            "head_dim": None,
+            **EXPERTS_OF_GLM,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "use_qk_norm": False,
+        },
+        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+        writes={
+            **ROPE_WRITES,
+            "experts": lambda spec: spec.experts > 0,
+            "shared_experts": lambda spec: spec.shared_experts > 0,
+            "router": "sigmoid",
+            "choice_bias": True,
+            "mlp_layers": dense_come_first,
+            **dict.fromkeys(
+                ("qkv_bias", "qk_norm", "rope_fraction", "norm_topk", "routed_scale", "balance_bias"), anything
+            ),
+            **dict.fromkeys(("expert_groups", "top_groups"), anything),
+        },
+        attention_bias=("qkv_bias",),
+        partial_rotary=True,
+        reads=glm4_moe_keys,
+        says=glm4_moe_config,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
