@@ -137,7 +137,13 @@ def test_layers_are_fused_when_possible(dataset: Path, monkeypatch: pytest.Monke
     torchao = pytest.importorskip("torchao.float8")
     monkeypatch.setattr(precision, "has_fp8_matmul", lambda device: device.type == "cuda")
     shared = ("model.experts=4", "model.shared_experts=1", "model.expert_ffn=32")
-    cases = ((), True), (shared, True), (("precision.fp8_scaling=rowwise",), False), (("model.ffn=40",), False)
+    cases = (
+        ((), True),
+        (shared, True),
+        (("precision.fp8_scaling=rowwise",), False),
+        (("model.ffn=40",), False),
+        (("model.mlp=geglu",), False),
+    )
     for overrides, narrow in cases:
         spec = make_spec(dataset, "precision.dtype=fp8", *overrides)
         for device, wanted in (("cuda", narrow), ("cpu", False)):

@@ -48,7 +48,7 @@ def fuse_gelu_epilogues(blocks: Iterable[Block]) -> None:
 def fuse_float8_swiglu(model: nn.Module, float8_linear: type[nn.Module]) -> None:
     """For MLPs all of whose layers are float8 linear layers without bias."""
     for module in model.modules():
-        if type(module) is not MLP or module.gate is None:
+        if type(module) is not MLP or module.kind != "swiglu":
             continue
         if all(isinstance(layer, float8_linear) and layer.bias is None for layer in module.children()):
             module.__class__ = Float8SwiGLU

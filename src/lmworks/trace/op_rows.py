@@ -26,8 +26,8 @@ FORWARD_PASS = re.compile(r"^phase/forward$|^stage/\d+ F")
 
 # Names of modules within a block, or around the blocks → rows.
 MODULE_ROWS = (
-    (re.compile(r"^attention_norm$"), "attention norm"),
-    (re.compile(r"^mlp_norm$"), "mlp norm"),
+    (re.compile(r"^attention_(post_)?norm$"), "attention norm"),
+    (re.compile(r"^mlp_(post_)?norm$"), "mlp norm"),
     (re.compile(r"^norm$"), "final norm"),
     (re.compile(r"^attention\.\w+_norm\b"), "head norms"),
     (re.compile(r"^attention\.out\b"), "out-projection"),
