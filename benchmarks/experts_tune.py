@@ -72,7 +72,7 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 class Case:
     """The inputs of both products for so many tokens."""
 
-    def __init__(self, tokens: int, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, tokens: int, gate_up: list[Tensor], down: Tensor) -> None:
         generator = torch.Generator("cuda").manual_seed(tokens)
         self.x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
         self.logits = torch.randn(tokens, EXPERTS, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -81,7 +81,7 @@ class Case:
         self.inner = torch.randn(tokens * TOP_K, FFN, device="cuda", dtype=torch.bfloat16, generator=generator)
 
     def launch(self, tile: Tile, up: bool) -> Callable[[], Tensor]:
-        x, w = (self.x, Product(self.gate_up)) if up else (self.inner, Product(self.down))
+        x, w = (self.x, Product(self.gate_up[0], None, self.gate_up[1])) if up else (self.inner, Product(self.down))
         out = torch.zeros(self.tokens * TOP_K, FFN if up else HIDDEN, device="cuda", dtype=torch.bfloat16)
         blocks = None if tile.pairs == 1 else experts_triton.group(self.ids, EXPERTS, tile.pairs)
 
@@ -110,7 +110,8 @@ def main() -> None:
     began, found = time.perf_counter(), {}
     device = torch.device("cuda")
     bandwidth = measure_bandwidth(device)
-    gate_up = torch.randn(EXPERTS, 2 * FFN, HIDDEN, device=device, dtype=torch.bfloat16) * HIDDEN**-0.5
+    sizes = (EXPERTS, FFN, HIDDEN)
+    gate_up = [torch.randn(sizes, device=device, dtype=torch.bfloat16) * HIDDEN**-0.5 for _ in range(2)]
     down = torch.randn(EXPERTS, HIDDEN, FFN, device=device, dtype=torch.bfloat16) * FFN**-0.5
     cases = [Case(tokens, gate_up, down) for tokens in chosen.tokens]
     with compile_only():
@@ -147,7 +148,7 @@ def main() -> None:
                 "floor_us": 1e6 * floor, "tiles": [[str(tile), 1e6 * times[tile]] for tile in ranked[:8]]
             }  # fmt: skip
         whole = seconds(
-            lambda case=case: experts_triton.experts(case.x, case.logits, ExpertWeights(gate_up, down), ROUTING),
+            lambda case=case: experts_triton.experts(case.x, case.logits, ExpertWeights(*gate_up, down), ROUTING),
             repeats,
         )
         row["experts_us"] = 1e6 * whole

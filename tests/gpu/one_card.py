@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lmworks.engine.tensor_parallel import executor
+from lmworks.engine.tensor_parallel import executor, tp_rank
 from lmworks.parallel.collectives import all_gather
 
 
@@ -34,7 +34,7 @@ def arrange(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(executor, "num_gpus", lambda: 2)
     replace(executor, "rank_device", lambda _device, _rank: torch.device("cuda", 0))
     replace(executor, "start_worker", start_worker)
-    replace(executor, "all_gather", over_host)
+    replace(tp_rank, "all_gather", over_host)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def described(kernel: Any, given: dict[str, Any]) -> Any:
         if aligned and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
             facts[place,] = [["tt.divisibility", 16]]
         kind = f"*{TYPES[value.dtype]}" if isinstance(value, Tensor) else {int: "i32", float: "fp32"}[type(value)]
+        kind = parameter.annotation_type or kind
         signature[parameter.name] = kind
     return triton.compiler.ASTSource(kernel, signature, constants, facts)
 
@@ -117,12 +118,11 @@ def experts(
 ) -> None:
     module = importlib.import_module("lmworks.kernels.inference.experts_triton")
     x, logits = torch.zeros(tokens, 2048, dtype=dtype), torch.zeros(tokens, 128, dtype=dtype)
-    gate_up, down = torch.zeros(128, 1536, 2048, dtype=dtype), torch.zeros(128, 2048, 768, dtype=dtype)
+    gate, up = (torch.zeros(128, 768, 2048, dtype=held or dtype) for _ in range(2))
+    down = torch.zeros(128, 2048, 768, dtype=held or dtype)
     shared, bias = (x, torch.zeros(128)) if routing else (None, None)
-    weights = module.ExpertWeights(gate_up, down)
-    if held is not None:
-        scales = torch.zeros(128, 1536), torch.zeros(128, 2048)
-        weights = module.ExpertWeights(gate_up.to(held), down.to(held), *scales)
+    scales = () if held is None else (torch.zeros(128, 1536), torch.zeros(128, 2048))
+    weights = module.ExpertWeights(gate, up, down, *scales)
     module.experts(x, logits, weights, module.Routing(8, **routing), bias, shared, invariant)
 
 

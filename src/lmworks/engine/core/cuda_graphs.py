@@ -13,10 +13,11 @@ that, padding costs more than launches.
 
 from __future__ import annotations
 
+import gc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -185,7 +186,7 @@ class CUDAGraphs(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream()
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), no_garbage_collection():
             # Other threads may use the device meanwhile. Graphs never run concurrently, so they share a pool.
             pool = self.mixed_pool if mixed else self.pool
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -211,6 +212,18 @@ class CUDAGraphs(Generic[Result]):
         self.mixed_pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         return fewer
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A graph of a former engine that is collected meanwhile would be destroyed, which breaks the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # --- memory profile and capture, before the first request ------------------------------------------------

@@ -2,7 +2,7 @@
 
     attention   one QKV projection; norm, rotation and KV cache write are one kernel (`engine.core.kv_cache`)
     MLP         one gate-up projection, with SwiGLU in its epilogue for few rows
-    experts     one gate-up tensor; routing, grouping and products are kernels that read nothing on the host
+    experts     routing, grouping and products are kernels that read nothing on the host
     block       residual add and the next norm are one kernel: blocks pass on a pair, the stream and a pending addend
 
 The weights are the same numbers. They are merged layer by layer, and the originals freed before the next, so that a
@@ -128,7 +128,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedMoE(nn.Module):
-    """model.moe.MoE with one gate-up tensor of all experts, on a GPU."""
+    """model.moe.MoE by the kernels of a GPU."""
 
     def __init__(self, was: MoE, shared: nn.Module | None, apply: LinearMethod) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class FusedMoE(nn.Module):
             scales = [one.scale for one in matrices]
             self.scales = nn.ParameterList([frozen(torch.cat(scales[:2], dim=1)), frozen(scales[2])])
             matrices = [one.weight for one in matrices]
-        self.gate_up, self.down = frozen(torch.cat(matrices[:2], dim=1)), frozen(matrices[2].data)
+        self.gate, self.up, self.down = (frozen(matrix.data) for matrix in matrices)
         self.register_buffer("choice_bias", was.choice_bias)
         self.routing = Routing(
             was.top_k, was.scores == "sigmoid", was.norm_topk, was.routed_scale, was.expert_groups, was.top_groups
@@ -156,7 +156,7 @@ class FusedMoE(nn.Module):
             shared = torch.sigmoid(apply.project(x, self.shared_gate.weight)) * shared
         logits = apply.project(x, self.router.weight)
         bias = cast(Tensor | None, self.choice_bias)
-        weights = ExpertWeights(self.gate_up, self.down, *(self.scales or ()))
+        weights = ExpertWeights(self.gate, self.up, self.down, *(self.scales or ()))
         return experts(x, logits, weights, self.routing, bias, shared, apply.invariant)
 
 

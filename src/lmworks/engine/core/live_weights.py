@@ -132,9 +132,8 @@ def mlp_slots(at: str, mlp: nn.Module, inputs: tuple[str, ...]) -> Iterator[tupl
         yield from merged(at, inputs, mlp.into, [columns(mlp.down)] * len(inputs))
         yield from whole(f"{at}.down", mlp.down)
     elif isinstance(mlp, FusedMoE):
-        for name, part in zip(("gate", "up"), mlp.gate_up.data.chunk(2, dim=1), strict=True):
-            yield f"{at}.{name}", Slot(part)
-        yield f"{at}.down", Slot(mlp.down.data)
+        for name in ("gate", "up", "down"):
+            yield f"{at}.{name}", Slot(getattr(mlp, name).data)
         for name in ("router", "shared_gate"):
             if getattr(mlp, name) is not None:
                 yield from whole(f"{at}.{name}", getattr(mlp, name))

@@ -157,8 +157,8 @@ def group_kernel(ids, counts, order, starts, block_expert, block_row, P, chunks,
 
 @triton.jit(do_not_specialize=["P"])
 def grouped_kernel(x, row_scale, w, scale, pair_weights, out, order, starts, block_expert, block_row, P, N, K,
-                   TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   distance: tl.int64, TOP_K: tl.constexpr, UP: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """W · xᵀ of a block of pairs with their expert's weights, w (experts, N, K).
 
     `UP`: x (tokens, K) → out (P, N / 2) in the order of experts, silu(gate) · up.
@@ -177,11 +177,14 @@ def grouped_kernel(x, row_scale, w, scale, pair_weights, out, order, starts, blo
     source = (pair // TOP_K if UP else slot).to(tl.int64)
     source = tl.where(inside, source, 0)
     row = expert.to(tl.int64) * N + tl.where(n < N, n, 0)
+    at = row * K
+    if UP:
+        at = place_of(expert, n, N, K, distance)
     k = tl.arange(0, BK)
     sums = tl.zeros((BN, BM), tl.float32)
     for first in range(0, K, BK):
         there = first + k < K
-        tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
+        tile = tl.load(w + at[:, None] + (first + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + source[None, :] * K + (first + k)[:, None], mask=there[:, None], other=0.0)
         if KIND == "fp8":  # promoted to fp32 every step, as in `few_rows_kernel`
             sums = tl.dot(tile, part, sums, max_num_imprecise_acc=BK)
@@ -199,18 +202,28 @@ def grouped_kernel(x, row_scale, w, scale, pair_weights, out, order, starts, blo
 
 
 @triton.jit
-def alone_up_kernel(x, row_scale, w, scale, ids, out, N, K, TOP_K: tl.constexpr, KIND: tl.constexpr,
-                    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def place_of(expert, n, N, K, distance):
+    """Where a channel's weights begin, from the gates of the first expert: ups are a tensor of their own."""
+    n = tl.where(n < N, n, 0)
+    first = expert.to(tl.int64) * (N // 2) * K
+    return first + n.to(tl.int64) * K + tl.where(n < N // 2, 0, distance)
+
+
+@triton.jit
+def alone_up_kernel(x, row_scale, w, scale, ids, out, N, K, distance: tl.int64, TOP_K: tl.constexpr,
+                    KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """As `grouped_kernel` with `UP` for one pair a program, without an order: out (P, N / 2) is in that of pairs."""
     n = channels_of(tl.program_id(0), N, BN, True)
     pair = tl.program_id(1)
     pdl_wait(PDL)
-    row = tl.load(ids + pair).to(tl.int64) * N + tl.where(n < N, n, 0)
+    expert = tl.load(ids + pair)
+    row = expert.to(tl.int64) * N + tl.where(n < N, n, 0)
+    at = place_of(expert, n, N, K, distance)
     k = tl.arange(0, BK)
     sums = tl.zeros((BN, BK), tl.float32)
     for first in range(0, K, BK):
         there = first + k < K
-        tile = tl.load(w + row[:, None] * K + (first + k)[None, :], mask=there[None, :], other=0.0)
+        tile = tl.load(w + at[:, None] + (first + k)[None, :], mask=there[None, :], other=0.0)
         part = tl.load(x + (pair // TOP_K).to(tl.int64) * K + first + k, mask=there, other=0.0).to(tl.float32)
         sums += tile.to(tl.float32) * part[None, :]
     total = tl.sum(sums, axis=1)
@@ -286,7 +299,8 @@ class Routing:
 class ExpertWeights:
     """In half precision, or in int8 or e4m3 with scales of output channels."""
 
-    gate_up: Tensor  # (experts, 2 · ffn, hidden), gates before ups
+    gate: Tensor  # (experts, ffn, hidden)
+    up: Tensor  # the same
     down: Tensor  # (experts, hidden, ffn)
     gate_up_scale: Tensor | None = None  # (experts, 2 · ffn) fp32
     down_scale: Tensor | None = None  # (experts, hidden)
@@ -348,7 +362,7 @@ def experts(
     """
     x, pairs = x.contiguous(), x.shape[0] * routing.top_k
     ids, pair_weights = route(logits, routing, bias)
-    up = Product(weights.gate_up, weights.gate_up_scale)
+    up = Product(weights.gate, weights.gate_up_scale, weights.up)
     down = Product(weights.down, weights.down_scale)
     inner = x.new_empty(pairs, down.inputs)
     if pairs <= MAX_PAIRS_ALONE and not invariant:
@@ -364,10 +378,12 @@ def experts(
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix of all experts (experts, N, K), and its scales (experts, N) if it is quantized."""
+    """One matrix of all experts (experts, N, K), or gates and ups (experts, N / 2, K) of which the kernels take one for
+    the gates and the distance of the other; and scales (experts, N) if it is quantized."""
 
     w: Tensor
     scale: Tensor | None = None
+    ups: Tensor | None = None
 
     @property
     def kind(self) -> str:
@@ -375,11 +391,18 @@ class Product:
 
     @property
     def channels(self) -> int:
-        return self.w.shape[1]
+        return self.w.shape[1] * (1 if self.ups is None else 2)
 
     @property
     def inputs(self) -> int:
         return self.w.shape[2]
+
+    @property
+    def distance(self) -> int:
+        """Elements from the gates to the ups, less those of the gates of one expert."""
+        assert self.ups is not None
+        bytes_between = self.ups.data_ptr() - self.w.data_ptr()
+        return bytes_between // self.w.itemsize - self.w.shape[1] * self.inputs
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
         """What a kernel reads: x, its rows' scales, weights, their scales; scales that are not there are never read."""
@@ -430,8 +453,8 @@ def launch_grouped(
     grid = (triton.cdiv(product.channels, tile.channels), blocks.most)
     grouped_kernel[grid](
         *operands, weights, out, blocks.order, blocks.starts, blocks.expert, blocks.row, weights.numel(),
-        product.channels, product.inputs, top_k, up, kind, tile.pairs, tile.channels, tile.inputs,
-        **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
+        product.channels, product.inputs, product.distance if up else 0, top_k, up, kind, tile.pairs, tile.channels,
+        tile.inputs, **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
@@ -439,7 +462,7 @@ def launch_alone_up(x: Tensor, product: Product, ids: Tensor, out: Tensor, tile:
     channels, inputs = product.channels, product.inputs
     *operands, kind = product.operands(x)
     alone_up_kernel[(triton.cdiv(channels, tile.channels), ids.numel())](
-        *operands, ids, out, channels, inputs, ids.shape[1], kind, tile.channels,
+        *operands, ids, out, channels, inputs, product.distance, ids.shape[1], kind, tile.channels,
         min(tile.inputs, power_of_two(inputs)), **pdl_options(x.device), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
