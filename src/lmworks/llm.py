@@ -193,11 +193,12 @@ class LLM:
             raise SpecError("only a model that `lmworks quantize` made has a calibration to drift from")
         return engine.watch_drift(self.folder)
 
-    def chat(self) -> Chat:
-        """The chat template of this model."""
+    def chat(self, chat_template_kwargs: Mapping[str, Any] | None = None) -> Chat:
+        """The chat template of this model; `chat_template_kwargs`: its further variables, e.g. enable_thinking."""
         if self.tokenizer is None:
             raise SpecError("to chat, a model needs a tokenizer; this one has none")
-        return Chat.of(self.folder, self.tokenizer, self.encode)
+        chat = Chat.of(self.folder, self.tokenizer, self.encode)
+        return chat.with_variables(chat_template_kwargs or {})
 
     # --- lifetime -----------------------------------------------------------------------------------------
 

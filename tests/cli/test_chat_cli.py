@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmworks import LLM, SamplingParams
-from lmworks.cli.chat import ChatSession
+from lmworks.cli.chat import ChatSession, parse_variables
 from lmworks.cli.main import main
 from lmworks.data.chat_template import plain
 from lmworks.spec import SpecError
@@ -169,3 +169,19 @@ def test_a_model_with_a_template_is_talked_to_in_its_own_way(
         llm.folder = tmp_path  # the tokenizer of the run: bytes
         _, prompts = talk(llm, ["def"], monkeypatch)
     assert prompts == ["[user] def\n>"]
+
+
+def test_variables_of_the_template_are_given_by_name(run_dir: Path, tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if not enable_thinking | default(true) %}<no thinking>{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    said = [{"role": "user", "content": "hi"}]
+    with LLM(run_dir) as llm:
+        with pytest.raises(SpecError, match="no chat template and does not support chat_template_kwargs"):
+            llm.chat({"enable_thinking": False})
+        llm.folder = tmp_path
+        assert llm.chat().render(said) == "hi"
+        assert llm.chat({"enable_thinking": False}).render(said) == "hi<no thinking>"
+    assert parse_variables('{"enable_thinking": false}') == {"enable_thinking": False}
+    for wrong in ("[]", "enable_thinking"):
+        with pytest.raises(SpecError, match="--chat-template-kwargs"):
+            parse_variables(wrong)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +38,9 @@ def chat(
     model: Source,
     overrides: EngineOverrides = None,
     system: Annotated[str, typer.Option("--system", help="The system message.")] = "",
+    template_kwargs: Annotated[
+        str, typer.Option("--chat-template-kwargs", help="Variables of the chat template, a JSON object.")
+    ] = "{}",
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = 0,
@@ -53,10 +58,11 @@ def chat(
     Examples:
       lmworks chat exported/demo
       lmworks chat runs/demo --temperature 0 --max-tokens 80 --system "You write Python."
+      lmworks chat models/qwen3 --chat-template-kwargs '{"enable_thinking": false}'
     """
     from ..engine.core.sampling_params import SamplingParams
 
-    adapters = parse_adapters(adapter)
+    adapters, variables = parse_adapters(adapter), parse_variables(template_kwargs)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -66,15 +72,27 @@ def chat(
         adapter=next(iter(adapters), None),
     )
     with open_llm(model, overrides, step, engine, seed, adapters) as llm:
-        ChatSession(llm, params, system).run()
+        ChatSession(llm, params, system, variables).run()
+
+
+def parse_variables(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SpecError(f"--chat-template-kwargs {text!r:.60} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"--chat-template-kwargs {text!r:.60}: a JSON object is expected")
+    return found
 
 
 class ChatSession:
     """One conversation: reads messages line by line, streams the answers."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str, variables: Mapping[str, Any] | None = None
+    ) -> None:
         self.llm = llm
-        self.chat: Chat = llm.chat()
+        self.chat: Chat = llm.chat(variables)
         # An answer may take up to half of the context; the rest is for what was said before.
         longest = min(params.max_tokens, max(1, llm.context // 2))
         self.params = replace(params, max_tokens=longest, stop=self.chat.stop)

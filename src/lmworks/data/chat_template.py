@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,6 +73,18 @@ class Chat:
             return cls(plain, encode, (f"\n{NAMES['user']}:",))
         known = config or {"eos_token": name_of(tokenizer, tokenizer.eot)}  # a run folder has no tokenizer config
         return cls(compile_template(source, known), with_special_tokens(tokenizer))
+
+    def with_variables(self, fixed: Variables) -> Chat:
+        """The same, with variables that the template has beside the messages: enable_thinking and so on."""
+        if not fixed:
+            return self
+        if not self.templated:
+            plain((), variables=fixed)  # refuses them by name
+
+        def render(messages: Sequence[Message], tools: Tools = (), variables: Variables = NONE) -> str:
+            return self.render(messages, tools, {**fixed, **variables})
+
+        return replace(self, render=render)
 
     @property
     def templated(self) -> bool:
