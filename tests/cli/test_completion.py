@@ -76,7 +76,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             "weight_decay", "clip",
         )]),
         ("lmworks train tiny d", ["deterministic=", "data."]),
-        ("lmworks train tiny model.rope_scaling.t", ["model.rope_scaling.type="]),
+        ("lmworks train tiny model.rope_scaling.ty", ["model.rope_scaling.type="]),
         ("lmworks train tiny optim.schedule=c", ["optim.schedule=cosine", "optim.schedule=constant"]),
         ("lmworks train tiny data.shuffle=", ["data.shuffle=true", "data.shuffle=false"]),
         ("lmworks train tiny cluster.gpu=h200", ["cluster.gpu=h200"]),

@@ -470,6 +470,12 @@ def test_keys_that_a_family_does_not_read_change_nothing() -> None:
     for family in ("llama", "deepseek_v3"):
         config = {"model_type": family, **SHAPE, **(LATENT if family == "deepseek_v3" else {})}
         assert spec_of_config({**config, **window}) == spec_of_config(config)
+    for family in ("mistral", "ministral", "mixtral", "phi3", "starcoder2"):
+        config = {"model_type": family, **SHAPE, **EXPERTS, "sliding_window": 7, "use_sliding_window": False}
+        assert spec_of_config(config).sliding_window == 7
+    smollm3 = {"model_type": "smollm3", **SHAPE, **window, "use_sliding_window": False}
+    assert spec_of_config(smollm3).layer_types == ("sliding", "full")
+    assert spec_of_config({**smollm3, "layer_types": None}).sliding_window == 0
     for family, more in (("mixtral", EXPERTS), ("qwen3_moe", {**EXPERTS, "moe_intermediate_size": 24}), ("phi3", {})):
         spec = spec_of_config({"model_type": family, **SHAPE, **more, **window})
         assert (spec.sliding_window, spec.layer_types) == (7, ())

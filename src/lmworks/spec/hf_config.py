@@ -134,7 +134,10 @@ def windows_of_config(name: str, family: Family, config: Config) -> Keys:
     """`sliding_window`, and where layers differ `layer_types`."""
     layers = need(config, "num_hidden_layers")
     window = config.get("sliding_window") or 0
-    if family.windows == "none" or not config.get("use_sliding_window", True):
+    asked = "use_sliding_window" not in family.defaults or config["use_sliding_window"]
+    if name == "smollm3" and config.get("layer_types"):  # whose masks follow that key alone
+        asked = True
+    if family.windows == "none" or not asked:
         window = 0
     if family.windows != "layers":
         return {"sliding_window": window}
