@@ -8,12 +8,10 @@ trainer's layout to the engine's (`parallel/inference_shards.py`).
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..data import Tokenizer
+from ..engine.core.cuda_graphs import paused_gc
 from ..engine.core.engine import Engine
 from ..engine.core.model_runner import DTYPES, ModelRunner
 from ..engine.core.request import Request, Result
@@ -73,18 +72,6 @@ class HandOver:
     def metrics(self) -> dict[str, float]:
         sizes = {"hand_over_bytes": self.copied_bytes, "hand_over_received_bytes": self.received_bytes}
         return {"hand_over_s": self.seconds, **{name: float(size) for name, size in sizes.items()}}
-
-
-@contextmanager
-def paused_gc() -> Iterator[None]:
-    """No search for reference cycles: with a trainer's objects it takes longer than a decode step."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class RolloutEngine:

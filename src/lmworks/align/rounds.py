@@ -19,6 +19,7 @@ from torch import Tensor
 from ..checkpoint import committed
 from ..checkpoint.format.manifest import read_committed
 from ..data import Batch
+from ..engine.core.cuda_graphs import paused_gc
 from ..parallel.parallel_model import ParallelModel
 from ..parallel.world import all_gather_object, run_on_all_ranks, run_on_rank_zero
 from ..plan.passes import CRITIC, GENERATE, POLICY, REFERENCE, REWARD, SCORE, scores_policy
@@ -31,7 +32,6 @@ from .kl import AdaptiveKL
 from .ppo import set_token_advantages
 from .residency import Residency
 from .reward_scorer import RewardScorer
-from .rollout_engine import paused_gc
 from .rollouts import Rollout, added_rewards, by_answer, load_round, micro_batches, prune_rounds, save_round
 from .sampler import Sampler
 

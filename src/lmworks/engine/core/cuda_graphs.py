@@ -186,7 +186,7 @@ class CUDAGraphs(Generic[Result]):
         graph = torch.cuda.CUDAGraph()
         now = torch.cuda.current_stream()
         self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream), no_garbage_collection():
+        with torch.cuda.stream(self.stream), paused_gc():
             # Other threads may use the device meanwhile. Graphs never run concurrently, so they share a pool.
             pool = self.mixed_pool if mixed else self.pool
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -215,8 +215,9 @@ class CUDAGraphs(Generic[Result]):
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A graph of a former engine that is collected meanwhile would be destroyed, which breaks the capture."""
+def paused_gc() -> Iterator[None]:
+    """No search for reference cycles. With a trainer's objects it takes longer than a decode step; and a graph of a
+    former engine that it destroys breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
