@@ -151,10 +151,8 @@ def whole(at: str, module: nn.Module) -> Iterator[tuple[str, Slot]]:
         inner = module.norm if isinstance(module, AddNorm) else module.was
         assert isinstance(inner, nn.Module)
         module = inner
-    for name, parameter in module.named_parameters():
-        yield f"{at}.{name.replace('part.', '')}", Slot(parameter.data)  # of a RowParallelLinear
-    for name, buffer in module.named_buffers():
-        yield f"{at}.{name}", Slot(buffer)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{at}.{name.replace('part.', '')}", Slot(tensor.data)  # of a row-parallel layer
 
 
 def merged(at: str, names: Iterable[str], layer: nn.Module, sizes: list[int]) -> Iterator[tuple[str, Slot]]:
