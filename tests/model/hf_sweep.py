@@ -239,4 +239,5 @@ def outcome(config: dict[str, Any], folder: Path, seed: int) -> str:
     with torch.no_grad():
         expected, found = model(TOKENS).logits, ours(TOKENS)
     off = float((expected - found).abs().max())
-    return "exact" if math.isfinite(off) and off <= TOLERANCE else f"differs by {off:.2g}"
+    close = TOLERANCE * max(1.0, float(expected.std()))  # some have logits of size 30
+    return "exact" if math.isfinite(off) and off <= close else f"differs by {off:.2g}"
