@@ -88,7 +88,7 @@ def test_what_is_typed_of_the_cluster_is_heard(capsys: pytest.CaptureFixture[str
 
 
 def test_explaining(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ["--fix", "schedule=1f1b", "--fix", "offload=none"]
+    fixed = ["--fix", "schedule=1f1b", "--fix", "offload=none", "--fix", "cp=1", "--fix", "recompute=full"]
     code, out, _ = lmworks(capsys, *SEARCH, *fixed, "--show", "1", "--explain", "zero=0 micro_batch=8")
     assert code == 0
     assert "does not fit: needs" in out and "the smallest changes that make it fit:" in out
