@@ -189,7 +189,7 @@ def test_the_mean_distance_from_the_sampler_is_over_the_tokens_that_are_compared
     assert trainer.objective.metrics(None)["sampler_diff/mean"] == pytest.approx(1 / compared, abs=1e-5)
 
 
-@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("online", with_slow([False, True], [False]))
 def test_a_resumed_run_ends_as_one_that_never_stopped(online: bool, tmp_path: Path) -> None:
     """The online run stops inside of a round of two steps."""
     options = ["optim.schedule=constant", "checkpoint.every=1"]

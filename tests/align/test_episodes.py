@@ -27,6 +27,7 @@ from lmworks.spec.run import DataSpec
 from post_training import built_online, make_spec, save_terse_model, write_lines
 from tiny import differences, saved
 from typed import lmworks
+from variations import with_slow
 
 EOT = 256
 CHAT = ChatTokenizer.open(DataSpec(tokenizer="bytes"), "")
@@ -215,7 +216,7 @@ def talking(tmp_path: Path, method: str, *overrides: str) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    "method", ["grpo", "dapo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("dr_grpo", "gspo", "rloo"))]
+    "method", with_slow(["grpo", "dapo", "dr_grpo", "gspo", "rloo"], ["dapo", "dr_grpo", "gspo", "rloo"])
 )
 def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, tmp_path: Path) -> None:
     """Every episode in a pass of its own over whole logits, with the mask of its turns."""
@@ -241,7 +242,7 @@ def test_gradients_of_several_turns_equal_those_of_plain_functions(method: str, 
         torch.testing.assert_close(shard.leaf.grad, grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", with_slow(["grpo", "ppo"], ["grpo"]))
 def test_engine_and_trainer_agree_over_several_turns(method: str, tmp_path: Path) -> None:
     trainer = built_online(talking(tmp_path, method, "align.temperature=0.7"), tmp_path / "run")
     engine: Any = trainer.rollout_engine
@@ -356,7 +357,7 @@ def test_missing_columns_are_named(tmp_path: Path) -> None:
         trainer_class(spec)(spec, tmp_path / "run", quiet=True)
 
 
-@pytest.mark.parametrize("name", ["python", "file_edit"])
+@pytest.mark.parametrize("name", with_slow(["python", "file_edit"], ["python"]))
 def test_finetune_with_an_environment(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = make_spec(tmp_path, "grpo")
     GPT(spec.model, seed=1).save_hf(tmp_path / "model")

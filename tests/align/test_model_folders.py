@@ -19,6 +19,7 @@ from lmworks.record import RunFolder
 from lmworks.spec import ModelSpec, RunSpec, SpecError
 from post_training import MODEL, make_spec
 from tiny import write_adapter
+from variations import with_slow
 
 KEYS = {"reference": "dpo", "reward_model": "grpo", "critic": "ppo", "teacher": "distill"}
 
@@ -104,7 +105,7 @@ def resume(run: Path) -> None:
     kind.resume(run, quiet=True).run()
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", with_slow(KEYS, ("reward_model",)))
 def test_a_changed_model_is_refused_and_a_moved_one_is_not(key: str, tmp_path: Path) -> None:
     shape = {"scalar_head": True} if key == "reward_model" else {}
     folder = write_model(tmp_path / "model", **shape)

@@ -19,6 +19,7 @@ from lmworks.train.restart import FAILED_TWICE
 from post_training import make_spec
 from tiny import differences, saved
 from typed import lmworks
+from variations import with_slow
 
 
 def online(spec: RunSpec, run: Path, skipped: range = range(0)) -> OnlineTrainer:
@@ -65,7 +66,9 @@ def test_the_metrics_of_a_round_come_with_the_first_step_that_is_taken(tmp_path:
     assert [("reward/mean" in row) for row in rows] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("option", ["align.dynamic_sampling=0", "align.dynamic_sampling=1"])
+@pytest.mark.parametrize(
+    "option", with_slow(["align.dynamic_sampling=0", "align.dynamic_sampling=1"], ["align.dynamic_sampling=0"])
+)
 def test_the_event_of_a_bad_step_and_data_window_name_the_prompts_of_its_round(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +117,7 @@ def test_answers_are_kept_for_checkpoints_after_skipped_batches(tmp_path: Path) 
     OnlineTrainer.resume(tmp_path / "run", step=4, quiet=True).run()
 
 
-@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("stop", with_slow([1, 2], [2]))
 def test_the_loss_scale_and_health_of_the_critic_are_saved(stop: int, tmp_path: Path) -> None:
     """fp16 with a scale that grows after every second step: a resumed run ends as one that never stopped."""
     spec = make_spec(

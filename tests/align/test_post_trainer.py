@@ -142,7 +142,7 @@ def test_layouts_give_the_gradients_of_one_rank(method: str, names: str, tmp_pat
     ("method", "layout"),
     [
         ("dpo", "fsdp2"),
-        ("reward", "tp2-sp"),
+        pytest.param("reward", "tp2-sp", marks=pytest.mark.slow),
         pytest.param("dpo", "tp2", marks=pytest.mark.slow),
         pytest.param("ipo", "ddp", marks=pytest.mark.slow),
         pytest.param("reward", "fsdp2", marks=pytest.mark.slow),

@@ -165,7 +165,7 @@ def reward_model(tmp_path: Path, *overrides: str) -> Path:
     return tmp_path / "reward"
 
 
-@pytest.mark.parametrize("form", ["run", "exported"])
+@pytest.mark.parametrize("form", with_slow(["run", "exported"], ["run"]))
 def test_a_reward_model_scores_the_answers(form: str, tmp_path: Path) -> None:
     """Normalised by the rewards of held-out pairs, which are exported with the weights."""
     folder = reward_model(tmp_path)

@@ -26,7 +26,7 @@ EXPERTS = ["model.experts=4", "model.top_k=2", "model.expert_ffn=16", "model.sha
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["lora.base=nf4"],
+        pytest.param(["lora.base=nf4"], marks=pytest.mark.slow),
         ["lora.base=int8", "lora.dora=true", 'lora.targets=["attention"]'],
         ["lora.base=nf4", *EXPERTS],
     ],

@@ -348,7 +348,7 @@ def mutate(tree: Any, luck: random.Random) -> tuple[Any, list[Any]]:
     return tree, path
 
 
-@pytest.mark.parametrize("seed", with_slow(range(4), (2, 3)))
+@pytest.mark.parametrize("seed", with_slow(range(4), (1, 2, 3)))
 def test_no_change_of_a_manifest_or_an_index_is_an_error_of_ours_or_alters_a_state(
     trained: Path, run: Path, reader: Trainer, seed: int
 ) -> None:

@@ -20,6 +20,7 @@ from lmworks.checkpoint.format.remote import RemoteCopier
 from lmworks.spec import CheckpointError, SpecError
 from lmworks.train import Trainer
 from tiny import curve, differences, events, flip_a_bit, make_spec, resume, saved, train
+from variations import with_slow
 
 ALL = RetentionPolicy()
 
@@ -204,7 +205,7 @@ def test_an_address_that_cannot_be_opened_is_named(tmp_path: Path, address: str,
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", with_slow(["true", "false"], ["false"]))
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_bitwise(
     dataset: Path, tmp_path: Path, asynchronous: str
 ) -> None:

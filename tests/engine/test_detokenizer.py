@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Inner
 
 from lmworks.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 from lmworks.engine.core.detokenizer import IncrementalDetokenizer, decode
+from variations import with_slow
 
 WORDS = ["▁", "▁▁", "▁the", "▁cat", "s", "at", "é", "▁名", "前", ",", ".", "a", "b"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -93,7 +94,7 @@ def test_incremental_text_equals_full_decode(name: str) -> None:
         assert "".join(parts) == text.text == decode(tokenizer, ids) == expected, ids
 
 
-@pytest.mark.parametrize("name", FALLBACK)
+@pytest.mark.parametrize("name", with_slow(FALLBACK, ("gemma",)))
 def test_characters_in_byte_tokens(name: str) -> None:
     """Random texts in bytes and pieces, special tokens in between: shown as soon as they are there, and as decoded."""
     tokenizer, draw = TOKENIZERS[name], random.Random(2)

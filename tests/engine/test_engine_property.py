@@ -20,6 +20,7 @@ from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Scheduler, Step
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, ModelSpec
+from variations import with_slow
 
 VOCAB = 50
 EOS = 7
@@ -143,7 +144,7 @@ def verify(outcome: Outcome) -> None:
             assert all(streamed[each.index] == len(each.output_token_ids) for each in request.sequences)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", with_slow(range(6), (4, 5)))
 @pytest.mark.parametrize("kind", ["ahead", "at once", "guesses"])
 def test_results_equal_single_requests(seed: int, kind: str) -> None:
     verify(live(World(seed, synchronous=kind == "at once", guesses=kind == "guesses")))

@@ -23,6 +23,7 @@ from lmworks.engine.speculative.draft_model import DraftModel, DraftModelPropose
 from lmworks.engine.speculative.verification import Speculator
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from variations import with_slow
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "context": 128, "init_std": 0.3}
 DENSE: dict[str, Any] = {"kv_heads": 2}
@@ -81,7 +82,7 @@ def answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, ("dense int8", "latent int8")))
 def test_an_engine_that_slept_is_as_new(case: str) -> None:
     want = answers(new := make_engine(*CASES[case]))
     engine = make_engine(*CASES[case])
@@ -207,7 +208,7 @@ def test_several_ranks_do_not_sleep() -> None:
     assert not engine.asleep
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", with_slow([0, 1, 2], [0, 2]))
 def test_waking_without_memory_can_be_tried_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are no pages for the cache, for its scales, or for the cache of the draft model."""
     engine = make_engine(kv_dtype="int8", draft=True)

@@ -55,8 +55,8 @@ async def served(queue: FairQueue, tenants: dict[str, tuple[float, int, int]], r
 @pytest.mark.parametrize(
     "tenants",
     [
-        {"a": (1.0, 10, 10), "b": (1.0, 10, 10)},
-        {"a": (3.0, 10, 10), "b": (1.0, 10, 10)},
+        pytest.param({"a": (1.0, 10, 10), "b": (1.0, 10, 10)}, marks=pytest.mark.slow),
+        pytest.param({"a": (3.0, 10, 10), "b": (1.0, 10, 10)}, marks=pytest.mark.slow),
         {"a": (1.0, 10, 10), "b": (1.0, 500, 900)},  # large requests count for what they are
         {"a": (1.0, 10, 2000), "b": (2.0, 3000, 1), "c": (1.0, 5, 5)},
     ],

@@ -241,7 +241,7 @@ def spoil(trainer: Trainer, cursor: int, times: int) -> None:
     before_step(trainer, 1, lambda: spoil_output(trainer, "blocks.0.mlp.up", when))
 
 
-@pytest.mark.parametrize("action", ["skip", "rewind", "stop"])
+@pytest.mark.parametrize("action", with_slow(["skip", "rewind", "stop"], ["skip", "stop"]))
 def test_nan_is_handled_like_sync(action: str, dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *WATCH, "optim.steps=16", f"health.nonfinite={action}")
     run = ends_alike(spec, tmp_path, lambda trainer: spoil(trainer, BAD, 1_000_000))
@@ -263,7 +263,7 @@ def test_transient_fault_is_recorded(dataset: Path, tmp_path: Path) -> None:
 # --- an end in between ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [6, 7])
+@pytest.mark.parametrize("number", with_slow([6, 7], [6]))
 def test_failed_launch_is_raised_in_next_step(number: int, dataset: Path, tmp_path: Path) -> None:
     """Step 5 is saved, so that the passes of 6 are not launched ahead, and those of 7 are."""
 
@@ -304,7 +304,7 @@ def test_unreadable_batch_fails_in_its_step(dataset: Path, tmp_path: Path) -> No
     assert [line[0] for line in curve(run)] == list(range(1, 8))
 
 
-@pytest.mark.parametrize("number", [6, 12])
+@pytest.mark.parametrize("number", with_slow([6, 12], [12]))
 def test_stopped_run_saves_taken_step(number: int, dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "checkpoint.every=5")
     run = ends_alike(

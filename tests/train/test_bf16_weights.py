@@ -129,7 +129,9 @@ def test_master_starts_from_initial_weight(dataset: Path, tmp_path: Path) -> Non
     assert SingleRank(trainer.model).shards()[0].low is None  # taken by the optimizer, not held twice
 
 
-@pytest.mark.parametrize("change", [BF16, STOCHASTIC], ids=["master", "stochastic"])
+@pytest.mark.parametrize(
+    "change", [pytest.param(BF16, marks=pytest.mark.slow), STOCHASTIC], ids=["master", "stochastic"]
+)
 def test_resume_is_bitwise_equal(change: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, "optim.steps=6", "checkpoint.every=2", *change)
     train(spec, tmp_path / "whole")

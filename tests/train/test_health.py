@@ -21,6 +21,7 @@ from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import spike_score
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
+from variations import with_slow
 
 BAD = 12  # the window that is bad, and the step it would have been in is 13
 
@@ -149,7 +150,7 @@ def test_rewind_loads_checkpoint_and_skips_data(dataset: Path, tmp_path: Path) -
         assert same(go_on(killed, BAD), tmp_path / "run")
 
 
-@pytest.mark.parametrize("place", ["save", "delete_after"])
+@pytest.mark.parametrize("place", with_slow(["save", "delete_after"], ["delete_after"]))
 def test_run_killed_during_rewind_rewinds_to_same_step(dataset: Path, tmp_path: Path, place: str) -> None:
     """With the state gone back to not yet saved again, or saved and the line that was given up still there."""
     spec = make_spec(dataset, *REWIND)

@@ -80,7 +80,9 @@ def thirty_spec(dataset: Path, *overrides: str) -> Any:
     return make_spec(dataset, *more, *overrides)
 
 
-@pytest.mark.parametrize("deaths", with_slow([[16], [18], [3], [16, 23], [7, 7, 29]], [[16], [3], [16, 23]]), ids=str)
+@pytest.mark.parametrize(
+    "deaths", with_slow([[16], [18], [3], [16, 23], [7, 7, 29]], [[16], [18], [3], [16, 23]]), ids=str
+)
 def test_resume_is_bitwise_equal(dataset: Path, tmp_path: Path, thirty: Path, deaths: list[int]) -> None:
     """Dying before step 16 leaves step 15 saved; before 18, two steps are replayed; before 3, all of them."""
     run_dir = tmp_path / "run"

@@ -32,6 +32,7 @@ from tiny import (
     shard,
     train,
 )
+from variations import with_slow
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_written_spec_has_the_same_stages(dataset: Path) -> None:
     assert [read.stage(n).data.global_batch for n in range(2)] == [4, 1]
 
 
-@pytest.mark.parametrize("at", [3, 5, 8, 10, 12])
+@pytest.mark.parametrize("at", with_slow([3, 5, 8, 10, 12], [3, 8, 12]))
 def test_a_kill_in_any_stage_changes_nothing(staged: RunSpec, straight: Path, tmp_path: Path, at: int) -> None:
     trainer = Trainer(staged, tmp_path / "run", quiet=True)
     before_step(trainer, at, crash)
