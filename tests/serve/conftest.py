@@ -15,7 +15,7 @@ houses: list[House] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[None]:
-    """A file's servers end with it: an idle one takes 1 % of a core, and 80 would be open at the end."""
+    """A file's servers end with it: idle ones go on looking, ten times a second, whether they should end."""
     yield
     for house in houses:
         house.close_servers()
