@@ -78,6 +78,16 @@ def test_a_key_that_was_not_there_yet_had_its_default() -> None:
     assert refused_changes({**old, "later": 1}, spec()) == ["later = not there, was 1"]
 
 
+def test_a_key_that_was_not_there_yet_and_follows_from_others() -> None:
+    """An older version has no model.choice_bias; model.balance_bias implies it."""
+    experts = ("model.experts=4", "model.top_k=2", "model.balance_bias=0.1")
+    old = spec(*experts).to_dict()
+    del old["model"]["choice_bias"]
+    assert refused_changes(old, spec(*experts)) == []
+    changed = refused_changes(old, spec("model.experts=4", "model.top_k=2", "model.choice_bias=false"))
+    assert changed == ["model.balance_bias = 0.0, was 0.1", "model.choice_bias = false, was true"]
+
+
 def test_the_list_names_keys_that_there_are() -> None:
     keys = flat(RunSpec().to_dict()).keys() | {key.partition(".")[0] for key in flat(RunSpec().to_dict())}
     assert not set(MAY_CHANGE) - keys

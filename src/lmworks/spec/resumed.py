@@ -21,9 +21,10 @@ def may_change(key: str) -> bool:
 def refused_changes(saved: Mapping[str, Any], spec: RunSpec, section: str = "") -> list[str]:
     """'key = new, was old' of everything in `spec` that a run saved with `saved` (a spec as JSON) must not change.
 
-    Of one `section` only, where one is named. A key that was not there when it was saved had its default.
+    Of one `section` only, where one is named. A key that was not there when it was saved had what follows today from
+    the others: its default, or what is derived from them.
     """
-    old, new, usual = flat(saved), flat(spec.to_dict()), flat(RunSpec().to_dict())
+    old, new, usual = flat(saved), flat(spec.to_dict()), flat(RunSpec.from_dict(known_part(saved)).to_dict())
     found = []
     for key in sorted(old.keys() | new.keys()):
         if may_change(key) or not key.startswith(section):
@@ -31,6 +32,19 @@ def refused_changes(saved: Mapping[str, Any], spec: RunSpec, section: str = "") 
         before, now = (table.get(key, usual.get(key)) for table in (old, new))
         if before != now:
             found.append(f"{key} = {shown(now)}, was {shown(before)}")
+    return found
+
+
+def known_part(saved: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Without keys that there are no more."""
+    known = RunSpec.dotted_keys()
+    found = {}
+    for key, value in saved.items():
+        name = f"{prefix}{key}"
+        if name in known:
+            found[key] = value
+        elif isinstance(value, Mapping) and any(one.startswith(f"{name}.") for one in known):
+            found[key] = known_part(value, f"{name}.")
     return found
 
 
