@@ -91,7 +91,7 @@ def test_an_engine_that_is_stopped_ends_with_its_server() -> None:
     server.kill()
     server.wait()
     server.stdout.close()
-    assert soon(lambda: gone(pid), 10)
+    assert soon(lambda: gone(pid), 30)
 
 
 def ignores(pid: int, number: int) -> bool:

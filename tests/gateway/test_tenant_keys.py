@@ -63,15 +63,15 @@ def test_keys_end_by_time_revocation_rotation_and_with_their_tenant(tmp_path: Pa
             file = tenant_file(tmp_path / "g.toml", server)
             key = make_tenant(file)
             with administered(file) as admin:
-                short = admin.create_key("acme", expires_in=0.4)[1]
+                short = admin.create_key("acme", expires_in=2.0)[1]
             async with running(file) as case:
                 assert await status(case, short) == (200, None)
                 with administered(file) as admin:
-                    new = admin.rotate_key(prefix_of(key), overlap=0.6)[1]
+                    new = admin.rotate_key(prefix_of(key), overlap=1.5)[1]
                 await settled(case, new, 200)
                 assert await status(case, key) == (200, None)  # both, for a while
                 await settled(case, key, 401)
-                assert await status(case, short) == (401, "invalid_api_key")
+                await settled(case, short, 401)
                 assert await status(case, new) == (200, None)
                 with administered(file) as admin:
                     admin.update_tenant("acme", None, {}, None, disabled=True)
