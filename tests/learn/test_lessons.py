@@ -14,7 +14,8 @@ from lmworks.learn import lessons
 from lmworks.learn.course_files import course_holes
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
-from lmworks.learn.lessons import bullets, excerpt, markdown, pages, wrapped, write_pages
+from lmworks.learn.lessons import excerpt, pages, write_pages
+from lmworks.learn.markdown import bullets, markdown, wrapped
 
 FOLDER = Path(__file__).parents[2] / "docs/course"
 EXERCISES = list(exercises().values())

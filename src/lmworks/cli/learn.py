@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from .groups import CommandGroup
 from .learn_class import export, grade, new
 from .learn_plan import benchmarks, checklist, milestones, plan
 from .learn_serve import serve
+from .learn_tracks import print_lesson, tracks
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,8 +27,11 @@ if TYPE_CHECKING:
 
 Id = Annotated[str, typer.Argument(metavar="[ID]", help="An exercise by its name or number; else the next one.")]
 NamedId = Annotated[str, typer.Argument(metavar="ID", help="An exercise by its name or number.")]
+LessonId = Annotated[
+    str, typer.Argument(metavar="[ID]", help="An exercise, or a lesson of `lmworks learn tracks`; else the next one.")
+]
 QuizId = Annotated[
-    str, typer.Argument(metavar="[ID]", help="An exercise, or a reading of `lmworks learn plan`; else the next one.")
+    str, typer.Argument(metavar="[ID]", help="An exercise, a reading, a lesson of a track; else the next exercise.")
 ]
 POLL_S = 0.2  # `watch` looks at the files this often
 
@@ -181,9 +186,17 @@ def hint(name: Id = "") -> None:
 
 
 @app.command()
-def explain(name: Id = "") -> None:
+def explain(name: LessonId = "", json: Json = False) -> None:
     """The lesson: what it is about, what to read first, what is asked."""
-    exercise = find_exercise(name) if name else chosen(name, here()[1])
+    from ..learn.tracks import lesson, lesson_names
+
+    if name in lesson_names():
+        print_lesson(lesson(name), json)
+        return
+    exercise = find_exercise(name, lesson_names()) if name else chosen(name, here()[1])
+    if json:
+        print_json(asdict(exercise))
+        return
     typer.echo(f"{exercise.about}\n{exercise.phase} · {exercise.difficulty}\n")
     typer.echo(f"Concept: {exercise.concept}\n\n{exercise.insight}\n\nTask: {exercise.task}\n")
     typer.echo(f"File: {exercise.file}")
@@ -248,11 +261,11 @@ def quiz(
     name: QuizId = "",
     answer: Annotated[list[int] | None, typer.Option("--answer", help="Which choice, from 1; repeat it.")] = None,
 ) -> None:
-    """Questions on an exercise or a reading; --answer answers them."""
-    from ..learn.goals import readings
+    """Questions on an exercise, a reading or a lesson; --answer answers them."""
+    from ..learn.quizzes import find_quiz
 
     workspace, progress = here()
-    asked = readings().get(name) or (find_exercise(name, readings()) if name else chosen(name, progress))
+    asked = find_quiz(name) if name else chosen(name, progress)
     if answer and len(answer) != len(asked.quiz):
         raise SpecError(f"--answer: {len(asked.quiz)} questions, {len(answer)} answers; repeat the option")
     for given, question in zip(answer or (), asked.quiz, strict=False):
@@ -269,7 +282,7 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, benchmarks, serve, export, grade, new):
+for command in (plan, checklist, milestones, tracks, benchmarks, serve, export, grade, new):
     app.command()(command)
 
 

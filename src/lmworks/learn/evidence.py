@@ -176,6 +176,18 @@ def wandb(place: Workplace) -> Found:
     return found
 
 
+def left(place: Workplace, pattern: str, holds: tuple[str, ...]) -> Found:
+    """The first file of that name which holds these words."""
+    found = Found(False)
+    for file in sorted(filter(Path.is_file, place.folder.glob(pattern))):
+        name, content = file.relative_to(place.folder).as_posix(), file.read_text(errors="replace")
+        lacking = [word for word in holds if word not in content]
+        if content.strip() and not lacking:
+            return Found(True, name)
+        found = Found(False, f"{name} has no {', '.join(lacking)}" if content.strip() else f"{name} is empty")
+    return found
+
+
 EVIDENCE: dict[str, Callable[[Workplace], Found]] = {
     one.__name__: one
     for one in (

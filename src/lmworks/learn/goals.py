@@ -1,4 +1,4 @@
-"""The study plan, the checklist and the milestones as data (goals.toml, readings.toml), and what of them is done."""
+"""The study plan, the checklist and the milestones as data (goals.toml, readings), and what of them is done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .evidence import EVIDENCE, Found, Workplace
+from .evidence import EVIDENCE, Found, Workplace, left
 from .exercise import Question
 from .progress import Progress
 
@@ -26,12 +26,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Item:
-    """Done by exactly one of: a reading's quiz, exercises that pass, evidence."""
+    """Done by exactly one of: a reading's quiz, exercises that pass, evidence, a file that is left."""
 
     text: str
     reading: str = ""
     exercises: tuple[str, ...] = ()
     evidence: str = ""
+    leaves: str = ""  # a file of the workspace; `*` stands for any part of a name
+    holds: tuple[str, ...] = ()  # words that have to stand in it
     how: str = ""  # a command that does it
     needs: str = ""  # what not every machine has
 
@@ -56,7 +58,8 @@ class Tick:
 
 @functools.cache
 def readings() -> dict[str, Reading]:
-    tables = tomllib.loads((FOLDER / "readings.toml").read_text())["readings"]
+    files = [FOLDER / "readings.toml", *sorted((FOLDER / "readings").glob("*.toml"))]
+    tables = [one for file in files for one in tomllib.loads(file.read_text())["readings"]]
     return {one["id"]: Reading(**{**one, "quiz": tuple(map(question, one["quiz"]))}) for one in tables}
 
 
@@ -87,17 +90,21 @@ def ticks(kind: str, workspace: Path, progress: Progress) -> list[Tick]:
 def tick(item: Item, section: str, place: Workplace, progress: Progress) -> Tick:
     if item.reading:
         reading = readings()[item.reading]
-        found, how = quiz_found(reading, progress), f"lmworks learn quiz {reading.id}"
-        return Tick(section, item.text, found.done, found.what, how, item.needs, reading.link)
+        found = quiz_found(reading.id, reading.quiz, progress)
+        return Tick(section, item.text, found.done, found.what, quiz_command(reading.id), item.needs, reading.link)
     if item.exercises:
         found, how = exercises_found(item.exercises, progress)
         return Tick(section, item.text, found.done, found.what, how, item.needs)
-    found = EVIDENCE[item.evidence](place)
+    found = left(place, item.leaves, item.holds) if item.leaves else EVIDENCE[item.evidence](place)
     return Tick(section, item.text, found.done, found.what, item.how, item.needs)
 
 
-def quiz_found(reading: Reading, progress: Progress) -> Found:
-    given = [progress.answers.get(f"{reading.id}/{number}") for number in range(len(reading.quiz))]
+def quiz_command(name: str) -> str:
+    return f"lmworks learn quiz {name}"
+
+
+def quiz_found(name: str, quiz: tuple[Question, ...], progress: Progress) -> Found:
+    given = [progress.answers.get(f"{name}/{number}") for number in range(len(quiz))]
     if given.count(None) == len(given):
         return Found(False)
     return Found(all(given), f"{given.count(True)} of {len(given)} answered right")

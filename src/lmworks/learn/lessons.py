@@ -5,33 +5,33 @@ All of it comes from the exercises, goals.toml and readings.toml: the same input
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from textwrap import dedent, fill
+from textwrap import dedent
 
 from ..spec.files import write_whole
 from .course_files import course_holes, course_sources
-from .exercise import Exercise, Question, exercises
+from .exercise import Exercise, exercises
 from .goals import Item, readings, sections
 from .holes import Hole
+from .markdown import bullets, folded, markdown, quiz_blocks, wrapped
+from .track_pages import track_files, track_lesson_page, track_page, tracks_overview
+from .tracks import lesson as track_lesson
+from .tracks import lesson_names, tracks
 from .workspace import stub_of
 
-WIDTH = 120
 MADE = "<!-- made: lmworks learn export --pages -->"
 LISTS = {"plan": "The study plan by days", "checklist": "The checklist", "milestones": "The milestones"}
-CODE_OR_LINK = re.compile(r"(`[^`]+`|https?://[^\s<>]*[^\s<>.,;:)])")
-SPECIAL = re.compile(r"[\\*<>\[\]|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is one
-BLOCK_START = re.compile(r" (?=(?:[-+*>]|#+|\d+[.)]) )")  # at the start of a line this would begin a list
 
 
 def write_pages(folder: Path) -> None:
     """All pages; those of exercises that are no more are removed."""
-    made = pages()
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.md"):
-        if path.name not in made and path.read_text().startswith(MADE):
+    made = {**pages(), **track_files()}
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("*.md"), *folder.glob("pictures/*.svg")):
+        ours = path.suffix == ".svg" or path.read_text().startswith(MADE)
+        if ours and path.relative_to(folder).as_posix() not in made:
             path.unlink()
     for name, page in made.items():
         write_whole(folder / name, page)
@@ -41,6 +41,8 @@ def pages() -> dict[str, str]:
     """File name → text."""
     found = {f"{one.id}.md": lesson_page(one) for one in exercises().values()}
     found |= {"index.md": index_page(), "plan.md": plan_page(), "readings.md": readings_page()}
+    found |= {f"track_{one.id}.md": track_page(one) for one in tracks().values()}
+    found |= {f"{name}.md": track_lesson_page(track_lesson(name)) for name in lesson_names()}
     return {name: "\n\n".join([MADE, *blocks]) + "\n" for name, blocks in found.items()}
 
 
@@ -55,6 +57,8 @@ def index_page() -> Iterator[str]:
         "says what is next; [the course](../course.md) tells how it works. [The plan](plan.md) has the days, the "
         "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards."
     )
+    yield "## Tracks"
+    yield tracks_overview()
     for phase, ones in groupby(every, key=lambda one: one.phase):
         yield f"## {markdown(phase)}"
         rows = [
@@ -78,7 +82,7 @@ def lesson_page(exercise: Exercise) -> Iterator[str]:
     known = dict.fromkeys(one.misconception for one in exercise.mutants)
     yield from folded("Wrong answers that the check knows", [bullets(map(markdown, known))])
     yield "## Quiz"
-    yield from quiz(exercise.quiz)
+    yield from quiz_blocks(exercise.quiz)
     yield "---"
     before, after = every[at - 1 : at] if at else [], every[at + 1 : at + 2]
     around = [f"Before: {link(one)}" for one in before] + [f"Next: {link(one)}" for one in after]
@@ -109,7 +113,7 @@ def readings_page() -> Iterator[str]:
         yield f"## {markdown(one.title)}"
         yield f"<{one.link}>"
         yield f"    lmworks learn quiz {one.id}"
-        yield from quiz(one.quiz)
+        yield from quiz_blocks(one.quiz)
 
 
 def plan_page() -> Iterator[str]:
@@ -160,41 +164,5 @@ def is_outer_def(line: str, hole: Hole) -> bool:
     return inner.startswith(("def ", "async def ")) and len(line) - len(inner) < len(hole.indentation)
 
 
-def quiz(questions: Sequence[Question]) -> Iterator[str]:
-    for number, one in enumerate(questions, 1):
-        yield wrapped(f"**{number}.** {markdown(one.question)}")
-        yield bullets(map(markdown, one.choices))
-    yield from folded("Answers", [
-        wrapped(f"**{number}.** {markdown(f'{one.choices[one.answer]}. {one.why}')}")
-        for number, one in enumerate(questions, 1)
-    ])  # fmt: skip
-
-
-def folded(title: str, blocks: Iterable[str]) -> Iterator[str]:
-    yield f"<details><summary>{title}</summary>"
-    yield from blocks
-    yield "</details>"
-
-
 def link(exercise: Exercise, words: str = "") -> str:
     return f"[{markdown(words or exercise.about)}]({exercise.id}.md)"
-
-
-def bullets(lines: Iterable[str]) -> str:
-    return "\n".join(wrapped(line, "- ", "  ") for line in lines)
-
-
-def wrapped(text: str, first: str = "", later: str = "") -> str:
-    kept = BLOCK_START.sub("\0", " ".join(text.split()))
-    lines = fill(kept, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False,
-                 break_on_hyphens=False)  # fmt: skip
-    return lines.replace("\0", " ")
-
-
-def markdown(text: str) -> str:
-    """Plain text with code between backticks, so that nothing else of it is markup; addresses become links."""
-    parts = CODE_OR_LINK.split(text)
-    return "".join(
-        SPECIAL.sub(r"\\\g<0>", part) if not number % 2 else part if part.startswith("`") else f"<{part}>"
-        for number, part in enumerate(parts)
-    )

@@ -18,7 +18,8 @@ from ..spec.files import write_whole
 from .course_files import course_holes
 from .exercise import Exercise, exercises
 from .holes import Hole, replace_holes
-from .lessons import excerpt, folded, holes_of, lesson, markdown, quiz, wrapped
+from .lessons import excerpt, holes_of, lesson
+from .markdown import folded, markdown, quiz_blocks, wrapped
 from .workspace import MARKER, Workspace, stub_of
 
 FOLDER = "notebooks"
@@ -49,7 +50,7 @@ def notebook(exercise: Exercise) -> dict[str, Any]:
         *(("code", part_cell(hole, exercise.file)) for hole in holes_of(exercise)),
         ("code", f"%learn check {exercise.id}"),
         ("markdown", text_of(["## Hints", *hints])),
-        ("markdown", text_of(["## Quiz", *quiz(exercise.quiz)])),
+        ("markdown", text_of(["## Quiz", *quiz_blocks(exercise.quiz)])),
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     return {

@@ -14,9 +14,13 @@ from ..report.html_page import POLICY, card, header, page, tiles
 from ..spec.errors import LMWorksError
 from .exercise import Exercise, Question, exercises
 from .goals import LISTS, Reading, Tick, readings, ticks
-from .lessons import CODE_OR_LINK, commands
+from .lessons import commands
+from .page_text import anchor, code, inline
+from .page_tracks import lesson_body, tracks_body
 from .progress import Progress
+from .quizzes import Quizzed
 from .status import next_exercise, state_of
+from .tracks import Lesson, lesson_names, lesson_ticks
 from .verdict import UNFINISHED, Verdict
 from .what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
 from .workspace import Workspace
@@ -109,6 +113,14 @@ class Pages:
         )
         return self.document(reading.title, body)
 
+    def tracks(self) -> str:
+        return self.document("Tracks", tracks_body(self.root, self.workspace))
+
+    def track_lesson(self, one: Lesson) -> str:
+        found = lesson_ticks(one, self.workspace.folder, Progress.load(self.workspace.folder))
+        quiz = f'<div id="quiz" aria-live="polite">{self.quiz(one)}</div>'
+        return self.document(one.title, lesson_body(self.root, one, "".join(map(self.tick, found)), quiz))
+
     def plan(self) -> str:
         progress = Progress.load(self.workspace.folder)
         quizzes = {one.title: one.id for one in readings().values()}
@@ -143,7 +155,7 @@ class Pages:
         return self.document("What happens if…", f'{body}{card("", form)}<div id="tables">{self.tables(setting)}</div>')
 
     def document(self, title: str, body: str) -> str:
-        links = {"": "Where you are", "plan": "Plan", "what-if": "What happens if…"}
+        links = {"": "Where you are", "plan": "Plan", "tracks": "Tracks", "what-if": "What happens if…"}
         nav = "".join(f'<a href="{self.root}/{path}">{name}</a>' for path, name in links.items())
         own = files(__package__)
         style, script = (own / "page.css").read_text(encoding="utf-8"), (own / "page.js").read_text(encoding="utf-8")
@@ -183,7 +195,7 @@ class Pages:
             more = f'<p class="note">{code(f"lmworks learn solution {exercise.id}")} shows the reference.</p>'
         return (f"<ol>{shown}</ol>" if shown else "") + more
 
-    def quiz(self, asked: Exercise | Reading, given: Mapping[int, int] | None = None) -> str:
+    def quiz(self, asked: Quizzed, given: Mapping[int, int] | None = None) -> str:
         """`given`: question → choice; with it, what is right and why."""
         fields = "".join(
             question(number, one, None if given is None else given.get(number, -1))
@@ -237,29 +249,13 @@ class Pages:
     def means(self, how: str) -> str:
         """What the page has, too, is a link to it."""
         if found := LEARN.fullmatch(how):
-            place = "reading" if found["what"] == "quiz" else "lesson"
+            tracked = "tracks" if found["name"] in lesson_names() else "reading"
+            place = tracked if found["what"] == "quiz" else "lesson"
             return f'<a href="{self.root}/{place}/{found["name"]}">{code(how)}</a>'
         return inline(how)
 
 
 # --- without a workspace ---------------------------------------------------------------------------------
-
-
-def code(text: str) -> str:
-    return f"<code>{escape(text)}</code>"
-
-
-def anchor(link: str, words: str = "") -> str:
-    return f'<a href="{escape(link)}" rel="noreferrer" target="_blank">{escape(words or link)}</a>'
-
-
-def inline(text: str) -> str:
-    """Plain text with code between backticks, and addresses."""
-    parts = CODE_OR_LINK.split(text)
-    return "".join(
-        escape(part) if not number % 2 else code(part.strip("`")) if part.startswith("`") else anchor(part)
-        for number, part in enumerate(parts)
-    )
 
 
 def question(number: int, asked: Question, given: int | None) -> str:

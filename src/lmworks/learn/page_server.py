@@ -20,10 +20,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ..spec.errors import LMWorksError, SpecError
 from .check_worker import CheckWorker
-from .exercise import Exercise, exercises
-from .goals import Reading, readings
+from .exercise import exercises
+from .goals import readings
 from .page import PAGE_POLICY, Pages
 from .progress import record_answers, record_verdict, take_hint
+from .quizzes import Quizzed, find_quiz, quiz_names
+from .tracks import lesson, lesson_names
 from .verdict import Verdict
 from .what_if import Setting
 from .workspace import Workspace
@@ -95,6 +97,10 @@ class PageServer(ThreadingTCPServer):
                 return self.pages.lesson(exercises()[name])
             case ["reading", name] if name in readings():
                 return self.pages.reading(readings()[name])
+            case ["tracks"]:
+                return self.pages.tracks()
+            case ["tracks", name] if name in lesson_names():
+                return self.pages.track_lesson(lesson(name))
             case ["what-if"]:
                 return self.pages.what_if(Setting.of(query))
             case ["what-if", "tables"]:
@@ -104,8 +110,8 @@ class PageServer(ThreadingTCPServer):
     def post(self, path: list[str], form: dict[str, str]) -> str:
         folder = self.pages.workspace.folder
         match path:
-            case ["quiz", name] if name in exercises() or name in readings():
-                return self.answer_quiz(readings().get(name) or exercises()[name], form)
+            case ["quiz", name] if name in quiz_names():
+                return self.answer_quiz(find_quiz(name), form)
             case ["hint", name] if name in exercises():
                 take_hint(folder, exercises()[name])
                 return self.pages.hints(exercises()[name])
@@ -117,7 +123,7 @@ class PageServer(ThreadingTCPServer):
                 return self.pages.effect(self.worker.ask("effect", name)["lines"])
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such action")
 
-    def answer_quiz(self, asked: Exercise | Reading, form: dict[str, str]) -> str:
+    def answer_quiz(self, asked: Quizzed, form: dict[str, str]) -> str:
         choices = {str(number): range(len(one.choices)) for number, one in enumerate(asked.quiz)}
         given = {int(number): int(form[number]) for number, known in choices.items()
                  if form.get(number, "") in map(str, known)}  # fmt: skip
