@@ -49,6 +49,9 @@ class Setting:
                 raise SpecError(f"{name} = {value!r} is no choice here")
         return cls(**given)
 
+    def but(self, **changed: str) -> Setting:
+        return replace(self, **changed)
+
     @property
     def data_parallel(self) -> int:
         inner = int(self.tp) * int(self.pp)
@@ -121,7 +124,7 @@ def around(setting: Setting, varied: str) -> dict[str, Answer | str]:
     found: dict[str, Answer | str] = {}
     for value in CHOICES[varied]:
         try:
-            found[value] = answer(replace(setting, **{varied: value}))
+            found[value] = answer(setting.but(**{varied: value}))
         except SpecError as error:
             found[value] = str(error)
     return found

@@ -4,6 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...plan.pipelines.schedule import actions, durations, simulate, total
 from ..drawing import Drawing
 
-PICTURES: dict[str, Callable[[], Drawing]] = {}
+PASSES = {"F": "blue", "B": "green", "I": "green", "W": "orange"}
+
+
+def tensor_parallel_mlp() -> Drawing:
+    picture = Drawing(640, 250)
+    picture.box(10, 95, 70, 60, "X\ntokens ×\nwidth", "grey", 12)
+    for rank, y in enumerate((20, 150)):
+        picture.text(135, y - 4 if rank == 0 else y + 88, f"rank {rank}", bold=True)
+        picture.box(120, y, 90, 70, f"A{'₁₂'[rank]}: half\nof the\ncolumns", "blue", 12)
+        picture.arrow((80, 125), (120, y + 35))
+        picture.box(245, y + 10, 80, 50, f"f(X·A{'₁₂'[rank]})", "white")
+        picture.arrow((210, y + 35), (245, y + 35))
+        picture.box(360, y, 90, 70, f"B{'₁₂'[rank]}: half\nof the\nrows", "orange", 12)
+        picture.arrow((325, y + 35), (360, y + 35))
+        picture.arrow((450, y + 35), (500, 110 if rank == 0 else 140))
+    picture.box(500, 95, 60, 60, "+\nall-reduce", "red", 11)
+    picture.box(585, 95, 45, 60, "Y", "grey")
+    picture.arrow((560, 125), (585, 125))
+    return picture
+
+
+def pipeline_schedules() -> Drawing:
+    """Each stage's work, simulated; a forward pass takes one unit of time."""
+    ranks, micro_batches, left, unit, height = 4, 8, 62, 16.0, 20
+    picture, y = Drawing(640, 400), 18.0
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("zbv", 2)):
+        times = durations()
+        stages = [{kind: seconds / virtual for kind, seconds in times.items()}] * (ranks * virtual)
+        spans = simulate(actions(schedule, ranks, virtual, micro_batches), stages)
+        busy = sum(span.end - span.begin for span in spans) / ranks
+        idle = 1 - busy / total(spans)
+        picture.text(left, y, f"{schedule}: {total(spans):g} units of time, {idle:.0%} idle", anchor="start")
+        for rank in range(ranks):
+            picture.text(left - 8, y + 22 + rank * (height + 2), f"rank {rank}", anchor="end", size=12)
+        for span in spans:
+            wide = (span.end - span.begin) * unit
+            words = f"{span.micro_batch}" if wide >= 12 else ""
+            at = left + span.begin * unit
+            picture.box(at, y + 8 + span.rank * (height + 2), wide, height, words, PASSES[span.kind], 11)
+        y += ranks * (height + 2) + 36
+    names = (("forward", "blue"), ("backward, or its half for the inputs", "green"), ("half for the weights", "orange"))
+    picture.legend(left, y - 4, names)
+    return picture
+
+
+PICTURES: dict[str, Callable[[], Drawing]] = {one.__name__: one for one in (tensor_parallel_mlp, pipeline_schedules)}
