@@ -127,7 +127,9 @@ def track_of(name: str) -> Track:
 
 def find_track(name: str) -> Track:
     if name not in tracks():
-        raise SpecError(f"no track {name!r}{suggestion(near_names(name, tracks()))}; there are {', '.join(tracks())}")
+        raise SpecError(
+            f"no track {name!r}{suggestion(near_names(name, [*tracks()]))}; there are {', '.join(tracks())}"
+        )
     return tracks()[name]
 
 

@@ -79,16 +79,15 @@ def kv_paging() -> Drawing:
     picture, size = Drawing(640, 268), 24
     picture.text(10, 20, "paged: blocks of 4 tokens, the prompt of A and B is shared", anchor="start")
     tables = {"A": (0, 1, 2), "B": (0, 3), "C": (4, 5, 6)}
-    filled = {0: "shared", 1: 4, 2: 2, 3: 3, 4: 4, 5: 4, 6: 4}
+    filled = {0: 4, 1: 4, 2: 2, 3: 3, 4: 4, 5: 4, 6: 4}
     for number, (name, blocks) in enumerate(tables.items()):
         words = ", ".join(map(str, blocks))
         picture.box(10, 32 + number * 32, 140, 26, f"{name}: blocks {words}", "grey")
     shades = {0: "purple", 1: "blue", 2: "blue", 3: "green", 4: "orange", 5: "orange", 6: "orange"}
     for block in range(8):
         x, y = 170 + (block % 4) * (4 * size + 16), 40 + (block // 4) * 50
-        used = 4 if filled.get(block) == "shared" else filled.get(block, 0)
         for slot in range(4):
-            picture.box(x + slot * size, y, size, size, shade=shades[block] if slot < int(used) else "white")
+            picture.box(x + slot * size, y, size, size, shade=shades[block] if slot < filled.get(block, 0) else "white")
         picture.text(x + 2 * size, y + size + 14, f"block {block}" if block in filled else "free", size=12)
     picture.text(10, 166, "reserved for the longest answer of 20 tokens", anchor="start")
     for number, (name, tokens, shade) in enumerate((("A", 10, "blue"), ("B", 7, "green"), ("C", 12, "orange"))):
