@@ -31,6 +31,9 @@ The programs run at any time; what is not written yet runs as the reference does
     python src/models/gpt.py
     python src/training/ddp_trainer.py --model_size small --max_steps 50
     torchrun --nproc_per_node=2 src/training/fsdp_trainer.py --model_size medium --max_steps 50
+
+`traces/` has the simulated jobs of exercise 59, to be opened in https://ui.perfetto.dev or by
+`lmworks profile trace traces/A/*.json`.
 """
 
 
@@ -40,6 +43,8 @@ class Workspace:
 
     @classmethod
     def create(cls, folder: Path) -> Workspace:
+        from .planted_traces import write_traces
+
         if (folder / MARKER).exists():
             raise SpecError(f"{folder} is a workspace already; `lmworks learn reset ID` takes one exercise back")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -49,6 +54,7 @@ class Workspace:
                 file = folder / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(replace_holes(text, path, stub_of)[0])
+            write_traces(folder / "traces")
             (folder / "README.md").write_text(README)
             (folder / MARKER).mkdir()
         except OSError as error:

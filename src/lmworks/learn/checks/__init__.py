@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, data, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision, studies
+from . import (
+    communication,
+    data,
+    ddp,
+    fsdp,
+    gpt,
+    inference,
+    memory,
+    parallelism,
+    post_training,
+    precision,
+    profiling,
+    studies,
+)
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -19,6 +32,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **precision.CHECKS,
     **data.CHECKS,
     **studies.CHECKS,
+    **profiling.CHECKS,
 }
 
 # What a file's exercises import on first use: before the fork, so that each check of a process has it.
