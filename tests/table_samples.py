@@ -463,6 +463,16 @@ def course(sample: Sample) -> None:
     sample.prints("learn", "benchmarks")
 
 
+def interview(sample: Sample) -> None:
+    """Answers of a version that had no cards: what was missed is due."""
+    sample.prints("learn", "init", str(sample.folder / "course"))
+    sample.patch.chdir(sample.folder / "course")
+    missed = '{"exercises": {}, "answers": {"rmsnorm/0": false, "playbook_data_parallel/1": false}}'
+    (sample.folder / "course/.learn/progress.json").write_text(missed)
+    sample.prints("learn", "review")
+    sample.prints("learn", "interview", "--list")
+
+
 def leave_run(folder: Path) -> None:
     """As the course's trainers do."""
     about = {"trainer": "fsdp", "model_size": "medium", "world_size": 2, "device": "cuda", "parameters": 0,
@@ -685,6 +695,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (sweeps, "sweep_display.print_trials tune.print_outcome tune.print_rungs runs_sweeps.print_sweeps"),
     (typed("tune", "seeds", "--std", "1.63"), "tune.seeds"),
     (course, "learn.list_exercises learn.progress learn_plan.benchmarks"),
+    (interview, "learn_interview.print_questions learn_interview.review"),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),
     (precision, "bench.precision"),

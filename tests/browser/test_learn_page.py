@@ -76,3 +76,17 @@ def test_the_tables_follow_what_is_chosen(page, served):
     page.select_option("select[name=zero]", "1")
     page.wait_for_selector('tr.chosen td:text-is("1")')
     keep(page, "what-if")
+
+
+def test_an_interview_question(page, served):
+    page.goto(served[1] + "interview/bubble")
+    page.fill("textarea", "stages that wait")
+    page.click("text=Compare with the rubric")
+    page.check('input[name="1"]')
+    page.click("text=Record")
+    page.wait_for_selector("text=1 of 5 points.")
+    assert page.input_value("textarea") == "stages that wait"
+    page.fill("input[name=number]", "0.1 %")
+    page.click('button:text-is("Answer")')
+    assert page.wait_for_selector("#number p").inner_text().startswith("No:")
+    keep(page, "interview")

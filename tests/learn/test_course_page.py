@@ -26,6 +26,7 @@ from lmworks.cli.main import app
 from lmworks.learn import page_server
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
+from lmworks.learn.interview import questions
 from lmworks.learn.page import Pages
 from lmworks.learn.page_server import PageServer
 from lmworks.learn.verdict import FAILED, PASSED, Verdict
@@ -94,7 +95,8 @@ def test_pages_lead_to_one_another_and_fetch_nothing(server: PageServer) -> None
         assert all(one.startswith("https://") for one in links - own)
         ahead += sorted(own - seen - set(ahead))
     names = [f"lesson/{name}" for name in exercises()] + [f"reading/{name}" for name in readings()]
-    assert {f"/{server.token}/{name}" for name in (*names, "", "plan", "what-if")} == seen
+    names += [f"interview/{name}" for name in questions()]
+    assert {f"/{server.token}/{name}" for name in (*names, "", "plan", "interview", "what-if")} == seen
 
 
 def test_where_you_are(server: PageServer) -> None:

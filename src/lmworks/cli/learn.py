@@ -17,6 +17,7 @@ from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
 from .learn_class import export, grade, new
+from .learn_interview import interview, review
 from .learn_plan import benchmarks, checklist, milestones, plan
 from .learn_serve import serve
 from .learn_tracks import print_lesson, tracks
@@ -88,6 +89,8 @@ def print_status(json: bool) -> None:
         print_json({"passed": done, "of": GUIDE, "further": rest, "next": upcoming.id if upcoming else None})
         return
     typer.echo(f"{len(done)} of {GUIDE} exercises pass, {len(further)} of {len(parts[1])} further ones.")
+    if due := progress.due():
+        typer.echo(f"Due for review: {len(due)} (`lmworks learn review`).")
     if upcoming is None:
         typer.echo("All are done. `lmworks learn milestones` shows what to do with it.")
         return
@@ -282,7 +285,9 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, tracks, benchmarks, serve, export, grade, new):
+for command in (
+    interview, review, plan, checklist, milestones, tracks, benchmarks, serve, export, grade, new,
+):  # fmt: skip
     app.command()(command)
 
 

@@ -21,6 +21,7 @@ from ..spec.hardware import catalogue, spelling
 from ..spec.presets import PRESETS
 from ..spec.run import RunSpec
 from ..spec.serving import EngineSpec
+from ..spec.units import BYTES
 
 if TYPE_CHECKING:
     from ..plan.memory.host_need import HostNeed
@@ -164,15 +165,10 @@ def on_device(device: str) -> list[str]:
     return [f"cluster.device={device}"] if device else []
 
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-UNITS |= {f"{letter}IB": size for letter, size in UNITS.items() if letter}
-UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
 def parse_bytes(text: str, option: str) -> int:
     """5GB as `transformers` reads it, 5 × 10⁹; 5G as nccl-tests does and 5GiB are powers of 1024."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Z]*)", text.strip().upper())
-    size = float(match[1]) * UNITS[match[2]] if match and match[2] in UNITS else 0
+    size = float(match[1]) * BYTES[match[2]] if match and match[2] in BYTES else 0
     if size < 1:
         raise SpecError(f"{option} {text!r} is not a size; write it like 5GB, 500MB or 2GiB")
     return int(size)

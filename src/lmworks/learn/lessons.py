@@ -15,6 +15,7 @@ from .course_files import course_holes, course_sources
 from .exercise import Exercise, exercises
 from .goals import Item, readings, sections
 from .holes import Hole
+from .interview import OpenQuestion, questions
 from .markdown import bullets, folded, markdown, quiz_blocks, wrapped
 from .track_pages import track_files, track_lesson_page, track_page, tracks_overview
 from .tracks import lesson as track_lesson
@@ -43,6 +44,7 @@ def pages() -> dict[str, str]:
     found |= {"index.md": index_page(), "plan.md": plan_page(), "readings.md": readings_page()}
     found |= {f"track_{one.id}.md": track_page(one) for one in tracks().values()}
     found |= {f"{name}.md": track_lesson_page(track_lesson(name)) for name in lesson_names()}
+    found |= {"interview.md": interview_page()}
     return {name: "\n\n".join([MADE, *blocks]) + "\n" for name, blocks in found.items()}
 
 
@@ -55,7 +57,8 @@ def index_page() -> Iterator[str]:
     yield wrapped(
         f"{len(every)} exercises on the real code. `lmworks learn init DIR` makes a workspace, `lmworks learn` in it "
         "says what is next; [the course](../course.md) tells how it works. [The plan](plan.md) has the days, the "
-        "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards."
+        "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards, "
+        "[the interview](interview.md) has open ones."
     )
     yield "## Tracks"
     yield tracks_overview()
@@ -114,6 +117,30 @@ def readings_page() -> Iterator[str]:
         yield f"<{one.link}>"
         yield f"    lmworks learn quiz {one.id}"
         yield from quiz_blocks(one.quiz)
+
+
+def interview_page() -> Iterator[str]:
+    yield "# Interview"
+    yield wrapped(
+        "Answer a question aloud or on paper, then open its rubric. `lmworks learn interview` asks them one by one, "
+        "brings back what was missed, and grades calculations, with other figures each time."
+    )
+    for topic, ones in groupby(questions().values(), key=lambda one: one.topic):
+        yield f"## {markdown(topic)}"
+        for one in ones:
+            yield from open_question(one)
+
+
+def open_question(question: OpenQuestion) -> Iterator[str]:
+    yield f"### {markdown(question.question)}"
+    yield f"    lmworks learn interview {question.id}"
+    if scenario := question.scenario(turn=0):
+        yield wrapped(f"**Calculation:** {markdown(scenario.ask)}")
+    yield from folded("What a good answer says", [bullets(map(markdown, question.rubric))])
+    for one in question.follow_ups:
+        yield from folded(markdown(one.question), [wrapped(markdown(one.answer))])
+    if question.exercises:
+        yield wrapped(f"Exercises: {', '.join(link(exercises()[name], name) for name in question.exercises)}")
 
 
 def plan_page() -> Iterator[str]:

@@ -18,9 +18,9 @@ from .lessons import commands
 from .page_text import anchor, code, inline
 from .page_tracks import lesson_body, tracks_body
 from .progress import Progress
-from .quizzes import Quizzed
+from .quizzes import Quizzed, page_of_quiz
 from .status import next_exercise, state_of
-from .tracks import Lesson, lesson_names, lesson_ticks
+from .tracks import Lesson, lesson_ticks
 from .verdict import UNFINISHED, Verdict
 from .what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
 from .workspace import Workspace
@@ -155,7 +155,10 @@ class Pages:
         return self.document("What happens if…", f'{body}{card("", form)}<div id="tables">{self.tables(setting)}</div>')
 
     def document(self, title: str, body: str) -> str:
-        links = {"": "Where you are", "plan": "Plan", "tracks": "Tracks", "what-if": "What happens if…"}
+        links = {
+            "": "Where you are", "plan": "Plan", "tracks": "Tracks", "interview": "Interview",
+            "what-if": "What happens if…",
+        }  # fmt: skip
         nav = "".join(f'<a href="{self.root}/{path}">{name}</a>' for path, name in links.items())
         own = files(__package__)
         style, script = (own / "page.css").read_text(encoding="utf-8"), (own / "page.js").read_text(encoding="utf-8")
@@ -249,8 +252,7 @@ class Pages:
     def means(self, how: str) -> str:
         """What the page has, too, is a link to it."""
         if found := LEARN.fullmatch(how):
-            tracked = "tracks" if found["name"] in lesson_names() else "reading"
-            place = tracked if found["what"] == "quiz" else "lesson"
+            place = page_of_quiz(found["name"]) if found["what"] == "quiz" else "lesson"
             return f'<a href="{self.root}/{place}/{found["name"]}">{code(how)}</a>'
         return inline(how)
 

@@ -22,7 +22,9 @@ from ..spec.errors import LMWorksError, SpecError
 from .check_worker import CheckWorker
 from .exercise import exercises
 from .goals import readings
+from .interview import questions
 from .page import PAGE_POLICY, Pages
+from .page_interview import InterviewPages
 from .progress import record_answers, record_verdict, take_hint
 from .quizzes import Quizzed, find_quiz, quiz_names
 from .tracks import lesson, lesson_names
@@ -58,6 +60,7 @@ class PageServer(ThreadingTCPServer):
         super().__init__((HOST, port), Handler)
         self.token = secrets.token_urlsafe(16)
         self.pages = Pages(workspace, f"/{self.token}")
+        self.interview = InterviewPages(self.pages)
         self.worker = CheckWorker(workspace.folder)
 
     @property
@@ -101,6 +104,10 @@ class PageServer(ThreadingTCPServer):
                 return self.pages.tracks()
             case ["tracks", name] if name in lesson_names():
                 return self.pages.track_lesson(lesson(name))
+            case ["interview"]:
+                return self.interview.next()
+            case ["interview", name] if name in questions():
+                return self.interview.question(questions()[name])
             case ["what-if"]:
                 return self.pages.what_if(Setting.of(query))
             case ["what-if", "tables"]:
@@ -121,6 +128,12 @@ class PageServer(ThreadingTCPServer):
                 return self.pages.work(exercises()[name], verdict)
             case ["effect", name] if name in exercises():
                 return self.pages.effect(self.worker.ask("effect", name)["lines"])
+            case ["rubric", name] if name in questions():
+                return self.interview.rubric(questions()[name])
+            case ["said", name] if name in questions():
+                return self.interview.say(questions()[name], form)
+            case ["number", name] if name in questions():
+                return self.interview.calculate(questions()[name], form)
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such action")
 
     def answer_quiz(self, asked: Quizzed, form: dict[str, str]) -> str:

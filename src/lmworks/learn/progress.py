@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -12,7 +12,9 @@ from pathlib import Path
 
 from ..spec.errors import SpecError
 from ..spec.files import write_whole
+from . import review
 from .exercise import Exercise
+from .review import Card
 from .verdict import UNFINISHED, Verdict
 
 
@@ -31,6 +33,7 @@ class Progress:
     file: Path
     exercises: dict[str, Record] = field(default_factory=dict)
     answers: dict[str, bool] = field(default_factory=dict)  # question → right at the last time
+    cards: dict[str, Card] = field(default_factory=dict)  # what comes back, by its question (review.py)
 
     @classmethod
     def load(cls, workspace: Path) -> Progress:
@@ -40,15 +43,30 @@ class Progress:
         try:
             table = json.loads(file.read_text())
             records = {name: Record(**one) for name, one in table["exercises"].items()}
-            return cls(file, records, dict(table["answers"]))
+            answers = dict(table["answers"])
+            missed = {name: Card(review.today()) for name, right in answers.items() if not right}  # of older files
+            cards = {name: Card.from_dict(one) for name, one in table.get("cards", {}).items()}
+            return cls(file, records, answers, missed | cards)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(f"{file} is not a progress file ({error}); move it away to begin anew") from None
 
     def of(self, exercise: str) -> Record:
         return self.exercises.setdefault(exercise, Record())
 
+    def due(self) -> list[str]:
+        """Names of the cards that are due today."""
+        return review.due_names(self.cards, review.today())
+
+    def answer(self, name: str, score: float) -> None:
+        """Of a card: the share of it that was known."""
+        self.cards[name] = review.after_answer(self.cards.get(name), score, review.today())
+
     def save(self) -> None:
-        table = {"exercises": {name: asdict(one) for name, one in self.exercises.items()}, "answers": self.answers}
+        table = {
+            "exercises": {name: asdict(one) for name, one in self.exercises.items()},
+            "answers": self.answers,
+            "cards": {name: one.to_dict() for name, one in self.cards.items()},
+        }
         write_whole(self.file, json.dumps(table, indent=2) + "\n")
 
 
@@ -89,6 +107,18 @@ def take_hint(workspace: Path, exercise: Exercise) -> int:
 
 
 def record_answers(workspace: Path, asked: str, right: list[bool]) -> None:
-    """Of the quiz of an exercise or a reading."""
+    """Of the quiz of an exercise or a reading. What was missed comes back."""
     with change_progress(workspace) as progress:
-        progress.answers |= {f"{asked}/{number}": one for number, one in enumerate(right)}
+        for number, one in enumerate(right):
+            name = f"{asked}/{number}"
+            progress.answers[name] = one
+            if not one or name in progress.cards:
+                progress.answer(name, float(one))
+
+
+def record_scores(workspace: Path, scores: Mapping[str, float]) -> Progress:
+    """Of cards of the interview."""
+    with change_progress(workspace) as progress:
+        for name, score in scores.items():
+            progress.answer(name, score)
+    return progress

@@ -13,6 +13,11 @@ def quiz_names() -> list[str]:
     return [*exercises(), *readings(), *lesson_names()]
 
 
+def page_of_quiz(name: str) -> str:
+    """The folder of its page in `lmworks learn serve`."""
+    return "lesson" if name in exercises() else "reading" if name in readings() else "tracks"
+
+
 def find_quiz(name: str) -> Quizzed:
     """An exercise also by its number."""
     if name in readings():
