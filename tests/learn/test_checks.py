@@ -310,6 +310,14 @@ OTHER = {  # right answers unlike the reference
     "done = [experts[e](row[None]) for e, row in zip(names.tolist(), rows)]\n"
     "back, out = link.all_to_all(torch.cat([x[:0], *done]), of, to), torch.zeros_like(x)\n"
     "for pair, row in zip(flat, back):\n    out[pair[0]] += weights[pair] * row\nreturn out\n",
+    "continuous_batching": "for one in self.running[:]:\n    if one.finished:\n        self.release(one)\n"
+    "left, work, at = self.budget, {}, 0\nwhile at < len(self.running):\n    one = self.running[at]\n"
+    "    if grow(one.table, one.tokens, self.free, self.block):\n        work[one] = min(left, one.missing)\n"
+    "        left, at = left - work[one], at + 1\n    else:\n        self.waiting = [self.running[-1], *self.waiting]\n"
+    "        self.release(self.running[-1])\n"
+    "while left and self.waiting and grow(self.waiting[0].table, self.waiting[0].tokens, self.free, self.block):\n"
+    "    one, *self.waiting = self.waiting\n    self.running.append(one)\n    work[one] = min(left, one.missing)\n"
+    "    left -= work[one]\nreturn list(work.items())[::-1]\n",
     "decode_step": "keys[position] = k\nvalues[position] = v\ngrouped = q.view(k.shape[0], -1, q.shape[-1])\n"
     "s = torch.einsum('kgd,skd->kgs', grouped, keys[:position + 1]) * q.shape[-1] ** -0.5\n"
     "return torch.einsum('kgs,skd->kgd', s.softmax(-1), values[:position + 1]).reshape(q.shape)\n",

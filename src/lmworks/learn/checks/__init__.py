@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, data, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision, studies
+from . import (
+    batching,
+    communication,
+    data,
+    ddp,
+    fsdp,
+    gpt,
+    inference,
+    memory,
+    parallelism,
+    post_training,
+    precision,
+    studies,
+)
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -15,6 +28,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **communication.CHECKS,
     **parallelism.CHECKS,
     **inference.CHECKS,
+    **batching.CHECKS,
     **post_training.CHECKS,
     **precision.CHECKS,
     **data.CHECKS,
