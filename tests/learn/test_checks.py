@@ -298,6 +298,28 @@ OTHER = {  # right answers unlike the reference
     "s = link.all_reduce((logits - m[:, None]).exp().sum(1))\nn = logits.shape[1]\n"
     "hit = targets[:, None] - link.rank * n == targets.new_tensor(range(n))\n"
     "return (m + s.log() - link.all_reduce((logits * hit).sum(1))).mean()\n",
+    "sequence_parallel.gather_backward": "link = ctx.link\nchunks = grad.chunk(link.ranks)\n"
+    "mine = chunks[link.rank]\nfor turn in range(1, link.ranks):\n    to = (link.rank + turn) % link.ranks\n"
+    "    mine = mine + link.exchange(to, chunks[to], (link.rank - turn) % link.ranks)\nreturn mine, None\n",
+    "sequence_parallel.gradients": "norm.grad.copy_(link.all_reduce(norm.grad))\n",
+    "expert_dispatch.route": "best = (x @ router.T).topk(top_k)\nreturn best.indices, best.values.softmax(-1)\n",
+    "expert_dispatch.dispatch": "n, ones = len(experts), [1] * link.ranks\n"
+    "pairs = [[(t, k) for t, row in enumerate(chosen.tolist()) for k, e in enumerate(row) if e // n == r] "
+    "for r in range(link.ranks)]\nto, flat = [len(each) for each in pairs], sum(pairs, [])\n"
+    "of = link.all_to_all(torch.tensor(to), ones, ones).tolist()\n"
+    "names = link.all_to_all(chosen.new_tensor([int(chosen[pair]) % n for pair in flat]), to, of)\n"
+    "rows = link.all_to_all(x[[t for t, _ in flat]], to, of)\n"
+    "done = [experts[e](row[None]) for e, row in zip(names.tolist(), rows)]\n"
+    "back, out = link.all_to_all(torch.cat([x[:0], *done]), of, to), torch.zeros_like(x)\n"
+    "for pair, row in zip(flat, back):\n    out[pair[0]] += weights[pair] * row\nreturn out\n",
+    "continuous_batching": "for one in self.running[:]:\n    if one.finished:\n        self.release(one)\n"
+    "left, work, at = self.budget, {}, 0\nwhile at < len(self.running):\n    one = self.running[at]\n"
+    "    if grow(one.table, one.tokens, self.free, self.block):\n        work[one] = min(left, one.missing)\n"
+    "        left, at = left - work[one], at + 1\n    else:\n        self.waiting = [self.running[-1], *self.waiting]\n"
+    "        self.release(self.running[-1])\n"
+    "while left and self.waiting and grow(self.waiting[0].table, self.waiting[0].tokens, self.free, self.block):\n"
+    "    one, *self.waiting = self.waiting\n    self.running.append(one)\n    work[one] = min(left, one.missing)\n"
+    "    left -= work[one]\nreturn list(work.items())[::-1]\n",
     "decode_step": "keys[position] = k\nvalues[position] = v\ngrouped = q.view(k.shape[0], -1, q.shape[-1])\n"
     "s = torch.einsum('kgd,skd->kgs', grouped, keys[:position + 1]) * q.shape[-1] ** -0.5\n"
     "return torch.einsum('kgs,skd->kgd', s.softmax(-1), values[:position + 1]).reshape(q.shape)\n",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 
 from lmworks.learn.answers import load
 from lmworks.learn.course_files import COURSE
+from lmworks.parallel.local_ranks import on_ranks
 
 
 def make_trainer(folder: Path, **arguments: Any) -> Any:
@@ -50,3 +54,19 @@ def test_without_a_scale_small_gradients_of_fp16_vanish(tmp_path: Path) -> None:
     scaled = largest()
     trainer.loss_scale.factor = 1.0
     assert largest() == 0 and scaled > 0
+
+
+def printed(rank: int, file: str) -> str:
+    output = io.StringIO()
+    with redirect_stdout(output):
+        load(COURSE, file).main()
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("file", [pytest.param("sequence_parallel", marks=pytest.mark.slow), "expert_parallel"])
+def test_ranks_over_gloo_compute_what_one_rank_does(file: str) -> None:
+    """Results and gradients, each in a line that ends with its relative difference."""
+    first, *others = on_ranks(2, printed, f"src/parallelism/{file}.py", group=False)
+    apart = [float(number) for number in re.findall(r" ([0-9.e-]+)$", first, re.MULTILINE)]
+    assert len(apart) == {"sequence_parallel": 5, "expert_parallel": 1}[file] and max(apart) < 1e-5, first
+    assert others == [""]

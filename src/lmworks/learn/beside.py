@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,112 @@ def alpha_beta(cost: ModuleType) -> list[Row]:
 # --- parallelism -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class SimulatedGroup:
+    """What LMWorks' collectives take for a process group."""
+
+    link: Any
+
+    def size(self) -> int:
+        return int(self.link.ranks)
+
+
+def sequence_parallel(module: ModuleType) -> list[Row]:
+    """LMWorks' norm and tensor-parallel region; its two collectives go around the same rings."""
+    from unittest.mock import patch
+
+    import torch.nn.functional as F
+
+    from ..kernels.rms_norm import rms_norm
+    from ..parallel import collectives
+    from ..parallel.tensor_parallel import Region
+    from ..spec import ModelSpec, components
+    from .checks.parallelism import rank_parts
+    from .checks.simulated_ranks import on_ranks
+
+    spec = ModelSpec(layers=1, hidden=8, heads=1, ffn=32, mlp="gelu")
+    whole = [numbers(*shape, seed=seed) for seed, shape in enumerate(((16, 8), (8,), (32, 8), (8, 32)))]
+
+    def ours(x: Any, norm: Any, up: Any, down: Any, link: Any) -> Any:
+        region = Region(cast("Any", SimulatedGroup(link)), sequence=True)
+        entered = region.enter(rms_norm(x.unsqueeze(0), norm, 1e-5))
+        return region.leave(F.gelu(entered @ up.T) @ down.T).squeeze(0)
+
+    def finish_ours(norm: Any, up: Any, down: Any, link: Any) -> None:
+        weights = {one.name: one for one in components.block_weights(spec)}
+        for name, tensor in (("mlp_norm", norm), ("mlp.up", up), ("mlp.down", down)):
+            if weights[f"{name}.weight"].has_partial_grad(link.ranks, sp=True):
+                tensor.grad = link.all_reduce(tensor.grad)
+
+    def measure(forward: Any, finish: Any, parts: Any, link: Any) -> tuple[int, int, float]:
+        out = forward(*parts, link)
+        there = link.network.bytes_sent[link.rank]
+        out.square().mean().backward()
+        back = link.network.bytes_sent[link.rank] - there
+        finish(*parts[1:], link)
+        return there, back, float(parts[1].grad.abs().mean())
+
+    def around_ring(ring: Callable[[Any, Any], Any]) -> Callable[[Any, int, Any], Any]:
+        return lambda x, dim, group: ring(x.movedim(dim, 0), group.link).movedim(0, dim)
+
+    pairs = (module.sequence_parallel_mlp, module.finish_gradients), (ours, finish_ours)
+    found = []
+    with (
+        patch.object(collectives, "all_gather", around_ring(module.ring_all_gather)),
+        patch.object(collectives, "reduce_scatter", around_ring(module.ring_reduce_scatter)),
+    ):
+        for pair in pairs:
+            parts = [rank_parts(whole, rank, 4) for rank in range(4)]
+            found.append(on_ranks("sequence parallelism", parts, partial(measure, *pair))[0][0])
+    names = "bytes sent, forward pass", "bytes sent, backward pass", "mean of |gradient of the norm|"
+    return [Row(f"4 ranks: {name}", *one) for name, *one in zip(names, *found, strict=True)]
+
+
+def expert_dispatch(module: ModuleType) -> list[Row]:
+    """LMWorks' layer of experts and its dispatch, on the same simulated ranks."""
+    from unittest.mock import patch
+
+    import torch
+    import torch.nn.functional as F
+
+    from ..model.moe import MoE
+    from ..parallel import collectives
+    from ..parallel.expert_parallel import dispatch_tokens
+    from ..spec import ModelSpec
+    from .checks.simulated_ranks import on_ranks
+
+    ranks, local, width = 4, 2, 16
+    spec = ModelSpec(layers=1, hidden=width, heads=1, experts=ranks * local, top_k=2, expert_ffn=32)
+    gate, up, down = numbers(8, 32, width, seed=1), numbers(8, 32, width, seed=2), numbers(8, width, 32, seed=3)
+    router, x = numbers(8, width, seed=4), list(numbers(ranks, 24, width))
+
+    def yours(x: Any, link: Any) -> Any:
+        experts = [
+            lambda rows, at=at: F.linear(F.silu(rows @ gate[at].T) * (rows @ up[at].T), down[at])
+            for at in range(link.rank * local, (link.rank + 1) * local)
+        ]
+        return module.dispatch(x, *module.route(x, router, 2), experts, link)
+
+    def ours(x: Any, link: Any) -> Any:
+        here = slice(link.rank * local, (link.rank + 1) * local)
+        moe = MoE(spec)
+        moe.router.weight.data = router
+        moe.gate.data, moe.up.data, moe.down.data = gate[here], up[here], down[here]
+        moe.dispatch = partial(dispatch_tokens, group=cast("Any", SimulatedGroup(link)))
+        with torch.no_grad():
+            return moe(x.unsqueeze(0)).squeeze(0)
+
+    def all_to_all(x: Any, of: list[int], to: list[int], group: SimulatedGroup) -> Any:
+        return group.link.all_to_all(x, to, of)
+
+    with patch.object(collectives, "all_to_all", all_to_all):
+        found = [on_ranks("expert parallelism", x, call) for call in (yours, ours)]
+    means = (float(torch.stack(outs).abs().mean()) for outs, _ in found)
+    vectors = (max(network.bytes_sent) / (4 * width) for _, network in found)
+    return [Row("4 ranks, 24 tokens each, top 2: mean of |output|", *means),
+            Row("vectors sent by the rank that sends the most", *vectors)]  # fmt: skip
+
+
 def vocab_parallel_loss(module: ModuleType) -> list[Row]:
     import torch
 
@@ -180,6 +286,63 @@ def decode_step(module: ModuleType) -> list[Row]:
     return [
         Row("mean of |output|, 4 heads, 2 KV heads, 12 tokens", float(yours.abs().mean()), float(ours.abs().mean()))
     ]
+
+
+def continuous_batching(module: ModuleType) -> list[Row]:
+    """The engine's scheduler, with the same requests, blocks and budget."""
+    rows = []
+    for blocks in (16, 40):
+        lengths = [(3 + 7 * index % 17, 2 + 11 * index % 29, index // 3) for index in range(30)]
+        yours, ours = decisions(module, lengths, blocks), engine_decisions(lengths, blocks)
+        case = f"30 requests, {blocks} blocks"
+        alike = sum(one == other for one, other in zip(yours, ours, strict=False))
+        rows += [
+            Row(f"{case}: steps", len(yours), len(ours)),
+            Row(f"{case}: steps with the engine's decision", alike, len(ours)),
+            Row(f"{case}: tokens computed", *(sum(sum(step.values()) for step in steps) for steps in (yours, ours))),
+        ]
+    return rows
+
+
+def decisions(module: ModuleType, lengths: list[tuple[int, int, int]], blocks: int) -> list[dict[int, int]]:
+    """Of each step: number of a request → tokens that it computes."""
+    engine = module.Engine(blocks, 4, 16)
+    requests = [module.Request("", *one) for one in lengths]
+    steps: list[dict[int, int]] = []
+    while not all(one.finished for one in requests):
+        engine.waiting += [one for one in requests if one.arrival == len(steps)]
+        work = engine.schedule()
+        engine.compute(work)
+        steps.append({requests.index(one): tokens for one, tokens in work})
+    return steps
+
+
+def engine_decisions(lengths: list[tuple[int, int, int]], blocks: int) -> list[dict[int, int]]:
+    from ..engine.core.request import Request, Sequence
+    from ..engine.core.sampling_params import SamplingParams
+    from ..engine.core.scheduler import Scheduler
+    from ..spec import EngineSpec
+
+    spec = EngineSpec(block=4, blocks=blocks, context=64, max_batch_tokens=16, prefix_cache=False)
+    scheduler, steps = Scheduler(spec, blocks), list[dict[int, int]]()
+    sequences = [
+        Sequence(Request([0] * prompt, SamplingParams(max_tokens=answer)), 0, 0, [0] * prompt, prompt, prompt + answer)
+        for prompt, answer, _ in lengths
+    ]
+    unfinished = list(sequences)
+    while unfinished:
+        for sequence, (_, _, arrival) in zip(sequences, lengths, strict=True):
+            if arrival == len(steps):
+                scheduler.add([sequence])
+        step = scheduler.schedule()
+        steps.append({sequences.index(chunk.sequence): chunk.count for chunk in step.chunks})
+        for sequence in [chunk.sequence for chunk in step.sampling_chunks]:
+            sequence.tokens[-1] = 0
+            sequence.num_known_tokens = len(sequence.tokens)
+            if sequence.num_known_tokens == sequence.limit:
+                scheduler.finish(sequence)
+                unfinished.remove(sequence)
+    return steps
 
 
 def top_k_top_p(module: ModuleType) -> list[Row]:
@@ -455,11 +618,14 @@ BESIDE: dict[str, Beside] = {
     "ring_all_reduce": sent("all_reduce", lambda module, x, link: module.ring_all_reduce(x, link)),
     "zero2": sent("all_reduce", zero2),
     "alpha_beta": alpha_beta,
+    "sequence_parallel": sequence_parallel,
     "vocab_parallel_loss": vocab_parallel_loss,
+    "expert_dispatch": expert_dispatch,
     "one_f_one_b": pipeline("1f1b", lambda module: module.one_f_one_b),
     "zero_bubble": pipeline("interleaved-zero-bubble", lambda module: module.zero_bubble),
     "merge_attention": merge_attention,
     "decode_step": decode_step,
+    "continuous_batching": continuous_batching,
     "top_k_top_p": top_k_top_p,
     "int8": int8,
     "sequence_logps": sequence_logps,

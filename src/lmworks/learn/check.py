@@ -86,7 +86,9 @@ def verdict_of(exercise: Exercise, folder: Path, origin: list[int], lines: list[
     check = importlib.import_module("lmworks.learn.checks").CHECKS[exercise.id]
     outcome = run_isolated(lambda: judge(exercise, check, origin, lines), folder, SECONDS)
     if outcome.result is None:
-        why = f"{outcome.why}. {exercise.if_stopped}" if exercise.if_stopped else outcome.why
+        why = outcome.why
+        if exercise.if_stopped:
+            why += f"{'' if why.endswith('?') else '.'} {exercise.if_stopped}"
         return Verdict(exercise.id, STOPPED, why, output=outcome.output, seconds=outcome.seconds)
     return Verdict(**{**outcome.result, "output": outcome.output, "seconds": outcome.seconds})
 

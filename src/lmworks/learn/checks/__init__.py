@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from . import (
+    batching,
     communication,
     data,
     ddp,
@@ -28,6 +29,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **communication.CHECKS,
     **parallelism.CHECKS,
     **inference.CHECKS,
+    **batching.CHECKS,
     **post_training.CHECKS,
     **precision.CHECKS,
     **data.CHECKS,

@@ -22,7 +22,10 @@ class Stuck(Exception):
 
 @dataclass
 class Network:
-    """Messages between `ranks` ranks, and how many bytes each rank has sent in how many messages."""
+    """Messages between `ranks` ranks, and how many bytes each rank has sent in how many messages.
+
+    Whole numbers are not counted: they are indices, or how many rows follow.
+    """
 
     ranks: int
     bytes_sent: list[int] = field(default_factory=list)
@@ -36,10 +39,13 @@ class Network:
         self.done: set[int] = set()
         self.stuck = False
 
-    def send(self, source: int, to: int, x: Tensor, counted: bool = True) -> None:
+    def count(self, source: int, x: Tensor) -> None:
+        if x.is_floating_point():
+            self.bytes_sent[source] += x.numel() * x.element_size()
+            self.messages[source] += 1
+
+    def send(self, source: int, to: int, x: Tensor) -> None:
         with self.changed:
-            self.bytes_sent[source] += counted * x.numel() * x.element_size()
-            self.messages[source] += counted
             self.queues[source, to].append(x.detach().clone())
             self.changed.notify_all()
 
@@ -77,6 +83,7 @@ class SimulatedLink:
         return self.network.ranks
 
     def exchange(self, to: int, x: Tensor, source: int) -> Tensor:
+        self.network.count(self.rank, x)
         self.network.send(self.rank, to, x)
         got = self.network.receive(source, self.rank)
         if got.shape != x.shape:
@@ -86,13 +93,24 @@ class SimulatedLink:
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Its own bytes are counted once, however it would be done."""
-        self.network.bytes_sent[self.rank] += x.numel() * x.element_size()
-        self.network.messages[self.rank] += 1
+        self.network.count(self.rank, x)
         everyone = range(self.ranks)
         for other in everyone:
-            self.network.send(self.rank, other, x, counted=False)
+            self.network.send(self.rank, other, x)
         parts = torch.stack([self.network.receive(other, self.rank) for other in everyone])
         return parts.amax(0) if op == "max" else parts.sum(0)
+
+    def all_to_all(self, x: Tensor, to: list[int], of: list[int]) -> Tensor:
+        """Rows that stay are not counted."""
+        for other, rows in enumerate(x.split(to)):
+            if other != self.rank:
+                self.network.count(self.rank, rows)
+            self.network.send(self.rank, other, rows)
+        parts = [self.network.receive(other, self.rank) for other in range(self.ranks)]
+        if (sent := [len(rows) for rows in parts]) != of:
+            remark = f"rank {self.rank} asks for other numbers of rows than the ranks send it"
+            raise Mismatch(f"{self.ranks} ranks: an all-to-all, rows of each rank", sent, of, remark=remark)
+        return torch.cat(parts)
 
 
 def on_ranks(

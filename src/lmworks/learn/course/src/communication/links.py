@@ -26,3 +26,9 @@ class Link:
         total = x.clone()
         dist.all_reduce(total, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
         return total
+
+    def all_to_all(self, x: Tensor, to: list[int], of: list[int]) -> Tensor:
+        """The first to[0] rows of x go to rank 0, the next to[1] to rank 1, …; returns of[0] rows of rank 0, …"""
+        got = x.new_empty(sum(of), *x.shape[1:])
+        dist.all_to_all_single(got, x.contiguous(), of, to)
+        return got
