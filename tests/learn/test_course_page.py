@@ -94,7 +94,7 @@ def test_pages_lead_to_one_another_and_fetch_nothing(server: PageServer) -> None
         assert all(one.startswith("https://") for one in links - own)
         ahead += sorted(own - seen - set(ahead))
     names = [f"lesson/{name}" for name in exercises()] + [f"reading/{name}" for name in readings()]
-    assert {f"/{server.token}/{name}" for name in (*names, "", "plan", "what-if")} == seen
+    assert {f"/{server.token}/{name}" for name in (*names, "", "plan", "what-if", "cheatsheet")} == seen
 
 
 def test_where_you_are(server: PageServer) -> None:

@@ -67,7 +67,7 @@ def test_a_line_does_not_begin_a_list_by_chance() -> None:
 def test_pages_of_exercises_that_are_no_more_are_removed(tmp_path: Path) -> None:
     write_pages(tmp_path)
     first = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(first) == len(EXERCISES) + 3
+    assert len(first) == len(EXERCISES) + 4
     (tmp_path / "gone.md").write_text(f"{lessons.MADE}\n\n# 99. Gone\n")
     (tmp_path / "mine.md").write_text("# Mine\n")
     write_pages(tmp_path)

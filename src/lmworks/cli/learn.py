@@ -15,6 +15,7 @@ from ..learn.status import next_exercise, state_of
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
+from .learn_cheat_sheet import cheatsheet, summary
 from .learn_class import export, grade, new
 from .learn_plan import benchmarks, checklist, milestones, plan
 from .learn_serve import serve
@@ -269,7 +270,7 @@ def quiz(
         record_answers(workspace.folder, asked.id, right)
 
 
-for command in (plan, checklist, milestones, benchmarks, serve, export, grade, new):
+for command in (plan, checklist, milestones, benchmarks, cheatsheet, summary, serve, export, grade, new):
     app.command()(command)
 
 

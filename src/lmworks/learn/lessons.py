@@ -39,8 +39,11 @@ def write_pages(folder: Path) -> None:
 
 def pages() -> dict[str, str]:
     """File name → text."""
+    from .lessons_cheat_sheet import cheat_sheet_page  # made of the functions below
+
     found = {f"{one.id}.md": lesson_page(one) for one in exercises().values()}
     found |= {"index.md": index_page(), "plan.md": plan_page(), "readings.md": readings_page()}
+    found |= {"cheatsheet.md": cheat_sheet_page()}
     return {name: "\n\n".join([MADE, *blocks]) + "\n" for name, blocks in found.items()}
 
 
@@ -53,7 +56,8 @@ def index_page() -> Iterator[str]:
     yield wrapped(
         f"{len(every)} exercises on the real code. `lmworks learn init DIR` makes a workspace, `lmworks learn` in it "
         "says what is next; [the course](../course.md) tells how it works. [The plan](plan.md) has the days, the "
-        "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards."
+        "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards, "
+        "[the cheat sheet](cheatsheet.md) has rules of thumb with numbers."
     )
     for phase, ones in groupby(every, key=lambda one: one.phase):
         yield f"## {markdown(phase)}"
@@ -108,7 +112,7 @@ def readings_page() -> Iterator[str]:
     for one in readings().values():
         yield f"## {markdown(one.title)}"
         yield f"<{one.link}>"
-        yield f"    lmworks learn quiz {one.id}"
+        yield f"    lmworks learn quiz {one.id}\n    lmworks learn summary {one.id}"
         yield from quiz(one.quiz)
 
 

@@ -143,7 +143,7 @@ class Pages:
         return self.document("What happens if…", f'{body}{card("", form)}<div id="tables">{self.tables(setting)}</div>')
 
     def document(self, title: str, body: str) -> str:
-        links = {"": "Where you are", "plan": "Plan", "what-if": "What happens if…"}
+        links = {"": "Where you are", "plan": "Plan", "what-if": "What happens if…", "cheatsheet": "Cheat sheet"}
         nav = "".join(f'<a href="{self.root}/{path}">{name}</a>' for path, name in links.items())
         own = files(__package__)
         style, script = (own / "page.css").read_text(encoding="utf-8"), (own / "page.js").read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ from .check_worker import CheckWorker
 from .exercise import Exercise, exercises
 from .goals import Reading, readings
 from .page import PAGE_POLICY, Pages
+from .page_cheatsheet import cheat_sheet_body
 from .progress import record_answers, record_verdict, take_hint
 from .verdict import Verdict
 from .what_if import Setting
@@ -95,6 +96,8 @@ class PageServer(ThreadingTCPServer):
                 return self.pages.lesson(exercises()[name])
             case ["reading", name] if name in readings():
                 return self.pages.reading(readings()[name])
+            case ["cheatsheet"]:
+                return self.pages.document("Cheat sheet", cheat_sheet_body(self.pages))
             case ["what-if"]:
                 return self.pages.what_if(Setting.of(query))
             case ["what-if", "tables"]:
