@@ -46,6 +46,7 @@ NOT_HERE = {
     r"^lmworks fleet (up|status|down|restart|demo)": "stays in the foreground: tests/fleet/test_up.py runs it",
     r"^lmworks fleet fit": "needs a load test of minutes: tests/fleet/test_fit_server.py has one",
     r"^lmworks learn serve": "stays in the foreground: tests/learn/test_course_page.py runs it",
+    r"^lmworks learn cheatsheet --measure": "takes minutes: tests/learn/test_cheat_sheet.py measures two ranks",
     r"^lmworks learn new": "writes into the source: tests/learn/test_author.py runs it in a copy",
     r"^lmworks profile attach": "needs a run under way: tests/train/test_attach.py has one",
     r"^lmworks bench kernels --record|model.attention=flash": "needs a GPU",

@@ -29,6 +29,7 @@ from lmworks.learn.goals import readings
 from lmworks.learn.interview import questions
 from lmworks.learn.page import Pages
 from lmworks.learn.page_server import PageServer
+from lmworks.learn.tracks import lesson_names
 from lmworks.learn.verdict import FAILED, PASSED, Verdict
 from lmworks.learn.what_if import Answer, Setting, answer, around
 from lmworks.learn.workspace import Workspace
@@ -96,7 +97,9 @@ def test_pages_lead_to_one_another_and_fetch_nothing(server: PageServer) -> None
         ahead += sorted(own - seen - set(ahead))
     names = [f"lesson/{name}" for name in exercises()] + [f"reading/{name}" for name in readings()]
     names += [f"interview/{name}" for name in questions()]
-    assert {f"/{server.token}/{name}" for name in (*names, "", "plan", "interview", "what-if")} == seen
+    names += [f"tracks/{name}" for name in lesson_names()]
+    names += ["", "plan", "tracks", "interview", "what-if", "cheatsheet"]
+    assert {f"/{server.token}/{name}" for name in names} == seen
 
 
 def test_where_you_are(server: PageServer) -> None:

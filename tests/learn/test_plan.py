@@ -21,6 +21,7 @@ from lmworks.cli.main import app
 from lmworks.data import prepare
 from lmworks.learn import evidence
 from lmworks.learn.answers import load
+from lmworks.learn.cheat_sheet import cheat_sheet
 from lmworks.learn.course_files import COURSE
 from lmworks.learn.evidence import EVIDENCE, Workplace
 from lmworks.learn.exercise import exercises
@@ -95,7 +96,9 @@ def test_what_the_lists_name_is_there() -> None:
             assert item.how or not item.evidence
     items = [item for section in sections() for item in section.items]
     assert {item.evidence for item in items} - {""} == set(EVIDENCE)
-    assert {item.reading for item in items} - {""} == set(readings())
+    assert {item.reading for item in items} - {""} | {one.reading.id for one in cheat_sheet().essential} == set(
+        readings()
+    )
     assert not set(readings()) & set(exercises())
     planned = [name for item in items for name in item.exercises]
     assert planned == [one.id for one in exercises().values() if one.number <= 15]

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ..checkpoint import committed, step_of
+from ..data import open_batches
 from ..parallel.deepspeed import load_deepspeed
 from ..parallel.local_ranks import RankFailed, on_ranks
 from ..parallel.preflight import check_fits_memory
@@ -119,6 +120,8 @@ def study(
     specs = {name: with_strategy(spec, ranks, strategy_keys(name)) for name in chosen}
     if not force:
         check_memory(specs, ranks)
+    # Once, before ranks are forked, which may not start the processes that encode it.
+    open_batches(spec.data, spec.checkpoint.init, seed=spec.seed)
     if any(name in DEEPSPEED for name in chosen):
         load_deepspeed("cpu")  # once, before ranks are forked: the import takes seconds
     with tempfile.TemporaryDirectory(prefix="lmworks-study-") as scratch:

@@ -16,6 +16,7 @@ from ..learn.status import next_exercise, state_of
 from ..learn.workspace import Workspace
 from ..spec.errors import LMWorksError, SpecError
 from .groups import CommandGroup
+from .learn_cheat_sheet import cheatsheet, summary
 from .learn_class import export, grade, new
 from .learn_interview import interview, review
 from .learn_plan import benchmarks, checklist, milestones, plan
@@ -286,7 +287,7 @@ def quiz(
 
 
 for command in (
-    interview, review, plan, checklist, milestones, tracks, benchmarks, serve, export, grade, new,
+    plan, checklist, milestones, tracks, benchmarks, cheatsheet, summary, interview, review, serve, export, grade, new,
 ):  # fmt: skip
     app.command()(command)
 

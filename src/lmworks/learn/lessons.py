@@ -16,7 +16,8 @@ from .exercise import Exercise, exercises
 from .goals import Item, readings, sections
 from .holes import Hole
 from .interview import OpenQuestion, questions
-from .markdown import bullets, folded, markdown, quiz_blocks, wrapped
+from .lessons_cheat_sheet import cheat_sheet_page
+from .markdown import bullets, folded, link, markdown, quiz_blocks, wrapped
 from .track_pages import track_files, track_lesson_page, track_page, tracks_overview
 from .tracks import lesson as track_lesson
 from .tracks import lesson_names, tracks
@@ -45,6 +46,7 @@ def pages() -> dict[str, str]:
     found |= {f"track_{one.id}.md": track_page(one) for one in tracks().values()}
     found |= {f"{name}.md": track_lesson_page(track_lesson(name)) for name in lesson_names()}
     found |= {"interview.md": interview_page()}
+    found |= {"cheatsheet.md": cheat_sheet_page()}
     return {name: "\n\n".join([MADE, *blocks]) + "\n" for name, blocks in found.items()}
 
 
@@ -58,7 +60,7 @@ def index_page() -> Iterator[str]:
         f"{len(every)} exercises on the real code. `lmworks learn init DIR` makes a workspace, `lmworks learn` in it "
         "says what is next; [the course](../course.md) tells how it works. [The plan](plan.md) has the days, the "
         "checklist and the milestones, [the readings](readings.md) have questions to answer afterwards, "
-        "[the interview](interview.md) has open ones."
+        "[the interview](interview.md) has open ones, [the cheat sheet](cheatsheet.md) rules of thumb with numbers."
     )
     yield "## Tracks"
     yield tracks_overview()
@@ -115,7 +117,7 @@ def readings_page() -> Iterator[str]:
     for one in readings().values():
         yield f"## {markdown(one.title)}"
         yield f"<{one.link}>"
-        yield f"    lmworks learn quiz {one.id}"
+        yield f"    lmworks learn quiz {one.id}\n    lmworks learn summary {one.id}"
         yield from quiz_blocks(one.quiz)
 
 
@@ -189,7 +191,3 @@ def excerpt(hole: Hole, path: str) -> str:
 def is_outer_def(line: str, hole: Hole) -> bool:
     inner = line.lstrip()
     return inner.startswith(("def ", "async def ")) and len(line) - len(inner) < len(hole.indentation)
-
-
-def link(exercise: Exercise, words: str = "") -> str:
-    return f"[{markdown(words or exercise.about)}]({exercise.id}.md)"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import fill
 
-from .exercise import Question
+from .exercise import Exercise, Question
 
 WIDTH = 120
 CODE_OR_LINK = re.compile(r"(`[^`]+`|https?://[^\s<>]*[^\s<>.,;:)])")
@@ -48,3 +48,8 @@ def markdown(text: str) -> str:
         SPECIAL.sub(r"\\\g<0>", part) if not number % 2 else part if part.startswith("`") else f"<{part}>"
         for number, part in enumerate(parts)
     )
+
+
+def link(exercise: Exercise, words: str = "") -> str:
+    """To its lesson page."""
+    return f"[{markdown(words or exercise.about)}]({exercise.id}.md)"

@@ -157,7 +157,7 @@ class Pages:
     def document(self, title: str, body: str) -> str:
         links = {
             "": "Where you are", "plan": "Plan", "tracks": "Tracks", "interview": "Interview",
-            "what-if": "What happens if…",
+            "what-if": "What happens if…", "cheatsheet": "Cheat sheet",
         }  # fmt: skip
         nav = "".join(f'<a href="{self.root}/{path}">{name}</a>' for path, name in links.items())
         own = files(__package__)

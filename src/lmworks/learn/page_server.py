@@ -24,6 +24,7 @@ from .exercise import exercises
 from .goals import readings
 from .interview import questions
 from .page import PAGE_POLICY, Pages
+from .page_cheatsheet import cheat_sheet_body
 from .page_interview import InterviewPages
 from .progress import record_answers, record_verdict, take_hint
 from .quizzes import Quizzed, find_quiz, quiz_names
@@ -108,6 +109,8 @@ class PageServer(ThreadingTCPServer):
                 return self.interview.next()
             case ["interview", name] if name in questions():
                 return self.interview.question(questions()[name])
+            case ["cheatsheet"]:
+                return self.pages.document("Cheat sheet", cheat_sheet_body(self.pages))
             case ["what-if"]:
                 return self.pages.what_if(Setting.of(query))
             case ["what-if", "tables"]:

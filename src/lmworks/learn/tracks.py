@@ -17,6 +17,7 @@ from .evidence import Workplace
 from .exercise import Question, exercises
 from .goals import Item, Tick, question, quiz_command, quiz_found, readings, tick
 from .progress import Progress
+from .summaries import summary_found
 
 FOLDER = Path(__file__).parent / "tracks"
 
@@ -91,6 +92,7 @@ class Track:
     title: str
     about: str
     lessons: tuple[str, ...]
+    summaries: bool = False  # each reading ends in a summary of a page
 
 
 @functools.cache
@@ -136,4 +138,11 @@ def find_track(name: str) -> Track:
 def lesson_ticks(one: Lesson, workspace: Path, progress: Progress) -> list[Tick]:
     place, answered = Workplace(workspace), quiz_found(one.id, one.quiz, progress)
     own = Tick(one.title, "The quiz of the lesson", answered.done, answered.what, quiz_command(one.id), "")
-    return [*(tick(item, one.title, place, progress) for item in one.items), own]
+    written = [summary_tick(one, name, workspace) for name in one.readings] if track_of(one.id).summaries else []
+    return [*(tick(item, one.title, place, progress) for item in one.items), *written, own]
+
+
+def summary_tick(one: Lesson, reading: str, workspace: Path) -> Tick:
+    found = summary_found(workspace, reading)
+    text = f"A summary: {readings()[reading].title}"
+    return Tick(one.title, text, found.done, found.what, f"lmworks learn summary {reading}", "")
