@@ -58,7 +58,7 @@ class Tick:
 
 @functools.cache
 def readings() -> dict[str, Reading]:
-    files = [FOLDER / "readings.toml", *sorted((FOLDER / "readings").glob("*.toml"))]
+    files = sorted((FOLDER / "readings").glob("*.toml"))
     tables = [one for file in files for one in tomllib.loads(file.read_text())["readings"]]
     return {one["id"]: Reading(**{**one, "quiz": tuple(map(question, one["quiz"]))}) for one in tables}
 
