@@ -1,6 +1,6 @@
 """Lesson pages as Markdown, for a docs site: one an exercise, the readings, the plan, and an index.
 
-All of it comes from the exercises, goals.toml and readings.toml: the same input gives the same pages.
+All of it comes from the exercises, goals.toml, readings and tracks: the same input gives the same pages.
 """
 
 from __future__ import annotations
