@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...plan.cluster_request import ClusterRequest, run_on_cluster
+from ...plan.devices.machine import Machine
+from ...plan.memory.sheet import run_budget
 from ...plan.pipelines.schedule import actions, durations, simulate, total
+from ...plan.predict import time_of
+from ...plan.step.one_device import StepTime
+from ...record.formatting import binary_bytes
 from ..drawing import Drawing
 
 PASSES = {"F": "blue", "B": "green", "I": "green", "W": "orange"}
@@ -52,4 +58,55 @@ def pipeline_schedules() -> Drawing:
     return picture
 
 
-PICTURES: dict[str, Callable[[], Drawing]] = {one.__name__: one for one in (tensor_parallel_mlp, pipeline_schedules)}
+def planned(model: str, request: ClusterRequest) -> tuple[StepTime, str]:
+    """A step, and the memory of a rank in words."""
+    run = run_on_cluster(model, (), request)
+    gpu = run.cluster.accelerator
+    assert gpu is not None
+    time = time_of(run, Machine.of(gpu))
+    assert time is not None
+    return time, binary_bytes(float(run_budget(run).reserved))
+
+
+def what_layouts_wait_for() -> Drawing:
+    """One batch of OPT-30B on 64 GPUs by layout; the rest of a step is computing."""
+    layouts = {
+        "dp 64, ZeRO-3": (3, 1, 1, 8), "tp 8, dp 8": (1, 8, 1, 8), "pp 8, dp 8": (1, 1, 8, 2),
+        "tp 2, pp 4, dp 8": (1, 2, 4, 2), "tp 4, pp 4, dp 4": (1, 4, 4, 2),
+    }  # fmt: skip
+    waits = (("dp", "red"), ("tp", "orange"), ("bubble", "grey"))
+    rows = []
+    for name, (zero, tp, pp, micro_batch) in layouts.items():
+        request = ClusterRequest("64xh100", 2048, micro_batch, 512, zero=zero, tp=tp, pp=pp, recompute="full")
+        time, memory = planned("opt-30b", request)
+        parts = [(time.parts[part], shade) for part, shade in waits]
+        computing = time.total - sum(seconds for seconds, _ in parts)
+        rows.append((name, [(computing, "blue"), *parts], f"{time.total:.1f} s, {memory}"))
+    picture = Drawing(640, 40 + 30 * len(rows))
+    picture.bars(10, 10, 620, rows, label=130)
+    names = (("computing", "blue"), ("data parallelism", "red"), ("tensor parallelism", "orange"), ("bubble", "grey"))
+    picture.legend(80, 30 + 30 * len(rows), names)
+    return picture
+
+
+def scaling_stalls() -> Drawing:
+    """GPU-seconds of one step of Llama 3 8B: with linear scaling all bars were as long as the first."""
+    rows, first = [], 0.0
+    for gpus in (8, 32, 128, 512, 1024):
+        time, _ = planned("llama3-8b", ClusterRequest(f"{gpus}xh100", 2048, 1, 1024, zero=3))
+        waits = [(gpus * time.parts[part], shade) for part, shade in (("dp", "red"), ("stragglers", "orange"))]
+        whole = gpus * time.total
+        first = first or whole
+        computing = whole - sum(seconds for seconds, _ in waits)
+        words = f"{time.total:.3g} s, {first / whole:.0%}"
+        rows.append((f"{gpus:,} GPUs", [(computing, "blue"), *waits], words))
+    picture = Drawing(640, 40 + 30 * len(rows))
+    picture.bars(10, 10, 620, rows, label=100)
+    names = (("computing", "blue"), ("exposed communication", "red"), ("the slowest rank", "orange"))
+    picture.legend(108, 30 + 30 * len(rows), names)
+    return picture
+
+
+PICTURES: dict[str, Callable[[], Drawing]] = {
+    one.__name__: one for one in (tensor_parallel_mlp, pipeline_schedules, what_layouts_wait_for, scaling_stalls)
+}
