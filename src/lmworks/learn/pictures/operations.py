@@ -44,7 +44,7 @@ KINDS = {"F": "blue", "B": "orange", "I": "orange", "W": "green"}
 RANKS, MICRO_BATCHES = 4, 8
 
 
-def pipeline_schedules() -> Drawing:
+def schedules_and_bubbles() -> Drawing:
     """Simulated with equal stages; a rank has as much work in each schedule."""
     picture = Drawing(640, 268)
     for number, (name, virtual) in enumerate(SCHEDULES):
@@ -203,7 +203,7 @@ def weak_scaling() -> Drawing:
 
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "megascale_layouts": megascale_layouts,
-    "pipeline_schedules": pipeline_schedules,
+    "schedules_and_bubbles": schedules_and_bubbles,
     "successive_halving": successive_halving,
     "checkpoint_interval": checkpoint_interval,
     "loss_spike_triage": loss_spike_triage,
