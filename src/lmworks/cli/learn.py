@@ -190,6 +190,8 @@ def explain(name: Id = "") -> None:
     for label, lines in (("Depends on", exercise.depends_on), ("Read first", exercise.read_first)):
         if lines:
             typer.echo(f"{label}: {'; '.join(lines)}")
+    if exercise.needs:
+        typer.echo(f"Needs: {exercise.needs}")
     if exercise.test:
         typer.echo(f"See it at work: {exercise.test}")
 
