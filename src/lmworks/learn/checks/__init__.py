@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import ModuleType
 
-from . import communication, data, ddp, fsdp, gpt, inference, memory, parallelism, post_training, precision, studies
+from . import (
+    communication,
+    data,
+    ddp,
+    fsdp,
+    gpt,
+    inference,
+    kernels,
+    memory,
+    parallelism,
+    post_training,
+    precision,
+    studies,
+)
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **gpt.CHECKS,
@@ -14,6 +27,7 @@ CHECKS: dict[str, Callable[[ModuleType], None]] = {
     **memory.CHECKS,
     **communication.CHECKS,
     **parallelism.CHECKS,
+    **kernels.CHECKS,
     **inference.CHECKS,
     **post_training.CHECKS,
     **precision.CHECKS,
