@@ -70,7 +70,7 @@ def test_what_cannot_be_typed_is_found(line: str, error: str, monkeypatch: pytes
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_tables_have_a_header(page: Path) -> None:
     """An empty line within a table ends it: what follows is shown as text."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = without_code(page)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert not [table for table in tables if not re.match(r"\|.*\n\|[-:| ]+\n", table)]
 
@@ -85,9 +85,14 @@ def test_the_changelog_lists_every_command() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    """In code `kernel[grid](x)` is a call."""
+    text = without_code(page)
     targets = {target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target}
     assert not sorted(target for target in targets if not leads_somewhere(page, target))
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 def leads_somewhere(page: Path, target: str) -> bool:
@@ -98,7 +103,7 @@ def leads_somewhere(page: Path, target: str) -> bool:
 
 def anchors(page: Path) -> set[str]:
     """Of its headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = without_code(page)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -106,6 +111,6 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "log"], ids=lambda page: page.stem)
 def test_files_that_are_named_exist(page: Path) -> None:
     """In the text, between backticks; what a fenced block says may be of the reader's own."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = without_code(page)
     named = {name for span in re.findall(r"`([^`\n]+)`", text) for name in FILES.findall(span)}
     assert not sorted(name for name in named if not any((place / name).exists() for place in PLACES))

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from lmworks import __version__
 from lmworks.cli.main import app
 from lmworks.learn import grade
 from lmworks.learn.course_files import course_holes
@@ -64,6 +65,12 @@ def test_a_class_repository_has_no_solutions(tmp_path: Path) -> None:
     for name in ("setup.sh", "run_autograder"):
         assert (folder / "autograder" / name).stat().st_mode & stat.S_IXUSR
         subprocess.run(["bash", "-n", folder / "autograder" / name], check=True)
+
+
+def test_what_is_installed_brings_what_is_graded(tmp_path: Path) -> None:
+    for name, extra in (("rmsnorm", ""), ("triton_add", "[learn]")):
+        learn("export", str(tmp_path / name), "--exercise", name)
+        assert (tmp_path / name / "requirements.txt").read_text() == f"lmworks{extra}=={__version__}\n"
 
 
 def test_a_clone_of_it_is_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
+from lmworks.learn import unfinished
 from lmworks.learn.course_files import course_holes, course_sources
 from lmworks.learn.exercise import GUIDE, exercises
 from lmworks.learn.holes import find_holes, replace_holes
 from lmworks.spec.errors import SpecError
 
+unfinished_module = importlib.import_module("lmworks.learn.unfinished")  # the package has the function by that name
 TEXT = """\
 def f(x):
     # exercise one(x)
@@ -50,6 +55,29 @@ def test_replaced_lines_know_where_they_come_from() -> None:
     stubs, _ = replace_holes(TEXT, "f.py", lambda hole: hole.stub)
     assert not any(hole.written for hole in find_holes(stubs, "f.py"))
     assert "        a, b = unfinished" in stubs
+
+
+WHOLE = """\
+# exercise three() -> square
+def square(x):
+    return x * x
+
+
+# end three
+"""
+
+
+def test_a_whole_function_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference has a source that can be read, as Triton does, and the caller's names."""
+    (hole,) = find_holes(WHOLE, "f.py")
+    assert hole.stub == 'square = unfinished("three")\n'
+    text, origin = replace_holes(WHOLE, "f.py", lambda one: one.stub)
+    assert text.splitlines() == ["# exercise three() -> square", 'square = unfinished("three")', "# end three"]
+    assert origin == [1, 2, 6]
+    monkeypatch.setattr(unfinished_module, "course_holes", lambda: {"three": hole})
+    square = unfinished("three")
+    assert square(3) == 9 and square.__globals__ is globals()
+    assert dedent(inspect.getsource(square)) == "def square(x):\n    return x * x\n"
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ def explain(name: LessonId = "", json: Json = False) -> None:
     for label, lines in (("Depends on", exercise.depends_on), ("Read first", exercise.read_first)):
         if lines:
             typer.echo(f"{label}: {'; '.join(lines)}")
+    if exercise.needs:
+        typer.echo(f"Needs: {exercise.needs}")
     if exercise.test:
         typer.echo(f"See it at work: {exercise.test}")
 

@@ -30,8 +30,8 @@ def export(
     ],
     exercise: Graded = None,
     install: Annotated[
-        str, typer.Option("--install", help="What pip installs: a version, a wheel, a repository.")
-    ] = f"lmworks=={__version__}",
+        str, typer.Option("--install", help="What pip installs: a wheel, a repository. [default: this version]")
+    ] = "",
     pages: Annotated[bool, typer.Option("--pages", help="Instead: all lessons as Markdown.")] = False,
     notebooks: Annotated[
         bool, typer.Option("--notebooks", help="Instead: a notebook an exercise, into a workspace.")
@@ -54,7 +54,9 @@ def export(
         write_pages(folder)
         typer.echo(f"{folder}/index.md: all lessons")
         return
-    export_class(folder, chosen_exercises(exercise), install)
+    graded = chosen_exercises(exercise)
+    extra = "[learn]" if any(one.requires for one in graded) else ""
+    export_class(folder, graded, install or f"lmworks{extra}=={__version__}")
     typer.echo(f"{folder}: a workspace, .github/workflows/classroom.yml, autograder/")
     typer.echo(f"For Gradescope: cd {folder}/autograder && zip ../autograder.zip *")
 

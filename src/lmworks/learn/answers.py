@@ -43,6 +43,12 @@ def failure_of(check: Callable[[ModuleType], None], folder: Path, file: str) -> 
     return None
 
 
+def prepare(file: str) -> None:
+    """What has to be there before a program is imported; for all that a process forks, once."""
+    if file.startswith("src/kernels/"):
+        importlib.import_module("lmworks.learn.interpreter").interpret_kernels()
+
+
 def load(folder: Path, file: str) -> ModuleType:
     """`src/models/gpt.py` as the programs of the workspace import it; what another folder gave is forgotten."""
     source = str(folder / "src")
@@ -54,4 +60,5 @@ def load(folder: Path, file: str) -> ModuleType:
         sys.modules[package].__path__ = [str(folder / "src" / package)]
     sys.path[:] = [source, *(path for path in sys.path if not path.endswith("/src") or "lmworks-learn-" not in path)]
     importlib.invalidate_caches()
+    prepare(file)
     return importlib.import_module(file.removeprefix("src/").removesuffix(".py").replace("/", "."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import shutil
 import tempfile
 import traceback
@@ -19,7 +20,7 @@ from .exercise import Exercise
 from .holes import Hole, replace_holes
 from .recognise import recogniser
 from .run_isolated import run_isolated
-from .verdict import BROKEN, FAILED, PASSED, STOPPED, UNFINISHED, Verdict
+from .verdict import BROKEN, FAILED, PASSED, STOPPED, UNAVAILABLE, UNFINISHED, Verdict
 from .workspace import Workspace
 
 SECONDS = 30.0  # a check takes less than ten on two cores
@@ -27,6 +28,8 @@ SECONDS = 30.0  # a check takes less than ten on two cores
 
 def check_exercise(workspace: Workspace, exercise: Exercise) -> Verdict:
     """Imports torch the first time; later checks of this process begin at once."""
+    if exercise.requires and importlib.util.find_spec(exercise.requires) is None:
+        return Verdict(exercise.id, UNAVAILABLE, f"this needs {exercise.needs}")
     if broken := syntax_error(workspace, exercise):
         return broken
     if not workspace.written(exercise):

@@ -26,6 +26,7 @@ from .check import copy_sources, preload
 from .course_files import course_sources
 from .exercise import Exercise
 from .run_isolated import Outcome, run_isolated
+from .traffic import TRAFFIC
 from .workspace import Workspace
 
 STEPS = 24
@@ -66,12 +67,18 @@ def with_answer(workspace: Workspace, exercise: Exercise, measure: Callable[[Pat
 def numbers_beside(workspace: Workspace, exercise: Exercise) -> list[str]:
     """The learner's numbers and those of LMWorks' own function, which the learner's part computes too."""
     preload(exercise)
-    outcome = with_answer(
-        workspace, exercise, lambda folder: list(map(astuple, BESIDE[exercise.id](load(folder, exercise.file))))
-    )
+    outcome = with_answer(workspace, exercise, partial(measured_beside, exercise))
     if outcome.result is None:
         return [f"Beside LMWorks' own it does not run: {outcome.why}", *outcome.output.splitlines()[-5:]]
-    return table_beside([Row(*one) for one in outcome.result])
+    rows, traffic = outcome.result
+    return table_beside([Row(*one) for one in rows]) + traffic
+
+
+def measured_beside(exercise: Exercise, folder: Path) -> tuple[list[Any], list[str]]:
+    """Rows of numbers, and lines on the bytes that a kernel moves."""
+    module = load(folder, exercise.file)
+    traffic = TRAFFIC[exercise.id](module) if exercise.id in TRAFFIC else []
+    return list(map(astuple, BESIDE[exercise.id](module))), traffic
 
 
 def reference_losses(kind: str) -> Outcome:

@@ -51,8 +51,14 @@ class Exercise:
     quiz: tuple[Question, ...]
     read_first: tuple[str, ...] = ()
     depends_on: tuple[str, ...] = ()
+    requires: str = ""  # a package that only the extra `learn` brings
     if_stopped: str = ""  # what a crash or an endless wait of this exercise is usually caused by
     test: str = ""  # a command of the workspace that shows it at work
+
+    @property
+    def needs(self) -> str:
+        """What has to be installed beside LMWorks."""
+        return f'{self.requires.title()}; on Linux, `pip install "lmworks[learn]"` brings it' if self.requires else ""
 
     @property
     def about(self) -> str:

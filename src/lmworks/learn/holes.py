@@ -2,6 +2,8 @@
 
     # exercise rmsnorm(self, x)                      the body of a function
     # exercise attention(self, q, k, v) -> out       a part of one, which leaves `out`
+    # exercise triton_add() -> add_kernel            a whole function of the file: what Triton compiles cannot call
+                                                     `unfinished`
     # exercise ddp_checkpoint.save(self, path)       one of several parts of an exercise
     …
     # end rmsnorm

@@ -5,6 +5,7 @@ All of it comes from the exercises, goals.toml, readings and tracks: the same in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -98,6 +99,8 @@ def lesson(exercise: Exercise) -> Iterator[str]:
     """What one reads before writing."""
     yield f"{markdown(exercise.phase)} · {markdown(exercise.difficulty)} · `{exercise.file}`"
     yield wrapped(f"**Concept:** {markdown(exercise.concept)}")
+    if exercise.needs:
+        yield wrapped(f"**Needs:** {markdown(exercise.needs)}")
     yield wrapped(markdown(exercise.insight))
     yield "## The task"
     yield wrapped(markdown(exercise.task))
@@ -179,13 +182,22 @@ def holes_of(exercise: Exercise) -> list[Hole]:
 
 def excerpt(hole: Hole, path: str) -> str:
     """From the line that begins the function, with the stub in place of the solution."""
+    before, after = around(hole, path)
+    stub = "\n".join(f"{hole.indentation}{line}" for line in stub_of(hole).splitlines())
+    return dedent("\n".join([*before, stub, *after, ""]))
+
+
+def around(hole: Hole, path: str) -> tuple[list[str], list[str]]:
+    """The lines before and after what is written: of its function, or, where that is a whole one, of the next one."""
     lines = course_sources()[path].splitlines()
     start = hole.start - 1
+    if not hole.indentation:
+        following = "\n".join(lines[hole.stop :])
+        function = re.search(r"^def .*\n(?:(?: .*)?\n)*", following, re.MULTILINE)
+        return lines[start : hole.start], following[: function.end() if function else 0].rstrip().splitlines()
     while start and not is_outer_def(lines[start], hole):
         start -= 1
-    before = "\n".join(lines[start : hole.start])
-    stub = "\n".join(f"{hole.indentation}{line}" for line in stub_of(hole).splitlines())
-    return dedent(f"{before}\n{stub}\n{lines[hole.stop]}\n")
+    return lines[start : hole.start], lines[hole.stop : hole.stop + 1]
 
 
 def is_outer_def(line: str, hole: Hole) -> bool:

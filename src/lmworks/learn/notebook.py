@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from ..spec.errors import LMWorksError, SpecError, near_names, suggestion
@@ -18,7 +19,7 @@ from ..spec.files import write_whole
 from .course_files import course_holes
 from .exercise import Exercise, exercises
 from .holes import Hole, replace_holes
-from .lessons import excerpt, holes_of, lesson
+from .lessons import around, holes_of, lesson
 from .markdown import folded, markdown, quiz_blocks, wrapped
 from .workspace import MARKER, Workspace, stub_of
 
@@ -71,9 +72,10 @@ def text_of(blocks: list[str]) -> str:
 
 
 def part_cell(hole: Hole, path: str) -> str:
-    """The part's stub below the function that it belongs to, as a comment."""
-    around = excerpt(hole, path).partition("# exercise ")[0].rstrip()
-    comment = "\n".join(f"# {line}".rstrip() for line in around.splitlines())
+    """The part's stub below the function that it belongs to, or that calls it, as a comment."""
+    before, after = around(hole, path)
+    function = dedent("\n".join([*before[:-1], *after[1:]])).strip()
+    comment = "\n".join(f"# {line}".rstrip() for line in function.splitlines())
     return f"%%exercise {hole.name}\n{comment}\n\n{stub_of(hole).rstrip()}"
 
 

@@ -21,7 +21,7 @@ from .progress import Progress
 from .quizzes import Quizzed, page_of_quiz
 from .status import next_exercise, state_of
 from .tracks import Lesson, lesson_ticks
-from .verdict import UNFINISHED, Verdict
+from .verdict import Verdict
 from .what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
 from .workspace import Workspace
 
@@ -88,6 +88,7 @@ class Pages:
         ]
         state = state_of(self.workspace, progress, exercise)
         about = [f"<p>{inline(exercise.insight)}</p>"]
+        about += [f"<p>Needs {inline(exercise.needs)}</p>"] if exercise.needs else []
         about += [f"<p>Read first: {inline(one)}</p>" for one in exercise.read_first]
         needed = ", ".join(f'<a href="{self.to(exercises()[name])}">{name}</a>' for name in exercise.depends_on)
         about += [f"<p>Depends on {needed}</p>"] if needed else []
@@ -175,7 +176,7 @@ class Pages:
         shown = "".join(f"<pre>{escape(hole.body)}</pre>" for hole in holes)
         parts = [self.place(exercise), shown]
         if verdict:
-            look = "good" if verdict.passed else "soft" if verdict.status == UNFINISHED else ""
+            look = "good" if verdict.passed else "" if verdict.tried else "soft"
             parts.append(f'<pre class="verdict {look}">{escape(chr(10).join(verdict.lines(exercise.about)))}</pre>')
         if verdict and verdict.passed:
             ask = self.form("effect", exercise.id, "effect", "<button>In training</button>", "data-now")

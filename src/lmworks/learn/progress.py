@@ -15,7 +15,7 @@ from ..spec.files import write_whole
 from . import review
 from .exercise import Exercise
 from .review import Card
-from .verdict import UNFINISHED, Verdict
+from .verdict import Verdict
 
 
 @dataclass
@@ -92,7 +92,7 @@ def change_progress(workspace: Path) -> Iterator[Progress]:
 def record_verdict(workspace: Path, verdict: Verdict) -> Progress:
     with change_progress(workspace) as progress:
         record = progress.of(verdict.exercise)
-        record.tries += verdict.status != UNFINISHED
+        record.tries += verdict.tried
         if verdict.passed and not record.passed:
             record.passed = datetime.now(UTC).isoformat(timespec="seconds")
     return progress

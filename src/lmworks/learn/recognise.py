@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .answers import failure_of, mutate, write_references
+from .answers import failure_of, mutate, prepare, write_references
 from .course_files import course_sources
 from .exercise import Exercise, Mutant
 from .holes import replace_holes
@@ -39,6 +39,7 @@ def recogniser(exercise: Exercise, check: Check) -> Callable[[Exception], str]:
 
     They run in forks of a fork that waits until a failure is named.
     """
+    prepare(exercise.file)
     request, reply = os.pipe(), os.pipe()
     helper = os.fork()
     if not helper:

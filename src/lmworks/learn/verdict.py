@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PASSED, FAILED, UNFINISHED, BROKEN, STOPPED = "passed", "failed", "unfinished", "broken", "stopped"
+UNAVAILABLE = "unavailable"  # this machine lacks what the check needs
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,11 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return self.status == PASSED
+
+    @property
+    def tried(self) -> bool:
+        """The learner's part was there, and was run or could not be."""
+        return self.status not in (UNFINISHED, UNAVAILABLE)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
