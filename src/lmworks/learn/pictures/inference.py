@@ -33,7 +33,7 @@ def decode_step_parts() -> Drawing:
     prompt = 1e3 * float(steady(server, lengths, 1).prefill)
     picture.text(10, 178, f"Prefill of 1,024 tokens beside one sequence: {prompt:.0f} ms, once a request.",
                  anchor="start")  # fmt: skip
-    picture.legend(120, 203, [("weights", "blue"), ("KV cache", "orange"), ("launches, host", "grey")])
+    picture.legend(120, 203, [("products with weights", "blue"), ("KV cache", "orange"), ("launches, host", "grey")])
     return picture
 
 
