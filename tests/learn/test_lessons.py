@@ -16,16 +16,22 @@ from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
 from lmworks.learn.lessons import excerpt, pages, write_pages
 from lmworks.learn.markdown import bullets, markdown, wrapped
+from lmworks.learn.track_pages import track_files
+from lmworks.learn.tracks import lesson, lesson_names, tracks
 
 FOLDER = Path(__file__).parents[2] / "docs/course"
 EXERCISES = list(exercises().values())
 
 
 def test_pages_are_those_of_the_exercises() -> None:
-    kept = {path.name: path.read_text() for path in FOLDER.glob("*.md")}
-    made = pages()
+    kept = files_of(FOLDER)
+    made = {**pages(), **track_files()}
     stale = sorted(name for name in {*kept, *made} if kept.get(name) != made.get(name))
     assert not stale, f"{', '.join(stale)}: `lmworks learn export --pages docs/course` writes them anew"
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
 
 
 def rendered(text: str) -> str:
@@ -63,16 +69,29 @@ def test_a_line_does_not_begin_a_list_by_chance() -> None:
         assert not [line for line in lines[1:] if re.match(r"([-+*>#]|\d+[.)]) ", line)]
     assert wrapped("a " * 80, "- ", "  ").splitlines()[1].startswith("  a")
     assert bullets(["one", "two"]) == "- one\n- two"
+    assert MarkdownIt().render(wrapped("8. With more ranks")) == "<p>8. With more ranks</p>\n"
 
 
 def test_pages_of_exercises_that_are_no_more_are_removed(tmp_path: Path) -> None:
     write_pages(tmp_path)
-    first = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert len(first) == len(EXERCISES) + 4
+    first = files_of(tmp_path)
+    assert len(first) == len(EXERCISES) + 5 + len(tracks()) + 2 * len(lesson_names())
     (tmp_path / "gone.md").write_text(f"{lessons.MADE}\n\n# 99. Gone\n")
+    (tmp_path / "pictures" / "gone.svg").write_text("<svg/>")
     (tmp_path / "mine.md").write_text("# Mine\n")
     write_pages(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*first, "mine.md"}
+    assert files_of(tmp_path) == {**first, "mine.md": "# Mine\n"}
+
+
+@pytest.mark.parametrize("name", lesson_names())
+def test_a_reader_sees_what_a_lesson_of_a_track_says(name: str) -> None:
+    one = lesson(name)
+    says = [*one.idea, one.title, *(each.means for each in one.formulas), *(each.shows for each in one.commands)]
+    says += [words for each in one.explain for words in (each.question, each.answer)]
+    says += [words for each in one.quiz for words in (each.question, each.why, *each.choices)]
+    page = rendered(pages()[f"{name}.md"])
+    assert not [words for words in says if " ".join(words.replace("`", "").split()) not in page]
+    assert f"pictures/{one.picture}.svg" in pages()[f"{name}.md"]
 
 
 def test_readings_and_the_plan_lead_to_their_quizzes() -> None:

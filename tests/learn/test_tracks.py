@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -69,20 +72,23 @@ def options_of(words: list[str]) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.id)
 def test_commands_have_these_options(one: object) -> None:
-    for run in (*(command.run for command in one.commands), *(each.how for each in one.deliverables)):
-        if not run.startswith("lmworks "):
-            continue
-        known, rest = options_of(shlex.split(run)[1:])
-        assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, run
+    lines = [command.run for command in one.commands] + [each.how for each in one.deliverables]
+    for run in (part.strip() for line in lines for part in re.split(r"&&|;|\||>|\n", line)):
+        if run.startswith("lmworks "):
+            known, rest = options_of(shlex.split(run)[1:])
+            assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.id)
 def test_commands_run(one: object, workspace: Workspace) -> None:
     """In a fresh workspace, in their order; those that need more than this machine has are left out."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for command in one.commands:
         if not command.needs:
-            done = subprocess.run(["bash", "-c", command.run], capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                ["bash", "-c", command.run], capture_output=True, text=True, timeout=300, env=environment
+            )
             assert done.returncode == 0, (command.run, done.stderr[-500:])
 
 

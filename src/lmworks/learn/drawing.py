@@ -29,8 +29,8 @@ class Drawing:
         for number, line in enumerate(words.split("\n")):
             at = y + number * LINE
             self.parts.append(
-                f'<text x="{x:g}" y="{at:g}" font-size="{size}" text-anchor="{anchor}" fill="{ink}"{weight}>'
-                f"{escape(line)}</text>"
+                f'<text x="{pixels(x)}" y="{pixels(at)}" font-size="{size}" text-anchor="{anchor}" '
+                f'fill="{ink}"{weight}>{escape(line)}</text>'
             )
             wide = width_of(line, size)
             first = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
@@ -41,8 +41,8 @@ class Drawing:
             size: int = FONT) -> None:  # fmt: skip
         """Words stand in its middle."""
         self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{SHADES[shade]}" '
-            f'stroke="{INK}"/>'
+            f'<rect x="{pixels(x)}" y="{pixels(y)}" width="{pixels(width)}" height="{pixels(height)}" rx="3" '
+            f'fill="{SHADES[shade]}" stroke="{INK}"/>'
         )
         if x < 0 or y < 0 or x + width > self.width or y + height > self.height:
             self.outside.append(f"box {words}")
@@ -94,11 +94,15 @@ class Drawing:
             x += 18 + width_of(words, FONT) + 18
 
 
+def pixels(value: float) -> str:
+    return f"{round(value, 1):g}"
+
+
 def width_of(words: str, size: int) -> float:
     return len(words) * size * CHARACTER
 
 
 def path(points: Sequence[tuple[float, float]], dashed: bool, more: str = "") -> str:
-    way = " ".join(f"{'L' if number else 'M'}{x:g} {y:g}" for number, (x, y) in enumerate(points))
+    way = " ".join(f"{'L' if number else 'M'}{pixels(x)} {pixels(y)}" for number, (x, y) in enumerate(points))
     dashes = ' stroke-dasharray="4 3"' if dashed else ""
     return f'<path d="{way}" fill="none" stroke="{INK}" stroke-width="1.4"{dashes}{more}/>'

@@ -9,8 +9,10 @@ from textwrap import fill
 from .exercise import Exercise, Question
 
 WIDTH = 120
-CODE_OR_LINK = re.compile(r"(`[^`]+`|https?://[^\s<>]*[^\s<>.,;:)])")
+# An address of this machine is a part of a command.
+CODE_OR_LINK = re.compile(r"(`[^`]+`|https?://(?!127\.)[^\s<>]*[^\s<>.,;:)])")
 SPECIAL = re.compile(r"[\\*<>\[\]|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is one
+NUMBERED = re.compile(r"^(\d+)([.)])(?= )")  # at the start of a paragraph this would begin a list
 BLOCK_START = re.compile(r" (?=(?:[-+*>]|#+|\d+[.)]) )")  # at the start of a line this would begin a list
 
 
@@ -35,6 +37,8 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def wrapped(text: str, first: str = "", later: str = "") -> str:
+    if not first:
+        text = NUMBERED.sub(r"\1\\\2", text)
     kept = BLOCK_START.sub("\0", " ".join(text.split()))
     lines = fill(kept, WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False,
                  break_on_hyphens=False)  # fmt: skip
