@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from lmworks.cli.main import app
+from lmworks.plan.cluster_request import ClusterRequest, run_on_cluster
 from lmworks.spec import load_run
 from lmworks.spec.layouts import choose
 
@@ -20,7 +22,12 @@ BLOCKS = [
     for page in PAGES
     for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 ]
-LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
+LINES = [
+    line
+    for block in BLOCKS
+    for whole in block.replace("\\\n", " ").splitlines()
+    for line in re.split(r" (?:&&|\|\||[|;]) ", whole)
+]
 COMMAND = get_command(app)
 MADE = ("runs/tiny/spec.toml", "my-gpus.toml")  # files that a reader has once he has come so far
 FILES = re.compile(
@@ -43,7 +50,11 @@ def parse(line: str) -> None:
     if given.get("layouts"):
         choose(given["layouts"])
     if given.get("spec") and not any(name in line for name in MADE):
-        load_run(given["spec"], given.get("overrides") or ())
+        asked = {field.name: given[field.name] for field in fields(ClusterRequest) if field.name in given}
+        if asked.keys() == {field.name for field in fields(ClusterRequest)}:  # plan memory
+            run_on_cluster(given["spec"], given["overrides"], ClusterRequest(**asked))
+        else:
+            load_run(given["spec"], given.get("overrides") or ())
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("lmworks")])
@@ -113,4 +124,5 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """In the text, between backticks; what a fenced block says may be of the reader's own."""
     text = without_code(page)
     named = {name for span in re.findall(r"`([^`\n]+)`", text) for name in FILES.findall(span)}
+    named = {name for name in named if not name.startswith("deliverables/")}  # of a lesson: the reader's own
     assert not sorted(name for name in named if not any((place / name).exists() for place in PLACES))
