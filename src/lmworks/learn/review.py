@@ -13,7 +13,7 @@ from datetime import date, timedelta
 from typing import Any
 
 DAYS = (1, 2, 4, 8, 16)  # after which a card of each box is due again
-KNOWN, PARTLY = 0.8, 0.5  # shares of what was asked: from KNOWN on a box up, from PARTLY on it stays in its box
+KNOWN, PARTIAL = 0.8, 0.5  # shares of what was asked: from KNOWN on a box up, from PARTIAL on it stays in its box
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def after_answer(card: Card | None, score: float, day: date) -> Card:
     """`card`: None where it is the first answer."""
     card = card or Card(day)
     answers = card.answers + 1
-    if score < PARTLY:
+    if score < PARTIAL:
         return Card(day + timedelta(DAYS[0]), 1, answers)
     if day < card.due:
         return Card(card.due, card.box, answers)
