@@ -91,7 +91,7 @@ class LocalFleet:
     """Processes of one fleet, started and ended; what a fault needs to know of them."""
 
     def __init__(self, folder: Path, model: Path, shape: Shape) -> None:
-        self.folder, self.model, self.shape = folder, model, shape
+        self.folder, self.model, self.shape = folder.resolve(), model, shape  # servers are told where it is
         self.port = free_ports(shape.servers + 1)
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.keys: dict[str, str] = {}  # of tenants
