@@ -463,6 +463,17 @@ def course(sample: Sample) -> None:
     sample.prints("learn", "benchmarks")
 
 
+def tracks(sample: Sample) -> None:
+    """Tracks, the cheat sheet and summaries, one of which is begun."""
+    sample.prints("learn", "init", str(sample.folder / "course"))
+    sample.patch.chdir(sample.folder / "course")
+    sample.prints("learn", "tracks")
+    sample.prints("learn", "tracks", "mastery")
+    sample.prints("learn", "cheatsheet")
+    sample.prints("learn", "summary", "zero_paper")
+    sample.prints("learn", "summary")
+
+
 def interview(sample: Sample) -> None:
     """Answers of a version that had no cards: what was missed is due."""
     sample.prints("learn", "init", str(sample.folder / "course"))
@@ -695,6 +706,7 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (sweeps, "sweep_display.print_trials tune.print_outcome tune.print_rungs runs_sweeps.print_sweeps"),
     (typed("tune", "seeds", "--std", "1.63"), "tune.seeds"),
     (course, "learn.list_exercises learn.progress learn_plan.benchmarks"),
+    (tracks, "learn_tracks.tracks learn_cheat_sheet.print_one learn_cheat_sheet.summary"),
     (interview, "learn_interview.print_questions learn_interview.review"),
     (simulated, "prove.print_simulation"),
     (ddp_fsdp, "bench.ddp_fsdp"),

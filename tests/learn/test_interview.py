@@ -339,9 +339,9 @@ def test_older_files_without_cards(workspace: Path) -> None:
     ("words", "message"),
     [
         (("ddpp",), r"no question 'ddpp'; did you mean 'ddp'\?; `lmworks learn interview --list`"),
-        (("--said", "1"), "--said is of a question: name it, `lmworks learn interview ID --said`"),
-        (("--rubric",), "--rubric is of a question"),
-        (("--number", "1"), "--number is of a question"),
+        (("--said", "1"), "--said needs a question: `lmworks learn interview ID --said …`"),
+        (("--rubric",), "--rubric needs a question"),
+        (("--number", "1"), "--number needs a question"),
         (("ddp", "--said", "7"), "--said 7: the points of ddp are 1 to 6; 0 is none of them"),
         (("ddp", "--said", "-1"), "--said -1: the points"),
         (("triton", "--number", "1"), "--number: triton has no calculation"),

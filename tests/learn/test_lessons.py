@@ -34,6 +34,11 @@ def files_of(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
 
 
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    return pages()
+
+
 def rendered(text: str) -> str:
     """What a reader sees."""
     html = MarkdownIt().render(text)
@@ -41,11 +46,11 @@ def rendered(text: str) -> str:
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda one: one.id)
-def test_a_reader_sees_what_the_exercise_says(exercise: lessons.Exercise) -> None:
+def test_a_reader_sees_what_the_exercise_says(exercise: lessons.Exercise, made: dict[str, str]) -> None:
     says = [exercise.task, exercise.insight, exercise.concept, *exercise.hints, *exercise.read_first]
     says += [one.misconception for one in exercise.mutants]
     says += [words for one in exercise.quiz for words in (one.question, one.why, *one.choices)]
-    page = rendered(pages()[f"{exercise.id}.md"])
+    page = rendered(made[f"{exercise.id}.md"])
     assert not [one for one in says if " ".join(one.replace("`", "").split()) not in page]
     for hole in course_holes().values():
         if hole.exercise == exercise.id:
@@ -84,14 +89,14 @@ def test_pages_of_exercises_that_are_no_more_are_removed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", lesson_names())
-def test_a_reader_sees_what_a_lesson_of_a_track_says(name: str) -> None:
+def test_a_reader_sees_what_a_lesson_of_a_track_says(name: str, made: dict[str, str]) -> None:
     one = lesson(name)
     says = [*one.idea, one.title, *(each.means for each in one.formulas), *(each.shows for each in one.commands)]
     says += [words for each in one.explain for words in (each.question, each.answer)]
     says += [words for each in one.quiz for words in (each.question, each.why, *each.choices)]
-    page = rendered(pages()[f"{name}.md"])
+    page = rendered(made[f"{name}.md"])
     assert not [words for words in says if " ".join(words.replace("`", "").split()) not in page]
-    assert f"pictures/{one.picture}.svg" in pages()[f"{name}.md"]
+    assert f"pictures/{one.picture}.svg" in made[f"{name}.md"]
 
 
 def test_readings_and_the_plan_lead_to_their_quizzes() -> None:

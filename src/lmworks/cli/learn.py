@@ -90,8 +90,12 @@ def print_status(json: bool) -> None:
         print_json({"passed": done, "of": GUIDE, "further": rest, "next": upcoming.id if upcoming else None})
         return
     typer.echo(f"{len(done)} of {GUIDE} exercises pass, {len(further)} of {len(parts[1])} further ones.")
-    if due := progress.due():
-        typer.echo(f"Due for review: {len(due)} (`lmworks learn review`).")
+    if progress.due():
+        from ..learn.due import due_today
+        from ..learn.review import today
+
+        if due := due_today(progress.cards, today()):  # without those whose questions are gone
+            typer.echo(f"Due for review: {len(due)} (`lmworks learn review`).")
     if upcoming is None:
         typer.echo("All are done. `lmworks learn milestones` shows what to do with it.")
         return

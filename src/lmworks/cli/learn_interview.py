@@ -34,7 +34,7 @@ def interview(
 
     if not name and (rubric or said is not None or number):
         option = "--rubric" if rubric else "--said" if said is not None else "--number"
-        raise SpecError(f"{option} is of a question: name it, `lmworks learn interview ID {option}`")
+        raise SpecError(f"{option} needs a question: `lmworks learn interview ID {option} …`")
     workspace = Workspace.find(Path.cwd())
     progress = Progress.load(workspace.folder)
     if every:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +11,13 @@ import typer
 
 from ..learn.progress import Progress
 from ..learn.workspace import Workspace
+from ..spec.errors import SpecError
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
     from ..learn.tracks import Lesson
+
+NOWHERE = Path(os.devnull)  # a folder without files
 
 
 def tracks(
@@ -24,12 +28,11 @@ def tracks(
     from ..learn import tracks as data
 
     chosen = [data.find_track(name)] if name else list(data.tracks().values())
-    workspace = Workspace.find(Path.cwd())
-    progress = Progress.load(workspace.folder)
+    folder, progress = workspace_or_none()
     rows = []
     for track in chosen:
         for one in map(data.lesson, track.lessons):
-            ticks = data.lesson_ticks(one, workspace.folder, progress)
+            ticks = data.lesson_ticks(one, folder, progress)
             rows.append({"track": track.id, "id": one.id, "part": one.part, "title": one.title,
                          "done": sum(tick.done for tick in ticks), "of": len(ticks)})  # fmt: skip
     if json:
@@ -48,6 +51,15 @@ def tracks(
         cells.append([track.id, track.title, f"{whole} of {len(own)}"])
     print_table("Tracks", ["track", "about", "lessons done"], cells)
     typer.echo("`lmworks learn tracks TRACK` lists its lessons.")
+
+
+def workspace_or_none() -> tuple[Path, Progress]:
+    """Outside of a workspace nothing is done yet."""
+    try:
+        folder = Workspace.find(Path.cwd()).folder
+    except SpecError:
+        return NOWHERE, Progress(NOWHERE)
+    return folder, Progress.load(folder)
 
 
 def print_lesson(one: Lesson, json: bool) -> None:
@@ -71,9 +83,8 @@ def print_lesson(one: Lesson, json: bool) -> None:
         typer.echo("\nBe able to explain (answers are on the page):")
     for asked in one.explain:
         typer.echo(f"  {asked.question}")
-    workspace = Workspace.find(Path.cwd())
     typer.echo("\nTo do:")
-    for tick in lesson_ticks(one, workspace.folder, Progress.load(workspace.folder)):
+    for tick in lesson_ticks(one, *workspace_or_none()):
         typer.echo(f"  {'✓' if tick.done else '·'} {tick.item}")
         for text in (tick.found, *(() if tick.done else (tick.link, tick.how))):
             if text:

@@ -176,7 +176,7 @@ def wandb(place: Workplace) -> Found:
     return found
 
 
-def left(place: Workplace, pattern: str, holds: tuple[str, ...]) -> Found:
+def file_found(place: Workplace, pattern: str, holds: tuple[str, ...]) -> Found:
     """The first file of that name which holds these words."""
     found = Found(False)
     for file in sorted(filter(Path.is_file, place.folder.glob(pattern))):

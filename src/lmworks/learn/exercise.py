@@ -120,4 +120,5 @@ def find_exercise(name: str, others: Iterable[str] = ()) -> Exercise:
         return known[name]
     raise SpecError(
         f"no exercise {name!r}{suggestion(near_names(name, [*known, *others]))}; `lmworks learn list` has them all"
+        f"{', `lmworks learn tracks` the lessons' if others else ''}"
     )

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .evidence import EVIDENCE, Found, Workplace, left
+from .evidence import EVIDENCE, Found, Workplace, file_found
 from .exercise import Question
 from .progress import Progress
 
 FOLDER = Path(__file__).parent
-LISTS = ("plan", "checklist", "milestones")
+LISTS = {"plan": "The study plan by days", "checklist": "The checklist", "milestones": "The milestones"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def tick(item: Item, section: str, place: Workplace, progress: Progress) -> Tick
     if item.exercises:
         found, how = exercises_found(item.exercises, progress)
         return Tick(section, item.text, found.done, found.what, how, item.needs)
-    found = left(place, item.leaves, item.holds) if item.leaves else EVIDENCE[item.evidence](place)
+    found = file_found(place, item.leaves, item.holds) if item.leaves else EVIDENCE[item.evidence](place)
     return Tick(section, item.text, found.done, found.what, item.how, item.needs)
 
 

@@ -14,7 +14,7 @@ from textwrap import dedent
 from ..spec.files import write_whole
 from .course_files import course_holes, course_sources
 from .exercise import Exercise, exercises
-from .goals import Item, readings, sections
+from .goals import LISTS, Item, readings, sections
 from .holes import Hole
 from .interview import OpenQuestion, questions
 from .lessons_cheat_sheet import cheat_sheet_page
@@ -25,7 +25,6 @@ from .tracks import lesson_names, tracks
 from .workspace import stub_of
 
 MADE = "<!-- made: lmworks learn export --pages -->"
-LISTS = {"plan": "The study plan by days", "checklist": "The checklist", "milestones": "The milestones"}
 
 
 def write_pages(folder: Path) -> None:

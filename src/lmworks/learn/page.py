@@ -26,7 +26,6 @@ from .what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
 from .workspace import Workspace
 
 PAGE_POLICY = f"{POLICY}; connect-src 'self'; form-action 'self'; base-uri 'none'"
-TITLES = {"plan": "The study plan by days", "checklist": "The checklist", "milestones": "The milestones"}
 LABELS = {
     "model": "model", "gpu": "GPU", "ranks": "world size, GPUs", "zero": "ZeRO stage", "pp": "pipeline stages",
     "tp": "tensor parallel", "micro_batch": "sequences of a micro-batch", "micro_batches": "micro-batches of a step",
@@ -126,10 +125,10 @@ class Pages:
         progress = Progress.load(self.workspace.folder)
         quizzes = {one.title: one.id for one in readings().values()}
         body = header("The plan", "Each item is ticked by what is there.")
-        for kind in LISTS:
+        for kind, title in LISTS.items():
             found = ticks(kind, self.workspace.folder, progress)
             done = sum(one.done for one in found)
-            body += f"<h2>{TITLES[kind]}: {done} of {len(found)}</h2>"
+            body += f"<h2>{title}: {done} of {len(found)}</h2>"
             for section, items in groupby(found, key=lambda one: one.section):
                 body += card(section, "".join(self.tick(one) for one in items))
         names = "".join(

@@ -10,7 +10,7 @@ from .goals import readings
 from .page_text import anchor, code, inline
 from .pictures import picture_svg
 from .progress import Progress
-from .tracks import Lesson, Track, lesson, lesson_ticks, track_of, tracks
+from .tracks import Lesson, Track, lesson, lesson_ticks, neighbours, track_of, tracks
 from .workspace import Workspace
 
 
@@ -57,9 +57,6 @@ def lesson_body(root: str, one: Lesson, to_do: str, quiz: str) -> str:
         )
         body += card("Be able to explain", "".join(rows))
     body += card("To do", to_do) + card("Quiz", quiz)
-    at = track.lessons.index(one.id)
-    around = [("before", name) for name in track.lessons[:at][-1:]]
-    around += [("next", name) for name in track.lessons[at + 1 :][:1]]
-    links = [f'<a href="{root}/tracks/{name}">{way}: {escape(lesson(name).title)}</a>' for way, name in around]
+    links = [f'<a href="{root}/tracks/{other.id}">{way}: {escape(other.title)}</a>' for way, other in neighbours(one)]
     command = f'<p class="note">In a terminal: {code(f"lmworks learn explain {one.id}")}</p>'
     return f"{body}{command}<nav>{''.join(links)}</nav>"

@@ -8,7 +8,7 @@ from .exercise import exercises
 from .goals import readings
 from .markdown import bullets, folded, markdown, quiz_blocks, wrapped
 from .pictures import picture_svg
-from .tracks import Deliverable, Lesson, Track, lesson, lesson_names, track_of, tracks
+from .tracks import Deliverable, Lesson, Track, lesson, lesson_names, neighbours, track_of, tracks
 
 
 def track_files() -> dict[str, str]:
@@ -59,10 +59,7 @@ def track_lesson_page(one: Lesson) -> Iterator[str]:
     yield f"    lmworks learn quiz {one.id}"
     yield from quiz_blocks(one.quiz)
     yield "---"
-    at = track.lessons.index(one.id)
-    around = [("Before", name) for name in track.lessons[:at][-1:]]
-    around += [("Next", name) for name in track.lessons[at + 1 :][:1]]
-    links = [f"{way}: [{markdown(lesson(name).title)}]({name}.md)" for way, name in around]
+    links = [f"{way.capitalize()}: [{markdown(other.title)}]({other.id}.md)" for way, other in neighbours(one)]
     yield " · ".join([*links, f"[All of the track](track_{track.id}.md)"])
 
 

@@ -127,6 +127,14 @@ def track_of(name: str) -> Track:
     return next(track for track in tracks().values() if name in track.lessons)
 
 
+def neighbours(one: Lesson) -> list[tuple[str, Lesson]]:
+    """("before" or "next", the lesson there)."""
+    names = track_of(one.id).lessons
+    at = names.index(one.id)
+    around = [("before", name) for name in names[:at][-1:]] + [("next", name) for name in names[at + 1 :][:1]]
+    return [(way, lesson(name)) for way, name in around]
+
+
 def find_track(name: str) -> Track:
     if name not in tracks():
         raise SpecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from ..drawing import Drawing
@@ -19,5 +20,6 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
 }
 
 
+@functools.cache
 def picture_svg(name: str, title: str) -> str:
     return PICTURES[name]().svg(title)
