@@ -8,7 +8,9 @@ import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from html import escape
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import typer
@@ -17,13 +19,16 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
+from lmworks.learn.page_tracks import lesson_body
 from lmworks.learn.pictures import PICTURES, picture_svg
 from lmworks.learn.progress import Progress, record_answers
+from lmworks.learn.track_pages import track_lesson_page
 from lmworks.learn.tracks import FOLDER, lesson, lesson_names, lesson_ticks, tracks
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import SpecError
 
 LESSONS = [lesson(name) for name in lesson_names()]
+PARTS = re.compile(r"&&|;|\||>|\n|\bdo\b|^! ", re.MULTILINE)  # between the commands of a script
 
 
 @pytest.fixture
@@ -72,24 +77,43 @@ def options_of(words: list[str]) -> tuple[set[str], list[str]]:
 
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.id)
 def test_commands_have_these_options(one: object) -> None:
-    lines = [command.run for command in one.commands] + [each.how for each in one.deliverables]
-    for run in (part.strip() for line in lines for part in re.split(r"&&|;|\||>|\n", line)):
+    scripts = [command.run for command in one.commands] + [each.how for each in one.deliverables]
+    for run in (part.strip() for script in scripts for part in PARTS.split(script.replace("\\\n", " "))):
         if run.startswith("lmworks "):
             known, rest = options_of(shlex.split(run)[1:])
             assert {word.partition("=")[0] for word in rest if word.startswith("--")} <= known, run
 
 
+def test_deliverables_have_files_of_their_own() -> None:
+    """A file that two of them leave would tick both."""
+    leaves = [each.leaves for one in LESSONS for each in one.deliverables]
+    assert sorted(leaves) == sorted({*leaves})
+
+
+def test_a_script_of_a_deliverable_keeps_its_lines(workspace: Workspace) -> None:
+    one = lesson("mastery_memory")
+    how = one.deliverables[0].how
+    assert "; do\n  lmworks plan memory" in how
+    assert f"\n\n```bash\n{how}\n```\n\n" in "\n\n".join(track_lesson_page(one))
+    assert f"<pre>{escape(how)}</pre>" in lesson_body("", one, "", "")
+    assert indent(how, " " * 6) in CliRunner().invoke(app, ["learn", "explain", one.id]).output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("one", LESSONS, ids=lambda one: one.id)
-def test_commands_run(one: object, workspace: Workspace) -> None:
+def test_commands_run_and_deliverables_tick(one: object, workspace: Workspace) -> None:
     """In a fresh workspace, in their order; those that need more than this machine has are left out."""
+    made = [each for each in one.deliverables if not each.needs]
+    for script in [*(command.run for command in one.commands if not command.needs), *(each.how for each in made)]:
+        run_script(script)
+    ticks = {tick.item: tick for tick in lesson_ticks(one, workspace.folder, Progress.load(workspace.folder))}
+    assert not [ticks[each.text] for each in made if not ticks[each.text].done]
+
+
+def run_script(script: str) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    for command in one.commands:
-        if not command.needs:
-            done = subprocess.run(
-                ["bash", "-c", command.run], capture_output=True, text=True, timeout=300, env=environment
-            )
-            assert done.returncode == 0, (command.run, done.stderr[-500:])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, (script, done.stderr[-500:])
 
 
 def test_a_lesson_is_done_by_its_quiz_its_readings_and_its_exercises(workspace: Workspace) -> None:

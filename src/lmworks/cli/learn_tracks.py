@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -88,4 +89,4 @@ def print_lesson(one: Lesson, json: bool) -> None:
         typer.echo(f"  {'✓' if tick.done else '·'} {tick.item}")
         for text in (tick.found, *(() if tick.done else (tick.link, tick.how))):
             if text:
-                typer.echo(f"      {text}")
+                typer.echo(indent(text, " " * 6))

@@ -10,7 +10,7 @@ from .goals import readings
 from .page_text import anchor, code, inline
 from .pictures import picture_svg
 from .progress import Progress
-from .tracks import Lesson, Track, lesson, lesson_ticks, neighbours, track_of, tracks
+from .tracks import Deliverable, Lesson, Track, lesson, lesson_ticks, neighbours, track_of, tracks
 from .workspace import Workspace
 
 
@@ -50,6 +50,8 @@ def lesson_body(root: str, one: Lesson, to_do: str, quiz: str) -> str:
     links += [f'<a href="{root}/lesson/{name}">{escape(exercises()[name].about)}</a>' for name in one.exercises]
     if links:
         body += card("Read and write", "".join(f"<p>{each}</p>" for each in links))
+    if one.deliverables:
+        body += card("Deliverables", "".join(map(deliverable, one.deliverables)))
     if one.explain:
         rows = (
             f"<details><summary>{inline(each.question)}</summary><p>{inline(each.answer)}</p></details>"
@@ -60,3 +62,8 @@ def lesson_body(root: str, one: Lesson, to_do: str, quiz: str) -> str:
     links = [f'<a href="{root}/tracks/{other.id}">{way}: {escape(other.title)}</a>' for way, other in neighbours(one)]
     command = f'<p class="note">In a terminal: {code(f"lmworks learn explain {one.id}")}</p>'
     return f"{body}{command}<nav>{''.join(links)}</nav>"
+
+
+def deliverable(one: Deliverable) -> str:
+    needs = f" Needs {inline(one.needs)}." if one.needs else ""
+    return f"<p>{inline(one.text)}. It leaves {code(one.leaves)}.{needs}</p><pre>{escape(one.how)}</pre>"

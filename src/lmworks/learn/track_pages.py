@@ -50,7 +50,8 @@ def track_lesson_page(one: Lesson) -> Iterator[str]:
         yield bullets(f"[{markdown(exercises()[name].about)}]({name}.md)" for name in one.exercises)
     if one.deliverables:
         yield "## Deliverables"
-        yield bullets(map(deliverable, one.deliverables))
+        for each in one.deliverables:
+            yield from deliverable(each)
     if one.explain:
         yield "## Be able to explain"
         for asked in one.explain:
@@ -63,9 +64,10 @@ def track_lesson_page(one: Lesson) -> Iterator[str]:
     yield " · ".join([*links, f"[All of the track](track_{track.id}.md)"])
 
 
-def deliverable(one: Deliverable) -> str:
+def deliverable(one: Deliverable) -> Iterator[str]:
     needs = f" Needs {one.needs}." if one.needs else ""
-    return f"{markdown(one.text)}: `{one.how}`. It leaves `{one.leaves}`.{markdown(needs)}"
+    yield wrapped(f"{markdown(one.text)}. It leaves `{one.leaves}`.{markdown(needs)}")
+    yield f"```bash\n{one.how}\n```"
 
 
 def tracks_overview() -> str:

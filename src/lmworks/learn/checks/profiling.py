@@ -98,6 +98,8 @@ NAMES: tuple[tuple[str, str, str, str], ...] = (
      "straggler"),
     ("rank 0 begins the collective late", "compute 0-9, communication 9-10", "compute 0-4, communication 4-10",
      "straggler"),
+    ("rank 1 begins it late, and rank 0 computes until then", "compute 0-10, communication 0-5",
+     "compute 0-10, communication 4-5", "healthy"),
     ("rank 1 begins it a little late", "compute 0-5, communication 5-10", "compute 0-6, communication 6-10",
      "comm_bound"),
     ("late for the second collective", "compute 0-2, communication 2-3, compute 3-4, communication 4-10",

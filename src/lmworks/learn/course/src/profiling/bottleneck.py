@@ -157,8 +157,8 @@ def name_bottleneck(ranks: list[Rank]) -> str:
     """One of BOTTLENECKS: what takes most of the time of all ranks together; `healthy` where nothing takes a tenth.
 
     Idle time counts by its causes, and `memory_bound` is the time of kernels with elementwise in their names. The n-th
-    collective is the same on all ranks, which share a clock: until the last rank has begun it, the others wait. That is
-    `straggler`; `comm_bound` is exposed communication less these waits.
+    collective is the same on all ranks, which share a clock: until the last rank has begun it, the others wait. What no
+    compute covers of these waits is `straggler`; `comm_bound` is exposed communication less that.
     """
     # exercise bottleneck.name(ranks)
     found: Counter[str] = Counter()
@@ -168,9 +168,11 @@ def name_bottleneck(ranks: list[Rank]) -> str:
         found["memory_bound"] += sum(one.duration for one in rank.of("compute") if "elementwise" in one.name)
     for calls in zip(*(rank.of("communication") for rank in ranks), strict=True):
         last = max(call.start for call in calls)
-        waited = sum(last - call.start for call in calls)
-        found["straggler"] += waited
-        found["comm_bound"] -= waited
+        for rank, call in zip(ranks, calls, strict=True):
+            computing = [(one.start, one.end) for one in rank.of("compute")]
+            waited = last - call.start - covered(computing, call.start, last)
+            found["straggler"] += waited
+            found["comm_bound"] -= waited
     name, most = found.most_common(1)[0]
     return name if most >= 0.1 * sum(rank.end - rank.start for rank in ranks) else "healthy"
     # end bottleneck.name
