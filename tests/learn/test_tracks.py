@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from html import escape
 from pathlib import Path
@@ -161,3 +162,14 @@ def test_tracks_on_the_command_line(workspace: Workspace) -> None:
     assert quiz.count("right.") == 2
     with pytest.raises(SpecError, match="did you mean 'roadmap_memory'"):
         lesson("roadmap_memroy")
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER.parent / "readings").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_right_choice_is_not_given_away_by_its_length(path: Path) -> None:
+    """Who always takes the longest choice is right in at most half of the questions."""
+    quiz = [one for reading in tomllib.loads(path.read_text())["readings"] for one in reading["quiz"]]
+    longest = 0
+    for one in quiz:
+        right = len(one["choices"][one["answer"]])
+        longest += all(len(choice) < right for at, choice in enumerate(one["choices"]) if at != one["answer"])
+    assert len(quiz) < 6 or longest <= len(quiz) / 2
