@@ -21,7 +21,7 @@ from lmworks.learn.check import check_exercise
 from lmworks.learn.checks import CHECKS
 from lmworks.learn.course_files import course_sources
 from lmworks.learn.exercise import GUIDE, Exercise, exercises
-from lmworks.learn.expect import Mismatch
+from lmworks.learn.expect import Mismatch, expect_close
 from lmworks.learn.holes import replace_holes
 from lmworks.learn.run_isolated import Outcome, run_isolated
 from lmworks.learn.workspace import Workspace, stub_of
@@ -173,6 +173,19 @@ def test_the_fused_call_is_not_the_plain_branch(workspace: Workspace, monkeypatc
     verdict = check_exercise(workspace, exercises()["attention"])
     assert (verdict.status, verdict.case) == ("failed", "calls of PyTorch's own attention")
     assert verdict.misconception.startswith("F.scaled_dot_product_attention gives the right numbers")
+
+
+def test_a_difference_beyond_the_first_numbers_is_shown() -> None:
+    expected = torch.zeros(4, 10)
+    got = expected.clone()
+    got[3, 1], got[3, 5] = 1.5, 2.0
+    with pytest.raises(Mismatch) as raised:
+        expect_close("a case", got, expected)
+    assert raised.value.inputs == {"differs": "first at [3, 1]: 0 expected, 1.5 given; 2 of 40 numbers are wrong"}
+    got[0, 2] = 1.0  # among those that are shown
+    with pytest.raises(Mismatch) as raised:
+        expect_close("a case", got, expected)
+    assert raised.value.inputs == {}
 
 
 def test_lines_outside_of_the_marks_are_told(workspace: Workspace) -> None:

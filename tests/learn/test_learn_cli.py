@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.learn import effect, progress
 from lmworks.learn.exercise import FOLDER, Exercises, exercises
+from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import LMWorksError, SpecError
 
 SOLVED = "half = x.shape[-1] // 2\n    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)"
@@ -260,3 +262,18 @@ def test_the_programs_of_a_workspace_run(workspace: Path, which: str) -> None:
     first, last = (statistics.mean(line["loss"] for line in part) for part in (lines[:10], lines[-10:]))
     assert last < first - 0.3 and (run / "checkpoint.pt").exists()  # of one sequence a step: single losses are noisy
     assert "no GPU: " in done.stdout
+
+
+def test_a_workspace_of_an_older_version_gets_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reset` of one file also writes those that the course did not have then."""
+    workspace = Workspace.create(tmp_path / "course")
+    monkeypatch.chdir(workspace.folder)
+    kernels = workspace.folder / "src" / "kernels"
+    files = {path.name: path.read_text() for path in kernels.glob("*.py")}
+    assert {"add.py", "device.py"} <= {*files}
+    shutil.rmtree(kernels)
+    learn("reset", "src/kernels/add.py")
+    assert {path.name: path.read_text() for path in kernels.glob("*.py")} == files
+    (kernels / "device.py").write_text("mine\n")
+    learn("reset", "src/kernels/device.py")
+    assert (kernels / "device.py").read_text() == files["device.py"]

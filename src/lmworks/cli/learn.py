@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..learn.course_files import course_sources
 from ..learn.exercise import GUIDE, Exercise, exercises, find_exercise
 from ..learn.progress import Progress, change_progress, record_answers, record_verdict, take_hint
 from ..learn.status import next_exercise, state_of
@@ -239,7 +240,7 @@ def solution(
 def reset(name: Annotated[str, typer.Argument(metavar="ID|FILE", help="An exercise, or a file.")]) -> None:
     """Take an exercise, or a file, back to its start; a copy is kept."""
     workspace, _ = here()
-    files = sorted({one.file for one in exercises().values()})
+    files = sorted(course_sources())
     if name.endswith(".py"):
         full = Path(name).resolve()
         target = next((file for file in files if full == (workspace.folder / file).resolve()), "")

@@ -53,7 +53,18 @@ def expect_close(
             case, expected, got, inputs, remark or f"wrong dtype: {expected.dtype} expected, {got.dtype} given"
         )
     if not torch.allclose(got, expected, rtol=rtol, atol=atol):
-        raise Mismatch(case, expected, got, inputs, remark)
+        raise Mismatch(case, expected, got, {**inputs, **first_difference(got, expected, rtol, atol)}, remark)
+
+
+def first_difference(got: Tensor, expected: Tensor, rtol: float, atol: float) -> dict[str, str]:
+    """Where the first wrong number stands, if it is not among those that are shown."""
+    wrong = ~torch.isclose(got, expected, rtol=rtol, atol=atol)
+    at = int(wrong.flatten().nonzero()[0])
+    if at < SHOWN:
+        return {}
+    place = [int(index) for index in torch.unravel_index(torch.tensor(at), got.shape)]
+    numbers = f"{expected.flatten()[at]:.4g} expected, {got.flatten()[at]:.4g} given"
+    return {"differs": f"first at {place}: {numbers}; {int(wrong.sum())} of {wrong.numel()} numbers are wrong"}
 
 
 def expect_equal(case: str, got: Any, expected: Any, *, remark: str = "", **inputs: Any) -> None:

@@ -295,7 +295,7 @@ def cells(one: Answer | str, most: float, slowest: float) -> Iterator[str]:
         return
     for part in PARTS:
         yield f"<td>{binary_bytes(getattr(one, part))}</td>"
-    yield f"<td>{binary_bytes(one.reserved)}{'' if one.fits else ' <span class=bad>too much</span>'}</td>"
+    yield f"<td>{binary_bytes(one.reserved)}{'' if one.fit == 'fits' else f' <span class=bad>{one.fit}</span>'}</td>"
     rest = one.reserved - sum(getattr(one, part) for part in PARTS)
     yield f"<td>{bar([*(getattr(one, part) for part in PARTS), max(0.0, rest)], most)}</td>"
     yield f"<td>{duration(one.step_s)}</td><td>{share(one.sends_s, one)}</td><td>{share(one.idle_s, one)}</td>"

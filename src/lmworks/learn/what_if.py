@@ -89,11 +89,15 @@ class Answer:
     activations: float
     reserved: float  # at the peak, by the allocator
     usable: float
-    fits: bool
+    oom: float  # probability of running out of memory
     step_s: float
     sends_s: float  # of the step
     idle_s: float
     tokens_per_s: float  # all ranks together
+
+    @property
+    def fit(self) -> str:
+        return "fits" if self.oom <= RISK else "does not fit" if self.oom > 1 - RISK else "may not fit"
 
 
 @functools.lru_cache(1024)
@@ -111,7 +115,7 @@ def answer(setting: Setting) -> Answer:
         activations=float(sheet.activations + sheet.logits),
         reserved=float(sheet.reserved),
         usable=float(usable(gpu)),
-        fits=float(oom_probability(float(sheet.reserved), gpu)) <= RISK,
+        oom=float(oom_probability(float(sheet.reserved), gpu)),
         step_s=time.total,
         sends_s=sum(time.parts.get(axis, 0.0) for axis in ("dp", "tp", "cp", "ep", "pp")),
         idle_s=time.parts.get("bubble", 0.0),

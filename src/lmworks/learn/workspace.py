@@ -22,9 +22,12 @@ README = """# Your workspace
 
     lmworks learn check        the next exercise, or `check rmsnorm`
     lmworks learn watch        checks what you save
-    lmworks learn hint         three rungs
+    lmworks learn hint         three hints, one after another
     lmworks learn explain      the lesson
     lmworks learn plan         the study plan by days; also `checklist`, `milestones`
+    lmworks learn tracks       four study plans as lessons
+    lmworks learn cheatsheet   rules of thumb with numbers
+    lmworks learn interview    open questions with rubrics; `review` says what is due today
 
 The programs run at any time; what is not written yet runs as the reference does:
 
@@ -116,14 +119,24 @@ class Workspace:
         for path, text in course_sources().items():
             if target == path:
                 copy = self.keep_copy(path)
-                (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self.folder / path, replace_holes(text, path, stub_of)[0])
+                self.write_stubs(path, text)
+                self.add_missing()
                 return copy
         exercise = exercises()[target]
         self.holes(exercise)
         copy = self.keep_copy(exercise.file)
         self.rewrite(exercise, stub_of)
         return copy
+
+    def write_stubs(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / path, replace_holes(text, path, stub_of)[0])
+
+    def add_missing(self) -> None:
+        """Files that a newer version of the course has."""
+        for path, text in course_sources().items():
+            if not (self.folder / path).exists():
+                self.write_stubs(path, text)
 
     def apply_solution(self, exercise: Exercise) -> Path:
         self.holes(exercise)

@@ -242,11 +242,11 @@ def memory_choices() -> Drawing:
     for zero, recompute in choices:
         found = answer(Setting(zero=zero, micro_batch="2", micro_batches="1", recompute=recompute))
         parts = [(float(getattr(found, name)), shade) for name, shade in STATES]
-        fits = "fits" if found.fits else "does not fit"
+        parts.append((found.reserved - sum(value for value, _ in parts), "grey"))
         name = f"ZeRO-{zero}" if recompute == "none" else f"ZeRO-{zero}, {recompute}"
-        rows.append((name, parts, f"{binary_bytes(sum(value for value, _ in parts))}, {fits}"))
+        rows.append((name, parts, f"{binary_bytes(found.reserved)}, {found.fit}"))
     picture.bars(10, 10, 620, rows, label=130)
-    picture.legend(140, 232, STATES)
+    picture.legend(90, 232, [*STATES, ("buffers, allocator", "grey")])
     return picture
 
 
