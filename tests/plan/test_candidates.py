@@ -127,3 +127,11 @@ def test_pinned_values_are_kept() -> None:
     for kind, case in found:
         assert kind.zero == 3 and kind.schedule == "1f1b"
         assert set(np.asarray(case.tp)) == {4}
+
+
+def test_stages_of_a_rank_may_be_fixed_to_a_number_that_is_not_tried() -> None:
+    """Ten for 80 blocks on four ranks of a pipeline; without being asked, five and eight."""
+    model = SMALL.replace(layers=80)
+    found = degree_grid(question(model, pp=4))["virtual"]
+    assert set(found.tolist()) == {1, 2, 3, 4, 5, 6, 8}
+    assert set(degree_grid(question(model, pp=4, virtual=10))["virtual"].tolist()) == {10}

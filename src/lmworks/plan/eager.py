@@ -272,9 +272,10 @@ def attention(core: Attention, load: Workload) -> Op:
             saved.append(2 * scores)
         selective = scores * inner, t * out * inner
         return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), selective)
-    forward = [Kernel("attention", flops=flops, shape=shape)]
+    around = ring_passes(core, load)
+    forward = [Kernel("attention", flops=flops, shape=shape), *around[0]]
     # Five GEMMs against two: scores are recomputed.
-    backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape)]
+    backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape), *around[1]]
     # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * heads
     saved = [*inputs, kept, sums, kept * several, result * padded]
@@ -288,6 +289,36 @@ def attention(core: Attention, load: Workload) -> Op:
         saved.append(mask * w)
         forward.append(stream(1.25 * mask))
     return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), (kept, sums))
+
+
+def ring_passes(core: Attention, load: Workload) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Passes over memory around the tiles of our ring attention, forward and backward; it is never compiled.
+
+    A rank attends in 2·cp + 1 tiles of half its queries and half the keys of a block. Each repeats keys and values for
+    every query head, and is merged into fp32 sums: out.mul_, more * scale, add_ (`kernels/training/attention_tile.py`,
+    `parallel/ring_attention.py`). Passes over a number a head and token count as launches only.
+    """
+    if load.cp_method != "ring" or not load.software.name.startswith("lmworks") or not np.any(np.greater(load.cp, 1)):
+        return (), ()
+    w, heads, kv_heads = load.width, core.heads // load.tp, load.local(core.kv_heads, "kv_heads")
+    q, kv = load.tokens * heads * core.qk_dim, 2 * load.tokens * kv_heads * core.qk_dim  # values are as wide as keys
+    grouped, tiles, hops = np.not_equal(heads, kv_heads), 2 * load.cp + 1, load.cp - 1
+    repeated = grouped * w * (kv + 2 * q) / 2  # bytes of a tile
+    merged = (8 + (w + 4) + 12) * q / 2
+    # Values padded, heads first, stacked, zeros, tiles, in the dtype of the queries, heads last again.
+    there = w * kv + 2 * w * (q + 2 * kv) + 4 * q + tiles * (repeated + merged) + (4 + w) * q + 2 * w * q
+    # Of each tile's gradients, those of keys and values are summed over the queries' heads in fp32.
+    summed = grouped * ((w + 4) * 2 * q + 4 * 2 * q + 4 * kv) / 2
+    added = ((w + 8) * q + np.where(grouped, 12, w + 8) * kv) / 2
+    back = 2 * w * q + 4 * (q + 2 * kv) + tiles * (repeated + summed + added) + hops * 16 * kv + 12 * kv
+    back = back + (4 + w) * (q + kv) + w * kv
+    several = np.greater(load.cp, 1)
+    launches = several * (8 + tiles * (9 + 2 * grouped)), several * (8 + tiles * (4 + 6 * grouped) + 2 * hops)
+    made = [
+        Kernel("stream", bytes=moved / np.maximum(count, 1), count=count)
+        for moved, count in zip((there, back), launches, strict=True)
+    ]
+    return (made[0],), (made[1],)
 
 
 def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:

@@ -140,14 +140,13 @@ def attention(core: Attention, load: Workload) -> Op:
         return scores(core, load, inputs, result)
     shape = (load.seq, core.qk_dim)
     flops = 1.0 * t * (core.flops_per_key // load.tp) * mean_keys_per_query(core, load.seq)
-    kernels = (
-        Kernel("attention", flops=flops, shape=shape),
-        Kernel("attention_backward", flops=2.5 * flops, shape=shape),
-    )
+    around = eager.ring_passes(core, load)
+    forward = (Kernel("attention", flops=flops, shape=shape), *around[0])
+    backward = (Kernel("attention_backward", flops=2.5 * flops, shape=shape), *around[1])
     statistics = 4 * t * heads
     # The product that follows keeps its own copy in fp8.
     saved = (*inputs, result, statistics, *((result / w,) * (load.saved_width < w)))
-    return Op("attention", "attention", kernels[:1], kernels[1:], saved, (result, statistics))
+    return Op("attention", "attention", forward, backward, saved, (result, statistics))
 
 
 def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) -> Op:

@@ -29,7 +29,7 @@ STRATEGIES = {0: "ddp", 1: "zero", 2: "zero", 3: "fsdp2"}
 SEQUENCES = 4  # of a step for each GPU, where the batch is not said
 MICRO_BATCHES = 32  # at most: more never made a product faster
 MIN_TOKENS = 1024  # of a sequence on one context-parallel rank: with fewer, messages take longer than the work
-VIRTUAL = (2, 3, 4, 6, 8)  # stages that a rank of a looped schedule may have
+VIRTUAL = (2, 3, 4, 5, 6, 8)  # stages that a rank of a looped schedule may have
 NUMBERS = ("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "micro_batch", "virtual")
 WORDS = ("zero", "schedule", "recompute", "offload")
 OFFLOAD_GIB = "offload_activations"  # GiB: a number that is worked out for a layout, not tried
@@ -110,6 +110,7 @@ def degree_grid(problem: SearchProblem) -> Columns:
     inside = [n for n in divisors(world) if n <= problem.cluster.gpus_per_node or n == pinned.get("tp")]
     if problem.dtype == "fp8":  # which tensor parallelism does not combine with
         inside = [1] if model.hidden % FP8_ALIGNED == 0 else []
+    tried = sorted({1, *VIRTUAL, pinned.get("virtual", 1)})
     along = [n for n in divisors(world) if n == 1 or problem.seq // n >= MIN_TOKENS or n == pinned.get("cp")]
     for tp, cp, pp in itertools.product(inside, along, divisors(world)):
         if world % (tp * cp * pp) or not divides(model, problem.seq, tp, cp, pp, problem.constant.cp_method):
@@ -121,7 +122,7 @@ def degree_grid(problem: SearchProblem) -> Columns:
         if problem.dtype == "fp8":
             each = [n for n in each if n * problem.seq // cp % FP8_ALIGNED == 0]
         experts = [n for n in divisors(model.experts or 1) if n <= dp * cp]
-        stages = [n for n in (1, *VIRTUAL) if n == 1 or 1 < pp <= model.layers // n]
+        stages = [n for n in tried if n == 1 or 1 < pp <= model.layers // n]
         for ep, shard, micro, virtual in itertools.product(experts, divisors(dp), each, stages):
             rows.append((tp, cp, pp, ep, dp // shard, shard, micro, virtual))
     table = np.array(rows, dtype=np.int64).reshape(-1, len(NUMBERS))
