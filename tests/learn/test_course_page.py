@@ -232,7 +232,7 @@ def test_what_if_says_what_the_planner_says(server: PageServer) -> None:
     found = answer(setting)
     result = CliRunner().invoke(app, [*setting.command.split()[1:], "--json"])
     planned = json.loads(result.output)
-    assert found.reserved == planned["reserved"] and found.fits == planned["fits"]
+    assert found.reserved == planned["reserved"] and (found.fit == "fits") == planned["fits"]
     assert found.weights == planned["parameters"] + planned["master"] and found.optimizer == planned["optimizer"]
     _, text = ask(server, "what-if/tables?model=llama3-8b&zero=3&ranks=16&recompute=full")
     assert text.count("<tr class=chosen><td>3</td>") == 1 and setting.command in unescape(text)

@@ -243,7 +243,7 @@ class Pages:
         mark = '<span class="good">✓</span>' if one.done else "·"
         rows = [inline(one.found)] if one.found else []
         if not one.done:
-            rows += [f"do: {self.means(one.how)}"] if one.how else []
+            rows += [f"do: {self.means(one.how)}"] if one.how and "\n" not in one.how else []  # scripts stand above
             rows += [f"needs: {inline(one.needs)}"] if one.needs else []
         found = "".join(f'<p class="note">{row}</p>' for row in rows)
         link = f" {anchor(one.link, 'read')}" if one.link else ""

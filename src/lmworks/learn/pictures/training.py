@@ -246,7 +246,7 @@ def memory_choices() -> Drawing:
         name = f"ZeRO-{zero}" if recompute == "none" else f"ZeRO-{zero}, {recompute}"
         rows.append((name, parts, f"{binary_bytes(found.reserved)}, {found.fit}"))
     picture.bars(10, 10, 620, rows, label=130)
-    picture.legend(90, 232, [*STATES, ("buffers, allocator", "grey")])
+    picture.legend(90, 232, [*STATES, ("buffers", "grey")])
     return picture
 
 
