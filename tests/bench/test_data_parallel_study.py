@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,3 +183,38 @@ def test_a_killed_rank_ends_the_job_and_the_run_can_be_resumed(dataset: Path, tm
         assert job["start_s"] > 0
         assert job["checkpoint_bytes"] > 12 * json.loads(done.stdout)["params"], "weights and two moments"
     assert "## Rank failure" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_study_leaves_no_job(dataset: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom lmworks.bench.data_parallel import run_job\n"
+        "from lmworks.spec import load_run\n"
+        "run_job(load_run(sys.argv[1], ['parallel.dp=2']), Path(sys.argv[2]))\n"
+    )
+    file = write_spec(make_spec(dataset), tmp_path / "spec.toml")
+    folder = tmp_path / "job"
+    study = subprocess.Popen([sys.executable, "-c", code, str(file), str(folder)])
+
+    def ranks() -> list[str]:
+        """Processes of the job."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                found += [entry.name] if os.fsencode(folder / "run") in words else []
+        return found
+
+    def within(seconds: float, done: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + seconds
+        while not done() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return done()
+
+    try:
+        assert within(120, lambda: (folder / "run" / "metrics.jsonl").exists()), "the job did not start"
+        assert len(ranks()) >= 2
+    finally:
+        study.kill()
+        study.wait()
+    assert within(60, lambda: not ranks()), ranks()

@@ -33,6 +33,7 @@ from ..plan.memory.peak_memory import Row
 from ..plan.memory.rank_weights import Resident, resident
 from ..plan.memory.sheet import MemorySheet, memory
 from ..record import RunFolder, read_metrics
+from ..record.parent_death import until_this_process_ends
 from ..spec import Cluster, RunSpec, SpecError, TrainingError, dump_toml
 from ..train import Trainer
 from ..train.rank_memory import RankMemory, measure_rank_memory, train_one_step
@@ -245,6 +246,7 @@ def run_job(spec: RunSpec, folder: Path) -> Job:
     )
     file.write_text(dump_toml(long.to_dict()))
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment |= until_this_process_ends()
     command = [sys.executable, "-m", "lmworks", "train", str(file), "--run-dir", str(run.path), "--force"]
     with open(folder / "errors.txt", "w+", encoding="utf-8") as errors:
         began = time.monotonic()
