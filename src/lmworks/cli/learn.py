@@ -272,7 +272,7 @@ def quiz(
     name: QuizId = "",
     answer: Annotated[list[int] | None, typer.Option("--answer", help="Which choice, from 1; repeat it.")] = None,
 ) -> None:
-    """Questions on an exercise, a reading or a lesson; --answer answers them."""
+    """Questions on an exercise, reading or lesson; --answer answers."""
     from ..learn.quizzes import find_quiz
 
     workspace, progress = here()

@@ -21,7 +21,7 @@ def cheatsheet(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Rules of thumb with the planner's and measured numbers, debugging tips, key questions, what to read."""
+    """Rules of thumb with numbers; debugging tips, questions, readings."""
     from ..learn.cheat_sheet import as_json, cheat_sheet, shipped_measurement
 
     measured = measure_here() if measure else shipped_measurement()
@@ -85,7 +85,7 @@ def summary(
     reading: Annotated[str, typer.Argument(metavar="[READING]", help="A reading by its name; else all.")] = "",
     json: Json = False,
 ) -> None:
-    """Start a one-page summary of a reading, or list them with their state."""
+    """Start a one-page summary of a reading, or list all of them."""
     from ..learn.goals import readings
     from ..learn.summaries import find_reading, read_summary, start_summary
 
