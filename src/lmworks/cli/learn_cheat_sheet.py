@@ -21,7 +21,7 @@ def cheatsheet(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Rules of thumb with numbers; debugging tips, questions, readings."""
+    """Rules of thumb with numbers, debugging tips, what to read."""
     from ..learn.cheat_sheet import as_json, cheat_sheet, shipped_measurement
 
     measured = measure_here() if measure else shipped_measurement()
