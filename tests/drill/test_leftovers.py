@@ -75,8 +75,9 @@ def test_a_killed_drill_leaves_nothing_that_it_started() -> None:
 
 def test_an_engine_that_is_stopped_ends_with_its_server() -> None:
     code = (
-        "import asyncio\n"
+        "import asyncio\nimport signal\n"
         "from lmworks.serve.channel import spawn\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # below nohup it is ignored from the start
         "async def main():\n"
         "    process, *_ = await spawn('lmworks.serve', 'worker')\n"
         "    print(process.pid, flush=True)\n"
