@@ -242,9 +242,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write(workspace: Path, words: int, without: str = "") -> None:
     """`words` below each heading; below `without` only what the template says."""
     text = (workspace / "summaries/zero_paper.md").read_text()
-    for heading in HEADINGS:
+    for number, heading in enumerate(HEADINGS):
         if heading != without:
-            text = text.replace(f"## {heading}\n", f"## {heading}\n\n- {'word ' * words}\n")
+            text = text.replace(f"## {heading}\n", f"## {heading}\n\n- {f'word{number} ' * words}\n")
     (workspace / "summaries/zero_paper.md").write_text(text)
 
 
@@ -276,6 +276,14 @@ def test_a_summary_is_a_page(workspace: Path, words: int, problem: str) -> None:
     write(workspace, words)
     summary = read_summary(workspace, "zero_paper")
     assert summary.words == 8 * words and summary.problem.startswith(problem) and bool(summary.problem) == bool(problem)
+
+
+def test_one_sentence_below_all_headings_is_no_summary(workspace: Path) -> None:
+    learn("summary", "zero_paper")
+    write(workspace, 10)
+    file = workspace / "summaries/zero_paper.md"
+    file.write_text(file.read_text().replace("word3", "word1"))
+    assert read_summary(workspace, "zero_paper").problem == "below 'The problem' stands the text of another heading"
 
 
 def test_a_heading_that_is_gone_is_named(workspace: Path) -> None:

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.learn import effect, progress
 from lmworks.learn.exercise import FOLDER, Exercises, exercises
+from lmworks.learn.progress import Progress
+from lmworks.learn.status import next_exercise
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import LMWorksError, SpecError
 
@@ -78,6 +80,19 @@ def test_from_the_first_look_to_a_pass(workspace: Path) -> None:
     assert [line for line in learn("list").splitlines() if "xercises" in line] == ["Exercises", "Further exercises"]
 
 
+@pytest.mark.parametrize(
+    ("passed", "following"),
+    [((), 1), ((2,), 1), ((1, 2), 3), ((17,), 18), ((18, 17), 19), ((59,), 1), ((17, 3), 1)],
+)
+def test_what_is_next(workspace: Path, passed: tuple[int, ...], following: int) -> None:
+    """In the guide's order; among the further ones after the one that passed last."""
+    progress = Progress.load(workspace)
+    for second, number in enumerate(passed):
+        progress.of(list(exercises())[number - 1]).passed = f"2026-01-01T00:00:0{second}+00:00"
+    upcoming = next_exercise(progress)
+    assert upcoming is not None and upcoming.number == following
+
+
 def test_the_first_look_loads_little(workspace: Path) -> None:
     """Neither PyTorch, nor tables, nor Pydantic, which Typer imports to convert an option's None."""
     done = subprocess.run(
@@ -128,9 +143,14 @@ def test_errors_say_what_would_work(workspace: Path, monkeypatch: pytest.MonkeyP
         SpecError, match=r"the marks of exercise rmsnorm are gone; `lmworks learn reset src/models/gpt\.py`"
     ):
         learn("check", "rmsnorm")
-    (workspace / ".learn" / "progress.json").write_text('{"exercises": 7}')
-    with pytest.raises(SpecError, match=r"progress\.json is not a progress file"):
-        learn()
+    for text, reason in {
+        '{"exercises": 7}': "it needs tables `exercises` and `answers`",
+        '{"exercises": {"rmsnorm": 5}, "answers": {}}': "it needs tables `exercises` and `answers`",
+        "[": "Expecting value",
+    }.items():
+        (workspace / ".learn" / "progress.json").write_text(text)
+        with pytest.raises(SpecError, match=rf"progress\.json is not a progress file \({reason}"):
+            learn()
     monkeypatch.chdir(workspace.parent)
     with pytest.raises(SpecError, match="is in no workspace; `lmworks learn init DIR`"):
         learn()

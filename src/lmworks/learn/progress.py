@@ -47,8 +47,13 @@ class Progress:
             missed = {name: Card(review.today()) for name, right in answers.items() if not right}  # of older files
             cards = {name: Card.from_dict(one) for name, one in table.get("cards", {}).items()}
             return cls(file, records, answers, missed | cards)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise SpecError(f"{file} is not a progress file ({error}); move it away to begin anew") from None
+        except (KeyError, TypeError, AttributeError):
+            raise SpecError(
+                f"{file} is not a progress file (it needs tables `exercises` and `answers`, with the keys that "
+                "`lmworks learn` writes); move it away to begin anew"
+            ) from None
 
     def of(self, exercise: str) -> Record:
         return self.exercises.setdefault(exercise, Record())

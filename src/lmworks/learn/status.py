@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from ..spec.errors import SpecError
-from .exercise import Exercise, exercises
+from .exercise import GUIDE, Exercise, exercises
 from .progress import Progress
 from .workspace import Workspace
 
 
 def next_exercise(progress: Progress) -> Exercise | None:
-    return next((exercises()[name] for name in exercises() if not progress.of(name).passed), None)
+    """The first that has not passed; whoever is among the further ones goes on after the one that passed last."""
+    names = list(exercises())
+    last = max(range(len(names)), key=lambda index: (progress.of(names[index]).passed, -index))
+    order = names[last:] + names[:last] if last >= GUIDE else names
+    return next((exercises()[name] for name in order if not progress.of(name).passed), None)
 
 
 def state_of(workspace: Workspace | None, progress: Progress, exercise: Exercise) -> str:

@@ -36,6 +36,7 @@ class Summary:
     exists: bool
     words: int  # of one's own, below the headings
     empty: tuple[str, ...]  # headings that have none, or are gone
+    repeated: str = ""  # a heading below which stands what stands below another one
 
     @property
     def problem(self) -> str:
@@ -44,6 +45,8 @@ class Summary:
             return f"nothing below {len(self.empty)} of {len(HEADINGS)} headings"
         if self.empty:
             return f"nothing below {', '.join(map(repr, self.empty))}"
+        if self.repeated:
+            return f"below {self.repeated!r} stands the text of another heading"
         if self.words > MOST_WORDS:
             return f"{self.words} words; a page has at most {MOST_WORDS}"
         return f"{self.words} words; {LEAST_WORDS} or more say something" if self.words < LEAST_WORDS else ""
@@ -59,13 +62,13 @@ def read_summary(workspace: Path, reading: str) -> Summary:
     file = f"{FOLDER}/{reading}.md"
     path = workspace / file
     text = COMMENT.sub("", path.read_text(errors="replace")) if path.exists() else ""
-    sections = {
-        heading.strip(): count_words(body) for heading, body in re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.M)
-    }
-    words = {heading: sections.get(heading, 0) for heading in HEADINGS}
-    return Summary(
-        reading, file, path.exists(), sum(sections.values()), tuple(name for name, count in words.items() if not count)
-    )
+    found = re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", text, re.M)
+    sections = {heading.strip(): " ".join(body.split()) for heading, body in found}
+    empty = tuple(heading for heading in HEADINGS if not count_words(sections.get(heading, "")))
+    bodies = list(sections.values())
+    repeated = next((heading for heading, body in sections.items() if body and bodies.count(body) > 1), "")
+    words = sum(count_words(body) for body in bodies)
+    return Summary(reading, file, path.exists(), words, empty, repeated)
 
 
 def count_words(text: str) -> int:

@@ -37,7 +37,7 @@ class GPTConfig:
 SIZES = {
     "tiny": GPTConfig(vocab_size=256, max_seq_len=64, hidden_size=32, num_layers=2, num_heads=4, intermediate_size=64),
     "small": GPTConfig(),  # 124M parameters: GPT-2 small's width and depth
-    "medium": GPTConfig(hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=2816),  # 360M
+    "medium": GPTConfig(num_layers=16),  # 152M: two ranks train it in 8 GiB
 }
 
 

@@ -37,7 +37,7 @@ class TrainingArguments:
     model_size: str = "small"
     max_steps: int = 50
     batch_size: int = 0  # sequences of a micro-batch on each rank; 0: 8 on a GPU, 1 on a CPU
-    seq_len: int = 0  # 0: 1024 on a GPU, 64 on a CPU (32 for medium)
+    seq_len: int = 0  # 0: 1024 on a GPU, 64 on a CPU (16 for medium)
     grad_accum_steps: int = 1
     learning_rate: float = 3e-4
     min_lr: float = 3e-5
@@ -114,7 +114,7 @@ class DistributedTrainer:
     def fit_to_device(self) -> None:
         """Batch and sequence that were not given; what a CPU gets less of is printed. The model keeps its size."""
         args, cuda = self.args, self.device.type == "cuda"
-        sizes = (8, 1024) if cuda else (1, 32 if args.model_size == "medium" else 64)
+        sizes = (8, 1024) if cuda else (1, 16 if args.model_size == "medium" else 64)
         reduced = [
             f"{name} {full} → {size}"
             for name, size, full in zip(("batch_size", "seq_len"), sizes, (8, 1024), strict=True)

@@ -67,7 +67,7 @@ class FSDPTrainer(DistributedTrainer):
             {"params": [one for name, one in named.items() if (name in vectors) == vector], "weight_decay": decay}
             for vector, decay in ((False, self.args.weight_decay), (True, 0.0))
         ]
-        return torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=(0.9, 0.95))
+        return torch.optim.AdamW(groups, lr=self.args.learning_rate, betas=(0.9, 0.95), fused=True)
 
     def autocast(self) -> Any:
         return torch.autocast(self.device.type, enabled=False)  # the policy casts already
