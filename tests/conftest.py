@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell starts its back
 def pytest_collection_finish() -> None:
     """Do here, once, what PyTorch and Typer do on first use: a forked rank that had to would do little else."""
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        importlib.import_module("lmworks.learn.interpreter").replace_language_once()
+        importlib.import_module("lmworks.learn.checking.interpreter").replace_language_once()
     if "torch" in sys.modules:
         importlib.import_module("half_products").multiply_in_fp32()
     if "lmworks.parallel.local_ranks" in sys.modules:

@@ -29,9 +29,9 @@ from lmworks.learn.cheat_sheet import (
 )
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
-from lmworks.learn.page import Pages
-from lmworks.learn.page_cheatsheet import cheat_sheet_body
 from lmworks.learn.summaries import COMMAND, HEADINGS, read_summary, summary_found
+from lmworks.learn.web.cheat_sheet import cheat_sheet_body
+from lmworks.learn.web.pages import Pages
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import LMWorksError, SpecError
 from test_docs import ROOT, parse

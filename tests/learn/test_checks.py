@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.learn import check as checking
-from lmworks.learn import effect, recognise
+from lmworks.learn import effect
 from lmworks.learn.answers import failure_of, load, mutate, write_references
 from lmworks.learn.beside import BESIDE, Row, table_beside
-from lmworks.learn.check import check_exercise
+from lmworks.learn.checking import check as checking
+from lmworks.learn.checking import recognise
+from lmworks.learn.checking.check import check_exercise
+from lmworks.learn.checking.expect import Mismatch, expect_close
+from lmworks.learn.checking.run_isolated import Outcome, run_isolated
 from lmworks.learn.checks import CHECKS
 from lmworks.learn.course_files import course_sources
 from lmworks.learn.exercise import GUIDE, Exercise, exercises
-from lmworks.learn.expect import Mismatch, expect_close
 from lmworks.learn.holes import replace_holes
-from lmworks.learn.run_isolated import Outcome, run_isolated
 from lmworks.learn.workspace import Workspace, stub_of
 
 EXERCISES = list(exercises().values())

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from lmworks import __version__
 from lmworks.cli.main import app
 from lmworks.learn import grade
+from lmworks.learn.checking.verdict import PASSED, UNFINISHED, Verdict
 from lmworks.learn.course_files import course_holes
 from lmworks.learn.exercise import find_exercise
-from lmworks.learn.verdict import PASSED, UNFINISHED, Verdict
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import LMWorksError, SpecError
 

@@ -23,14 +23,14 @@ import pytest
 from typer.testing import CliRunner
 
 from lmworks.cli.main import app
-from lmworks.learn import page_server
+from lmworks.learn.checking.verdict import FAILED, PASSED, Verdict
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
 from lmworks.learn.interview import questions
-from lmworks.learn.page import Pages
-from lmworks.learn.page_server import PageServer
 from lmworks.learn.tracks import lesson_names
-from lmworks.learn.verdict import FAILED, PASSED, Verdict
+from lmworks.learn.web import server as page_server
+from lmworks.learn.web.pages import Pages
+from lmworks.learn.web.server import PageServer
 from lmworks.learn.what_if import Answer, Setting, answer, around
 from lmworks.learn.workspace import Workspace
 
@@ -359,5 +359,5 @@ def test_pages_need_no_server(tmp_path: Path) -> None:
     """They are text of a workspace; PyTorch is not among what they import."""
     learner = Workspace.create(tmp_path / "course")
     assert "1. RMSNorm.forward" in Pages(learner, "/x").home()
-    code = "import sys, lmworks.learn.page_server; sys.exit('torch' in sys.modules)"
+    code = "import sys, lmworks.learn.web.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

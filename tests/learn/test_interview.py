@@ -16,14 +16,15 @@ import pytest
 from test_course_page import Worker, ask
 from test_learn_cli import learn
 
-from lmworks.learn import page_server, review
+from lmworks.learn import review
 from lmworks.learn.exercise import exercises
 from lmworks.learn.interview import is_near, next_question, questions, score_of
 from lmworks.learn.interview_calculations import CALCULATIONS, RATES
-from lmworks.learn.page_server import PageServer
 from lmworks.learn.progress import Progress
 from lmworks.learn.quantity import parse_quantity, show_quantity
 from lmworks.learn.review import Card, after_answer, due_names
+from lmworks.learn.web import server as page_server
+from lmworks.learn.web.server import PageServer
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import SpecError
 

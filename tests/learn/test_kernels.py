@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from lmworks.learn import check as checking
 from lmworks.learn.answers import load, write_references
-from lmworks.learn.check import check_exercise
-from lmworks.learn.compiler import refusal
+from lmworks.learn.checking import check as checking
+from lmworks.learn.checking.check import check_exercise
+from lmworks.learn.checking.compiler import refusal
+from lmworks.learn.checking.expect import Mismatch
+from lmworks.learn.checking.kernel_memory import watch
+from lmworks.learn.checking.run_isolated import run_isolated
+from lmworks.learn.checking.traffic import TRAFFIC
 from lmworks.learn.exercise import exercises
-from lmworks.learn.expect import Mismatch
-from lmworks.learn.kernel_memory import watch
 from lmworks.learn.progress import record_verdict
-from lmworks.learn.run_isolated import run_isolated
-from lmworks.learn.traffic import TRAFFIC
 from lmworks.learn.workspace import Workspace
 
 KERNELS = """

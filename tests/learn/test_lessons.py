@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from lmworks.learn import lessons
 from lmworks.learn.course_files import course_holes
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
-from lmworks.learn.lessons import excerpt, pages, write_pages
-from lmworks.learn.markdown import bullets, markdown, wrapped
-from lmworks.learn.track_pages import track_files
+from lmworks.learn.lesson_pages import pages as lessons
+from lmworks.learn.lesson_pages.markdown import bullets, markdown, wrapped
+from lmworks.learn.lesson_pages.pages import excerpt, pages, write_pages
+from lmworks.learn.lesson_pages.tracks import track_files
 from lmworks.learn.tracks import lesson, lesson_names, tracks
 
 FOLDER = Path(__file__).parents[2] / "docs/course"

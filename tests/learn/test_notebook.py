@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.learn.course_files import course_holes
 from lmworks.learn.exercise import exercises
-from lmworks.learn.notebook import file_name, put
+from lmworks.learn.lesson_pages.notebook import file_name, put
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import SpecError
 

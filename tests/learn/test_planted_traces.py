@@ -10,8 +10,8 @@ import pytest
 
 from lmworks.diagnose.verdict import VERDICTS, judge
 from lmworks.learn.answers import failure_of, load, write_references
+from lmworks.learn.checking.expect import Mismatch
 from lmworks.learn.checks import CHECKS
-from lmworks.learn.expect import Mismatch
 from lmworks.learn.planted_traces import BOTTLENECKS, WORKSPACE_SEED, planted_jobs, planted_traces, write_job
 from lmworks.learn.workspace import Workspace
 from lmworks.trace import read_traces

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from lmworks.cli.main import app
 from lmworks.learn.exercise import exercises
 from lmworks.learn.goals import readings
-from lmworks.learn.page_tracks import lesson_body
+from lmworks.learn.lesson_pages.tracks import track_lesson_page
 from lmworks.learn.pictures import PICTURES, picture_svg
 from lmworks.learn.progress import Progress, record_answers
-from lmworks.learn.track_pages import track_lesson_page
 from lmworks.learn.tracks import FOLDER, lesson, lesson_names, lesson_ticks, tracks
+from lmworks.learn.web.tracks import lesson_body
 from lmworks.learn.workspace import Workspace
 from lmworks.spec.errors import SpecError
 

@@ -323,7 +323,7 @@ PICKLES = {
     "serve/engine_process.py": "a socket that is inherited",
     "serve/workers.py": "a socket that is inherited",
     "trace/memory.py": "snapshots of torch, by an unpickler that knows no classes",
-    "learn/recognise.py": "a pipe between forks of one check of the learner's own code",
+    "learn/checking/recognise.py": "a pipe between forks of one check of the learner's own code",
     "tune/suggest.py": "a sweep's own folder",
 }
 CALLS = {"eval", "exec", "yaml.load", "os.system", "torch.load"}

@@ -26,7 +26,7 @@ from .learn_tracks import print_lesson, tracks
 from .output import Json, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..learn.verdict import Verdict
+    from ..learn.checking.verdict import Verdict
 
 Id = Annotated[str, typer.Argument(metavar="[ID]", help="An exercise by its name or number; else the next one.")]
 NamedId = Annotated[str, typer.Argument(metavar="ID", help="An exercise by its name or number.")]
@@ -315,7 +315,7 @@ def chosen(name: str, progress: Progress) -> Exercise:
 
 def judge(workspace: Workspace, exercise: Exercise, quiet: bool = False) -> Verdict:
     """Checks, records and says it, with the effect of a pass."""
-    from ..learn.check import check_exercise
+    from ..learn.checking.check import check_exercise
 
     verdict = check_exercise(workspace, exercise)
     if not quiet:

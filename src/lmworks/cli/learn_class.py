@@ -43,13 +43,13 @@ def export(
     if pages and notebooks:
         raise SpecError("--pages and --notebooks: one of them")
     if notebooks:
-        from ..learn.notebook import write_notebooks
+        from ..learn.lesson_pages.notebook import write_notebooks
 
         written, count = write_notebooks(folder)
         typer.echo(f"{written}: {count} notebooks written; others stay as they are")
         return
     if pages:
-        from ..learn.lessons import write_pages
+        from ..learn.lesson_pages.pages import write_pages
 
         write_pages(folder)
         typer.echo(f"{folder}/index.md: all lessons")

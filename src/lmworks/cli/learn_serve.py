@@ -16,7 +16,7 @@ def serve(
 ) -> None:
     """The course as a page of this machine, until Ctrl-C."""
     workspace = Workspace.find(Path.cwd())
-    from ..learn.page_server import PageServer
+    from ..learn.web.server import PageServer
 
     try:
         server = PageServer(workspace, port)

@@ -46,7 +46,7 @@ def failure_of(check: Callable[[ModuleType], None], folder: Path, file: str) -> 
 def prepare(file: str) -> None:
     """What has to be there before a program is imported; for all that a process forks, once."""
     if file.startswith("src/kernels/"):
-        importlib.import_module("lmworks.learn.interpreter").interpret_kernels()
+        importlib.import_module("lmworks.learn.checking.interpreter").interpret_kernels()
 
 
 def load(folder: Path, file: str) -> ModuleType:

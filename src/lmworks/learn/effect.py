@@ -22,11 +22,11 @@ from unittest.mock import patch
 from ..spec.files import cache_root, write_whole
 from .answers import load, write_references
 from .beside import BESIDE, Row, table_beside
-from .check import copy_sources, preload
+from .checking.check import copy_sources, preload
+from .checking.run_isolated import Outcome, run_isolated
+from .checking.traffic import TRAFFIC
 from .course_files import course_sources
 from .exercise import Exercise
-from .run_isolated import Outcome, run_isolated
-from .traffic import TRAFFIC
 from .workspace import Workspace
 
 STEPS = 24

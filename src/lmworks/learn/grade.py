@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.errors import SpecError
-from .check import check_exercise
+from .checking.check import check_exercise
+from .checking.verdict import BROKEN, Verdict
 from .exercise import Exercise
-from .verdict import BROKEN, Verdict
 from .workspace import Workspace
 
 POINTS = 10  # of an exercise

@@ -13,9 +13,9 @@ from pathlib import Path
 from ..spec.errors import SpecError
 from ..spec.files import write_whole
 from . import review
+from .checking.verdict import Verdict
 from .exercise import Exercise
 from .review import Card
-from .verdict import Verdict
 
 
 @dataclass

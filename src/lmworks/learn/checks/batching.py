@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from ..expect import Mismatch, expect_at_most, expect_equal
+from ..checking.expect import Mismatch, expect_at_most, expect_equal
 
 TARGET = "a target of this exercise"
 # (prompt, answer, arrival) of the requests; blocks, tokens of one, tokens of a step; steps.

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..expect import Mismatch, expect_at_most, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_at_most, expect_close, expect_equal
 from .simulated_ranks import SimulatedLink, on_ranks
 
 TARGET = "a target of this exercise: bytes that a rank sends"

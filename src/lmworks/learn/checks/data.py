@@ -6,7 +6,7 @@ import random
 from types import ModuleType
 
 from ...data.packing import pack as best_fit
-from ..expect import Mismatch, expect_at_most, expect_equal
+from ..checking.expect import Mismatch, expect_at_most, expect_equal
 
 
 def pack(module: ModuleType) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ..expect import Mismatch, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_close, expect_equal
 from .ranks import on_two_ranks, saved_by_rank_zero
 
 TINY = {"model_size": "tiny", "batch_size": 2, "seq_len": 16, "max_steps": 10, "warmup_steps": 2, "output_dir": "run"}

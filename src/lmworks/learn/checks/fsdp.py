@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from ..expect import Mismatch, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_close, expect_equal
 from .ddp import TINY
 from .ranks import on_two_ranks, saved_by_rank_zero
 

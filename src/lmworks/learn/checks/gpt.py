@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..expect import Mismatch, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_close, expect_equal
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

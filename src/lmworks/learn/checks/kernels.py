@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compiler import refusal
-from ..expect import Mismatch, expect_at_most, expect_close
-from ..kernel_memory import Memory, watch
+from ..checking.compiler import refusal
+from ..checking.expect import Mismatch, expect_at_most, expect_close
+from ..checking.kernel_memory import Memory, watch
 
 TARGET = "a target of this exercise"
 ONCE = f"{TARGET}: each is read once and written once"

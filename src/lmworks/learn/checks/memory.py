@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ..expect import expect_equal
+from ..checking.expect import expect_equal
 
 GB = 10**9
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...plan.pipelines.schedule import Action, Times, simulate, total
-from ..expect import Mismatch, expect_at_most, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_at_most, expect_close, expect_equal
 from .simulated_ranks import SimulatedLink, on_ranks
 
 TARGET = "a target of this exercise"

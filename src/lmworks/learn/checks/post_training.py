@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..expect import Mismatch, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_close, expect_equal
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expect import Mismatch, expect_at_most, expect_close, expect_equal
+from ..checking.expect import Mismatch, expect_at_most, expect_close, expect_equal
 
 
 def scaled_step(scaler: Any, gradient: float) -> tuple[bool, float]:

@@ -15,7 +15,7 @@ from ...diagnose.causes import causes, figures_of
 from ...trace import Trace, read_traces
 from ...trace.intervals import Spans
 from ...trace.summary import summarise
-from ..expect import Mismatch, expect_equal
+from ..checking.expect import Mismatch, expect_equal
 from ..planted_traces import BOTTLENECKS, WORKSPACE_SEED, Document, planted_jobs, write_job
 
 FRESH_SEED = 1

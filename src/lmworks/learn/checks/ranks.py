@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ..expect import Mismatch, expect_equal, shown
+from ..checking.expect import Mismatch, expect_equal, shown
 
 RANKS = 2
 PATIENCE = timedelta(seconds=6)  # of a collective that another rank does not enter

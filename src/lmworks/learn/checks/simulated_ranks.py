@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expect import Mismatch
+from ..checking.expect import Mismatch
 
 PATIENCE_S = 10.0  # of a rank that computes without end, while the others wait for it
 

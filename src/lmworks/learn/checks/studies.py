@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from ..expect import Mismatch, expect_equal
+from ..checking.expect import Mismatch, expect_equal
 
 
 def near(case: str, got: float, expected: float, remark: str = "") -> None:

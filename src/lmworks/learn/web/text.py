@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .markdown import CODE_OR_LINK
+from ..lesson_pages.markdown import CODE_OR_LINK
 
 
 def code(text: str) -> str:

@@ -14,14 +14,14 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from ..spec.errors import LMWorksError, SpecError, near_names, suggestion
-from ..spec.files import write_whole
-from .course_files import course_holes
-from .exercise import Exercise, exercises
-from .holes import Hole, replace_holes
-from .lessons import around, holes_of, lesson
+from ...spec.errors import LMWorksError, SpecError, near_names, suggestion
+from ...spec.files import write_whole
+from ..course_files import course_holes
+from ..exercise import Exercise, exercises
+from ..holes import Hole, replace_holes
+from ..workspace import MARKER, Workspace, stub_of
 from .markdown import folded, markdown, quiz_blocks, wrapped
-from .workspace import MARKER, Workspace, stub_of
+from .pages import around, holes_of, lesson
 
 FOLDER = "notebooks"
 LESSON_LINK = re.compile(r"\((\w+)\.md\)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
-from ..report.html_page import card, header, note
-from ..report.html_page import table as html_table
-from .cheat_sheet import (
+from ...report.html_page import card, header, note
+from ...report.html_page import table as html_table
+from ..cheat_sheet import (
     Essential,
     KeyQuestion,
     Problem,
@@ -20,10 +20,10 @@ from .cheat_sheet import (
     problem_table,
     shipped_measurement,
 )
-from .exercise import exercises
-from .page import Pages
-from .page_text import anchor, code, inline
-from .summaries import read_summary
+from ..exercise import exercises
+from ..summaries import read_summary
+from .pages import Pages
+from .text import anchor, code, inline
 
 
 def cheat_sheet_body(pages: Pages) -> str:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from ..report.html_page import card, header
-from ..spec.errors import SpecError
-from . import review
-from .due import due_today
-from .interview import OpenQuestion, next_question, questions, score_of
-from .page import Pages
-from .page_text import inline
-from .progress import Progress, record_scores
-from .quantity import example_of
+from ...report.html_page import card, header
+from ...spec.errors import SpecError
+from .. import review
+from ..due import due_today
+from ..interview import OpenQuestion, next_question, questions, score_of
+from ..progress import Progress, record_scores
+from ..quantity import example_of
+from .pages import Pages
+from .text import inline
 
 
 @dataclass(frozen=True)

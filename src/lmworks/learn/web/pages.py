@@ -9,21 +9,21 @@ from html import escape
 from importlib.resources import files
 from itertools import groupby
 
-from ..record.formatting import binary_bytes, duration, short
-from ..report.html_page import POLICY, card, header, page, tiles
-from ..spec.errors import LMWorksError
-from .exercise import Exercise, Question, exercises
-from .goals import LISTS, Reading, Tick, readings, ticks
-from .lessons import commands
-from .page_text import anchor, code, inline
-from .page_tracks import lesson_body, tracks_body
-from .progress import Progress
-from .quizzes import Quizzed, page_of_quiz
-from .status import next_exercise, state_of
-from .tracks import Lesson, lesson_ticks
-from .verdict import Verdict
-from .what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
-from .workspace import Workspace
+from ...record.formatting import binary_bytes, duration, short
+from ...report.html_page import POLICY, card, header, page, tiles
+from ...spec.errors import LMWorksError
+from ..checking.verdict import Verdict
+from ..exercise import Exercise, Question, exercises
+from ..goals import LISTS, Reading, Tick, readings, ticks
+from ..lesson_pages.pages import commands
+from ..progress import Progress
+from ..quizzes import Quizzed, page_of_quiz
+from ..status import next_exercise, state_of
+from ..tracks import Lesson, lesson_ticks
+from ..what_if import CHOICES, GPUS, VARIED, Answer, Setting, around
+from ..workspace import Workspace
+from .text import anchor, code, inline
+from .tracks import lesson_body, tracks_body
 
 PAGE_POLICY = f"{POLICY}; connect-src 'self'; form-action 'self'; base-uri 'none'"
 LABELS = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from .beside import numbers
+from ..beside import numbers
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def op_by_op(what: str, run: Callable[[], Any]) -> Moved:
 def triton_add(module: ModuleType) -> list[str]:
     import torch
 
-    from ..kernels.rms_norm import add_rms_norm, rms_norm
+    from ...kernels.rms_norm import add_rms_norm, rms_norm
 
     x, delta, weight = numbers(16, 256), numbers(16, 256, seed=1), torch.ones(256)
 
@@ -119,7 +119,7 @@ def triton_matmul(module: ModuleType) -> list[str]:
 def triton_attention(module: ModuleType) -> list[str]:
     import torch
 
-    from ..kernels.training.flash_attention import flash_attention
+    from ...kernels.training.flash_attention import flash_attention
 
     heads, seq, dim = 2, 256, 64
     q, k, v = (numbers(heads, seq, dim, seed=seed) for seed in range(3))

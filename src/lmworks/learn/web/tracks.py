@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from html import escape
 
-from ..report.html_page import card, header
-from .exercise import exercises
-from .goals import readings
-from .page_text import anchor, code, inline
-from .pictures import picture_svg
-from .progress import Progress
-from .tracks import Deliverable, Lesson, Track, lesson, lesson_ticks, neighbours, track_of, tracks
-from .workspace import Workspace
+from ...report.html_page import card, header
+from ..exercise import exercises
+from ..goals import readings
+from ..pictures import picture_svg
+from ..progress import Progress
+from ..tracks import Deliverable, Lesson, Track, lesson, lesson_ticks, neighbours, track_of, tracks
+from ..workspace import Workspace
+from .text import anchor, code, inline
 
 
 def tracks_body(root: str, workspace: Workspace) -> str:

@@ -18,20 +18,20 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from ..spec.errors import LMWorksError, SpecError
-from .check_worker import CheckWorker
-from .exercise import exercises
-from .goals import readings
-from .interview import questions
-from .page import PAGE_POLICY, Pages
-from .page_cheatsheet import cheat_sheet_body
-from .page_interview import InterviewPages
-from .progress import record_answers, record_verdict, take_hint
-from .quizzes import Quizzed, find_quiz, quiz_names
-from .tracks import lesson, lesson_names
-from .verdict import Verdict
-from .what_if import Setting
-from .workspace import Workspace
+from ...spec.errors import LMWorksError, SpecError
+from ..checking.verdict import Verdict
+from ..checking.worker import CheckWorker
+from ..exercise import exercises
+from ..goals import readings
+from ..interview import questions
+from ..progress import record_answers, record_verdict, take_hint
+from ..quizzes import Quizzed, find_quiz, quiz_names
+from ..tracks import lesson, lesson_names
+from ..what_if import Setting
+from ..workspace import Workspace
+from .cheat_sheet import cheat_sheet_body
+from .interview import InterviewPages
+from .pages import PAGE_POLICY, Pages
 
 HOST = "127.0.0.1"
 BODY_BYTES = 1 << 14  # of a form

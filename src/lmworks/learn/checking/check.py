@@ -14,14 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .answers import failure_of, write_references
-from .course_files import course_sources
-from .exercise import Exercise
-from .holes import Hole, replace_holes
+from ..answers import failure_of, write_references
+from ..course_files import course_sources
+from ..exercise import Exercise
+from ..holes import Hole, replace_holes
+from ..workspace import Workspace
 from .recognise import recogniser
 from .run_isolated import run_isolated
 from .verdict import BROKEN, FAILED, PASSED, STOPPED, UNAVAILABLE, UNFINISHED, Verdict
-from .workspace import Workspace
 
 SECONDS = 30.0  # a check takes less than ten on two cores
 

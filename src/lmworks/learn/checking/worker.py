@@ -15,10 +15,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ..record.parent_death import die_with_parent, until_this_process_ends
-from ..spec.errors import LMWorksError
-from .exercise import find_exercise
-from .workspace import Workspace
+from ...record.parent_death import die_with_parent, until_this_process_ends
+from ...spec.errors import LMWorksError
+from ..exercise import find_exercise
+from ..workspace import Workspace
 
 END_S = 10.0  # that it has to clean up
 
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def answered(workspace: Workspace, kind: str, exercise: str) -> dict[str, Any]:
+    from ..effect import show_effect
     from .check import check_exercise
-    from .effect import show_effect
 
     asked = find_exercise(exercise)
     if kind == "effect":

@@ -1,14 +1,14 @@
-"""Pages of tracks and their lessons as Markdown (lessons.py writes them with the others)."""
+"""Pages of tracks and their lessons as Markdown (pages.py writes them with the others)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .exercise import exercises
-from .goals import readings
+from ..exercise import exercises
+from ..goals import readings
+from ..pictures import picture_svg
+from ..tracks import Deliverable, Lesson, Track, lesson, lesson_names, neighbours, track_of, tracks
 from .markdown import bullets, folded, markdown, quiz_blocks, wrapped
-from .pictures import picture_svg
-from .tracks import Deliverable, Lesson, Track, lesson, lesson_names, neighbours, track_of, tracks
 
 
 def track_files() -> dict[str, str]:

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..sandbox import landlock, linux
-from ..sandbox.processes import descendants, kill_descendants, tasks_of_user
+from ...sandbox import landlock, linux
+from ...sandbox.processes import descendants, kill_descendants, tasks_of_user
 
 MEMORY_BYTES = 6 << 30  # of address space, beyond what is mapped at the start
 FILE_BYTES = 1 << 30

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import fill
 
-from .exercise import Exercise, Question
+from ..exercise import Exercise, Question
 
 WIDTH = 120
 # An address of this machine is a part of a command.

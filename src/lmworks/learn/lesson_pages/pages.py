@@ -11,18 +11,18 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
 
-from ..spec.files import write_whole
-from .course_files import course_holes, course_sources
-from .exercise import Exercise, exercises
-from .goals import LISTS, Item, readings, sections
-from .holes import Hole
-from .interview import OpenQuestion, questions
-from .lessons_cheat_sheet import cheat_sheet_page
+from ...spec.files import write_whole
+from ..course_files import course_holes, course_sources
+from ..exercise import Exercise, exercises
+from ..goals import LISTS, Item, readings, sections
+from ..holes import Hole
+from ..interview import OpenQuestion, questions
+from ..tracks import lesson as track_lesson
+from ..tracks import lesson_names, tracks
+from ..workspace import stub_of
+from .cheat_sheet import cheat_sheet_page
 from .markdown import bullets, folded, link, markdown, quiz_blocks, wrapped
-from .track_pages import track_files, track_lesson_page, track_page, tracks_overview
-from .tracks import lesson as track_lesson
-from .tracks import lesson_names, tracks
-from .workspace import stub_of
+from .tracks import track_files, track_lesson_page, track_page, tracks_overview
 
 MADE = "<!-- made: lmworks learn export --pages -->"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .answers import failure_of, mutate, prepare, write_references
-from .course_files import course_sources
-from .exercise import Exercise, Mutant
-from .holes import replace_holes
+from ..answers import failure_of, mutate, prepare, write_references
+from ..course_files import course_sources
+from ..exercise import Exercise, Mutant
+from ..holes import replace_holes
 
 Check = Callable[[ModuleType], None]
 RECOGNITION_SECONDS = 5.0  # for all known wrong answers together
@@ -71,7 +71,7 @@ def answer_once(exercise: Exercise, check: Check, request: int, reply: int) -> N
 
 
 def misconception(exercise: Exercise, check: Check, failure: Failure) -> str:
-    from .checks.ranks import WAITS
+    from ..checks.ranks import WAITS
 
     if isinstance(failure.got, str) and failure.got == WAITS:
         return next((mutant.misconception for mutant in exercise.mutants if mutant.waits), "")

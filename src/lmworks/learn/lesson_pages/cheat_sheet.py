@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from .cheat_sheet import (
+from ..cheat_sheet import (
     Problem,
     Rule,
     Table,
@@ -16,7 +16,7 @@ from .cheat_sheet import (
     problem_table,
     shipped_measurement,
 )
-from .exercise import exercises
+from ..exercise import exercises
 from .markdown import bullets, folded, link, markdown, wrapped
 
 

@@ -1,0 +1,1 @@
+"""`lmworks learn serve`: the course as local HTML pages."""
