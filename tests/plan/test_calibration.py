@@ -337,6 +337,24 @@ def test_folders_of_runs(tmp_path: Path, problem: Problem, capsys: pytest.Captur
         assert predict(job(JOBS[place]), machine).to_dict()["step_s"] == pytest.approx(run["after"], rel=1e-9)
 
 
+@pytest.mark.slow
+def test_real_runs_predict_one_that_was_left_out(tmp_path: Path) -> None:
+    """Of this CPU, by what another one does: a job that was in no fit is predicted better than before."""
+    from lmworks.cli.plan_from_runs import calibrate_from_runs
+    from lmworks.train import Trainer
+
+    prior = tmp_path / "prior.toml"
+    prior.write_text(cpu_profile().to_toml())
+    more = ("checkpoint.every=0", "log.eval_every=0", "log.eval_batches=1", "optim.steps=12", "optim.warmup=2")
+    for place in (0, 1, 2, 4, 5, 6):
+        spec = job(JOBS[place], f"cluster.profile={prior}", "data.path=stdlib:bytes", *more)
+        Trainer(spec, tmp_path / "runs" / str(place), quiet=True).run()
+    found = calibrate_from_runs([tmp_path / "runs"], "", "cpu").fit
+    before, left_out = found.score("before").mape, found.score("left_out").mape
+    assert before > 0.2  # else there is nothing to gain
+    assert left_out < 0.7 * before
+
+
 def test_mistakes_are_told(tmp_path: Path, problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: str) -> str:
         out = tmp_path / "never.toml"

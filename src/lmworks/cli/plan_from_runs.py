@@ -146,10 +146,13 @@ def run_steps(place: Path) -> tuple[list[MeasuredStep], list[str]]:
 
 
 def machine_of(folder: RunFolder, spec: RunSpec) -> str:
-    """The accelerator that the spec names, else what priced the run before its first step."""
+    """The accelerator that the spec names, else that of its profile, else what priced it before its first step."""
     if spec.cluster.accelerator:
         return spec.cluster.accelerator.name
-    name = str((read_prediction(folder).get("machine") or {}).get("name", ""))
+    if spec.cluster.profile:
+        name = load_profile(spec.cluster.profile, spec.cluster.catalogue).machine.name
+    else:
+        name = str((read_prediction(folder).get("machine") or {}).get("name", ""))
     known = recognise(name, spec.cluster.catalogue)
     return known.name if known else name
 
