@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.predict import step_flops
-from lmworks.plan.reprice import Progress, second_price
+from lmworks.plan.reprice import STEPS, WARM_UP, Progress, second_price
 from lmworks.record import RunFolder, read_metrics
 from lmworks.report.predicted_vs_measured import compare
 from lmworks.report.run_report import write_report
 from lmworks.spec import RunSpec
 from lmworks.train import Trainer
+from lmworks.train.reprice import Repricer
 from tiny import make_spec
 from typed import lmworks
 
@@ -126,3 +128,20 @@ def test_a_damaged_prediction_does_not_end_the_run(dataset: Path, tmp_path: Path
     trainer.folder.prediction_path.write_text("[")
     trainer.run()
     assert len(json.loads(trainer.folder.prediction_path.read_text())["after_steps"]) == 1
+
+
+@pytest.mark.parametrize(("samples", "share"), [(10, 0.25), (2, None)])
+def test_the_share_of_samples_after_warm_up_is_communication(
+    dataset: Path, tmp_path: Path, samples: int, share: float | None
+) -> None:
+    """In the warm-up all wait for the one that compiles; few samples of short steps tell nothing."""
+    whole = make_spec(dataset, "optim.steps=20")
+    folder = RunFolder.create(tmp_path / "run", whole)
+    watchdog = SimpleNamespace(sampled=0, waited=0)
+    repricer = Repricer(whole, folder, 0, 1, watchdog)  # type: ignore[arg-type]
+    for step in range(1, STEPS + 1):
+        watchdog.sampled += samples
+        watchdog.waited += samples if step <= WARM_UP else samples // 4 + step % 2
+        repricer.add(step, line(0.1))
+    (entry,) = json.loads(folder.prediction_path.read_text())["after_steps"]
+    assert entry["communication_s"] == (None if share is None else pytest.approx(0.1 * share))
