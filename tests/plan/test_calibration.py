@@ -131,7 +131,7 @@ def test_exact_runs_tell_exact_constants(problem: Problem) -> None:
     for name, true in zip(CONSTANTS, np.exp(logs), strict=True):
         if name in told:
             assert told[name].factor == pytest.approx(true, rel=0.03)
-    assert {one.name: one.kept for one in found.constants}["links"] == "no run has any"
+    assert {one.name: one.kept for one in found.constants}["links"] == "less than 0.5% of every step"
     assert found.score("before").mape > 0.1 > 0.02 > found.score("after").mape
     assert found.score("left_out").mape < 0.3 * found.score("before").mape
 
@@ -329,7 +329,7 @@ def test_folders_of_runs(tmp_path: Path, problem: Problem, capsys: pytest.Captur
     code, text, err = lmworks(capsys, *words)
     assert code == 0, err
     assert "matrix products" in text and f"factors are on {prior}, which the runs name" in text
-    assert "short: fewer than 5 measured steps" in text and "kept: collectives inside a machine: no run has any" in text
+    assert "short: fewer than 5 measured steps" in text and "kept: collectives inside a machine: less than 0.5%" in text
     found = json.loads(lmworks(capsys, *words, "--json")[1])
     assert found["errors"]["left_out"]["mape"] < 0.5 * found["errors"]["before"]["mape"]
     machine = load_profile(out).machine

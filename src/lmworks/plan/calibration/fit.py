@@ -252,7 +252,7 @@ def constants_of(problem: Problem, told: Sequence[int], logs: Array) -> tuple[Co
             factor, low, high = (math.exp(log) for log in (logs[place], min(low, logs[place]), max(high, logs[place])))
             found.append(Constant(name, factor, low, high, share))
             continue
-        why = f"at most {most:.0%} of a step" if place in free else "no run has any"
+        why = f"at most {most:.0%} of a step" if place in free else f"less than {MIN_SHARE:.1%} of every step"
         if most > 0.1:
             why = f"not told apart from the others: {share:.0%} of a step in the mean, {most:.0%} at most"
         found.append(Constant(name, 1.0, None, None, share, why))
