@@ -1,9 +1,11 @@
-"""What `lmworks plan calibrate --from-runs` gains here: short runs on this CPU, each predicted by the others.
+"""What `lmworks plan calibrate --from-runs` gains: short runs on this CPU, or published ones, each by the others.
 
     OMP_NUM_THREADS=1 python benchmarks/calibrate_runs.py
+    python benchmarks/calibrate_runs.py --published
 
 Measures the machine, trains every job for some steps, fits the planner's constants to them, and writes
-results/calibrate_runs_cpu.json: error before, after, and of each job in the fit of all others.
+results/calibrate_runs_cpu.json: error before, after, and of each job in the fit of all others. `--published` fits those
+of validation/published that no constant of the planner was fitted to, and writes results/calibrate_runs_published.json.
 """
 
 from __future__ import annotations
@@ -35,6 +37,15 @@ JOBS = (
     "cpu-10m data.seq=256 data.micro_batch=4 parallel.recompute=full",
     "cpu-3m data.seq=256 data.micro_batch=4 model.mlp=swiglu model.bias=false model.experts=4 model.top_k=2",
 )
+PUBLISHED = Path(__file__).parents[1] / "validation" / "published"
+TABLES = (
+    ("bigscience.csv", "a100-sxm-80gb"),
+    ("nemo.csv", "h100"),
+    ("megatron_bridge.csv", "h100"),
+    ("megatron_bridge.csv", "b200"),
+    ("megatron_bridge.csv", "gb200"),
+    ("megatron_bridge.csv", "b300"),
+)
 QUIET = ("cluster.device=cpu", "checkpoint.every=0", "log.eval_every=0", "log.eval_batches=1", "optim.warmup=2")
 
 
@@ -46,11 +57,25 @@ def train(text: str, steps: int, profile: Path, folder: Path) -> float | None:
     return median(read_metrics(folder / "metrics.jsonl"), "step_s")
 
 
+def published() -> None:
+    found = {}
+    for table, gpu in TABLES:
+        calibrated = calibrate_from_runs([PUBLISHED / table], gpu, "auto")
+        print(f"\n{table}, {gpu}")
+        print_calibration(calibrated)
+        found[f"{table} {gpu}"] = {key: value for key, value in calibrated.fit.to_dict().items() if key != "runs"}
+    write_result("calibrate_runs_published", {"tables": found})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring the machine")
+    parser.add_argument("--published", action="store_true")
     options = parser.parse_args()
+    if options.published:
+        published()
+        return
     with tempfile.TemporaryDirectory() as place:
         profile, runs = Path(place) / "profile.toml", Path(place) / "runs"
         machine = probe(torch.device("cpu"), options.seconds)
