@@ -38,14 +38,7 @@ JOBS = (
     "cpu-3m data.seq=256 data.micro_batch=4 model.mlp=swiglu model.bias=false model.experts=4 model.top_k=2",
 )
 PUBLISHED = Path(__file__).parents[1] / "validation" / "published"
-TABLES = (
-    ("bigscience.csv", "a100-sxm-80gb"),
-    ("nemo.csv", "h100"),
-    ("megatron_bridge.csv", "h100"),
-    ("megatron_bridge.csv", "b200"),
-    ("megatron_bridge.csv", "gb200"),
-    ("megatron_bridge.csv", "b300"),
-)
+TABLES = (("bigscience.csv", "a100-sxm-80gb"), ("nemo.csv", "h100"))
 QUIET = ("cluster.device=cpu", "checkpoint.every=0", "log.eval_every=0", "log.eval_batches=1", "optim.warmup=2")
 
 
