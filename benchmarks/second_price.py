@@ -39,6 +39,7 @@ def main() -> None:
             trainer = Trainer(spec, Path(place) / "run", machine=machine, quiet=True)
             trainer.run()
             rows = compare(trainer.folder, read_metrics(trainer.folder.metrics_path))
+        rows = [row for row in rows if row.name != "memory_bytes"]  # of the process, which both runs share
         found[name] = {"spec": text, "rows": [row.to_dict() for row in rows]}
         columns, cells = table_of(rows)
         print(name, *("  ".join(f"{cell:>16}" for cell in line) for line in (columns, *cells)), sep="\n", flush=True)
