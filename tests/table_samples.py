@@ -154,8 +154,24 @@ def interrupted_run(folder: Path, name: str = "small") -> RunFolder:
 
 
 def show(sample: Sample) -> str:
-    interrupted_run(sample.folder)
+    run = interrupted_run(sample.folder)
+    priced = {"step_s": 0.4, "tokens_per_s": 250.0, "run_s": 100_000.0, "dollars": 1234.5}
+    again = {**priced, "attempt": 1, "step": 1_000_010, "ends": "2026-11-20T01:23:45+00:00", "evaluations_s": 1000.0}
+    run.prediction_path.write_text(json.dumps({**priced, "interval": [0.3, 0.6], "after_steps": [again]}))
     return sample.prints("runs", "show", "small")
+
+
+def calibrated(sample: Sample) -> None:
+    from lmworks.cli.plan_from_runs import Calibration, print_calibration
+    from lmworks.plan.calibration.factors import Factors
+    from lmworks.plan.calibration.fit import Constant, Fit, FittedRun
+
+    told = Constant("links", 1.2345, 1.1234, 1.3456, 0.123)
+    kept = Constant("passes", 1.0, None, None, 0.2, "not told apart from the others: 20% of a step in the mean")
+    run = FittedRun("measurements.csv row 14 llama3-70b 128×H100-SXM-80GB dp4 tp8 pp4", 54.6, 45.0, 55.2, 0.0512)
+    fit = Fit(Factors(), (told, kept), (run,) * 7, 6)
+    left = ["measurements.csv row 15 llama3-70b: no step time is measured"] * 6
+    print_calibration(Calibration(None, fit, "profiles/lab.toml, which the runs name", left))  # type: ignore[arg-type]
 
 
 def health(sample: Sample) -> None:
@@ -692,7 +708,8 @@ SAMPLES: list[tuple[Callable[[Sample], object], str]] = [
     (quantized, "quantize.print_quantized"),
     (listed, "runs.print_list"),
     (compared, "runs.print_comparison"),
-    (show, " ".join(f"runs.print_{part}" for part in ("attempts", "time", "interval", "events", "stats"))),
+    (show, " ".join(f"runs.print_{part}" for part in ("attempts", "time", "predicted", "interval", "events", "stats"))),
+    (calibrated, "plan_from_runs.print_calibration"),
     (
         typed("scaling", "fit", str(POINTS), "--replicates", "10"),
         "scaling.print_result scaling.print_optimum",

@@ -73,7 +73,7 @@ SHORTER = {
     r"^lmworks prove chaos (?!--list|.*--trial )": "--trials 1",
     r"^lmworks sweep configs": "optim.steps=6 log.eval_batches=1",
     r"--space warmup.toml": "optim.steps=30",  # not less than its longest warm-up
-    r"^lmworks plan calibrate": "--quick --minutes 0.1",
+    r"^lmworks plan calibrate(?!.*--from-runs)": "--quick --minutes 0.1",
     r"^lmworks bench coordinate-check": f"{SMALL_BATCH} --steps 1 --seeds 1",
     r"^lmworks tune configs/tiny.toml": "optim.steps=27 data.seq=32 data.micro_batch=2 log.eval_batches=2",
     r"^lmworks bench overlap": "model.layers=2 data.seq=16 data.micro_batch=1 data.global_batch=4 --steps 2",
@@ -94,6 +94,14 @@ STANDS_FOR = {  # addresses, folders and sizes of the page's own world
 NEEDS = {  # what a line finds there
     r"^lmworks gateway ten": r"""printf '[tenants]\nstore="sqlite:///g.db"\n[[tiers]]\nname="gold"' > gateway.toml""",
     r"^lmworks (?!train).*runs/tiny": "[ -d runs/tiny ] || lmworks train configs/tiny.toml --run-dir runs/tiny",
+    r"--from-runs runs/mine": (  # several jobs
+        "for seq in 32 64 128; do lmworks train configs/tiny.toml optim.steps=12 log.eval_batches=1 data.seq=$seq "
+        "--run-dir runs/mine/$seq; done"
+    ),
+    r"measurements.csv": (
+        "echo 'gpus,seq_len,global_batch,step_s,model,gpu,framework' > measurements.csv; for row in 8,8192,64,11 "
+        "16,4096,128,5 64,8192,256,5.5; do echo $row,llama3-8b,h100,torchtitan >> measurements.csv; done"
+    ),
     r"^lmworks sweep": "[ -f space.toml ] || echo 'optim.lr.values = [1e-3, 3e-3]' > space.toml",
     r"^lmworks bench serve": '[ -n "$server" ] || serve lmworks serve runs/demo',
     r"^lmworks serve --upstream": "lmworks serve demo=runs/demo --port 8001 & upstream=$!",

@@ -152,6 +152,7 @@ def test_the_folder_one_stands_in_and_a_link_to_one(run: Path, tmp_path: Path, m
         (("--scheme", "int8", "--calibration", "nowhere"), "nowhere"),
         (("--scheme", "int8", "--calibration", "nowhere.txt"), "--calibration nowhere.txt: there is no such text"),
         (("--scheme", "int8", "--tokens", "3"), "too few"),
+        (("--scheme", "int8", "--suite", "loss"), "--suite loss: the loss on held-out text is measured anyway"),
     ],
 )
 def test_bad_calls_say_why(run: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

@@ -93,6 +93,17 @@ def test_runs_are_fitted_before_a_recommendation(tmp_path: Path) -> None:
         CliRunner().invoke(app, [*words[:2], "chinchilla", "--law", "tied"], catch_exceptions=False)
 
 
+def test_a_ladder_of_the_examples_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the spec beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lmworks.cli.scaling_run.train_tokens", lambda spec: 10**9)
+    words = ["scaling", "run", "configs/scaling/cpu-ladder.toml", "--dry-run", "--json"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0 and len(json.loads(result.stdout)["runs"]) > 3
+    with pytest.raises(SpecError, match=r"no ladder at cpu-ladder\.toml: .* did you mean 'configs/scaling/cpu-ladder"):
+        CliRunner().invoke(app, ["scaling", "run", "cpu-ladder.toml", "--dry-run"], catch_exceptions=False)
+
+
 def test_same_seed_same_intervals() -> None:
     words = (CHINCHILLA, "--replicates", "10")
     assert found(*words)["interval"] == found(*words)["interval"] != found(*words, "--seed", "1")["interval"]

@@ -86,6 +86,14 @@ def test_mig_slices_share_a_gpu_out_and_say_that_they_are_planned_only(tmp_path:
     assert pool["planned_only"] == (pool["slices_per_gpu"] > 1)
 
 
+def test_an_example_is_found_by_its_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = read_fleet(Path(__file__).parents[2] / "configs/fleet.toml")
+    monkeypatch.chdir(tmp_path)
+    assert read_fleet(Path("configs/fleet.toml")) == here
+    with pytest.raises(SpecError, match=r"no fleet at fleet\.toml: .* did you mean 'configs/fleet\.toml'"):
+        read_fleet(Path("fleet.toml"))
+
+
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for text, message in (
         (ONE.replace("source", "sorce"), "'sorce' is unknown"),

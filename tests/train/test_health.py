@@ -20,6 +20,7 @@ from lmworks.train.health import bad_step_recovery
 from lmworks.train.health.bad_step import Health
 from lmworks.train.health.spikes import spike_score
 from tiny import Crash, before_step, crash, curve, differences, events, make_spec, resume, saved, train
+from typed import lmworks
 from unhealthy import WATCH, as_it_is, see_data, spoil_output
 from variations import with_slow
 
@@ -78,6 +79,45 @@ def test_no_spike_before_warmup(dataset: Path) -> None:
     (issue,) = health.check_step(100.0, 1.0, scaled=False)
     assert issue.kind == "spike_loss" and issue.what.startswith("loss 100 is ")
     assert [t.kind for t in health.check_step(0.0, 50.0, scaled=False)] == ["spike_grad"]
+
+
+def test_a_loss_that_leaves_its_start_behind_diverges(dataset: Path) -> None:
+    """Before there are enough steps for a spike: the third in a row above twice the first ones, and no other."""
+
+    def found(*losses: float) -> list[str]:
+        health = Health(make_spec(dataset).health)
+        kinds = []
+        for loss in losses:
+            limit, _ = health.limits()
+            issues = health.check_step(loss, 1.0, scaled=False)
+            assert bool(issues) == (loss > limit)
+            kinds.append(",".join(issue.kind for issue in issues))
+            health.record_step(loss, 1.0)
+        return kinds
+
+    assert found(5.7, 5.0, 12.0, 20.0, 40.0, 55.0) == ["", "", "", "", "spike_loss", ""]
+    assert found(5.7, 4.6, 14.8, 10.0, 14.3, 32.6, 30.5) == ["", "", "", "", "", "", "spike_loss"]
+    assert found(5.7, 5.0, 11.0, 11.3, 11.3, 11.3) == [""] * 6  # less than twice
+    assert found(5.7, 5.0, 30.0, 30.0, 5.0, 30.0, 30.0) == [""] * 7  # it comes back
+    assert found(-0.1, 0.0, 0.9, 0.9, 0.9, 0.9) == [""] * 6  # policies begin near 0
+    assert found(0.3, 0.4, 1.3, 1.3, 1.3) == [""] * 5
+    assert found(0.3, 0.4, 1.5, 1.5, 1.5) == ["", "", "", "", "spike_loss"]
+
+
+@pytest.mark.parametrize("words", [(), ("health.spike_loss=stop",)])
+def test_a_learning_rate_of_one_is_found(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """In 20 steps, all of them before health.warmup: `lmworks runs health` names the rate."""
+    spec = make_spec(dataset, "optim.steps=20", "optim.lr=1", *words)
+    if words:
+        with pytest.raises(TrainingError, match=r"and the 2 before it are more than twice the first .*lower optim.lr"):
+            train(spec, tmp_path / "run")
+    else:
+        losses = [line["loss"] for line in read_metrics(train(spec, tmp_path / "run").folder.metrics_path)]
+        assert max(losses) > 2 * losses[0]
+    code, text, _ = lmworks(capsys, "runs", "health", str(tmp_path / "run"))
+    assert code == 0 and "numbers: ordinary data, and it stays there: optim.lr may be too high" in text
 
 
 def test_window_is_bounded_and_saved(dataset: Path) -> None:

@@ -112,11 +112,10 @@ def fit_to_time(spec: RunSpec, prediction: Prediction, seconds: float) -> RunSpe
 
 
 def compare(folder: RunFolder) -> None:
-    from ..report.predicted_vs_measured import busy_note, compare, read_prediction
+    from ..report.predicted_vs_measured import busy_note, compare, read_prediction, table_of
 
     rows = compare(folder, read_metrics(folder.metrics_path))
-    columns = ["", "predicted", "measured", "ratio", "expected"]
-    print_table(busy_note(read_prediction(folder)), columns, [[row.label, *row.cells] for row in rows])
+    print_table(busy_note(read_prediction(folder)), *table_of(rows))
     for row in rows:
         if row.why:
             typer.secho(row.why, fg="yellow")

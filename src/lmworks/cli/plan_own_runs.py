@@ -43,7 +43,8 @@ def scored_runs(place: Path) -> tuple[list[Scored], list[str]]:
             row for row in rows if row.name in FIGURES and is_positive(row.measured) and is_positive(row.predicted)
         ]
         scored += [
-            Scored(name, FIGURES[row.name], row.predicted, row.measured or 0.0, group, row.range) for row in known
+            Scored(name, FIGURES[row.name], row.predicted or 0.0, row.measured or 0.0, group, row.range)
+            for row in known
         ]
         if not known:
             left.append(f"{name}: no step was measured, or nothing was predicted")

@@ -34,6 +34,11 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer sizes.")] = False,
+    from_runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from-runs", metavar="RUNS", help="Instead: fit to your runs: folders, or a table (CSV)."),
+    ] = None,
+    gpu: Annotated[str, typer.Option("--gpu", help="With --from-runs: only runs on this accelerator.")] = "",
     json: Json = False,
 ) -> None:
     """Measure this machine; later plans use the profile.
@@ -41,16 +46,28 @@ def calibrate(
     Matrix products, attention, memory-bound kernels, the optimizer, launches, and collectives between ranks of this
     machine. The machine should be idle meanwhile.
 
+    --from-runs fits the constants that your own runs tell (what `plan validate RUNS` reads), with intervals and the
+    error on runs that were left out; it may be given several times.
+
     \b
     Examples:
       lmworks plan calibrate
       lmworks plan calibrate --out profiles/lab.toml --minutes 5
       lmworks plan calibrate --device cpu --ranks 2 --quick
+      lmworks plan calibrate --from-runs runs --out fitted.toml
+      lmworks plan calibrate --from-runs cluster.csv --gpu h100 --json
       lmworks plan cpu-10m cluster.profile=profile.toml
     """
     from ..bench.calibrate import calibrate, check_output_path, local_device, save
 
     check_output_path(out)
+    if from_runs:
+        if minutes is not None or ranks is not None or quick:
+            raise SpecError("--minutes, --ranks and --quick are of a measurement: leave them out with --from-runs")
+        fit_to_runs(from_runs, gpu, device, out, json)
+        return
+    if gpu:
+        raise SpecError("--gpu chooses among the runs of --from-runs; this machine's device is --device")
     place = local_device(Cluster(device=device))
     with console_progress() as progress:
         profile = calibrate(place, minutes and 60 * minutes, ranks, quick, progress)
@@ -59,6 +76,19 @@ def calibrate(
         print_json({"profile": str(out), **profile.to_dict()})
         return
     print_profile(profile)
+    typer.echo(f"written to {out}; plan with it: lmworks plan SPEC cluster.profile={out}")
+
+
+def fit_to_runs(places: list[Path], gpu: str, device: str, out: Path, json: bool) -> None:
+    from ..bench.calibrate import save
+    from .plan_from_runs import calibrate_from_runs, print_calibration
+
+    found = calibrate_from_runs(places, gpu, device)
+    save(found.profile, out)
+    if json:
+        print_json({"profile": str(out), **found.to_dict()})
+        return
+    print_calibration(found)
     typer.echo(f"written to {out}; plan with it: lmworks plan SPEC cluster.profile={out}")
 
 

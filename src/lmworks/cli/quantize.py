@@ -82,6 +82,7 @@ def quantize(
     if group not in GROUPS:
         raise SpecError(f"--group {group} is not one of: {', '.join(map(str, GROUPS))}")
     suites = chosen_suites(suite, suite_data, {}) if suite else []
+    check_suites(suites)
     check_output_folder(out)
     if not force:
         check_quantize_memory(source, scheme, tokens)
@@ -104,6 +105,17 @@ def quantize(
         print_quantized(report, out)
         if compared:
             print_comparisons(compared)
+
+
+def check_suites(suites: Sequence[Suite]) -> None:
+    from ..evals.formats import FORMATS
+    from ..evals.formats.format import HELD_OUT
+
+    if held_out := next((one.name for one in suites if FORMATS[one.format].task == HELD_OUT), ""):
+        raise SpecError(
+            f"--suite {held_out}: the loss on held-out text is measured anyway, and --max-loss-increase is its limit; "
+            "name a suite with problems (`lmworks evals list`)"
+        )
 
 
 def compare_quantized(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..diagnose.goodput import TimeBreakdown
     from ..record.event_text import Finding
     from ..record.run_summary import Summary
+    from ..report.predicted_vs_measured import Row
 
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its name below runs/.")]
@@ -167,12 +168,14 @@ def show(
     from ..diagnose.goodput import time_breakdown
     from ..record.run_summary import locate, summarize
     from ..report.plots import draw_goodput
+    from ..report.predicted_vs_measured import compare, second_prices
 
     folder = locate(run)
     summary, found = summarize(folder), time_breakdown(folder)
     advice = interval(folder, summary, found, mtbf)
     unusual = [event for event in folder.events() if event["kind"] not in ROUTINE]
     layers = read_stats(folder.stats_path)[-1:]
+    predicted, second = compare(folder, read_metrics(folder.metrics_path)), second_prices(folder)
     drawn = draw_goodput(folder, found) if plot else None
     if json:
         attempts = [vars(one) | {"begin": one.begin / 1e6, "end": one.end / 1e6} for one in found.attempts]
@@ -183,11 +186,13 @@ def show(
             "events": unusual,
         }
         result |= {"interval": advice.to_dict() if advice else None, "layers": layers[0] if layers else None}
+        result |= {"predicted": [row.to_dict() for row in predicted], "after_steps": second}
         print_json(result | ({"plot": str(drawn)} if drawn else {}))
         return
     print_run(summary)
     print_attempts(found)
     print_time(summary, found)
+    print_predicted(predicted, second)
     print_interval(advice, found, mtbf is not None)
     print_events(unusual, found)
     for line in layers:
@@ -242,6 +247,19 @@ def print_time(summary: Summary, found: TimeBreakdown) -> None:
     typer.echo(f"ETTR {found.ettr:.1%}: useful time and evaluation, of all time but pauses")
     speed = f" ({short(summary.tokens_per_s)} in a median step)" if summary.tokens_per_s else ""
     typer.echo(f"goodput {short(found.goodput)} tokens/s{speed}")
+
+
+def print_predicted(rows: Sequence[Row], second: Sequence[Mapping[str, Any]]) -> None:
+    """Before the first step, after ten of them, and measured."""
+    from ..report.predicted_vs_measured import table_of
+
+    if rows:
+        print_table("Predicted and measured", *table_of(rows), drop=("expected", "ratio"))
+    for one in second[-1:]:
+        typer.echo(
+            f"after {one['step']:,} steps the last one was expected at {one['ends'][:16].replace('T', ' ')} UTC, "
+            f"evaluations of {duration(one['evaluations_s'])} included"
+        )
 
 
 def print_interval(advice: Interval | None, found: TimeBreakdown, given: bool) -> None:

@@ -63,12 +63,14 @@ def run(
     """
     from ..scaling.ladder import Ladder, plan
     from ..scaling.ladder_driver import LadderDriver, check_epochs, holdout_run, ladder_base
+    from ..spec.load import find_config
     from ..sweep.folder import SWEEPS_DIR, Sweep, base_of
     from ..sweep.space import Space
 
     where = WorkerOptions(workers, trials_per_gpu, slurm, time, partition, tuple(sbatch_line or ()), ray)
-    asked = Ladder.read(ladder)
-    base = base_of(ladder_base(ladder, asked), overrides or [])
+    path = find_config(ladder, "ladder")
+    asked = Ladder.read(path)
+    base = base_of(ladder_base(path, asked), overrides or [])
     kept = name or ladder.stem
     check_folder_name("--name", kept)
     draft = Sweep(SWEEPS_DIR / kept, "scaling", {**base, "name": kept}, Space(()), threads=threads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..data.progress import activity
-from ..record import RunFolder
+from ..record import RunFolder, read_metrics
 from ..spec import LMWorksError, RunSpec, SpecError, load_run
 from ..spec.load import is_hf_folder
 from .generate import Step
@@ -178,6 +178,7 @@ def restart_limit(spec: RunSpec, max_restarts: int | None) -> int:
 
 def run_trainer(trainer: Trainer, json: bool, until: int | None, report: bool) -> None:
     """Runs the trainer, writes the report even after a failure, and prints the paths."""
+    from ..report.predicted_vs_measured import AFTER, compare
     from ..report.run_report import write_report
 
     folder, trainer.until = trainer.folder, until
@@ -200,12 +201,18 @@ def run_trainer(trainer: Trainer, json: bool, until: int | None, report: bool) -
         return
     if report:
         write_report(folder)
+    rows = compare(folder, read_metrics(folder.metrics_path))
     if json:
         summary = {"run": str(folder.path), "step": trainer.step, "val_loss": result.loss, "val_tokens": result.tokens}
+        summary |= {"predicted": [row.to_dict() for row in rows]}
         print_json({**summary, "report": str(folder.report_path)} if report else summary)
         return
     done = trainer.is_finished
     typer.echo(f"{'done' if done else 'paused'}: {trainer.step} steps, {result}")
+    for row in rows:
+        if row.after is not None and row.name in ("step_s", "run_s"):
+            first = "" if row.predicted is None else f"{row.show(row.predicted)} predicted before, "
+            typer.echo(f"{row.label}: {first}{row.show(row.after)} {AFTER}, {row.show(row.measured)} measured")
     typer.echo(f"run: {folder.path}" + (f"   report: {folder.report_path}" if report else ""))
     if not done:
         typer.echo(f"continue with: lmworks resume {folder.path}")

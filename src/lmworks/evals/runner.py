@@ -30,7 +30,10 @@ def run_suite(
 ) -> dict[str, Any]:
     """Continues what `out` holds of the same evaluation, and writes its result."""
     if FORMATS[suite.format].task == HELD_OUT:
-        raise SpecError(f"suite {suite.name}: a run's own data are evaluated with `held_out_result`")
+        raise SpecError(
+            f"suite {suite.name} has no problems to ask: it is the loss of a run on its own held-out data, which "
+            f"`lmworks evals run RUN --suite {suite.name}` measures"
+        )
     check_k(suite)
     settings = {**model.facts, "suite": suite.to_dict(), "limit": limit, "seed": seed}
     folder = EvaluationFolder(out, settings)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..spec import SpecError
 from ..spec.errors import did_you_mean
+from ..spec.load import find_config
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Fleet:
 
 
 def read_fleet(path: Path) -> Fleet:
+    path = find_config(path, "fleet")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -56,6 +56,8 @@ def cause_of(event: dict[str, Any], again: dict[str, Any] | None) -> tuple[str, 
         return "machine", "computed again, it was finite"
     if odd := outlier_sample(event):
         return "data", odd
+    if event.get("diverged"):
+        return "numbers", "ordinary data, and it stays there: optim.lr may be too high, or optim.warmup too short"
     if "values" in event:  # of a state tensor, checked before a save
         return "unclear", "found before a save: the update made it, or the machine"
     if event["kind"] == "fault":

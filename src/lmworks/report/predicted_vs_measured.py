@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..record import RunFolder
-from ..record.formatting import binary_bytes, duration, short
+from ..record.formatting import binary_bytes, clock, duration, short
 from ..record.run_summary import Steps, column, median
 from ..spec import LMWorksError
 
@@ -16,9 +17,12 @@ LABELS = {
     "memory_bytes": "peak memory",
     "step_s": "step time",
     "tokens_per_s": "tokens/s",
+    "run_s": "all steps",
+    "dollars": "cost of all steps, $",
     "hand_over_bytes": "weights handed to the engine",
     "hand_over_received_bytes": "of a hand-over, from other ranks",
 }
+AFTER = "after 10 steps"
 MIN_STEPS = 20  # for a spread of step times
 MAX_SPREAD = 1.5  # slowest tenth of steps over fastest tenth; above, other work shared the machine
 PROBE_HINT = "`lmworks plan hardware --probe` measures this machine again"
@@ -26,13 +30,16 @@ PROBE_HINT = "`lmworks plan hardware --probe` measures this machine again"
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `measured` is None if the run did not measure it, `range` if none was predicted."""
+    """One figure. `predicted` is None if it was not before the first step, `measured` if the run did not measure it,
+    `range` if none was predicted.
+    """
 
     name: str
-    predicted: float
+    predicted: float | None
     measured: float | None
     range: tuple[float, float] | None = None
     why: str = ""  # explains a step time outside its range
+    after: float | None = None  # predicted after the first steps
 
     @property
     def label(self) -> str:
@@ -52,6 +59,8 @@ class Row:
             return "–"
         if self.name.endswith("bytes"):
             return binary_bytes(value)
+        if self.name == "run_s":
+            return clock(value) if value >= 60 else duration(value)
         return duration(value) if self.name == "step_s" else short(value)
 
     @property
@@ -61,17 +70,42 @@ class Row:
         expected = " to ".join(map(self.show, self.range)) if self.range else "–"
         return [self.show(self.predicted), self.show(self.measured), ratio, expected]
 
+    def to_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {key: value for key, value in asdict(self).items() if key != "why"}
+
+
+def table_of(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells; the second prediction only where there is one."""
+    columns, cells = ["", "predicted", "measured", "ratio", "expected"], [[row.label, *row.cells] for row in rows]
+    if any(row.after is not None for row in rows):
+        columns.insert(2, AFTER)
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(2, row.show(row.after))
+    return columns, cells
+
 
 def compare(folder: RunFolder, steps: Steps) -> list[Row]:
     """Predicted figures that the run measured too; [] without a prediction. Of a predicted 0 only what is not 0."""
     prediction = read_prediction(folder)
-    known = [name for name in LABELS if isinstance(prediction.get(name), int | float)]
-    rows = [Row(name, prediction[name], measure(name, steps), predicted_range(name, prediction)) for name in known]
+    second = (prediction.get("after_steps") or [{}])[-1]
+    told = {name: (number_of(prediction.get(name)), number_of(second.get(name))) for name in LABELS}
+    rates = [one["dollars"] / one["run_s"] for one in (second, prediction) if one.get("dollars")]
+    rate = next(iter(rates), 0.0)
+    rows = [
+        Row(name, before, measured(name, folder, steps, rate), predicted_range(name, prediction), after=after)
+        for name, (before, after) in told.items()
+        if before is not None or after is not None
+    ]
     return [
         replace(row, why=out_of_range_reason(row, prediction, steps)) if row.outside and row.name == "step_s" else row
         for row in rows
         if row.predicted or row.measured
     ]
+
+
+def number_of(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def read_prediction(folder: RunFolder) -> dict[str, Any]:
@@ -87,6 +121,11 @@ def read_prediction(folder: RunFolder) -> dict[str, Any]:
     return prediction
 
 
+def second_prices(folder: RunFolder) -> list[dict[str, Any]]:
+    """One for each attempt that took ten steps."""
+    return list(read_prediction(folder).get("after_steps", []))
+
+
 def predicted_range(name: str, prediction: dict[str, Any]) -> tuple[float, float] | None:
     """Of step time as predicted; tokens/s follow from it."""
     if name not in ("step_s", "tokens_per_s") or not prediction.get("interval") or not prediction.get("step_s"):
@@ -97,8 +136,13 @@ def predicted_range(name: str, prediction: dict[str, Any]) -> tuple[float, float
     return prediction[name] * prediction["step_s"] / high, prediction[name] * prediction["step_s"] / low
 
 
-def measure(name: str, steps: Steps) -> float | None:
-    """The peak of memory, the median of everything else."""
+def measured(name: str, folder: RunFolder, steps: Steps, dollars_s: float) -> float | None:
+    """The peak of memory, the sum of the steps once all are taken, the median of everything else."""
+    if name in ("run_s", "dollars"):
+        if not steps or steps[-1]["step"] < folder.spec().optim.steps:
+            return None
+        run_s = float(sum(column(steps, "step_s")))
+        return run_s if name == "run_s" else dollars_s * run_s or None
     return max(column(steps, name), default=None) if name == "memory_bytes" else median(steps, name)
 
 
@@ -114,7 +158,7 @@ def busy_note(prediction: dict[str, Any]) -> str:
 
 def out_of_range_reason(row: Row, prediction: dict[str, Any], steps: Steps) -> str:
     """Why a step time may be outside its range."""
-    assert row.range and row.ratio and row.measured  # it is outside
+    assert row.range and row.ratio and row.measured and row.predicted  # it is outside
     times, slow, quiet = sorted(column(steps, "step_s")), row.measured > row.range[1], prediction.get("quiet")
     low, high = (times[len(times) // 10], times[-1 - len(times) // 10]) if len(times) >= MIN_STEPS else (1.0, 1.0)
     if quiet is None:

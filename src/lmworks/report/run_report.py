@@ -94,15 +94,16 @@ def predicted(folder: RunFolder, steps: Steps) -> str:
     found = predicted_vs_measured.compare(folder, steps)
     if not found:
         return ""
-    columns = ["figure", "predicted", "measured", "measured ÷ predicted", "expected"]
-    rows: list[list[str]] = []
-    for row in found:
-        prediction, measured, ratio, expected = row.cells
-        rows.append([row.label, prediction, measured, StyledCell(ratio, "outside") if row.outside else ratio, expected])
+    columns, rows = predicted_vs_measured.table_of(found)
+    ratio = columns.index("ratio")
+    columns[0], columns[ratio] = "figure", "measured ÷ predicted"
+    for row, cells in zip(found, rows, strict=True):
+        if row.outside:
+            cells[ratio] = StyledCell(cells[ratio], "outside")
     busy = predicted_vs_measured.busy_note(predicted_vs_measured.read_prediction(folder))
     notes = [note(row.why, "outside") for row in found if row.why] + ([note(busy, "busy")] if busy else [])
     notes.append(note("Measured: the peak for memory, the median over steps for the rest."))
-    return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=4)}{''.join(notes)}"
+    return f"<h2>Predicted against measured</h2>{table(columns, rows, numeric=len(columns) - 1)}{''.join(notes)}"
 
 
 def profiled(folder: RunFolder) -> str:

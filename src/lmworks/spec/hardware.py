@@ -57,7 +57,9 @@ class Gpu(Section):
         return tflops * 1e12 or None
 
     def answers_to(self, device_name: str) -> bool:
-        """Whether this is what the driver calls a device: whole words at the end of the name."""
+        """Whether this is what the driver calls a device: whole words at the end of the name; or its own name."""
+        if device_name == self.name:
+            return True
         return bool(self.match and re.search(rf"(?i)\b{re.escape(self.match)}$", device_name))
 
 

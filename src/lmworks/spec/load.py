@@ -43,11 +43,25 @@ def read_source(source: str | Path) -> dict[str, Any]:
         raise SpecError(f"cannot read {source}: {error.strerror}") from None
     if str(source) in PRESETS:
         return {"model": {"preset": str(source)}}
-    if path.parts[:1] == ("configs",) and ".." not in path.parts and (EXAMPLES.parent / path).is_file():
-        return read_toml(EXAMPLES.parent / path)
+    if example := find_example(path):
+        return read_toml(example)
     if path.suffix == ".toml" or path.parent != Path("."):
         raise SpecError(f"no spec at {path}: the file does not exist{suggestion(near_examples(path))}")
     raise SpecError(f"'{source}' is neither a file nor a model preset{did_you_mean(str(source), PRESETS)}")
+
+
+def find_example(path: Path) -> Path | None:
+    """An example by its name (configs/…), where there is no such file."""
+    found = EXAMPLES.parent / path
+    return found if path.parts[:1] == ("configs",) and ".." not in path.parts and found.is_file() else None
+
+
+def find_config(path: Path, what: str) -> Path:
+    """A file as it is named, else an example (configs/…). `what` is in it, for the error."""
+    found = path if path.exists() else find_example(path)
+    if found is None:
+        raise SpecError(f"no {what} at {path}: the file does not exist{suggestion(near_examples(path))}")
+    return found
 
 
 def is_hf_folder(path: Path) -> bool:

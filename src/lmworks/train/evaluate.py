@@ -34,13 +34,18 @@ def held_out(spec: RunSpec) -> BatchSource:
     return open_batches(data, spec.checkpoint.init, seed=spec.seed, split="val", shuffle=False)
 
 
+def evaluation_passes(batches: BatchSource, spec: RunSpec, limit: int = 0) -> int:
+    """Micro-batches of one evaluation over the first `limit` (0: as many as there are full windows)."""
+    passes = -(-batches.windows // spec.data.micro_batch)
+    return min(limit, passes) if limit else passes
+
+
 def evaluate(
     model: GPT | ParallelModel, batches: BatchSource, spec: RunSpec, limit: int = 0, objective: Objective | None = None
 ) -> Evaluation:
     """Over the first `limit` micro-batches (0: as many as there are full windows; a mixture keeps its proportions)."""
     parallel_model = model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)
-    passes = -(-batches.windows // spec.data.micro_batch)
-    count = min(limit, passes) if limit else passes
+    count = evaluation_passes(batches, spec, limit)
     objective = objective or Objective()
     objective.reset_metrics()
     group = None if parallel_model.mesh is None else parallel_model.mesh.group("dp")
@@ -55,8 +60,7 @@ def evaluate(
 def loss_by_window(model: GPT, batches: BatchSource, spec: RunSpec, limit: int = 0) -> Iterator[tuple[float, int]]:
     """Mean loss of each window that `evaluate` takes, and its tokens; their mean over tokens is `evaluate`'s loss."""
     forward = ParallelModel.from_model(model, spec).forward
-    passes = -(-batches.windows // spec.data.micro_batch)
-    for index in range(min(limit, passes) if limit else passes):
+    for index in range(evaluation_passes(batches, spec, limit)):
         batch = batches.held_out_batch(index)
         sums = -forward(batch, logprobs=True).logps.reshape(batch.targets.shape).double().sum(1)
         for loss, count in zip(sums.tolist(), (batch.targets != IGNORED).sum(1).tolist(), strict=True):
@@ -80,9 +84,8 @@ def loss_by_position(
 ) -> list[PositionLoss]:
     """Over the windows that `evaluate` takes, in bands of positions that double: 0, 1, 2–3, 4–7, …"""
     forward = (model if isinstance(model, ParallelModel) else ParallelModel.from_model(model, spec)).forward
-    passes = -(-batches.windows // spec.data.micro_batch)
     sums = torch.zeros(spec.data.seq, 2, dtype=torch.float64)  # of losses and of targets
-    for index in range(min(limit, passes) if limit else passes):
+    for index in range(evaluation_passes(batches, spec, limit)):
         batch = batches.held_out_batch(index)
         logps = forward(batch, logprobs=True).logps.reshape(batch.targets.shape)
         sums[:, 0] -= logps.double().sum(0).cpu()

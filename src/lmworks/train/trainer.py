@@ -40,6 +40,7 @@ from ..parallel.world import (
 from ..plan.devices.machine import Machine
 from ..plan.flops import run_flops_per_token
 from ..plan.predict import predict
+from ..plan.reprice import dollars_an_hour, seconds_to_come
 from ..plan.step.op_prices import op_prices
 from ..record import MetricsWriter, RunFolder, phase
 from ..spec import LMWorksError, RunSpec, SpecError, catalogue
@@ -49,7 +50,7 @@ from .async_step import PassLauncher, is_sync_point, supports_async_step
 from .base_model import base_weights, find_base
 from .checkpoint_manager import CheckpointManager
 from .device import PeakMemory, find_gpu, make_deterministic, on_device, pick_device, warn_slow_bf16, with_gpu_name
-from .evaluate import Evaluation, evaluate, held_out, loss_by_position
+from .evaluate import Evaluation, evaluate, evaluation_passes, held_out, loss_by_position
 from .health.bad_step import Health, StepRejected
 from .health.bad_step_recovery import BadStepRecovery, rewind
 from .health.nonfinite import check_state
@@ -60,6 +61,7 @@ from .optim import make_optimizer
 from .prefetcher import BatchStream, Prefetcher
 from .profile import Profiler, nvtx_ranges
 from .progress import Progress, banner, name_device
+from .reprice import Repricer
 from .restart import (
     SkippedBatches,
     fit_to_world_size,
@@ -304,6 +306,9 @@ class Trainer(Stepper):
         metrics = MetricsWriter(self.folder.metrics_path, self.attempt, has_rewound(self.folder))
         self.metrics = stack.enter_context(metrics)
         self.sinks = open_sinks(self.spec.log, self.folder, self.spec, self.step)
+        passes = evaluation_passes(self.held_out, self.spec, self.spec.log.eval_batches)
+        share = -(-passes // self.spec.parallel.dp)
+        self.repricer = Repricer(self.whole, self.folder, self.attempt, share, self.watchdog)
 
     def lock_folder(self, stack: ExitStack) -> tuple[int, SkippedBatches]:
         """Lock the run folder; returns the number of this attempt, and the batches to skip."""
@@ -508,6 +513,8 @@ class Trainer(Stepper):
         self.progress.step({"step": self.step, **values})
         for sink in self.sinks:
             sink.log(self.step, values)
+        if said := self.repricer.add(self.step, values):
+            self.progress.head(said)
 
     def save(self, wait: bool = True) -> float:
         """Save a checkpoint; an asynchronous one is waited for only with `wait`. Returns the stall in seconds."""
@@ -529,6 +536,10 @@ def create_run_folder(run_dir: str | Path, spec: RunSpec, machine: Machine | Non
         ops = op_prices(priced, machine)
         prediction["step_ops"] = None if ops is None else [one.to_dict() for one in ops]
         prediction["machine_rates"] = machine.best_rates if machine else None
+        if prediction["step_s"] and not spec.align.online:
+            prediction["run_s"] = seconds_to_come(spec, 0, prediction["step_s"])
+            dollars = dollars_an_hour(priced)
+            prediction["dollars"] = prediction["run_s"] / 3600 * dollars if dollars else None
     except SpecError as error:  # no number is better than a made-up one
         prediction = {"params": spec.model.params, "notes": [str(error)]}
     folder = RunFolder.create(run_dir, spec)

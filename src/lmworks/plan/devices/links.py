@@ -157,14 +157,22 @@ class Fabric:
     curve: Curve | None  # none for a torus
     network: Network | None  # none where no speed is known
     between: Curve | None = None  # measured between nodes, one rank of a group on each: in place of `network`
+    slower: tuple[float, float] = (1.0, 1.0)  # factors on seconds inside a machine and between machines
 
     @classmethod
     def of(
-        cls, cluster: Cluster, gpu: Gpu, curve: Curve | None = None, nodes: int = 0, between: Curve | None = None
+        cls,
+        cluster: Cluster,
+        gpu: Gpu,
+        curve: Curve | None = None,
+        nodes: int = 0,
+        between: Curve | None = None,
+        slower: tuple[float, float] = (1.0, 1.0),
     ) -> Self:
         """The links of a cluster, or of `nodes` of its kind.
 
-        `curve` and `between` are what was measured on it, if anything was: inside a node, and between nodes.
+        `curve` and `between` are what was measured on it, if anything was: inside a node, and between nodes; `slower`
+        what was fitted to runs on it.
         """
         kind = gpu.fabric if cluster.fabric == "auto" else cluster.fabric
         link = (gpu.host_gbs or gpu.link_gbs) if kind == "pcie" else gpu.link_gbs
@@ -174,7 +182,7 @@ class Fabric:
         nic = cluster.nic_gbs or gpu.nic_gbs
         network = Network.of(read_links()["network"], cluster.network, nic) if nic else None
         world = (nodes or cluster.nodes) * cluster.gpus_per_node
-        return cls(gpu.name, kind, domain, world, link, gpu.host_gbs, curve, network, between)
+        return cls(gpu.name, kind, domain, world, link, gpu.host_gbs, curve, network, between, slower)
 
     def members(self, ranks: Number, stride: Number) -> NDArray[Any]:
         """How many of a group stand in one machine, or in what its fast links join."""
@@ -209,6 +217,7 @@ class Fabric:
             took = self.within(kind, nbytes, np.minimum(members, 2) if kind == "send" else members)
             if np.any(members < ranks):
                 took = np.where(members < ranks, self.across(kind, nbytes, ranks, members, took), took)
+        took = took * np.where(self.inside(ranks, stride), *self.slower)
         took = np.where((ranks > 1) & (nbytes > 0), took, 0.0)
         return took if took.ndim else float(took)
 

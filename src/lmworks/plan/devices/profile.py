@@ -7,6 +7,7 @@
     [links]              message sizes in bytes, and below it µs of each collective for each number of ranks
     [links.fit.….2]      α (µs) and β (ns for each byte) of a collective among 2 ranks, one column a regime
     [network]            the same between nodes, one rank of a group on each (`lmworks bench collectives`)
+    [link_factors]       factors on the seconds of collectives, fitted to runs (`lmworks plan calibrate --from-runs`)
 
 A profile may be made on one machine and read on another: that is how a laptop plans for a cluster.
 """
@@ -31,6 +32,7 @@ from .rates import gpu_rates
 
 REMEDY = "measure it again with `lmworks plan calibrate`"
 HEADER = '# Written by `lmworks plan calibrate`. Later plans read it with cluster.profile = "THIS FILE".\n'
+LINK_FACTORS = ("links", "network")
 SHAPES = {"gemm": 3, "attention": 2, "attention_backward": 2}  # numbers that a shape has; a pass has its bytes
 
 
@@ -40,6 +42,7 @@ class Profile:
     links: Mapping[str, Any] | None = None  # as `Curve.from_dict` reads it, with `sizes`; None: one rank, no links
     made: Mapping[str, Any] | None = None  # date and versions, for people
     network: Mapping[str, Any] | None = None  # as `links`, between nodes
+    link_factors: tuple[float, float] = (1.0, 1.0)  # on seconds inside a node and between nodes, fitted to runs
 
     @functools.cached_property
     def curve(self) -> Curve | None:
@@ -63,8 +66,12 @@ class Profile:
             for kind, points in self.machine.rates.items()
         }
         kept = {key: value for key, value in machine.items() if key not in ("rates", "laws", "gains", "tag")}
+        if self.machine.tag != "measured":
+            kept["tag"] = self.machine.tag
         table = {"format": FORMAT, "machine": kept, "made": dict(self.made or {}), "rates": rates}
         measured = {"links": self.links, "network": self.network}
+        if self.link_factors != (1.0, 1.0):
+            table["link_factors"] = dict(zip(LINK_FACTORS, self.link_factors, strict=True))
         return table | {name: dict(links) for name, links in measured.items() if links is not None}
 
     def to_toml(self) -> str:
@@ -83,10 +90,15 @@ class Profile:
         rates = {kind: read_rates(kind, entry) for kind, entry in part(table, "rates", ()).items()}
         if not any(kind.startswith("gemm.") for kind in rates):
             raise ProfileError('it has no matrix products: [rates."gemm.…"] is missing')
-        machine = Machine(tag="measured", rates=rates, **known)
+        tag = table["machine"].get("tag", "measured")
+        if tag not in ("measured", "fitted"):
+            raise ProfileError(f"machine.tag is {tag!r}, not measured or fitted")
+        machine = Machine(tag=tag, rates=rates, **known)
         machine = with_laws(machine, catalogue)
         links, network = (read_links(name, table[name]) if name in table else None for name in ("links", "network"))
-        return cls(machine, links, table.get("made", {}), network)
+        slower = part(table, "link_factors", LINK_FACTORS) if "link_factors" in table else {}
+        inside, between = (number(slower.get(name, 1.0), f"link_factors.{name}") for name in LINK_FACTORS)
+        return cls(machine, links, table.get("made", {}), network, (inside, between))
 
 
 class ProfileError(ValueError):
@@ -107,7 +119,10 @@ def load_profile(path: str | Path, catalogue: str = "") -> Profile:
 def profile_of(cluster: Cluster) -> Profile:
     """The one that a spec names. What the spec says of its accelerators must be true of the profile."""
     found = load_profile(cluster.profile, cluster.catalogue)
-    machine, measured = found.machine, f"cluster.profile: {cluster.profile} was measured on {found.machine.name}"
+    machine = found.machine
+    measured = f"cluster.profile: {cluster.profile} was {machine.tag} on {machine.name}"
+    if machine.tag == "fitted" and cluster.accelerator is None:
+        raise SpecError(f"{measured}; name that accelerator: cluster.gpu={machine.name}")
     if cluster.device not in ("auto", machine.device):
         raise SpecError(f"{measured}, but cluster.device = {cluster.device!r}; leave one of them out")
     if cluster.accelerator and not cluster.accelerator.answers_to(machine.name):

@@ -7,8 +7,8 @@ Numbers may be arrays of candidates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Links:
         nodes = int(np.max(np.ceil(case.world / cluster.gpus_per_node)))
         profile = profile_for(case.gpu, cluster.profile, cluster.catalogue) if cluster.profile else None
         inside, between = (profile.curve, profile.between) if profile else (None, None)
+        slower = profile.link_factors if profile else (1.0, 1.0)
         copies = (shard if case.zero == 3 else case.dp * case.cp) // case.ep if case.model.experts else 1
         groups = {
             "tp": (tp, 1),
@@ -59,7 +60,7 @@ class Links:
             "edp": (np.maximum(1, copies), tp * case.ep),  # ranks that hold the same experts
             "pp": (case.pp, tp * case.cp * case.dp),
         }
-        return cls(Fabric.of(cluster, case.gpu, inside, nodes, between), groups)
+        return cls(Fabric.of(cluster, case.gpu, inside, nodes, between, slower), groups)
 
     def seconds(self, axis: str, kind: str, nbytes: Number) -> CommSeconds:
         """Of one collective, or of a send to the next rank of an axis; 0 where the axis has one rank."""
@@ -90,6 +91,18 @@ class StepComm:
     reduce_scatter_root: CommSeconds = CommSeconds()
     gradients: CommSeconds = CommSeconds()  # ZeRO 0 to 2: of a whole rank
     weight_all_gather: CommSeconds = CommSeconds()  # ZeRO 1 and 2
+
+    def scaled(self, intra_node: float, inter_node: float) -> Self:
+        """With factors on the seconds inside a node and between nodes."""
+
+        def slower(found: Any) -> Any:
+            if isinstance(found, tuple):
+                return tuple(map(slower, found))
+            if isinstance(found, CommSeconds):
+                return CommSeconds(found.intra_node * intra_node, found.inter_node * inter_node)
+            return found
+
+        return replace(self, **{one.name: slower(getattr(self, one.name)) for one in fields(self)})
 
     @classmethod
     def of(cls, case: Case, weights: Weights) -> Self:

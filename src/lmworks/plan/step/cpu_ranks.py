@@ -68,7 +68,8 @@ def ranks_step_time(spec: RunSpec, machine: Machine, profile: Profile) -> StepTi
 def fabric_of(spec: RunSpec, machine: Machine, profile: Profile) -> Fabric:
     nodes, per_node = ranks_of_nodes(spec)
     cluster = spec.cluster.replace(nodes=nodes, gpus_per_node=per_node)
-    return Fabric.of(cluster, Gpu(name=machine.name), profile.curve, between=profile.between)
+    gpu, slower = Gpu(name=machine.name), profile.link_factors
+    return Fabric.of(cluster, gpu, profile.curve, between=profile.between, slower=slower)
 
 
 def seconds(fabric: Fabric, call: Collective) -> float:

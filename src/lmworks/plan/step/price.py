@@ -20,6 +20,7 @@ from typing import Self
 import numpy as np
 
 from ..case import Case, Number
+from ..devices.profile import profile_for
 from ..flops import hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span, simulate, total
 from .constants import Constants, chip_family, constants, factor
@@ -179,8 +180,8 @@ def data_parallel_tail(calibrated: Calibrated, rank: SlowestRank, micro_batch: M
 
 def tags(case: Case, gpu_fitted: bool, parts: Iterable[str]) -> dict[str, str]:
     """What each figure rests on. Inter-node links and bubbles were never measured on their own."""
-    work = "fitted" if gpu_fitted else "modelled"
+    work, path = "fitted" if gpu_fitted else "modelled", case.cluster.profile
     one_node = bool(np.all(case.world <= case.cluster.gpus_per_node))
-    found = dict.fromkeys(parts, "measured" if case.cluster.profile else work)
+    found = dict.fromkeys(parts, profile_for(case.gpu, path, case.cluster.catalogue).machine.tag if path else work)
     found |= dict.fromkeys(("tp", "cp", "ep", "dp", "pp"), "fitted" if one_node else "modelled")
     return {**found, "host": "fitted", "bubble": "modelled", "offload": "modelled", "stragglers": "fitted"}

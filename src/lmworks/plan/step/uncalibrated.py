@@ -20,11 +20,13 @@ from ..activation_offload import total_offloaded_bytes
 from ..case import Case, Number
 from ..devices.machine import Machine
 from ..devices.profile import profile_for
+from ..devices.rates import gpu_rates
 from ..exact.optimizers import STATES
 from ..network import Network, network
 from ..ops import GEMM_ONLY, Kernel, Op, Workload
 from ..software import Software
 from .comm import StepComm, Weights
+from .constants import REFERENCE_LAUNCH_S
 
 REENTRANT = ("megatron", "deepspeed", "huggingface")  # code bases whose checkpointing recomputes a whole block
 Direction = Literal["forward", "backward"]
@@ -180,6 +182,7 @@ class Uncalibrated:
         if case.recompute == "budget":
             raise SpecError("parallel.recompute = 'budget' has no closed form; plan with none, selective, mlp or full")
         machine, weights = sustained_machine(case.gpu, case.software.flash, case.cluster.profile), Weights.of(case)
+        case = case.replace(host=case.host * machine.launch_s / REFERENCE_LAUNCH_S)
         net, comm, updated = network(Workload.of_case(case)), StepComm.of(case, weights), updated_params(case, weights)
         copies = weight_copies(case, weights, comm.reductions)
         activations: Number = 0.0
@@ -202,10 +205,10 @@ def sustained_machine(gpu: Gpu, flash: str, profile: str = "") -> Machine:
     machine = profile_for(gpu, profile).machine if profile else Machine.of(gpu, flash)
     if machine.laws is None:
         return machine
-    hot = {
-        dtype: replace(rate, flops=rate.flops / (1 + rate.heat), heat=0.0) for dtype, rate in machine.laws.gemm.items()
-    }
-    return replace(machine, laws=replace(machine.laws, gemm=hot))
+    # A profile that was fitted to runs has factors on laws, whichever attention kernel a code base has.
+    laws = gpu_rates(gpu, flash) if profile and machine.tag == "fitted" else machine.laws
+    hot = {dtype: replace(rate, flops=rate.flops / (1 + rate.heat), heat=0.0) for dtype, rate in laws.gemm.items()}
+    return replace(machine, laws=replace(laws, gemm=hot))
 
 
 def weight_copies(case: Case, weights: Weights, reductions: Number) -> Op:

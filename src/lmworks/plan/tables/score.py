@@ -162,7 +162,8 @@ def score_table(table: Table, forecasts: Sequence[Mapping[str, Any]]) -> tuple[l
         if "error" in found:
             left.append(f"{name}: {found['error']}")
             continue
-        figures = measured_figures(raw, table.results, found)
+        tokens = found["tokens_per_s"] * found["step_s"]
+        figures = measured_figures(raw, table.results, found["job"]["n_gpus"], tokens)
         if not figures:
             chance = found["oom_probability"]
             told = "" if chance is None else f"; predicted to run out of memory with a probability of {chance:.0%}"
@@ -206,8 +207,10 @@ def column_of(title: str) -> Column | None:
     return None
 
 
-def measured_figures(raw: Mapping[str, str], titles: Iterable[str], found: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step, and bytes, from whichever result columns a row has; a step time counts before tokens/s."""
+def measured_figures(raw: Mapping[str, str], titles: Iterable[str], gpus: int, tokens: float) -> dict[str, float]:
+    """Seconds of a step of so many `tokens`, and bytes, from whichever result columns a row has; a step time counts
+    before tokens/s.
+    """
     figures: dict[str, float] = {}
     for title in titles:
         column, cell = column_of(title), number_with_unit(raw.get(title))
@@ -215,11 +218,11 @@ def measured_figures(raw: Mapping[str, str], titles: Iterable[str], found: Mappi
             continue
         value, unit = cell
         if column.figure == "tokens/s":
-            figures["tokens/s"] = value * column.scale * (found["job"]["n_gpus"] if column.per_gpu else 1)
+            figures["tokens/s"] = value * column.scale * (gpus if column.per_gpu else 1)
         else:
             figures[column.figure] = value * (SECONDS.get(unit) or UNITS.get(unit) or column.scale)
     if "tokens/s" in figures:
-        figures.setdefault("step time", found["tokens_per_s"] * found["step_s"] / figures["tokens/s"])
+        figures.setdefault("step time", tokens / figures["tokens/s"])
     return {name: figures[name] for name in FIGURES if name in figures}
 
 

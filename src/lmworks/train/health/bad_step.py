@@ -12,7 +12,7 @@ from typing import Any
 
 from ...spec import HealthSpec
 from ...spec.fault_tolerance import ACTIONS
-from .spikes import spike_score, spike_threshold
+from .spikes import DIVERGED_STEPS, START, divergence_threshold, spike_score, spike_threshold
 
 STEP_KINDS = {"spike_loss": "loss", "spike_grad": "gradient norm"}
 
@@ -68,7 +68,11 @@ class Health:
             ("spike_loss", loss, self.state.losses),
             ("spike_grad", norm, self.state.norms),
         ):
-            if len(before) < self.spec.warmup or not math.isfinite(value):
+            if not math.isfinite(value):
+                continue
+            if len(before) < self.spec.warmup:
+                if kind == "spike_loss" and value > divergence_threshold(before):
+                    found.append(self.divergence(loss, norm))
                 continue
             seen = spike_score(value, before)
             if seen.z > self.spec.z:
@@ -78,14 +82,22 @@ class Health:
                 found.append(HealthIssue(kind, getattr(self.spec, kind), what, where, facts))
         return sorted(found, key=lambda issue: ACTIONS.index(issue.action), reverse=True)
 
+    def divergence(self, loss: float, norm: float) -> HealthIssue:
+        """Beside `check_step`'s spikes, where too few steps were seen to tell those."""
+        start = max(self.state.losses[:START])
+        what = (
+            f"loss {loss:.4g} and the {DIVERGED_STEPS - 1} before it are more than twice the first ones ({start:.4g})"
+        )
+        facts = {"loss": loss, "grad_norm": norm, "start": start, "diverged": True}
+        return HealthIssue("spike_loss", self.spec.spike_loss, what, "", facts)
+
     def limits(self) -> tuple[float, float]:
         """The largest loss and norm of the next step in which `check_step` surely finds nothing; an infinite one allows
         all that is finite. Known when its update is launched, so the device can compare by itself.
         """
-        loss, norm = (
-            spike_threshold(self.spec.z, before) if len(before) >= self.spec.warmup else math.inf
-            for before in (self.state.losses, self.state.norms)
-        )
+        if len(self.state.losses) < self.spec.warmup:
+            return divergence_threshold(self.state.losses), math.inf
+        loss, norm = (spike_threshold(self.spec.z, before) for before in (self.state.losses, self.state.norms))
         return loss, norm
 
     def record_step(self, loss: float, norm: float) -> None:

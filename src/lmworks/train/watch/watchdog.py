@@ -72,6 +72,7 @@ class Watchdog:
         self.check_s = min(5.0, spec.timeout_s / 10)
         self.flush_s = max(self.check_s, min(30.0, spec.timeout_s / 60))
         self.samples: deque[bool] = deque([True], WINDOW)
+        self.sampled = self.waited = 0  # since the start: samples, and those in which this rank waited for others
         self.oom_kills = oom_kills()  # before the first step
         self.entered = 0  # phases
         self.since: dict[object, float] = {}  # what is being waited for → since when
@@ -157,7 +158,9 @@ class Watchdog:
         place = self.communication_frame() if asleep else None
         status = self.flight.status()
         waits: set[object] = {(group, one.done) for group, one in status.items() if one.entered > one.done}
-        self.samples.append(not (asleep and (waits or place)) and not any(one.runs for one in status.values()))
+        busy = not (asleep and (waits or place)) and not any(one.runs for one in status.values())
+        self.samples.append(busy)
+        self.sampled, self.waited = self.sampled + 1, self.waited + (not busy)
         if place is not None:
             waits.add((self.entered, *place))
         self.since = {what: self.since.get(what, now) for what in waits}
