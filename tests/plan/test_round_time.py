@@ -57,7 +57,7 @@ def test_a_preference_step_is_a_training_step_over_both_rows_and_a_forward_pass(
 
 
 def test_frozen_weights_need_no_gradients() -> None:
-    """One adapter on the narrowest layer: two of three products are left, and what the adapter moves; of the update a thousandth."""
+    """One adapter on the narrowest layer: two of three products are left, and what it moves; of the update nothing."""
     full, keys = (spec_of(*words) for words in ((), ("lora.rank=1", 'lora.targets=["attention.k"]')))
     parts = [price(Case.of(spec, gpu_of(spec))).parts for spec in (full, keys)]
     assert parts[1]["matmul"] / parts[0]["matmul"] == pytest.approx(2 / 3, rel=0.06)

@@ -291,7 +291,10 @@ def test_adapters_by_columns_or_by_words() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("llama3-8b,LoRA,,", "task = 'LoRA': training of adapters is priced where a row tells lora_rank and lora_targets"),
+        (
+            "llama3-8b,LoRA,,",
+            "task = 'LoRA': training of adapters is priced where a row tells lora_rank and lora_targets",
+        ),
         ("llama3-8b,LoRA,16,", "task = 'LoRA': training of adapters is priced where a row tells lora_targets too"),
         ("llama3-8b,SFT,16,", "lora_rank = 16: training of adapters is priced where a row tells lora_targets too"),
         ("llama3-8b,LoRA,16,wte", "lora_targets = 'wte': 'wte' is not known; use q_proj, linear_qkv, attention, all"),
@@ -514,7 +517,10 @@ def test_lists_of_recomputed_modules(cell: str, policy: str, said: str) -> None:
     [
         ("llama3-8b,LoRA fine-tuning,,", "task = 'LoRA': training of adapters is priced where a row tells lora_rank"),
         ("llama3-8b-qlora,,,", "model = 'qlora': training of adapters is priced where a row tells lora_rank"),
-        ("llama3-8b,,rank-16 adapters,", "note = 'adapters': training of adapters is priced where a row tells lora_targ"),
+        (
+            "llama3-8b,,rank-16 adapters,",
+            "note = 'adapters': training of adapters is priced where a row tells lora_targ",
+        ),
         ("llama3-8b,,,PEFT", "'PEFT': training of adapters is priced where a row tells lora_rank and lora_targets too"),
         ("llama3-8b,inference,,", "task = 'inference': a row of inference; lmworks plan serve predicts that"),
         ("llama3-8b,,,decode", "'decode': a row of inference; lmworks plan serve predicts that"),

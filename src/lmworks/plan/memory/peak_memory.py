@@ -24,6 +24,7 @@ from ...spec import components
 from ...spec.layout import RESIDENT_BLOCKS, SPLIT_BACKWARD
 from ...spec.lora import ADAPTERS
 from ..activation_offload import offloading_blocks, pinned_bytes
+from ..adapters import weight_readers
 from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
@@ -393,18 +394,19 @@ class Activations:
         return [
             row("recomputed block", again, "what one block saves, less what it kept"),
             row("backward temporaries", self.temporaries, "gradients inside one MLP and of the residual stream"),
-            row("dequantized weight", self.dequantized, "the largest of a block, and what it is made from"),
+            row("dequantized weight", self.dequantized, "the largest of a block, beyond gradients inside the MLP"),
         ]
 
     @functools.cached_property
     def dequantized(self) -> Any:
         """Bytes while a quantized weight is multiplied: 4 for a level and 4 for the product with its scale, 1 for a
-        code; and as it is multiplied, if that is 16 bits."""
+        code; and as it is multiplied, if that is 16 bits. The gradients inside the MLP are not there at that moment."""
         if not self.case.frozen_base:
             return 0
         linears = components.linears(self.case.model)
         size = max(linear.inputs * linear.outputs for linear in linears) / self.case.tp
-        return (9 + (self.net.load.width == 2) * 2) * size
+        whole = (9 + (self.net.load.width == 2) * 2) * size
+        return np.maximum(0, whole - self.temporaries + stream_bytes(self.net))
 
     @functools.cached_property
     def temporaries(self) -> Any:
@@ -413,6 +415,8 @@ class Activations:
         w, slots = load.width, load.tokens * m.top_k
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
+        if load.frozen:  # the result has two gradients, of the weight and of its adapter; without one nobody kept it
+            beside = 2 if m.mlp != "swiglu" or weight_readers(load, "mlp", 1) else 3
         size = stream_bytes(self.net) * (2 if load.cast else 1)
         if not self.case.is_lmworks:  # weights' gradients are in buffers of their own; ranks add up gathered inputs'
             moved = 2 * w * slots * m.hidden if m.experts else 0
