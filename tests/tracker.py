@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmworks.model import GPT
+from lmworks.model.gpt import Linear
+from lmworks.model.lora import add_adapters, init_adapters
+from lmworks.model.quantized_weight import quantize_base
 from lmworks.parallel.precision import cast_weights
 from lmworks.spec import RunSpec
+from lmworks.spec.lora import LoraSpec
 
 
 class Tracker(TorchDispatchMode):
@@ -48,9 +53,11 @@ class Steps:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.model = GPT(spec.model)
+        if spec.adapters:
+            adapt(self.model, spec.lora, spec.adapters)
         cast_weights(spec.precision, self.model)
         self.model.recompute = spec.parallel.recompute
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], fused=True)
         shape = (spec.data.micro_batch, spec.data.seq)
         self.tokens = torch.randint(0, spec.model.vocab, shape, generator=torch.Generator().manual_seed(0))
         self.documents = torch.zeros_like(self.tokens) if spec.data.document_mask else None
@@ -72,9 +79,20 @@ class Steps:
         return Tracker(*held, *states)
 
 
+def adapt(model: GPT, lora: LoraSpec, names: tuple[str, ...]) -> None:
+    add_adapters(model, lora, names)
+    init_adapters(model, 0)
+    if lora.base:
+        kept = {name: module.weight for name, module in model.named_modules() if isinstance(module, Linear)}
+        quantize_base(model, lora.base)
+        for name, module in model.named_modules():
+            if isinstance(module, Linear) and module.quantized is not None:
+                module.quantized.store(kept[name])
+
+
 def make_run(
     *, micro_batch: int = 2, seq: int = 32, dtype: str = "fp32", weights: str = "fp32", recompute: str = "none",
-    accumulation: int = 1, documents: bool = False, **model: Any,
+    accumulation: int = 1, documents: bool = False, lora: Mapping[str, Any] | None = None, **model: Any,
 ) -> RunSpec:  # fmt: skip
     shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 96, "context": max(32, seq), **model}
     data = {"seq": seq, "micro_batch": micro_batch, "global_batch": micro_batch * accumulation}
@@ -84,5 +102,6 @@ def make_run(
             "data": {**data, "document_mask": documents},
             "precision": {"dtype": dtype, "weights": weights},
             "parallel": {"recompute": recompute},
+            "lora": dict(lora or {}),
         }
     )

@@ -6,7 +6,8 @@
 DIR holds aiconfigurator_silicon_inference_refs.csv (ai-dynamo/aiconfigurator, tools/accuracy_tracking): mean time to
 the first token and between tokens of served models. With them go steps of vLLM on one H200 and of gpt-fast on one A100,
 below. Every constant is drawn towards a prior, as 40 rows cannot carry a dozen constants; errors are also
-given with each model left out of the fit.
+given with each model left out of the fit. The limits of the host are not fitted to them: they are read from runs of our
+own engine and API (benchmarks/results/engine_gpu.json, serve_overhead_gpu_*.json).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from lmworks.plan.serving.batching import Lengths, queueing_seconds, steady
+from lmworks.plan.serving.host import HostLimits
 from lmworks.plan.serving.inference import CONSTANTS, Deployment, Rates
 from lmworks.plan.serving.served_model import Experts, Linear, ServedModel
 from lmworks.spec import ModelSpec, catalogue
@@ -215,6 +219,34 @@ def drained(values: np.ndarray) -> list[str]:
     return found
 
 
+# --- the host's limits -----------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def host_limits() -> HostLimits:
+    """Of one H200's host.
+
+    Engine: of runs of 256 requests the least host time a sequence and step; the rest of it overlaps with waiting. API:
+    what its process computed for a token, with 256 and with 512 tokens a request: token + request / tokens.
+    """
+    runs = [run for model in read_result("engine_gpu.json")["models"].values() for run in offline_runs(model)]
+    sequence = min(run["host_share"] * run["seconds"] / run["steps"] / run["mean_batch"] for run in runs)
+    served = [read_result(f"serve_overhead_gpu_{size}.json") for size in ("8b", "0.6b")]
+    columns = np.array([[1.0, 1 / run["tokens"]] for run in served])
+    token, request = np.linalg.solve(columns, [run["api_cpu_us_per_token"] for run in served])
+    return HostLimits(1e6 * sequence, float(token), float(request))
+
+
+def read_result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def offline_runs(model: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for kind in ("throughput", "quant") for run in model.get(kind, {}).values() if "host_share" in run]
+
+
 # --- the fit ---------------------------------------------------------------------------------------------
 
 ENGINES = ("vllm", "sglang", "trtllm")
@@ -309,6 +341,8 @@ def write(values: np.ndarray, gpus: set[str], left: list[tuple[float, float]], n
         lines += [
             f"{name.split('.')[1]} = {value:.3g}" for name, value in named.items() if name.startswith(engine + ".")
         ]
+    lines += ["", "[host]  # not fitted: of our own engine and API"]
+    lines += [f"{name} = {value:.3g}" for name, value in dataclasses.asdict(host_limits()).items()]
     lines += ["", "[errors]  # median, with each model left out of the fit"]
     for key, found in zip(("tpot", "ttft"), zip(*left, strict=True), strict=True):
         lines.append(f"{key} = {np.median([abs(ratio - 1) for ratio in found if ratio]):.2g}")

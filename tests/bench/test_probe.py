@@ -26,7 +26,7 @@ def machine() -> Machine:
 def test_every_kernel_of_every_preset_has_a_rate(machine: Machine) -> None:
     for name in PRESETS:
         net = network(Workload(ModelSpec.from_preset(name), batch=1, seq=128))
-        for op in (*net.stem, *net.block, *net.loss, *optimizer(net.load.model, net.load.software, states=8)):
+        for op in (*net.stem, *net.block, *net.loss, *optimizer(net.load.model.params, net.load.software, states=8)):
             for kernel in (*op.forward, *op.backward):
                 assert machine.seconds(dataclasses.replace(kernel, count=1), "fp32") > 0
 

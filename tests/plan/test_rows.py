@@ -272,9 +272,40 @@ def test_a_family_and_a_size_in_columns_of_their_own() -> None:
     assert (found.case.recompute, found.case.recompute_every, found.case.global_batch) == ("full", 2, 64)
 
 
-def test_adapters_are_not_priced() -> None:
-    with pytest.raises(SpecError, match="task = 'LoRA'"):
-        jobs("model,task,gpu,n_gpus,seq_len\nllama3-8b,LoRA,h100,8,4096")
+def test_adapters_by_columns_or_by_words() -> None:
+    """Rank 16 on q and v of Llama 3 8B: 6,815,744 weights, as PEFT counts them."""
+    text = "model,task,lora_rank,target_modules,gpu,n_gpus,seq_len\n"
+    whole, columns, quantized = jobs(
+        text
+        + 'llama3-8b,SFT,,,h100,8,4096\nllama3-8b,LoRA,16,"q_proj, v_proj",h100,8,4096\n'
+        + "llama3-8b,QLoRA with rank=16 on all linear layers,,,h100,8,4096"
+    )
+    assert not whole.case.adapters
+    assert 32 * sum(weight.size for weight in columns.case.adapters) == 6_815_744
+    assert 32 * sum(weight.size for weight in quantized.case.adapters) == 41_943_040
+    assert (columns.case.frozen_base, quantized.case.frozen_base) == ("", "nf4")
+    full, adapted = (budget(one.case) for one in (whole, columns))
+    assert adapted.optimizer < 1e-3 * full.optimizer and adapted.gradients < 1e-3 * full.gradients
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            "llama3-8b,LoRA,,",
+            "task = 'LoRA': training of adapters is priced where a row tells lora_rank and lora_targets",
+        ),
+        ("llama3-8b,LoRA,16,", "task = 'LoRA': training of adapters is priced where a row tells lora_targets too"),
+        ("llama3-8b,SFT,16,", "lora_rank = 16: training of adapters is priced where a row tells lora_targets too"),
+        ("llama3-8b,LoRA,16,wte", "lora_targets = 'wte': 'wte' is not known; use q_proj, linear_qkv, attention, all"),
+        ("mixtral-8x7b,LoRA,16,all", "adapters of experts are not priced, those of attention are"),
+        ("llama3-8b,prefix tuning,,", "task = 'prefix tuning' is not priced; of adapters those of low rank are"),
+    ],
+)
+def test_adapters_that_are_not_told_are_not_priced(row: str, reason: str) -> None:
+    with pytest.raises(SpecError) as error:
+        jobs("model,task,lora_rank,lora_targets,gpu,n_gpus,seq_len\n" + row + ",h100,8,4096")
+    assert reason in str(error.value)
 
 
 def test_a_model_by_its_size_and_a_layout_that_holds_it() -> None:
@@ -484,10 +515,13 @@ def test_lists_of_recomputed_modules(cell: str, policy: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ("llama3-8b,LoRA fine-tuning,,", "task = 'LoRA': training of adapters alone is not priced"),
-        ("llama3-8b-qlora,,,", "model = 'qlora': training of adapters alone is not priced"),
-        ("llama3-8b,,rank-16 adapters,", "note = 'adapters': training of adapters alone is not priced"),
-        ("llama3-8b,,,PEFT", "'PEFT': training of adapters alone is not priced"),
+        ("llama3-8b,LoRA fine-tuning,,", "task = 'LoRA': training of adapters is priced where a row tells lora_rank"),
+        ("llama3-8b-qlora,,,", "model = 'qlora': training of adapters is priced where a row tells lora_rank"),
+        (
+            "llama3-8b,,rank-16 adapters,",
+            "note = 'adapters': training of adapters is priced where a row tells lora_targ",
+        ),
+        ("llama3-8b,,,PEFT", "'PEFT': training of adapters is priced where a row tells lora_rank and lora_targets too"),
         ("llama3-8b,inference,,", "task = 'inference': a row of inference; lmworks plan serve predicts that"),
         ("llama3-8b,,,decode", "'decode': a row of inference; lmworks plan serve predicts that"),
         ("falcon-mamba-7b,,,", "mamba has layers that are not attention; not priced"),

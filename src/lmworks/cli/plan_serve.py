@@ -98,6 +98,7 @@ def print_chosen(plan: Plan, engine: str) -> None:
     prompt, answer, _ = plan.dollars_per_million()
     seconds = tag(d.gpu)
     full = float(plan.full.rate)
+    at_limit = f"tokens/s out, {full:.3g} requests/s" + (", all that its host can do" if plan.full.host_bound else "")
     rows: list[list[Any]] = [
         ["weights on one GPU", f"{space.weights / 1e9:.3g} GB", f"{d.weights}, multiplied in {d.compute}", "modelled"],
         ["left for the KV cache", f"{space.cache / 1e9:.3g} GB", f"{d.cache.token_bytes:,.0f} B a token", "modelled"],
@@ -107,7 +108,7 @@ def print_chosen(plan: Plan, engine: str) -> None:
         ["time between tokens", duration(at.tpot), f"mean; {duration(plan.idle.tpot)} when idle", seconds],
         ["whole request", duration(at.e2e), f"mean; {duration(plan.idle.e2e)} when idle", seconds],
         ["a replica serves", f"{plan.point.rate:.3g}", f"requests/s at a batch of {plan.point.batch:.3g}", seconds],
-        ["a replica at its limit", short(full * lengths.output), f"tokens/s out, {full:.3g} requests/s", seconds],
+        ["a replica at its limit", short(full * lengths.output), at_limit, seconds],
         ["replicas", plan.replicas, f"{plan.gpus} GPUs, ${plan.dollars_hour:.2f} an hour", "modelled"],
         ["a million tokens in", dollars(prompt), f"${plan.price_hour:g} an hour for a GPU", "modelled"],
         ["a million tokens out", dollars(answer), "", "modelled"],

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Entry, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
+from .adapters import Layer, weight_readers, with_frozen_weights
 from .case import Number
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, gemm, stream, weight_gradient, without_fp8
@@ -30,10 +31,13 @@ def embedding(load: Workload) -> list[Op]:
     # Backward scatters into a dense gradient of the table; a tied head's gradient is added to it.
     x, table = t * h * load.stream / 4, vocab * h * load.software.gradients / 4  # in units of 4 bytes
     back = [stream(table), stream(3 * x)] + ([stream(3 * table)] if m.tie_embeddings else [])
+    if load.frozen:
+        back = []
     ops = [Op("token embedding", "embedding", (stream(2 * x),), tuple(back), saved=(4 * x,))]
     if m.positions == "learned":  # the sum replaces the look-up as the stream's first tensor; positions are int64
-        indices = 8 * load.seq * (load.batch if load.documents else 1)
-        ops.append(Op("position embedding", "embedding", (stream(3 * x),), (stream(2 * x),), indices=indices))
+        indices = 8 * load.seq * (load.batch if load.documents else 1) * (not load.frozen)
+        there, back = stream(3 * x), [] if load.frozen else [stream(2 * x)]
+        ops.append(Op("position embedding", "embedding", (there,), tuple(back), indices=indices))
     if m.positions == "rope":  # cos and sin of every position, twice a head's half; shared by all layers
         table = load.seq * (load.batch if load.documents else 1) * m.rotary_width
         kinds = 2 if m.rope_local_theta else 1
@@ -100,7 +104,7 @@ def block(load: Workload) -> list[Op]:
                 ops.append(entry(component, load))
             case Norm(total=0):
                 entered = load.routed if component.feeds_router else load
-                ops.append(norm(component.label, entered, components.readers(load.model, component)))
+                ops.append(norm(component.label, entered, *readers(component, load)))
             case Norm():
                 ops.append(head_norm(component, load))
             case Rotary():
@@ -126,9 +130,11 @@ def block(load: Workload) -> list[Op]:
 
 def linear(layer: Linear, load: Workload) -> Op:
     """A layer of a tensor-parallel rank."""
+    inputs, outputs = layer.inputs, load.local(layer.outputs, layer.shard)
     if layer.shard == "row":
-        return product(layer.label, load, layer.inputs // load.tp, layer.outputs, layer.bias)
-    return product(layer.label, load, layer.inputs, load.local(layer.outputs, layer.shard), layer.bias)
+        inputs, outputs = layer.inputs // load.tp, layer.outputs
+    whole = product(layer.label, load, inputs, outputs, layer.bias)
+    return with_frozen_weights(whole, load, [Layer(layer.name, inputs, outputs)])
 
 
 def product(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = False) -> Op:
@@ -147,41 +153,50 @@ def product(name: str, load: Workload, inputs: Any, outputs: Any, bias: bool = F
 def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
     """Kernels of a norm over x elements: one each way, but for RMSNorm on a CPU, made of small ops.
 
-    On a GPU the weight gradient is a kernel of its own, which reads both inputs again.
+    On a GPU the weight gradient is a kernel of its own, which reads both inputs again; on a CPU a product and a sum.
     """
     x = x * load.stream / 4
+    trained = not load.frozen
     if load.device == "cuda":
-        return [stream(2 * x)], [stream(3 * x), stream(2 * x)]
+        return [stream(2 * x)], [stream(3 * x)] + [stream(2 * x)] * trained
     if load.model.norm == "layer":
         return [stream(2 * x)], [stream(3 * x)]
-    return [stream(2 * x, count=3), stream(x)], [stream(3 * x, count=2), stream(2 * x, count=4), stream(x, count=2)]
+    back = [stream(3 * x, count=1 + trained), stream(2 * x, count=4), stream(x, count=1 + trained)]
+    return [stream(2 * x, count=3), stream(x)], back
 
 
-def norm(name: str, load: Workload, readers: int) -> Op:
-    """Normalise the residual stream for `readers` linear layers.
+def readers(source: Norm | Entry, load: Workload) -> tuple[int, int]:
+    """Products that read the output of a norm, and those of them that keep it."""
+    count = components.readers(load.model, source)
+    return count, weight_readers(load, source.name, count)
 
-    Saved: the output once (fp32), or one cast of it per reader; 1/σ, and LayerNorm's mean. Its input is saved by the
+
+def norm(name: str, load: Workload, readers: int, keepers: int) -> Op:
+    """Normalise the residual stream for `readers` linear layers, of which `keepers` keep it.
+
+    Saved: the output once (fp32), or one cast of it per keeper; 1/σ, and LayerNorm's mean. Its input is saved by the
     op that made it.
     """
-    t, x, results = load.sp_tokens, load.sp_tokens * load.model.hidden, entered_tensors(load, readers)
+    t, x, results = load.sp_tokens, load.sp_tokens * load.model.hidden, entered_tensors(load, keepers)
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
     if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
         saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
-        forward.append(stream(1.5 * x, count=readers))
-        backward.append(stream(1.5 * x, kind="widen", count=readers))
+        casts = readers + keepers * load.frozen  # an adapter has a cast of its own
+        forward.append(stream(1.5 * x, count=casts))
+        backward.append(stream(1.5 * x, kind="widen", count=casts))
     added = 3 * x * load.stream / 4  # gradients of the readers
     backward.append(stream(added, count=max(0, readers - 1)))
     freed = 4 * x * ((load.model.norm == "rms" and load.device == "cpu") + load.cast)  # x², and what was cast
-    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), transient=freed)
+    return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), for_weights=sum(results), transient=freed)
 
 
-def entered_tensors(load: Workload, readers: int) -> list[Any]:
-    """What `readers` linear layers save of one result: it once (fp32), or one cast of it per reader."""
+def entered_tensors(load: Workload, keepers: int) -> list[Any]:
+    """What `keepers` linear layers save of one result: it once (fp32), or one cast of it per layer."""
     x, whole = load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
-    results = [2 * x] * readers if load.cast else [load.stream * x] * (readers > 0)
+    results = [2 * x] * keepers if load.cast else [load.stream * x] * (keepers > 0)
     if results and np.any(load.tp > 1):  # one tensor enters the region, cast before it does
         entering = np.where(load.tp > 1, load.width * whole, results[0])
         results = [entering, *[np.where(load.tp > 1, 0, results[0])] * (len(results) - 1)]
@@ -190,11 +205,11 @@ def entered_tensors(load: Workload, readers: int) -> list[Any]:
 
 def entry(layer: Entry, load: Workload) -> Op:
     """The residual stream as linear layers save it, where no norm stands before them."""
-    count = components.readers(load.model, layer)
-    x = load.sp_tokens * load.model.hidden
-    cast = (stream(1.5 * x, count=count),) * load.cast
+    count, keepers = readers(layer, load)
+    x, kept = load.sp_tokens * load.model.hidden, entered_tensors(load, keepers)
+    cast = (stream(1.5 * x, count=count + keepers * load.frozen),) * load.cast
     added = stream(3 * x * load.stream / 4, count=max(0, count - 1))
-    return Op(layer.label, "residual", cast, (*cast, added), tuple(entered_tensors(load, count)))
+    return Op(layer.label, "residual", cast, (*cast, added), tuple(kept), for_weights=sum(kept))
 
 
 def branch_norm(layer: Norm, load: Workload) -> Op:
@@ -218,9 +233,9 @@ def head_norm(layer: Norm, load: Workload) -> Op:
     """RMSNorm over each head. Saved: its input, 1/σ of every head, and its output where a linear layer reads it."""
     x = load.tokens * load.local(layer.total, layer.shard)
     forward, backward = normalise(load, x)
-    outputs = [load.width * x] * (components.readers(load.model, layer) > 0)
+    outputs = [load.width * x] * (readers(layer, load)[1] > 0)
     saved = (load.width * (load.tokens * layer.source if layer.source else x), 4 * (x // layer.width), *outputs)
-    return Op(layer.label, "norms", tuple(forward), tuple(backward), saved=saved)
+    return Op(layer.label, "norms", tuple(forward), tuple(backward), saved=saved, for_weights=sum(outputs))
 
 
 def rotary(layer: Rotary, load: Workload) -> Op:
@@ -248,6 +263,7 @@ def attention(core: Attention, load: Workload) -> Op:
     heads, kv_heads, several = core.heads // load.tp, load.local(core.kv_heads, "kv_heads"), np.greater(load.cp, 1)
     q, out = heads * core.qk_dim, heads * core.v_dim
     result = t * out * w
+    read = result * (weight_readers(load, "attention", 1) > 0)  # what the next product keeps of it
     inputs = [t * q * w, t * kv_heads * core.qk_dim * w, t * kv_heads * core.v_dim * w]
     kept = result  # as attention returns it
     padded = core.v_dim < core.qk_dim and ((load.cp_method == "ring") & several | (load.device == "cpu"))
@@ -267,18 +283,18 @@ def attention(core: Attention, load: Workload) -> Op:
         ]
         inner = w if load.backend == "reference" else 4  # SDPA's math path computes in fp32
         repeated = (t * width * inner for width in (q, q, out))  # k, v for every head
-        saved = [4 * t * heads * core.saved_scores(load.seq), *repeated, result]
+        saved = [4 * t * heads * core.saved_scores(load.seq), *repeated, read]
         if load.is_16_bit and load.backend == "reference":
             saved.append(2 * scores)
         selective = scores * inner, t * out * inner
-        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), selective)
+        return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), selective, for_weights=read)
     around = ring_passes(core, load)
     forward = [Kernel("attention", flops=flops, shape=shape), *around[0]]
     # Five GEMMs against two: scores are recomputed.
     backward = [Kernel("attention_backward", flops=2.5 * flops, shape=shape), *around[1]]
     # Under context parallelism the output is saved twice: as merged, and as the next GEMM reads it.
     sums = 4 * t * heads
-    saved = [*inputs, kept, sums, kept * several, result * padded]
+    saved = [*inputs, kept, sums, kept * several * (read > 0), read * padded]
     mask: Any = load.seq**2 * (load.batch if load.documents else 1)
     if load.device == "cpu" and m.positions == "alibi" and load.is_16_bit:  # every layer casts its own
         saved.append(heads * mask * w)
@@ -288,7 +304,7 @@ def attention(core: Attention, load: Workload) -> Op:
         mask = mask * (1 if load.documents else 1 - core.full_share)
         saved.append(mask * w)
         forward.append(stream(1.25 * mask))
-    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), (kept, sums))
+    return Op("attention", "attention", tuple(forward), tuple(backward), tuple(saved), (kept, sums), for_weights=read)
 
 
 def ring_passes(core: Attention, load: Workload) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
@@ -321,8 +337,9 @@ def ring_passes(core: Attention, load: Workload) -> tuple[tuple[Kernel, ...], tu
     return (made[0],), (made[1],)
 
 
-def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
-    """SwiGLU saves gate, silu(gate) and up, GeGLU as much; GELU saves its input; the next GEMM saves their output."""
+def activation(load: Workload, width: Any, tokens: Any, count: Any = 1, read: bool = True) -> Op:
+    """SwiGLU saves gate, silu(gate) and up, GeGLU as much; GELU saves its input; the next GEMM, if it keeps what it
+    has `read`, saves their output."""
     x = tokens * width * load.width / 4  # in units of 4 bytes
     if not load.model.gated_mlp:
         there, back = (np.where(load.epilogue_fusion, 1, apart)[()] * x for apart in (2, 3))
@@ -332,12 +349,13 @@ def activation(load: Workload, width: Any, tokens: Any, count: Any = 1) -> Op:
         forward = [stream(2 * x, kind="exp", count=count), stream(3 * x, count=count)]
         backward = [stream(3 * x, count=2 * count), stream(3 * x, kind="exp", count=count)]
         tensors = 3
-    saved = (4 * x,) * (tensors + 1)
-    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved, copies=count)
+    saved, result = (4 * x,) * (tensors + read), 4 * x * read
+    return Op(load.model.mlp, "activation", tuple(forward), tuple(backward), saved, copies=count, for_weights=result)
 
 
 def mlp(layer: MLP, load: Workload) -> list[Op]:
-    middle = activation(load, layer.width // load.tp, load.tokens)
+    read = weight_readers(load, layer.name, 1) > 0
+    middle = activation(load, layer.width // load.tp, load.tokens, read=read)
     return [*(linear(each, load) for each in layer.up), middle, linear(layer.down, load)]
 
 
@@ -374,12 +392,13 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
         backward.append(cast)
     dear = [slots / launches * w * width for width in (ffn, ffn, h)]
     matrices = Op("experts", "matmul", tuple(forward), tuple(backward), saved_selective=tuple(dear), copies=launches)
+    inner = activation(load, ffn, slots / count, count, read=not load.frozen)
     ops = [
-        product("router", load, h, layer.count),
+        with_frozen_weights(product("router", load, h, layer.count), load),
         route,
         dispatch(layer, load, slots, count * ffn * h),
-        matrices,
-        gated(load, slots * ffn) if load.grouped_experts else activation(load, ffn, slots / count, count),
+        with_frozen_weights(matrices, load),
+        gated(load, slots * ffn) if load.grouped_experts else inner,
     ]
     return without_fp8(load, ops)
 
@@ -398,14 +417,15 @@ def dispatch(layer: Experts, load: Workload, slots: Any, weights: Any) -> Op:
         h = layer.hidden
         there = [stream(2 * x, count=3), stream(x + slots * h), stream(slots * h + load.tokens * h)]
         back = [stream(2 * x, count=3), stream(x + slots * h, count=2), stream(x + load.tokens * h), stream(3 * x)]
-        back.append(stream(2 * weights, count=3))
-    return Op("dispatch", "experts", tuple(there), tuple(back), saved=(4 * x, 4 * x))
+        back += [] if load.frozen else [stream(2 * weights, count=3)]
+    rows = 4 * x * (not load.frozen)  # of which experts keep what they multiply
+    return Op("dispatch", "experts", tuple(there), tuple(back), saved=(rows, 4 * x))
 
 
 def gated(load: Workload, numbers: Any) -> Op:
     """SwiGLU in one kernel, which computes silu(gate) again in the backward pass (`kernels.swiglu`)."""
     x = numbers * load.width / 4
-    return Op("swiglu", "activation", (stream(3 * x),), (stream(5 * x),), saved=(4 * x,) * 3)
+    return Op("swiglu", "activation", (stream(3 * x),), (stream(5 * x),), saved=(4 * x,) * (2 + (not load.frozen)))
 
 
 def shared_gate(layer: SharedGate, load: Workload) -> list[Op]:
@@ -413,7 +433,7 @@ def shared_gate(layer: SharedGate, load: Workload) -> list[Op]:
     t, w = load.tokens, load.width
     x = t * layer.hidden * w / 4
     ops = [
-        product("shared gate", load, layer.hidden, 1),
+        with_frozen_weights(product("shared gate", load, layer.hidden, 1), load),
         Op("shared experts' share", "experts", (stream(2 * x),), (stream(4 * x),), saved=(w * t, 4 * x)),
     ]
     return without_fp8(load, ops)
@@ -428,9 +448,14 @@ def loss(load: Workload) -> list[Op]:
     return heads.get(load.head, chunked_cross_entropy)(load)
 
 
+def final_norm(load: Workload) -> Op:
+    """The loss keeps its output."""
+    return norm("final norm", load, 0, 0)
+
+
 def final_states(load: Workload) -> list[Op]:
     """Of a teacher: its head is a part of the student's loss."""
-    return [norm("final norm", load, readers=0)]
+    return [final_norm(load)]
 
 
 def divergence(load: Workload) -> list[Op]:
@@ -439,18 +464,24 @@ def divergence(load: Workload) -> list[Op]:
     t, h, rows, seen = load.tokens, load.model.hidden, load.chunk_rows, load.logit_columns
     chunks, head, theirs = t / rows, load.vocab * h, load.vocab * load.teacher.hidden
     products = [gemm(rows, h, seen, chunks), gemm(rows, load.teacher.hidden, seen, chunks)]
-    products += [gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks)]
+    products += [gemm(rows, seen, h, chunks), *head_gradient(load, chunks)]
     logits = rows * seen
     passes = [stream(8 * logits, kind="exp", count=chunks), stream(COMPARISON_PASSES * logits, count=chunks)]
     if load.cast:  # both heads, once
         passes.append(stream(1.5 * (head + theirs)))
-    if load.is_16_bit:  # every chunk adds to the head's gradient
+    if load.is_16_bit and not load.frozen:  # every chunk adds to the head's gradient
         passes.append(stream(3 * head, count=chunks))
+    begun, scaled = ([], []) if load.frozen else ([stream(head)], [stream(2 * head)])
     return [
-        norm("final norm", load, readers=0),
+        final_norm(load),
         Op("head", "loss", tuple(products)),
-        Op("divergence", "loss", (*passes, stream(head)), (stream(2 * head), stream(2 * t * h))),
+        Op("divergence", "loss", (*passes, *begun), (*scaled, stream(2 * t * h))),
     ]
+
+
+def head_gradient(load: Workload, chunks: Any) -> list[Kernel]:
+    """The product that gives the gradient of the head's weight, chunk by chunk."""
+    return [] if load.frozen else [weight_gradient(load.logit_columns, load.chunk_rows, load.model.hidden, chunks)]
 
 
 def values(load: Workload) -> list[Op]:
@@ -458,7 +489,7 @@ def values(load: Workload) -> list[Op]:
     t, h = load.tokens, load.model.hidden
     saved = (load.width * t * h, 2 * h if load.cast else 0)  # hidden states, and the row as it was cast
     score = Op("score", "loss", (stream(t * h),), (stream(2 * t * h),), saved)
-    return [norm("final norm", load, readers=0), score]
+    return [final_norm(load), score]
 
 
 def logprobs(load: Workload) -> list[Op]:
@@ -471,15 +502,16 @@ def logprobs(load: Workload) -> list[Op]:
     cast = [stream(1.5 * head)] if load.cast else []
     sums = stream(more, kind="exp", count=chunks)
     slopes = stream(3 * more, kind="exp", count=chunks)
-    products = (gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks))
+    products = (gemm(rows, seen, h, chunks), *head_gradient(load, chunks))
+    begun = [] if load.frozen else [stream(head)]
     return [
-        norm("final norm", load, readers=0),
+        final_norm(load),
         Op("head", "loss", (logits,), (logits, *products)),
         Op(
             "log-probabilities",
             "loss",
             (*cast, *capped, sums),
-            (*cast, *capped, slopes, stream(head)),
+            (*cast, *capped, slopes, *begun),
             saved=(load.width * t * h, 4 * t),  # hidden states, log-sum-exp
             indices=2 * 4 * t,  # and the results: log-probabilities, entropies
         ),
@@ -491,20 +523,21 @@ def chunked_cross_entropy(load: Workload) -> list[Op]:
     t, h, vocab = load.tokens, load.model.hidden, load.vocab
     rows, seen = load.chunk_rows, load.logit_columns
     chunks, head = t / rows, vocab * h
-    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), weight_gradient(seen, rows, h, chunks)]
+    products = [gemm(rows, h, seen, chunks), gemm(rows, seen, h, chunks), *head_gradient(load, chunks)]
     passes = [softmax_in_place(load, rows * seen, chunks)] if load.in_place else softmax(load, rows * seen, chunks)
     more = load.width * rows * seen / 4  # read or written by a further pass over the logits
     passes += [stream(2 * more, count=chunks)] * components.logit_passes(load.model)
     if load.cast:  # the head, once
         passes.append(stream(1.5 * head))
-    if load.is_16_bit:  # every chunk adds to its gradient
+    if load.is_16_bit and not load.frozen:  # every chunk adds to its gradient
         added = load.head_gradient / 2 if load.in_place else 3
         passes.append(stream(added * head, count=chunks))
-    scaled = (load.head_gradient + load.software.gradients) / 4
+    each = (load.head_gradient + load.software.gradients) / 4
+    begun, scaled = ([], []) if load.frozen else ([stream(head)], [stream(each * head)])
     return [
-        norm("final norm", load, readers=0),
+        final_norm(load),
         Op("head", "loss", tuple(products)),
-        Op("cross-entropy", "loss", (*passes, stream(head)), (stream(scaled * head), stream(2 * t * h))),
+        Op("cross-entropy", "loss", (*passes, *begun), (*scaled, stream(2 * t * h))),
     ]
 
 

@@ -52,13 +52,22 @@ def model_flops_per_token(model: ModelSpec, seq: int) -> float:
     return 3 * forward_flops_per_token(model, seq)
 
 
-def run_flops_per_token(spec: RunSpec) -> float:
-    """Model FLOPs of a run. Frozen weights have no gradient of their own, 4 FLOPs of 6; the active adapter has 6."""
-    model, whole = spec.model, model_flops_per_token(spec.model, spec.data.seq)
-    if not spec.adapters:
+def adapted_flops_per_token(model: ModelSpec, seq: int, adapters: tuple[components.Weight, ...]) -> float:
+    """Training with these adapters in every block, or of all weights without any.
+
+    Frozen weights have no gradient of their own, 4 FLOPs of 6; adapters have 6.
+    """
+    whole = model_flops_per_token(model, seq)
+    if not adapters:
         return whole
-    matrices = (w for w in block_adapter_weights(model, spec.lora, spec.adapters[:1]) if len(w.shape) > 1)
-    return whole - 2 * model.matmul_params + 6 * model.layers * sum(weight.size for weight in matrices)
+    matrices = sum(weight.size for weight in adapters if len(weight.shape) > 1)
+    return whole - 2 * model.matmul_params + 6 * model.layers * matrices
+
+
+def run_flops_per_token(spec: RunSpec) -> float:
+    """Model FLOPs of a run."""
+    active = tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters[:1]))
+    return adapted_flops_per_token(spec.model, spec.data.seq, active)
 
 
 def hardware_flops_per_token(model: ModelSpec, seq: int, recompute: str = "none") -> float:

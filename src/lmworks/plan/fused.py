@@ -16,6 +16,7 @@ import numpy as np
 from ..spec import components
 from ..spec.components import MLP, Attention, Copy, Entry, Experts, Linear, Norm, Residual, Rotary, SharedGate, Sinks
 from . import eager
+from .adapters import Layer, weight_readers, with_frozen_weights
 from .flops import mean_keys_per_query
 from .ops import Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
 
@@ -62,20 +63,21 @@ def stem(load: Workload) -> list[Op]:
     x, table = load.sp_tokens * load.model.hidden * load.software.stream, load.vocab * load.model.hidden
     mask = load.sp_tokens * load.model.hidden * load.software.dropout
     forward = Kernel("stream", bytes=2 * x + mask)
-    backward = Kernel("stream", bytes=4 * table), Kernel("stream", bytes=2 * x)
+    backward = () if load.frozen else (Kernel("stream", bytes=4 * table), Kernel("stream", bytes=2 * x))
     return [Op("embedding", "embedding", (forward,), backward, saved=(x, mask))]
 
 
-def norm(name: str, load: Workload) -> Op:
-    """Its output is saved as the next GEMM's input; its input is saved by the op that made it."""
+def norm(name: str, load: Workload, kept: bool = True) -> Op:
+    """Its output is saved as the next GEMM's input, if that keeps it; its input is saved by the op that made it."""
     x = load.sp_tokens * load.model.hidden
     s, w = load.software.stream, load.width
     statistics = [4 * load.sp_tokens] * (2 if load.model.norm == "layer" else 1)
-    results = [] if load.rematerialized else [load.saved_width * x]
+    result = load.saved_width * x * (kept and not load.rematerialized)
     forward, backward = Kernel("stream", bytes=(s + w) * x), Kernel("stream", bytes=(2 * s + w) * x)
     # Launches of unfused code alone: each of its weights has a sum, which is added to the last.
-    sums = () if load.software.fused else (Kernel("stream", count=4 if load.model.norm == "layer" else 2),)
-    return Op(name, "norms", (forward,), (backward, *sums), saved=(*results, *statistics))
+    alone = not (load.software.fused or load.frozen)
+    sums = (Kernel("stream", count=4 if load.model.norm == "layer" else 2),) if alone else ()
+    return Op(name, "norms", (forward,), (backward, *sums), saved=(result, *statistics), for_weights=result)
 
 
 def residual(layer: Residual, load: Workload) -> Op:
@@ -93,18 +95,20 @@ def residual(layer: Residual, load: Workload) -> Op:
 
 def projections(layers: Sequence[Linear], load: Workload) -> Op:
     """Layers that read the same input are one product; selective recompute saves their outputs."""
-    first, outputs, labels, kept = layers[0], 0, list[str](), list[Any]()
+    first, outputs, labels, kept, alone = layers[0], 0, list[str](), list[Any](), list[Layer]()
+    inputs = first.inputs // load.tp if first.shard == "row" else first.inputs
     for layer in layers:
         width = layer.outputs if layer.shard == "row" else load.local(layer.outputs, layer.shard)
         outputs = outputs + width
         labels.append(layer.label)
         kept.append(load.width * load.tokens * width)
+        alone.append(Layer(layer.name, inputs, width))
     if load.software.saves_alternate_gemms:
         kept.pop()
-    inputs = first.inputs // load.tp if first.shard == "row" else first.inputs
     after_norm = first.shard != "row"  # else after attention
     name = ", ".join(labels)
-    return product(name, load, inputs, outputs, saved_selective=kept, bias=first.bias, input_from_kernel=after_norm)
+    found = product(name, load, inputs, outputs, saved_selective=kept, bias=first.bias, input_from_kernel=after_norm)
+    return with_frozen_weights(found, load, alone)
 
 
 def rotary(layers: Sequence[Rotary], load: Workload) -> Op:
@@ -120,14 +124,14 @@ def head_norms(layers: Sequence[Norm], load: Workload) -> Op:
     outputs = [
         size
         for layer, size in zip(layers, sizes, strict=True)
-        if components.readers(load.model, layer) and not load.rematerialized
+        if eager.readers(layer, load)[1] and not load.rematerialized
     ]
     inputs = [
         load.width * load.tokens * layer.source if layer.source else size
         for layer, size in zip(layers, sizes, strict=True)
     ]
     forward, backward = Kernel("stream", bytes=2 * sum(sizes)), Kernel("stream", bytes=3 * sum(sizes))
-    return Op("head norms", "norms", (forward,), (backward,), saved=(*inputs, *outputs))
+    return Op("head norms", "norms", (forward,), (backward,), saved=(*inputs, *outputs), for_weights=sum(outputs))
 
 
 def attention(core: Attention, load: Workload) -> Op:
@@ -145,7 +149,8 @@ def attention(core: Attention, load: Workload) -> Op:
     backward = (Kernel("attention_backward", flops=2.5 * flops, shape=shape), *around[1])
     statistics = 4 * t * heads
     # The product that follows keeps its own copy in fp8.
-    saved = (*inputs, result, statistics, *((result / w,) * (load.saved_width < w)))
+    copy = result / w * (load.saved_width < w and weight_readers(load, "attention", 1) > 0)
+    saved = (*inputs, result, statistics, copy)
     return Op("attention", "attention", forward, backward, saved, (result, statistics))
 
 
@@ -176,8 +181,27 @@ def scores(core: Attention, load: Workload, inputs: Sequence[Any], result: Any) 
     )
 
 
-def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = None, after_norm: bool = True) -> list[Op]:
-    """`count` MLPs (one, or this rank's experts) over `tokens` each; their GEMMs are padded to `rows`."""
+def mlp(load: Workload, layer: MLP) -> list[Op]:
+    width = layer.width // load.tp
+    up, middle, down = mlps(load, width, load.tokens, read=weight_readers(load, layer.name, 1) > 0)
+    return [
+        with_frozen_weights(up, load, [Layer(one.name, one.inputs, width) for one in layer.up]),
+        middle,
+        with_frozen_weights(down, load, [Layer(layer.down.name, width, layer.down.outputs)]),
+    ]
+
+
+def mlps(
+    load: Workload,
+    width: Any,
+    tokens: Any,
+    count: Any = 1,
+    rows: Any = None,
+    after_norm: bool = True,
+    read: bool = True,
+) -> list[Op]:
+    """`count` MLPs (one, or this rank's experts) over `tokens` each; their GEMMs are padded to `rows`. `read`: the last
+    keeps its input."""
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
     each = w * tokens * width
@@ -196,8 +220,8 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
         (gemm(rows, h, width, count), weight_gradient(h, rows, width, count), *cast, *sums),
     )
     saved_selective = (each,) * (1 if load.software.saves_alternate_gemms else up)
-    activated = () if load.rematerialized else (load.saved_width * tokens * width,)
-    saved = (*(each,) * up, *activated)
+    activated = load.saved_width * tokens * width * (read and not load.rematerialized)
+    saved = (*(each,) * up, activated)
     return [
         Op(
             "up",
@@ -209,7 +233,7 @@ def mlp(load: Workload, width: Any, tokens: Any, count: Any = 1, rows: Any = Non
             input_from_kernel=after_norm,
             gradient_from_kernel=True,
         ),
-        Op(load.model.mlp, "activation", (there,), (back,), saved=saved, copies=count),
+        Op(load.model.mlp, "activation", (there,), (back,), saved=saved, copies=count, for_weights=activated),
         # The backward pass does not need the last GEMM's output: a compiler does not save it.
         Op(
             "down",
@@ -234,15 +258,18 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     slots, mine = t * layer.top_k, layer.count // load.ep
     each = np.maximum(1, slots // mine)
     moved = w * slots * layer.hidden
-    route = product("router", load, layer.hidden, layer.count)
+    route = with_frozen_weights(product("router", load, layer.hidden, layer.count), load)
     scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
     scores = Op("routing", "experts", scored, scored)
     sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(load.ep > 1, 2, 1)),)
     # Our trainer weighs results behind the products and saves them; others weigh what the down product reads.
     results = (moved,) if load.grouped_experts else ()
-    move = Op("dispatch", "experts", sorts, sorts, saved=(moved * load.saved_width // w, *results))
+    kept = moved * load.saved_width // w * (not load.frozen)  # what experts multiply
+    move = Op("dispatch", "experts", sorts, sorts, saved=(kept, *results))
     rows = padded(each * fullest(slots, load.ep))
-    return without_fp8(load, [route, scores, move, *mlp(load, layer.ffn // load.tp, each, mine, rows, False)])
+    up, middle, down = mlps(load, layer.ffn // load.tp, each, mine, rows, False, read=not load.frozen)
+    ops = [route, scores, move, with_frozen_weights(up, load), middle, with_frozen_weights(down, load)]
+    return without_fp8(load, ops)
 
 
 def block(load: Workload) -> list[Op]:
@@ -257,7 +284,8 @@ def block(load: Workload) -> list[Op]:
             case Entry() as layer:
                 ops.append(eager.entry(layer, load))
             case Norm(total=0) as layer:
-                ops.append(norm(layer.label, load.routed if layer.feeds_router else load))
+                entered = load.routed if layer.feeds_router else load
+                ops.append(norm(layer.label, entered, eager.readers(layer, load)[1] > 0))
             case Norm():
                 ops.append(head_norms(together, load))
             case Rotary():
@@ -267,7 +295,7 @@ def block(load: Workload) -> list[Op]:
             case Attention() as core:
                 ops.append(attention(core, load))
             case MLP() as layer:
-                ops += mlp(load, layer.width // load.tp, load.tokens)
+                ops += mlp(load, layer)
             case Experts() as layer:
                 ops += experts(layer, load)
             case Residual() as add:
@@ -297,4 +325,5 @@ def loss(load: Workload) -> list[Op]:
         cast, wide = Kernel("stream", bytes=(w + 4) * logits), Kernel("stream", bytes=12 * logits)
         forward, backward = (cast, wide), (wide, cast)
     softmax = Op("cross-entropy", "loss", forward, backward, saved=(w * logits, 4 * plain * logits))
-    return [norm("final norm", load), product("head", load, load.model.hidden, load.vocab, "loss"), softmax]
+    head = with_frozen_weights(product("head", load, load.model.hidden, load.vocab, "loss"), load)
+    return [norm("final norm", load, not load.frozen), head, softmax]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec import ModelSpec
+from ..spec import ModelSpec, components
 from . import eager, fused
 from .ops import Kernel, Op, Workload, stream
 from .software import Software
@@ -36,9 +36,16 @@ def network(load: Workload) -> Network:
     )
 
 
-def optimizer(model: ModelSpec, software: Software, states: float) -> list[Op]:
-    """Gradient clipping, and the update, which reads p, g and states and writes p and states."""
-    numbers = model.params * software.gradients / 4  # in units of 4 bytes
+def trained_params(model: ModelSpec, adapters: tuple[components.Weight, ...]) -> int:
+    """All, or those of adapters and a scalar head."""
+    if not adapters:
+        return model.params
+    return model.layers * sum(weight.size for weight in adapters) + model.hidden * model.scalar_head
+
+
+def optimizer(params: int, software: Software, states: float) -> list[Op]:
+    """Gradient clipping, and the update of so many, which reads p, g and states and writes p and states."""
+    numbers = params * software.gradients / 4  # in units of 4 bytes
     clip = Op("clip", "optimizer", (stream(software.clip_passes * numbers),))
     each = 2 * (software.weights + software.low_bytes + states) + software.gradients
-    return [clip, Op("update", "optimizer", (Kernel("optimizer", bytes=1.0 * each * model.params),))]
+    return [clip, Op("update", "optimizer", (Kernel("optimizer", bytes=1.0 * each * params),))]

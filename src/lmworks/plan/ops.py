@@ -23,6 +23,7 @@ import numpy as np
 
 from ..spec import ModelSpec, RunSpec, components
 from ..spec.layout import SPLIT_BACKWARD
+from ..spec.lora import block_adapter_weights
 from .case import Case, Number
 from .passes import CROSS_ENTROPY, DIVERGENCE, head_of, teacher_shape
 from .software import EAGER, Software, software_of
@@ -85,6 +86,7 @@ class Op:
     input_from_kernel: bool = False
     gradient_from_kernel: bool = False
     core_attention: Number = 0.0  # bytes of `saved` that recompute of core attention frees
+    for_weights: Number = 0.0  # of `saved`, what linear layers keep of its result, for the gradients of their weights
     transient: Number = (
         0.0  # bytes that the forward pass makes and frees again, its input included where nobody keeps it
     )
@@ -109,6 +111,8 @@ class Workload:
     no_epilogue_fusion: bool = False  # recompute, or a schedule, tells apart what the layers of a block compute
     head: str = CROSS_ENTROPY  # what follows the last norm
     teacher: ModelSpec | None = None  # of distillation
+    adapters: tuple[components.Weight, ...] = ()  # of a block; where there are any, all other weights are frozen
+    frozen_base: str = ""  # format of the frozen weights of linear layers
 
     def __post_init__(self) -> None:
         software = self.software
@@ -133,7 +137,7 @@ class Workload:
         # moves one tensor beside the GEMM's own: GELU writes its output, its gradient reads GELU's input, and an add
         # reads its addend.
         fusible = software.epilogue_fusion and self.model.mlp == "gelu" and self.dtype not in GEMM_ONLY
-        fusible = fusible and not self.no_epilogue_fusion and self.device == "cuda"
+        fusible = fusible and not self.no_epilogue_fusion and not self.frozen and self.device == "cuda"
         self.epilogue_fusion = np.equal(self.tp, 1) & fusible
         # Experts are products of one launch each (model/moe.py), of weights whose rows the copy engine can read.
         aligned = self.model.experts and not (self.model.hidden % 8 or self.model.expert_ffn % 8)
@@ -163,15 +167,21 @@ class Workload:
             layout.recompute in UNFUSED_RECOMPUTE or layout.schedule in SPLIT_BACKWARD,
             head_of(spec, spec.model),
             teacher_shape(spec),
+            tuple(block_adapter_weights(spec.model, spec.lora, spec.adapters)),
+            spec.lora.base,
         )
 
     @classmethod
     def of_case(cls, case: Case) -> Self:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
         sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
-        return cls(
-            *sizes, case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart, case.head, case.teacher
-        )
+        layout = case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart
+        return cls(*sizes, *layout, case.head, case.teacher, case.adapters, case.frozen_base)
+
+    @property
+    def frozen(self) -> bool:
+        """Only adapters, and a scalar head, are trained."""
+        return bool(self.adapters)
 
     def local(self, width: int, shard: components.Shard) -> Any:
         """Of `width` outputs per token, those of one tensor-parallel rank.

@@ -9,8 +9,7 @@
 With align.rollout_ranks weights are also broadcast, and generation runs on other ranks: where their answers may be
 stale it overlaps with scores and updates, and a round takes as long as the longer of the two, and the hand-over.
 
-Where adapters are trained, the products that would give gradients of frozen weights are left out: a third of the
-block's. Rewards by functions and the host are not priced.
+Rewards by functions and the host are not priced.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from .step.price import Step, price
 from .step.uncalibrated import Uncalibrated
 
 ENGINE = "vllm"  # whose fitted overheads stand for those of our engine
-MODEL_FLOPS, FROZEN_FLOPS = 3.0, 2.0  # of a block, forward and backward, in forward passes; without weights' gradients
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,7 @@ def forward_seconds(case: Case) -> float:
 
 def update_seconds(case: Case) -> float:
     """One optimizer step."""
-    found = price(case)
-    seconds = float(found.seconds)
-    if not case.adapters:
-        return seconds
-    trained = case.model.layers * sum(weight.size for weight in case.adapters)
-    idle = float(found.parts["optimizer"]) * (1 - trained / case.model.params)
-    return seconds - float(found.parts["matmul"]) * (MODEL_FLOPS - FROZEN_FLOPS) / MODEL_FLOPS - idle
+    return float(price(case).seconds)
 
 
 @dataclass(frozen=True)

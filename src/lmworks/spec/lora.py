@@ -105,15 +105,20 @@ def check_lora(run: RunSpec) -> None:
 
 
 def check_base_pieces(run: RunSpec) -> None:
-    tp, linears = run.parallel.tp, {f"{linear.name}.weight" for linear in components.linears(run.model)}
-    for weight in components.block_weights(run.model):
-        if weight.name in linears and weight.sharded(tp) is not None:
-            pieces = quantized_pieces(weight, weight.shape)[1]
-            if pieces % tp:
-                raise SpecError(
-                    f"lora.base = {run.lora.base!r} quantizes {weight.name} in {pieces} pieces, which parallel.tp = "
-                    f"{tp} does not divide"
-                )
+    tp = run.parallel.tp
+    for name, pieces in uneven_pieces(run.model, tp).items():
+        raise SpecError(
+            f"lora.base = {run.lora.base!r} quantizes {name} in {pieces} pieces, which parallel.tp = {tp} does not "
+            "divide"
+        )
+
+
+def uneven_pieces(model: ModelSpec, tp: int) -> dict[str, int]:
+    """Quantized weights whose pieces `tp` ranks cannot share evenly, and how many pieces each has."""
+    linears = {f"{linear.name}.weight" for linear in components.linears(model)}
+    sharded = [w for w in components.block_weights(model) if w.name in linears and w.sharded(tp) is not None]
+    pieces = {weight.name: quantized_pieces(weight, weight.shape)[1] for weight in sharded}
+    return {name: count for name, count in pieces.items() if count % tp}
 
 
 def target_linears(model: ModelSpec, lora: LoraSpec) -> list[components.Linear]:

@@ -24,6 +24,7 @@ from ...spec import components
 from ...spec.layout import RESIDENT_BLOCKS, SPLIT_BACKWARD
 from ...spec.lora import ADAPTERS
 from ..activation_offload import offloading_blocks, pinned_bytes
+from ..adapters import weight_readers
 from ..case import Case, Number
 from ..exact.shards import rank_stages
 from ..network import Network, network
@@ -160,39 +161,39 @@ class Activations:
     @functools.cached_property
     def saved(self) -> dict[str, tuple[Any, Any, str]]:
         """By policy: bytes of the embedding, of one block, and how the latter are made up."""
-        found = {policy: saved_bytes(self.net, policy) for policy in self.policy_names}
-        return {policy: (stem, block + self.adapted(policy), how) for policy, (stem, block, how) in found.items()}
-
-    def adapted(self, policy: str) -> Any:
-        """Bytes that the adapters of a block save: results of A, and under a selective policy those of B too; DoRA
-        saves what it scales."""
-        load, tp = self.net.load, self.case.tp
-        numbers: Any = 0
-        for weight in self.case.adapters if policy != "full" else ():
-            outputs = weight.shape[0] // (tp if weight.sharded(int(np.max(tp))) is not None else 1)
-            if weight.name.endswith("lora_A"):
-                numbers = numbers + weight.shape[0]
-            elif weight.name.endswith("magnitude") or policy in ("selective", "mlp"):
-                numbers = numbers + outputs
-        return load.width * load.tokens * (numbers - self.unneeded * (policy == "none"))
+        return {policy: saved_bytes(self.net, policy) for policy in self.policy_names}
 
     @functools.cached_property
-    def unneeded(self) -> Any:
-        """Numbers a token that a block does not save, as all products that read them have frozen weights alone.
-
-        Attention saves its result itself. Of experts and their norm nothing is left out.
-        """
-        if not self.case.adapters:
+    def without_gradient(self) -> Any:
+        """Bytes that the first block of the network does not save: its input has no gradient where the embedding is
+        frozen, nor has anything up to the first weight that is trained. Of a block that is computed again, nothing."""
+        if not self.case.adapters or self.case.recompute not in ("none", "attention"):
             return 0
-        targets = {weight.name.partition(f".{ADAPTERS}.")[0] for weight in self.case.adapters}
-        linears = components.linears(self.case.model)
-        needed = {"attention", *(linear.reads for linear in linears if linear.name in targets)}
-        inputs = {
-            linear.reads: linear.inputs / (self.case.tp if linear.shard == "row" else 1)
-            for linear in linears
-            if linear.reads not in needed and not (self.case.model.experts and linear.name.startswith("mlp."))
-        }
-        return sum(inputs.values())
+        model = self.case.model
+        below: Any = stream_bytes(self.net) * (model.norm_placement != "post")  # the input of the first norm
+        for op in self.net.block:
+            if any(kernel.over_tokens for kernel in op.backward):
+                break
+            below = below + op.copies * (sum(op.saved) - op.for_weights) + op.indices
+        return below
+
+    @functools.cached_property
+    def casts_without_gradient(self) -> Any:
+        """Bytes of casts that the first block does not hold: a product whose input has no gradient keeps no weight."""
+        case = self.case
+        if not case.adapters or case.recompute not in ("none", "attention"):
+            return 0
+        tp, numbers = int(np.max(case.tp)), 0.0 * case.tp
+        first: components.Linear | None = None
+        for linear in components.linears(self.case.model):
+            if first is not None and linear.reads != first.reads:
+                break
+            down = [weight for weight in case.adapters if weight.name.startswith(f"{linear.name}.{ADAPTERS}.")][:1]
+            first = first or (linear if down else None)
+            for weight in (*([] if case.frozen_base else linear.weights()), *down):
+                cast = weight.size * (len(weight.shape) > 1)
+                numbers = numbers + cast / (case.tp if weight.sharded(tp) is not None else 1)
+        return self.casts / np.maximum(1, self.weights.matrices) * numbers
 
     @property
     def policy_names(self) -> list[str]:
@@ -264,13 +265,15 @@ class Activations:
         return [*found, row("activations outside blocks", self.outside(stage), "embedding, position tables")]
 
     def kept_by_blocks(self, stage: int, groups: Mapping[str, Any], away: Any, less: str) -> list[Row]:
-        blocks = sum(count * self.saved[policy][1] for policy, count in groups.items()) - away
+        below = self.without_gradient * self.stages.first[stage]
+        blocks = sum(count * self.saved[policy][1] for policy, count in groups.items()) - away - below
         how = ""
         if not np.ndim(blocks):
             parts = (f"{n} × {self.saved[kind][1]:,.0f} B: {self.saved[kind][2]}" for kind, n in groups.items() if n)
             offloaded = f", less {self.offloaded_total:,.0f} B in host memory" if self.offloaded_total else ""
-            how = "; ".join(parts) + offloaded + less
-        casts = self.casts * groups.get("none", 0)
+            lowest = f", less {below:,.0f} B below the first adapter" if below else ""
+            how = "; ".join(parts) + offloaded + lowest + less
+        casts = self.casts * groups.get("none", 0) - self.casts_without_gradient * self.stages.first[stage]
         return [
             row("activations of blocks", blocks, how),
             row("weight casts", casts, "2 B × matrices of blocks that are not computed again"),
@@ -296,8 +299,9 @@ class Activations:
         """
         load, last = self.net.load, self.stages.last[stage]
         recomputed = sum(count for policy, count in self.policies(stage).items() if policy != "none")
+        trained = self.weights.block / self.weights.matrices if self.case.adapters else 1  # autocast holds no others
         how = "2 B × matrices of the blocks, until the forward pass is over"
-        casts = row("weight casts", self.casts * recomputed, how)
+        casts = row("weight casts", self.casts * recomputed * trained, how)
         if self.case.software.loss != "chunked":
             return [casts, *self.whole_loss(stage)]
         if self.case.head not in (CROSS_ENTROPY, DIVERGENCE):
@@ -384,28 +388,25 @@ class Activations:
         """Inside the MLP of a block, beside what is kept: gradients, and what the block computes again."""
         below = self.policies(stage, skip=1)
         again = sum(  # by the policy of the topmost block
-            (count - below[policy])
-            * (
-                recomputed_bytes(self.net, policy)
-                + (self.casts + self.adapted("none") - self.adapted(policy)) * (policy != "none")
-            )
+            (count - below[policy]) * (recomputed_bytes(self.net, policy) + self.casts * (policy != "none"))
             for policy, count in self.policies(stage).items()
         )
         return [
             row("recomputed block", again, "what one block saves, less what it kept"),
             row("backward temporaries", self.temporaries, "gradients inside one MLP and of the residual stream"),
-            row("dequantized weight", self.dequantized, "the largest of a block, and what it is made from"),
+            row("dequantized weight", self.dequantized, "the largest of a block, beyond gradients inside the MLP"),
         ]
 
     @functools.cached_property
     def dequantized(self) -> Any:
         """Bytes while a quantized weight is multiplied: 4 for a level and 4 for the product with its scale, 1 for a
-        code; and as it is multiplied, if that is 16 bits."""
+        code; and as it is multiplied, if that is 16 bits. The gradients inside the MLP are not there at that moment."""
         if not self.case.frozen_base:
             return 0
         linears = components.linears(self.case.model)
         size = max(linear.inputs * linear.outputs for linear in linears) / self.case.tp
-        return (9 + (self.net.load.width == 2) * 2) * size
+        whole = (9 + (self.net.load.width == 2) * 2) * size
+        return np.maximum(0, whole - self.temporaries + stream_bytes(self.net))
 
     @functools.cached_property
     def temporaries(self) -> Any:
@@ -414,6 +415,8 @@ class Activations:
         w, slots = load.width, load.tokens * m.top_k
         # Gradients beside what is saved (the result's takes its place): swiglu of silu(gate) and up, gelu of its input.
         beside = 2 if m.mlp == "swiglu" else 1
+        if load.frozen:  # the result has two gradients, of the weight and of its adapter; without one nobody kept it
+            beside = 2 if m.mlp != "swiglu" or weight_readers(load, "mlp", 1) else 3
         size = stream_bytes(self.net) * (2 if load.cast else 1)
         if not self.case.is_lmworks:  # weights' gradients are in buffers of their own; ranks add up gathered inputs'
             moved = 2 * w * slots * m.hidden if m.experts else 0

@@ -262,6 +262,11 @@ def quantized_rows(unit: Unit, ranks: int = 1, rank: int = 0) -> int:
     return sum(each * local_rows(count, ranks, rank) for count, each in parts)
 
 
+def quantized_size(unit: Unit) -> int:
+    """Weights of a unit that are kept in 8 or 4 bits."""
+    return sum(weight.size for weight in unit.weights if weight.quantized)
+
+
 def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of our own trainer."""
     code, kind, grid = case.software, case.sharding, case.grid
@@ -289,9 +294,7 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
             quantized += times * held_here
             quantized_padding += times * (quantized_shard(case, unit) - held_here)
         else:
-            quantized += times * (
-                quantized_rows(unit) - code.weights * sum(w.size for w in unit.weights if w.quantized)
-            )
+            quantized += times * (quantized_rows(unit) - code.weights * quantized_size(unit))
     parameters, gradients, padding, gradient_padding = whole, own if kind == "zero2" else trained, 0, 0
     if kind.startswith("fsdp"):
         parameters, gradients = own + kept, own
@@ -312,11 +315,18 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
 def resident_of_others(case: Case, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of another code base: flat buffers, cut evenly."""
     code, grid = case.software, case.grid
-    cut = sum(times * sum(w.size for w in unit.weights) / max(1, grid.size(unit.axis)) for unit, times in held)
-    own = cut if case.zero >= 1 else whole
+
+    def cut(trained: bool) -> float:
+        chosen = [(unit.trained if trained else unit.weights, unit.axis, times) for unit, times in held]
+        return sum(times * sum(w.size for w in kept) / max(1, grid.size(axis)) for kept, axis, times in chosen)
+
+    trained = sum(times * sum(w.size for w in unit.trained) for unit, times in held)
+    stored = sum(times * (quantized_rows(unit) - code.weights * quantized_size(unit)) for unit, times in held)
+    own = cut(trained=True) if case.zero >= 1 else trained
+    held_weights = cut(trained=False) if case.zero == 3 else whole
     state: dict[str, Any] = {
-        "parameters": code.weights * (cut if case.zero == 3 else whole),
-        "gradients": code.gradients * (cut if case.zero >= 2 else whole),
+        "parameters": code.weights * held_weights + stored * held_weights / whole,
+        "gradients": code.gradients * (cut(trained=True) if case.zero >= 2 else trained),
         "master": (code.master + code.low_bytes) * own,
         "optimizer": STATES[case.optimizer] * own,
         "updated": own,

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec import Cluster, Gpu, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError
+from ...spec import Cluster, Gpu, ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, SpecError, components
 from ...spec.layout import IN_ROUNDS, LOOPED, RESIDENT_BLOCKS, SPLIT_BACKWARD, V_SHAPED
+from ...spec.lora import block_adapter_weights, uneven_pieces
 from ...spec.precision import FP8_ALIGNED
 from ...spec.run import SCHEDULES
 from ..case import Case
@@ -50,6 +51,8 @@ class SearchProblem:
     pinned: Mapping[str, Any] = field(default_factory=dict)  # NUMBERS, WORDS and AWAY that are not open
     kept: PrecisionSpec = field(default_factory=PrecisionSpec)  # what weights and states are kept in
     optimizer: str = "adamw"
+    adapters: tuple[components.Weight, ...] = ()  # of a block, which alone are trained
+    frozen_base: str = ""  # format of the frozen weights under them
     # What no candidate changes: cp_method, reshard, prefetch and bucket_mb.
     constant: ParallelSpec = field(default_factory=ParallelSpec)
 
@@ -80,6 +83,8 @@ def problem_of(base: RunSpec, cluster: str = "", *, own: Cluster | None = None, 
         raise SpecError(f"{gpu.name} has no known speed in {dtype}; it has one in {' and '.join(known) or 'nothing'}")
     batch = data.global_batch if data.given["global_batch"] else SEQUENCES * machines.gpus
     more |= {"kept": base.precision, "optimizer": optimizer_of(base), "constant": base.parallel}
+    adapters = block_adapter_weights(base.model, base.lora, base.adapters)
+    more |= {"adapters": tuple(adapters), "frozen_base": base.lora.base}
     return SearchProblem(base.model, machines, gpu, data.seq, batch, dtype, **more)
 
 
@@ -108,6 +113,8 @@ def degree_grid(problem: SearchProblem) -> Columns:
     world, model, pinned = problem.world, problem.model, problem.pinned
     rows: list[tuple[int, ...]] = []
     inside = [n for n in divisors(world) if n <= problem.cluster.gpus_per_node or n == pinned.get("tp")]
+    if problem.frozen_base:
+        inside = [n for n in inside if not uneven_pieces(model, n)]
     if problem.dtype == "fp8":  # which tensor parallelism does not combine with
         inside = [1] if model.hidden % FP8_ALIGNED == 0 else []
     tried = sorted({1, *VIRTUAL, pinned.get("virtual", 1)})
@@ -212,6 +219,8 @@ def cases(problem: SearchProblem) -> Iterator[tuple[LayoutKind, Case]]:
                 bucket_mb=constant.bucket_mb,
                 cp_method=constant.cp_method,
                 optimizer=problem.optimizer,
+                adapters=problem.adapters,
+                frozen_base=problem.frozen_base,
                 offload_activations=problem.pinned.get(OFFLOAD_GIB, 0.0),
                 cluster=problem.cluster,
             ),

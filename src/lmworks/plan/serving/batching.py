@@ -3,11 +3,11 @@
 New prompts join the steps of running sequences, in chunks. In a long stretch of time every request takes `output` steps
 of decoding and the time that its prompt adds to some of them, so with b sequences running
 
-    time between tokens   tpot = D(b) + b/output × A(b)
+    time between tokens   tpot = max(D(b) + b/output × A(b), H(b))
     requests a second     rate = b / (output × tpot)            (Little's law)
 
 D is a step of decoding alone, A what one prompt adds to the steps that it joins. Weights are read and launches are paid
-once for both, so A is less than the prompt would take alone.
+once for both, so A is less than the prompt would take alone. H is what the host needs for as many tokens (`host.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...spec import SpecError
+from .host import HostLimits
 from .inference import Deployment
 
 
@@ -53,6 +54,11 @@ class Point:
     prefill: Any  # those steps in full: from the first chunk to the first token
     tpot: Any
     rate: Any  # requests a second, of the replica
+    host: Any  # the least time between tokens that the host allows
+
+    @property
+    def host_bound(self) -> Any:
+        return np.greater_equal(self.host, self.tpot)
 
     @property
     def prefill_share(self) -> Any:
@@ -72,8 +78,9 @@ def steady(deployment: Deployment, lengths: Lengths, batch: Any) -> Point:
     joined = deployment.step(np.asarray(batch, dtype=float)[..., None], context, new, before)  # (…, chunks)
     prefill = joined.sum(-1)
     added = prefill - len(new) * decode
-    tpot = decode + batch / lengths.output * added
-    return Point(batch, decode, added, prefill, tpot, deployment.attention_dp * batch / (lengths.output * tpot))
+    host = HostLimits.measured().seconds(batch, lengths.output)
+    tpot = np.maximum(decode + batch / lengths.output * added, host)
+    return Point(batch, decode, added, prefill, tpot, deployment.attention_dp * batch / (lengths.output * tpot), host)
 
 
 def queueing_seconds(share: Any, service: Any, quantile: float | None = None) -> Any:

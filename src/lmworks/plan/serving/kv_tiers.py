@@ -164,7 +164,7 @@ def split(deployment: Deployment, lengths: Lengths, tpot: float, link: Link, max
     """None where even one sequence alone misses the time between tokens."""
     batches = np.arange(1, max_batch + 1, dtype=float)
     point = steady(deployment, lengths, batches)
-    alone: Any = point.decode
+    alone: Any = np.maximum(point.decode, point.host)
     mixed, decode = largest(point.tpot, tpot), largest(alone, tpot)
     if mixed is None or decode is None:
         return None

@@ -79,7 +79,7 @@ def seconds(times: Times) -> dict[str, float]:
     return {name: float(value) for name, value in asdict(times).items()}
 
 
-def throughput(plan: Plan, point: Point) -> dict[str, float]:
+def throughput(plan: Plan, point: Point) -> dict[str, float | bool]:
     """Of one replica with as many sequences as fit, whatever the SLO."""
     lengths, rate = plan.demand.lengths, float(point.rate)
     return {
@@ -88,6 +88,7 @@ def throughput(plan: Plan, point: Point) -> dict[str, float]:
         "input_tokens_per_s": rate * lengths.input,
         "output_tokens_per_s": rate * lengths.output,
         "tpot": float(point.tpot),
+        "host_bound": bool(point.host_bound),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...spec import components
+from ...spec.lora import quantized_bytes
 from ..case import Case, Number
 from ..devices.links import Fabric
 from ..devices.profile import profile_for
@@ -156,22 +157,56 @@ class Weights:
     block: Number  # both
     root: Number
     gather: int  # bytes of one of them in an all-gather
+    # Those with gradients: all, or adapters.
+    trained_dense: Number
+    trained_experts: Number
+    trained_root: Number
+    gathered_dense: Number  # bytes of the dense weights of a block in an all-gather: adapters and quantized ones too
+
+    @property
+    def trained_block(self) -> Number:
+        return self.trained_dense + self.trained_experts
 
     @classmethod
     def of(cls, case: Case) -> Self:
+        gather = case.software.gather or {"fp32": 4, "fp8": 1}.get(case.dtype, 2)
         dense: Number = 0.0
         experts: Number = 0.0
         for kind, count in case.model.kinds:
             share = count / case.model.layers if len(case.model.kinds) > 1 else 1
             for weight in components.block_weights(kind):
-                shared = np.where(weight.kv_heads % case.tp == 0, case.tp, 1) if weight.tp_dim is not None else 1
+                shared = shards(weight, case.tp)
                 if weight.experts:
                     experts = experts + share * (weight.size // case.ep // shared)
                 else:
                     dense = dense + share * (weight.size // shared)
         root = sum(weight.size for weight in components.root_weights(case.model)) / case.tp
-        gather = case.software.gather or {"fp32": 4, "fp8": 1}.get(case.dtype, 2)
-        return cls(dense, experts, dense + experts, root, gather)
+        trained = (dense, experts, root)
+        gathered = gather * dense
+        if case.adapters:
+            adapters = sum(weight.size // shards(weight, case.tp) for weight in case.adapters)
+            head = case.model.hidden if case.model.scalar_head else 0
+            trained = (adapters, 0.0, head)
+            gathered = gathered + gather * adapters - quantized_savings(case, gather)
+        return cls(dense, experts, dense + experts, root, gather, *trained, gathered)
+
+
+def shards(weight: components.Weight, tp: Number) -> Any:
+    """Parts in which tensor parallelism cuts a weight."""
+    return np.where(weight.kv_heads % tp == 0, tp, 1) if weight.tp_dim is not None else 1
+
+
+def quantized_savings(case: Case, gather: int) -> Number:
+    """Bytes of a block that an all-gather does not send, as frozen weights travel in 8 or 4 bits."""
+    if not case.frozen_base:
+        return 0.0
+    linears = {f"{linear.name}.weight" for linear in components.linears(case.model)}
+    found: Number = 0.0
+    for weight in components.block_weights(case.model):
+        if weight.name in linears:
+            saved = gather * weight.size - quantized_bytes(weight, weight.shape, case.frozen_base)
+            found = found + saved / shards(weight, case.tp)
+    return found
 
 
 def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
@@ -182,21 +217,21 @@ def zero_3(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]
     gather, reduce, ranks = weights.gather, case.software.reduce, case.dp_shard * case.cp
     pieces = SHARDED_TENSORS if case.software.per_tensor_gather else 1
     return {
-        "all_gather": links.seconds("shard", "all-gather", gather * weights.dense / pieces).scaled(pieces)
+        "all_gather": links.seconds("shard", "all-gather", weights.gathered_dense / pieces).scaled(pieces)
         + links.seconds("edp", "all-gather", gather * weights.experts),
-        "reduce_scatter": links.seconds("shard", "reduce-scatter", reduce * weights.dense)
-        + links.seconds("edp", "reduce-scatter", reduce * weights.experts)
-        + links.seconds("dp_replicate", "all-reduce", reduce * weights.block / ranks),
+        "reduce_scatter": links.seconds("shard", "reduce-scatter", reduce * weights.trained_dense)
+        + links.seconds("edp", "reduce-scatter", reduce * weights.trained_experts)
+        + links.seconds("dp_replicate", "all-reduce", reduce * weights.trained_block / ranks),
         "all_gather_root": links.seconds("shard", "all-gather", gather * weights.root),
-        "reduce_scatter_root": links.seconds("shard", "reduce-scatter", reduce * weights.root)
-        + links.seconds("dp_replicate", "all-reduce", reduce * weights.root / ranks),
+        "reduce_scatter_root": links.seconds("shard", "reduce-scatter", reduce * weights.trained_root)
+        + links.seconds("dp_replicate", "all-reduce", reduce * weights.trained_root / ranks),
     }
 
 
 def zero_0_to_2(case: Case, links: Links, weights: Weights) -> dict[str, CommSeconds]:
     """ZeRO 0 to 2: gradients of a rank once a step; with sharded optimizer states reduce-scatter, then all-gather."""
-    dense = case.layers * weights.dense + weights.root / np.minimum(case.pp, 2)
-    experts, width = case.layers * weights.experts, case.software.reduce
+    dense = case.layers * weights.trained_dense + weights.trained_root / np.minimum(case.pp, 2)
+    experts, width = case.layers * weights.trained_experts, case.software.reduce
     kind = "reduce-scatter" if case.zero else "all-reduce"
     found = {"gradients": links.seconds("dp_cp", kind, width * dense) + links.seconds("edp", kind, width * experts)}
     if case.zero:

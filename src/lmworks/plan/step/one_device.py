@@ -15,7 +15,7 @@ from ..activation_offload import offloadable_bytes, offloaded_bytes
 from ..case import Number
 from ..devices.machine import Machine
 from ..exact.optimizers import STATES, optimizer_of
-from ..network import network, optimizer
+from ..network import network, optimizer, trained_params
 from ..ops import Kernel, Op, Workload
 from ..policies import POLICIES, policies
 from ..software import software_of
@@ -53,7 +53,8 @@ def step_time(spec: RunSpec, machine: Machine) -> StepTime:
     if not machine.covers(load.dtype):
         raise SpecError(f"precision.dtype = '{load.dtype}': the rate of {machine.name} for it is not known")
     work = Work.of(network(load), machine, load.dtype, spec.parallel.recompute)
-    updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
+    trained = trained_params(spec.model, load.adapters)
+    updates = optimizer(trained, load.software, STATES[optimizer_of(spec)])
     update = Pass.of(updates, "forward", machine, "fp32")
     parts: dict[str, float] = defaultdict(float)
     for done, times, _ in [*passes(spec, work, machine), (update, 1, 0.0)]:

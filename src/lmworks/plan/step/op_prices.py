@@ -17,7 +17,7 @@ from ..devices.profile import Profile, profile_of
 from ..exact.collectives import collectives
 from ..exact.exchanges import LAST
 from ..exact.optimizers import STATES, optimizer_of
-from ..network import Network, network, optimizer
+from ..network import Network, network, optimizer, trained_params
 from ..ops import GEMM_ONLY, Kernel, Op, Workload
 from .comm import Weights
 from .constants import constants, factor
@@ -117,7 +117,8 @@ def of_one_device(spec: RunSpec, machine: Machine) -> list[OpPrice]:
         spent = times * float(sum(done.seconds_by_kind.values()))
         flops, moved = amounts(one.kernels)
         found.append(OpPrice(one.op.name, one.op.part, one.way, spent + host, host, times * flops, times * moved))
-    updates = optimizer(spec.model, load.software, STATES[optimizer_of(spec)])
+    trained = trained_params(spec.model, load.adapters)
+    updates = optimizer(trained, load.software, STATES[optimizer_of(spec)])
     for op in updates:
         done = Pass.of([op], "forward", machine, "fp32")
         spent = float(sum(done.seconds_by_kind.values()))

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..case import Case, Number
 from ..devices.profile import profile_for
-from ..flops import hardware_flops_per_token, model_flops_per_token
+from ..flops import adapted_flops_per_token, hardware_flops_per_token, model_flops_per_token
 from ..pipelines.schedule import Span, simulate, total
 from .constants import Constants, chip_family, constants, factor
 from .micro_batch import Calibrated, MicroBatch, Traffic, overlap
@@ -48,13 +48,15 @@ class Price:
     @property
     def mfu(self) -> Number:
         """Model FLOPs utilization; NaN where the peak of the GPU is not known."""
-        return self.tokens_per_s * model_flops_per_token(self.case.model, self.case.seq) / self.peak_flops
+        case = self.case
+        return self.tokens_per_s * adapted_flops_per_token(case.model, case.seq, case.adapters) / self.peak_flops
 
     @property
     def hfu(self) -> Number:
         """Hardware FLOPs utilization."""
-        flops = hardware_flops_per_token(self.case.model, self.case.seq, self.case.recompute)
-        return self.tokens_per_s * flops / self.peak_flops
+        model, seq = self.case.model, self.case.seq
+        again = hardware_flops_per_token(model, seq, self.case.recompute) - model_flops_per_token(model, seq)
+        return self.mfu + self.tokens_per_s * again / self.peak_flops
 
     @property
     def peak_flops(self) -> Number:
@@ -79,10 +81,19 @@ class Step:
         calibrated = Calibrated(case, uncalibrated, fitted, factors, *fitted.host_seconds(case.software))
         work, block, split = uncalibrated.work, calibrated.block(), StageSplit.of(case)
         ends = calibrated.vocab_parallel(*work.stem), calibrated.vocab_parallel(*work.loss)
-        weight_gradients = block.backward.parts["matmul"] / 2 if case.recompute == "none" else 0.0
+        share = 0.0 if case.recompute != "none" else weight_gradient_share(case)
+        weight_gradients = block.backward.parts["matmul"] * share
         micro_batch = MicroBatch(block, *ends, weight_gradients)
         send = calibrated.comm_seconds(uncalibrated.comm.send)
         return cls(calibrated, micro_batch, split, SlowestRank.of(case, split, micro_batch), send)
+
+
+def weight_gradient_share(case: Case) -> float:
+    """Of the products of a backward pass: one of two, or those of adapters alone, two of six FLOPs of theirs."""
+    if not case.adapters:
+        return 0.5
+    adapters = sum(weight.size for weight in case.adapters if len(weight.shape) > 1)
+    return float(adapters / (case.model.block_matmul_params + 2 * adapters))
 
 
 def price(case: Case, fitted: Constants | None = None) -> Price:

@@ -217,18 +217,18 @@ def weight_copies(case: Case, weights: Weights, reductions: Number) -> Op:
     forward: Number = 0.0
     backward: Number = 0.0
     if case.zero == 3:
-        forward = 2.0 * weights.gather * weights.block
-        backward = forward * case.reshard + 2.0 * software.reduce * weights.block * reductions
+        forward = 2.0 * (weights.gathered_dense + weights.gather * weights.experts)
+        backward = forward * case.reshard + 2.0 * software.reduce * weights.trained_block * reductions
     elif not software.wgrad_placeholder:  # with wgrad fusion, GEMMs accumulate into the gradients
-        summed = (2.0 * software.gradients + 2) * weights.block
+        summed = (2.0 * software.gradients + 2) * weights.trained_block
         backward = np.where((case.accumulation > 1) | (software.master > 0), summed, 0.0)
     return Op("copies", "copies", (Kernel("stream", bytes=forward),), (Kernel("stream", bytes=backward),))
 
 
 def updated_params(case: Case, weights: Weights) -> Number:
     """Parameters that a rank updates. Our trainer deals whole experts: of two over four ranks the first has one."""
-    dense = (case.model.layers * weights.dense + weights.root) / case.pp
-    experts = case.model.layers * weights.experts / case.pp
+    dense = (case.model.layers * weights.trained_dense + weights.trained_root) / case.pp
+    experts = case.model.layers * weights.trained_experts / case.pp
     if not case.zero:
         return dense + experts
     whole = np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp

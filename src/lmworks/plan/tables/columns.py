@@ -57,6 +57,11 @@ AXES = {"tensor": "tp", "pipeline": "pp", "context": "cp", "expert": "ep", "data
 OTHER = "other"  # cells of columns that nobody could place, joined: a row may say there that it is no training run
 
 
+def place(column: str) -> str:
+    """How an error names a column."""
+    return "" if column == OTHER else f"{column} = "
+
+
 def column_named(header: str) -> str:
     """ "" where nobody could place it. Of a parallel axis any spelling: "tensor parallelism", "TP (tensor) size"."""
     short = plain(header)

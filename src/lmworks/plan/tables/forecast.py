@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...spec import LMWorksError
 from ..case import Case
-from ..flops import model_flops_per_token
+from ..flops import adapted_flops_per_token
 from ..memory.reserve import oom_probability, usable
 from .columns import Table
 from .rows import Job, job, usual_framework
@@ -53,7 +53,7 @@ def forecast(given: Job, price: Pricing, budget: Budgeting) -> dict[str, Any]:
     seconds = float(answer.seconds)
     low, high = interval(found, answer, price)
     tokens, world = float(case.tokens_per_step), float(case.world)
-    flops = model_flops_per_token(case.model, case.seq) * tokens / (seconds * world)
+    flops = adapted_flops_per_token(case.model, case.seq, case.adapters) * tokens / (seconds * world)
     chance = float(oom_probability(memory.reserved, case.gpu, case.software.name)) if case.gpu.memory_gb else None
     return {
         "label": found.label,

@@ -18,6 +18,7 @@ from ..case import Case
 from ..software import SOFTWARE, Software, under_bf16_optimizer
 from .columns import Row
 from .layout import batch_of, degrees_of, pipeline_of, sharding_of, sp_of
+from .lora import adapters_of, lora_named
 from .names import (
     ASYNC_TP,
     COMPILE,
@@ -189,6 +190,7 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
     software, dtype = software_for(row, gpu, usual), precision_of(row, gpu)
     seq = seq_of(row, software)
     model = model_of(row, seq)
+    lora = lora_named(row, model)
     degrees = degrees_of(row, gpu, model, software)
     model = padded_vocab(model, software, degrees["tp"])
     sharding = sharding_of(row, software, degrees, model, gpu, dtype)
@@ -212,6 +214,7 @@ def job(cells: Mapping[str, str], label: str = "", usual: str = "") -> Job:
         optimizer=optimizer_of(row),
         offload=offload_of(row),
         cluster=Cluster(gpus_per_node=degrees["per_node"], nic_gbs=nic_of(row, degrees["per_node"])),
+        **adapters_of(lora, model),
     )
     case = case.replace(**batch_of(row, case))
     spread = sum(GUESSED.get(column, 0.0) ** 2 for column in set(row.open)) ** 0.5

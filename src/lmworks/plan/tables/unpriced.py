@@ -1,13 +1,13 @@
-"""Rows that are no training of all weights of a transformer are refused, wherever they say what they are."""
+"""Rows that are no training of a transformer are refused, wherever they say what they are."""
 
 from __future__ import annotations
 
 import re
 
 from ...spec import SpecError
-from .columns import OTHER, Row
+from .columns import OTHER, Row, place
 
-ADAPTERS = re.compile(r"(?i)\b(q?lora|dora|peft|adapters?|prefix[- ]tuning|ia3)\b")
+OTHER_ADAPTERS = re.compile(r"(?i)\b(prefix[- ]tuning|prompt[- ]tuning|ia3)\b")
 SERVING = re.compile(
     r"(?i)\b(inference|serving|decod(e|ing)|prefill|vllm|sglang|tensorrt-?llm|trt-?llm|tgi|llama\.cpp)\b"
 )
@@ -20,19 +20,15 @@ EXPERTS = re.compile(r"(?i)\bmoe\b|mixture|\d+e\b|-a\d+(\.\d+)?b\b|\d+ ?x ?\d+b\
 
 
 def refuse(row: Row) -> None:
-    """Raises SpecError for adapters, inference and layers that are not attention."""
+    """Raises SpecError for adapters that are not of low rank, inference and layers that are not attention."""
     for column, cell in row.cells.items():
-        if column != "origin" and (found := ADAPTERS.search(cell)):
-            raise SpecError(f"{place(column)}{found[0]!r}: training of adapters alone is not priced")
+        if column != "origin" and (found := OTHER_ADAPTERS.search(cell)):
+            raise SpecError(f"{place(column)}{found[0]!r} is not priced; of adapters those of low rank are")
     for column in ("task", "label", "framework", "model", OTHER):
         if found := SERVING.search(row.text(column)):
             raise SpecError(f"{place(column)}{found[0]!r}: a row of inference; lmworks plan serve predicts that")
     if found := STATE_SPACE.search(row.text("model")):
         raise SpecError(f"model = {row.text('model')!r}: {found[0]} has layers that are not attention; not priced")
-
-
-def place(column: str) -> str:
-    return "" if column == OTHER else f"{column} = "
 
 
 def refuse_dense(row: Row) -> None:
