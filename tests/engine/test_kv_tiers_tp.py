@@ -34,12 +34,13 @@ from lmworks.parallel.local_ranks import on_ranks
 from lmworks.spec import EngineSpec, ModelSpec
 
 pytestmark = pytest.mark.usefixtures("forked_python")
+LATENT, DRAFT = "latent, experts", "dense, with a draft model"
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"kv_heads": 2},
+    DRAFT: {"kv_heads": 2},
     "one key head": {"kv_heads": 1},
     "experts": {"experts": 4, "top_k": 2, "expert_ffn": 16},
 }
-LATENT = "latent, experts"
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "fp32", "block": 8, "blocks": 20, "max_seqs": 4, "max_batch_tokens": 128,
     "kv_host_gib": MIB,
@@ -83,6 +84,8 @@ def test_blocks_of_two_ranks_come_back_bit_by_bit(kind: str, tmp_path: Path, sto
     with LLM(folder, **{**OPTIONS, "kv_host_gib": 0.0}) as alone:
         tokens = ask(alone.native, PREFIX).token_ids
     options = {"kv_disk": str(tmp_path / "disk"), "kv_disk_gib": MIB, "kv_shared": store.address}
+    if kind == DRAFT:  # the second rank has no part in its cache
+        options |= {"speculate": "draft", "draft": str(folder)}
     with two_ranks(folder, **options) as llm:
         engine = llm.native
         assert ask(engine, PREFIX).token_ids == tokens
