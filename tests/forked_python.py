@@ -77,7 +77,10 @@ def run_program(words: list[str], files: tuple[int, int, int], kept: Any, cwd: A
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         asyncio.set_event_loop_policy(None)  # an event loop of this process has lost its files
-        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+        # They stay open when these objects are replaced, in a fork of this fork.
+        sys.stdin, sys.stdout, sys.stderr = (
+            os.fdopen(number, mode, 1 if number == 2 else -1, closefd=False) for number, mode in enumerate("rww")
+        )
         code = exit_code(words)
     finally:
         for file in (sys.stdout, sys.stderr):

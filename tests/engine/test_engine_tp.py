@@ -18,7 +18,7 @@ from lmworks import LLM, SamplingParams
 from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.quantization.quantized_model import MetaModel
 from lmworks.engine.tensor_parallel import executor
-from lmworks.engine.tensor_parallel.executor import Executor, WorkerExits, WorkerReplies
+from lmworks.engine.tensor_parallel.executor import CopiesUnderWay, Executor, WorkerExits, WorkerReplies
 from lmworks.engine.tensor_parallel.tp_shards import check_tp_divides
 from lmworks.model import GPT
 from lmworks.spec import LMWorksError, ModelSpec, SpecError
@@ -212,11 +212,11 @@ def test_first_failed_worker_is_root_cause() -> None:
 
     executor = Executor.__new__(Executor)
     executor.exits = WorkerExits()
-    killed = WorkerReplies(2, follower("kill -9 $$"), executor.exits)
+    executor.copies = CopiesUnderWay(3)
+    killed = WorkerReplies(2, follower("kill -9 $$"), executor.exits, executor.copies)
     assert killed.answers.get() == "it ended with exit code -9"
-    other = WorkerReplies(
-        1, follower("""echo '{"error": "connection closed by peer", "last": true}'"""), executor.exits
-    )
+    last_words = """echo '{"error": "connection closed by peer", "last": true}'"""
+    other = WorkerReplies(1, follower(last_words), executor.exits, executor.copies)
     assert other.answers.get() == "connection closed by peer"
     for _ in range(2):
         assert str(executor.root_cause(OSError("broken pipe"))) == "rank 2: it ended with exit code -9"

@@ -190,6 +190,7 @@ def test_names_without_a_rule_are_answered_by_other_pools(tmp_path: Path) -> Non
     [
         ({"block": 32}, {}, r"engine.block is 32 at http://127.0.0.1:\d+/v1 and 16 at http"),
         ({"kv_dtype": "fp8"}, {}, "engine.kv_dtype is fp8 at"),
+        ({"tp": 2}, {}, "engine.tp is 2 at"),
         ({"context": 256}, {}, "engine.context is 256 at"),
         ({"fingerprint": "cd"}, {}, "have other weights of 'm'"),
         ({"listen": ""}, {}, "hands out no KV blocks of 'm': set its engine.kv_listen"),

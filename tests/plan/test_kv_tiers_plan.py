@@ -29,8 +29,8 @@ from lmworks.spec import ModelSpec, SpecError, catalogue
 LLAMA = ServedModel.of(ModelSpec.from_preset("llama3-8b"), "llama3-8b")
 
 
-def deployment(gpu: str = "H100-SXM-80GB", kv: str = "bf16") -> Deployment:
-    return Deployment(LLAMA, catalogue()[gpu], Rates.of("vllm"), kv=kv)
+def deployment(gpu: str = "H100-SXM-80GB", kv: str = "bf16", tp: int = 1, served: ServedModel = LLAMA) -> Deployment:
+    return Deployment(served, catalogue()[gpu], Rates.of("vllm"), tp, kv=kv)
 
 
 def test_bytes_and_links_by_hand() -> None:
@@ -42,6 +42,16 @@ def test_bytes_and_links_by_hand() -> None:
     assert disk.bandwidth == pytest.approx(1 / (1 / 5e9 + 1 / 64e9)) and disk.latency == pytest.approx(250e-6)
     assert shared.bandwidth == peer.bandwidth == pytest.approx(1 / (1 / 50e9 + 1 / 64e9))
     assert fetch_seconds(host, 131072, 1000) == pytest.approx(50e-6 + 131072e3 / 64e9)
+
+
+def test_ranks_share_the_disk_and_not_the_bus() -> None:
+    """Four ranks have two heads each; with latent attention, all have the same vectors."""
+    host, disk, *_ = links_of(four := deployment(tp=4), 5.0, 50.0)
+    assert four.cache.token_bytes == 131072 / 4
+    assert fetch_seconds(host, four.cache.token_bytes, 1000) == pytest.approx(50e-6 + 32768e3 / 64e9)
+    assert fetch_seconds(disk, four.cache.token_bytes, 1000) == pytest.approx(250e-6 + 131072e3 / 5e9 + 32768e3 / 64e9)
+    latent = ServedModel.of(ModelSpec.from_preset("llama3-8b", kv_heads=32, kv_lora_rank=512, rope_head_dim=64), "")
+    assert links_of(deployment(tp=4, served=latent), 5.0, 50.0) == links_of(deployment(), 5.0, 50.0)
 
 
 def test_break_even_is_where_both_sides_are_equal() -> None:

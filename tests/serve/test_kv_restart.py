@@ -59,8 +59,9 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_killed_server_finds_its_prefixes_again(tmp_path: Path) -> None:
-    options = (HOST, f"engine.kv_disk={tmp_path / 'kv'}", "engine.kv_disk_gib=0.1")
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_server_finds_its_prefixes_again(tp: int, tmp_path: Path) -> None:
+    options = (HOST, f"engine.kv_disk={tmp_path / 'kv'}", "engine.kv_disk_gib=0.1", f"engine.tp={tp}")
     with servers(tmp_path, options) as [first]:
         want, cached = answer(first.url)
         assert cached == 0
@@ -81,10 +82,12 @@ def wait_for_blocks(folder: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_decode_server_takes_the_blocks_of_a_prompt_and_survives_the_prefill_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decode_server_takes_the_blocks_of_a_prompt_and_survives_the_prefill_server(tp: int, tmp_path: Path) -> None:
     blocks = f"tcp://127.0.0.1:{free_port()}"
     remote = {"kv_transfer_params": {"remote": blocks}}
-    options = ((HOST, f"engine.kv_listen={blocks}"), (HOST, f'engine.kv_peers=["{blocks}"]'), ())
+    ranks = f"engine.tp={tp}"
+    options = ((HOST, ranks, f"engine.kv_listen={blocks}"), (HOST, ranks, f'engine.kv_peers=["{blocks}"]'), ())
     with servers(tmp_path, *options) as [prefill, decode, alone]:
         want = answer(alone.url)[0]
         other = answer(alone.url, prompt=PROMPT[::-1])[0]

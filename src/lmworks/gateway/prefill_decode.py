@@ -25,7 +25,7 @@ ANSWER_FIELDS = (
     *("stream_options", "max_completion_tokens", "min_tokens", "n", "best_of", "continuation"),
     *("logprobs", "top_logprobs", "use_beam_search", "length_penalty"),
 )
-COMPARED = ("block", "dtype", "kv_dtype", "context")
+COMPARED = ("block", "dtype", "kv_dtype", "context", "tp")
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 

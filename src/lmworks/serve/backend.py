@@ -122,6 +122,7 @@ class TransferSettings:
     context: int
     listen: str  # where it hands out blocks; empty: nowhere
     peers: tuple[str, ...]  # whose blocks it takes
+    tp: int = 1  # servers that do not say so had no tiers with more ranks
 
 
 @dataclass(frozen=True)

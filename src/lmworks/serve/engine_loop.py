@@ -120,7 +120,7 @@ def transfer_settings(engine: Engine) -> TransferSettings | None:
         return None
     key = tiers.fingerprint.hex()
     return TransferSettings(
-        key, spec.block, spec.dtype, spec.kv_dtype, spec.context, tiers.address, tuple(spec.kv_peers)
+        key, spec.block, spec.dtype, spec.kv_dtype, spec.context, tiers.address, tuple(spec.kv_peers), spec.tp
     )
 
 

@@ -61,8 +61,6 @@ class EngineSpec(Section):
         ]
         if given and not self.kv_host_gib:
             raise SpecError(f"engine.{given[0]}: blocks pass through host memory on their way; set engine.kv_host_gib")
-        if given and self.tp > 1:
-            raise SpecError(f"engine.{given[0]}: tiers of the KV cache are for engine.tp = 1, not {self.tp}")
         if given and not self.prefix_cache:
             raise SpecError(f"engine.{given[0]}: tiers extend the prefix cache; use engine.prefix_cache = true")
 

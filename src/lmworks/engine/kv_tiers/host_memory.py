@@ -2,18 +2,21 @@
 
 A slot is pinned while something reads or writes it: a copy from or to the device, a write to a disk, a reader at
 another server. The engine's thread and those of the stores share it; what they copy, they copy without the lock.
+Where an engine has several ranks, their processes map the same memory (`rank_copies.py`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from ...spec import LMWorksError
+from ...spec import LMWorksError, SpecError
 
 
 @dataclass(eq=False, slots=True)
@@ -26,23 +29,23 @@ class Slot:
 
 
 class HostMemory:
-    def __init__(self, size: int, block_bytes: int, pinned: bool) -> None:
-        """`size`: bytes. `pinned`: page-locked, for asynchronous copies to a GPU."""
+    def __init__(self, size: int, block_bytes: int, pinned: bool, shared: bool = False) -> None:
+        """`size`: bytes. `pinned`: page-locked, for asynchronous copies to a GPU. `shared`: others can map it."""
         self.block_bytes = block_bytes
         slots = size // block_bytes
         if not slots:
             raise LMWorksError(
                 f"engine.kv_host_gib = {size / 2**30:g}: one block takes {block_bytes:,} bytes, so none fits"
             )
-        self.memory = torch.empty((slots, block_bytes), dtype=torch.uint8)
+        self.file = anonymous_file() if shared else None
+        self.memory = (
+            torch.empty((slots, block_bytes), dtype=torch.uint8)
+            if self.file is None
+            else map_memory(self.path, slots, block_bytes)
+        )
         self.registered = pinned
         if pinned:
-            # Registered, as torch's pinned allocator would round the size up to a power of two.
-            status = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 0)
-            if int(status) != 0:
-                raise LMWorksError(
-                    f"engine.kv_host_gib = {size / 2**30:g}: it cannot be page-locked (CUDA error {int(status)})"
-                )
+            page_lock(self.memory)
         self.slots: OrderedDict[bytes, Slot] = OrderedDict()  # least recently used first
         self.free = list(range(slots - 1, -1, -1))
         self.changed = threading.Condition()  # guards slots and free; notified when a slot is filled or given up
@@ -53,6 +56,17 @@ class HostMemory:
     @property
     def num_slots(self) -> int:
         return self.memory.shape[0]
+
+    @property
+    def path(self) -> str:
+        """Of the file that another process maps (`map_memory`), until it is closed."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    def close_file(self) -> None:
+        """All have mapped it: the memory is freed with the last of them."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
 
     @property
     def whole(self) -> memoryview:
@@ -145,3 +159,26 @@ class HostMemory:
         if self.registered:
             torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
             self.registered = False
+        self.close_file()
+
+
+def anonymous_file() -> int:
+    """In memory, without the limit of a mounted /dev/shm."""
+    if not hasattr(os, "memfd_create"):
+        raise SpecError(
+            "engine.kv_host_gib with engine.tp > 1: ranks share host memory by memfd_create, of Linux alone"
+        )
+    return os.memfd_create("lmworks-kv-blocks")
+
+
+def map_memory(path: str, slots: int, block_bytes: int) -> Tensor:
+    """(slots, block_bytes) uint8."""
+    return torch.from_file(path, shared=True, size=slots * block_bytes, dtype=torch.uint8).view(slots, block_bytes)
+
+
+def page_lock(memory: Tensor) -> None:
+    """Registered, as torch's pinned allocator would round the size up to a power of two."""
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status != 0:
+        size = memory.numel() / 2**30
+        raise LMWorksError(f"engine.kv_host_gib: {size:g} GiB cannot be page-locked (CUDA error {status})")

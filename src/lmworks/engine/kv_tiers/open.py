@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...spec import EngineSpec
+from .device_copies import DeviceCopies
 from .disk import DiskStore
-from .fingerprint import fingerprint
+from .host_memory import HostMemory
+from .rank_copies import BlockLayout, HostMapping, RankCopies, block_layout, caches_of
 from .shared_folder import SharedFolder
 from .socket_store import SocketStore
 from .store import BlockStore
-from .tiers import KVTiers
+from .tiers import Copies, KVTiers
 
 if TYPE_CHECKING:
     from ..core.model_runner import ModelRunner
@@ -24,18 +26,34 @@ def open_tiers(runner: ModelRunner) -> KVTiers | None:
     spec = runner.spec
     if not spec.kv_host_gib:
         return None
-    caches = [runner.cache, *([] if runner.draft is None else [runner.draft.cache])]
+    layout = block_layout(runner)
     stores: list[tuple[str, BlockStore]] = []
     if spec.kv_disk:
         stores.append(("disk", DiskStore(Path(spec.kv_disk), int(spec.kv_disk_gib * GIB))))
     if spec.kv_shared:
         stores.append(("shared", open_shared(spec)))
-    tiers = KVTiers(caches, fingerprint(runner), int(spec.kv_host_gib * GIB), stores)
+    host, copies = open_host(runner, layout)
+    tiers = KVTiers(host, copies, layout.fingerprint, stores)
     if spec.kv_listen:
         tiers.listen(spec.kv_listen)
     for address in spec.kv_peers:
         tiers.connect(address)
     return tiers
+
+
+def open_host(runner: ModelRunner, layout: BlockLayout) -> tuple[HostMemory, Copies]:
+    size, pinned = int(runner.spec.kv_host_gib * GIB), runner.device.type == "cuda"
+    host = HostMemory(size, layout.block_bytes, pinned, shared=runner.tp_rank is not None)
+    own = DeviceCopies(caches_of(runner), host.memory[:, : layout.shards[0].end])
+    if runner.tp_rank is None:
+        return host, own
+    from ..tensor_parallel.executor import Executor  # imported here: torch.distributed takes seconds to load
+
+    assert isinstance(runner.tp_rank, Executor)
+    mappings = [HostMapping(host.path, host.num_slots, layout.block_bytes, shard) for shard in layout.shards]
+    runner.tp_rank.map_host_memory(mappings[1:])
+    host.close_file()
+    return host, RankCopies(own, runner.tp_rank)
 
 
 def open_shared(spec: EngineSpec) -> BlockStore:

@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..core.block_events import StoredBlocks, TierReport
-from ..core.kv_cache import KVCache
 from ..core.request import Request, Sequence
-from .device_copies import DeviceCopies, block_bytes
+from .device_copies import Done
 from .disk import DiskStore
 from .fingerprint import block_key
 from .host_memory import HostMemory, Slot
@@ -59,20 +59,27 @@ class TierCounts:
     errors: Counter[str] = field(default_factory=Counter)
 
 
+class Copies(Protocol):
+    """Between the cache and host memory: of one device (`DeviceCopies`), or of all ranks (`RankCopies`)."""
+
+    def save(self, blocks: Many[int], slots: Many[int], done: Done) -> None: ...
+    def load(self, slots: Many[int], blocks: Many[int], done: Done) -> None: ...
+    def settle(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class KVTiers:
     """The engine's thread calls it, but for what is marked."""
 
     def __init__(
-        self, caches: Many[KVCache], fingerprint: bytes, host_bytes: int, stores: Many[tuple[str, BlockStore]] = ()
+        self, host: HostMemory, copies: Copies, fingerprint: bytes, stores: Many[tuple[str, BlockStore]] = ()
     ) -> None:
         """`stores`: by name, nearest first."""
+        self.host, self.copies = host, copies
         self.fingerprint, self.stores = fingerprint, list(stores)
         self.adapters: dict[str, bytes] = {}  # digests of their files: a name may come to mean others
         self.peers: dict[str, BlockStore] = {}  # other servers, by address; asked for requests that name one
         self.listener: Listener | None = None
-        device = caches[0].store.device
-        self.host = HostMemory(host_bytes, block_bytes(caches), pinned=device.type == "cuda")
-        self.copies = DeviceCopies(caches, self.host.memory)
         self.counts = TierCounts()
         self.fresh: dict[int, bytes] = {}  # blocks that became full, to be saved after the step is launched
         self.urgent: dict[int, bytes] = {}  # those that the step overwrites: before it is

@@ -6,9 +6,10 @@ Rank 0 is the engine itself: it schedules, packs batches and samples. It starts 
     rank 0    pack ── pipe: packed batch ──▶ layers ◀─ all-reduce ─▶ logits (all-gather) ─▶ sampler ─ broadcast tokens
     workers   wait ◀───────────────────────  layers ◀─ all-reduce ─▶ logits                 last_token_ids ◀──────┘
 
-Every rank loads adapters; the request goes through the same pipe, and a worker replies through a second one. A worker
-exits when its pipe closes: rank 0 has closed it or is gone (on Linux the kernel then ends one that is stopped, too). An
-error on a worker comes back through the second pipe and is raised on rank 0.
+Every rank loads adapters; the request goes through the same pipe, and a worker replies through a second one. So do
+copies of KV blocks between each rank's device and host memory (`engine.kv_tiers`). A worker exits when its pipe closes:
+rank 0 has closed it or is gone (on Linux the kernel then ends one that is stopped, too). An error on a worker comes
+back through the second pipe and is raised on rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -36,12 +37,15 @@ from torch._C._distributed_c10d import Store, TCPStore
 from ...parallel.mesh import Mesh
 from ...parallel.world import BACKENDS
 from ...spec import EngineSpec, Grid, LMWorksError, SpecError
+from ..kv_tiers.device_copies import Done
+from ..kv_tiers.rank_copies import CopyBlocks, HostMapping
 from .tp_rank import TensorParallelRank
 
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # of a collective: the first step of a kind may have kernels to compile
 WORKER_ERROR_TIMEOUT_S = 5.0  # how long rank 0 waits for a worker's error after a failure
 SHUTDOWN_TIMEOUT_S = 5.0  # before a worker is killed
+REPLYING = threading.Lock()  # on a worker: copies finish in a thread
 
 
 class WorkerConfig(NamedTuple):
@@ -91,10 +95,11 @@ class Executor(TensorParallelRank):
         self.workers: list[subprocess.Popen[bytes]] = []
         self.shutdown = weakref.finalize(self, shutdown_workers, self.workers)
         self.replies: dict[int, WorkerReplies] = {}
+        self.copies = CopiesUnderWay(spec.tp)
         self.exits = WorkerExits()
         try:
             for rank in range(1, spec.tp):
-                self.replies[rank] = WorkerReplies(rank, start_worker, self.exits)
+                self.replies[rank] = WorkerReplies(rank, start_worker, self.exits, self.copies)
                 self.workers.append(self.replies[rank].process)
                 with suppress(OSError):  # it has exited: its reply has the error
                     config = WorkerConfig(rank, os.getpid(), port, str(source), worker_spec, step, seed, threads)
@@ -140,6 +145,26 @@ class Executor(TensorParallelRank):
         except OSError as error:
             raise self.root_cause(error) from error
 
+    def map_host_memory(self, mappings: Sequence[HostMapping]) -> None:
+        """`mappings`: of ranks 1, 2, …"""
+        for rank, mapping in enumerate(mappings, 1):
+            self.send(rank, mapping)
+        for rank, replies in self.replies.items():
+            if (error := replies.answers.get()) is not None:
+                raise LMWorksError(f"rank {rank}: {error}")
+
+    def copy_blocks(self, load: bool, blocks: Sequence[int], slots: Sequence[int], done: Done) -> Done:
+        """Have workers copy their shards of these blocks. What it returns is called when rank 0 has copied its own."""
+        number = self.copies.begin(done)
+        try:
+            self.send_to_workers(CopyBlocks(number, load, list(blocks), list(slots)))
+        except OSError as error:
+            raise self.root_cause(error) from error
+        return lambda: self.copies.finished(number)
+
+    def wait_for_copies(self) -> None:
+        self.copies.wait(SHUTDOWN_TIMEOUT_S)
+
     def failed_worker(self) -> str:
         return self.exits.first
 
@@ -162,15 +187,54 @@ class WorkerExits:
         self.any.set()
 
 
+class CopiesUnderWay:
+    """Copies of KV blocks on all ranks, by number. `done` of each is called when the last rank has finished."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.number = ranks, 0
+        self.changed = threading.Condition()  # guards what follows; notified when copies are done
+        self.unfinished: dict[int, tuple[int, Done]] = {}  # ranks that have not finished
+        self.rank_failed = False
+
+    def begin(self, done: Done) -> int:
+        with self.changed:
+            self.number += 1
+            self.unfinished[self.number] = self.ranks, done
+            return self.number
+
+    def finished(self, number: int) -> None:
+        """By one rank. Called by any thread."""
+        with self.changed:
+            ranks, done = self.unfinished[number]
+            self.unfinished[number] = ranks - 1, done
+        if ranks == 1:
+            done()
+            with self.changed:
+                del self.unfinished[number]
+                self.changed.notify_all()
+
+    def fail(self) -> None:
+        """A rank has ended: nobody needs to wait."""
+        with self.changed:
+            self.rank_failed = True
+            self.changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.rank_failed or not self.unfinished, seconds)
+
+
 class WorkerReplies:
-    """Starts a worker and reads its replies: ready, adapter loaded or not, and its final error.
+    """Starts a worker and reads its replies: ready, adapter loaded or not, blocks copied, and its final error.
 
     Both in one thread, which lives as long as the worker: the kernel ends a worker with the thread that started it
     (`kill_with_parent`), and who made the engine may be a thread that ends long before.
     """
 
-    def __init__(self, rank: int, start: Callable[[], subprocess.Popen[bytes]], exits: WorkerExits) -> None:
-        self.rank, self.exits = rank, exits
+    def __init__(
+        self, rank: int, start: Callable[[], subprocess.Popen[bytes]], exits: WorkerExits, copies: CopiesUnderWay
+    ) -> None:
+        self.rank, self.exits, self.copies = rank, exits, copies
         self.answers: SimpleQueue[str | None] = SimpleQueue()  # None: success; else the error
         started: Future[subprocess.Popen[bytes]] = Future()
         threading.Thread(target=self.run, args=(start, started), daemon=True).start()
@@ -190,6 +254,9 @@ class WorkerReplies:
         assert process.stdout is not None
         for line in process.stdout:
             reply = json.loads(line)
+            if (number := reply.get("copied")) is not None:
+                self.copies.finished(number)
+                continue
             if reply["last"]:
                 self.end(reply["error"])
                 return
@@ -198,6 +265,7 @@ class WorkerReplies:
 
     def end(self, error: str) -> None:
         self.exits.note(self.rank, error)
+        self.copies.fail()
         self.answers.put(error)
 
 
@@ -252,8 +320,18 @@ def init_group(rank: int, spec: EngineSpec, device: torch.device, store: Store) 
 
 def reply(replies: IO[str], error: str | None, last: bool = False) -> None:
     """Reply to rank 0: done, or the error. `last`: the worker exits."""
-    replies.write(json.dumps({"error": error, "last": last}) + "\n")
-    replies.flush()
+    send_reply(replies, {"error": error, "last": last})
+
+
+def acknowledge(replies: IO[str], number: int) -> None:
+    """Tell rank 0 that blocks were copied."""
+    send_reply(replies, {"copied": number})
+
+
+def send_reply(replies: IO[str], message: dict[str, Any]) -> None:
+    with REPLYING:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
 
 
 def describe_error(error: Exception) -> str:

@@ -108,6 +108,12 @@ class TensorParallelRank:
         dist.all_reduce(least, dist.ReduceOp.MIN, self.group)
         return int(least)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Of all ranks, in order."""
+        found: list[Any] = [None] * self.tp
+        dist.all_gather_object(found, value, self.group)
+        return found
+
     def broadcast(self, numbers: Tensor) -> Tensor:
         """Broadcast from rank 0, in place."""
         if self.workers_ready:

@@ -10,7 +10,8 @@ import torch
 from ..core.model_runner import ModelRunner
 from ..core.step_input import unpack
 from ..core.step_output import split_by_logits_memory
-from .executor import AddAdapter, RemoveAdapter, describe_error, reply
+from ..kv_tiers.rank_copies import CopyBlocks, HostMapping, WorkerCopies, block_layout
+from .executor import AddAdapter, RemoveAdapter, acknowledge, describe_error, reply
 from .tp_rank import StepMessage
 
 
@@ -18,7 +19,10 @@ from .tp_rank import StepMessage
 def run_worker(runner: ModelRunner, pipe: IO[bytes], replies: IO[str]) -> None:
     """Execute messages until the pipe closes."""
     assert runner.tp_rank is not None
+    if runner.spec.kv_host_gib:
+        block_layout(runner)  # rank 0 needs this rank's part of it
     runner.tp_rank.workers_ready = True
+    copies: WorkerCopies | None = None
     while True:
         try:
             message = pickle.load(pipe)
@@ -28,6 +32,12 @@ def run_worker(runner: ModelRunner, pipe: IO[bytes], replies: IO[str]) -> None:
             reply(replies, add_adapter(runner, message))
         elif isinstance(message, RemoveAdapter):
             runner.unload_adapter(message.name)
+        elif isinstance(message, HostMapping):
+            copies = WorkerCopies(runner, message, lambda number: acknowledge(replies, number))
+            reply(replies, None)
+        elif isinstance(message, CopyBlocks):
+            assert copies is not None
+            copies.copy(message)
         else:
             run_step(runner, message)
 

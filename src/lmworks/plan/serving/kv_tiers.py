@@ -1,11 +1,12 @@
 """When tiers of the KV cache pay, and when prefill apart from decode does.
 
-A prefix of n tokens is n·c bytes, with c the bytes of a token in the cache. To fetch it takes
+A prefix of n tokens is n·c bytes on a rank, with c the bytes of a token in its cache. To fetch it takes
 
     fetch(n) = latency + n·c / bandwidth
 
 where blocks cross each link after the other (a disk, then the bus to the device; a network, then the bus): latencies
-add, and so do the inverse bandwidths. To compute it takes
+add, and so do the inverse bandwidths. Each rank has a bus; a disk and a network are those of the server, and the shards
+of all ranks cross them (`engine.kv_tiers.rank_copies`). To compute it takes
 
     P(n) = Σ over chunks of step(0, 0, new, before)        saved(n) = P(n + 16) − step(0, 0, 16, n)
 
@@ -131,7 +132,7 @@ def fitted_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def token_bytes_of(deployment: Deployment) -> float:
-    """Of all ranks of a replica: each has its part of the link, too."""
+    """In the cache of one rank."""
     return float(deployment.cache.token_bytes)
 
 
@@ -148,13 +149,13 @@ def payoff(deployment: Deployment, link: Link, tokens: int) -> Payoff:
 
 
 def links_of(deployment: Deployment, disk_gbs: float, network_gbs: float, host_gbs: float = 0.0) -> list[Link]:
-    """Of every tier, down to the device. The bus and the network are the catalogue's where none are given."""
-    gpu = deployment.gpu
+    """Of every tier, down to the device of a rank. The bus and the network are the catalogue's where none are given."""
+    gpu, shards = deployment.gpu, min(deployment.tp, deployment.served.kv_heads)  # different ones, of all ranks
     bus = Link("host", LATENCY["host"], 1e9 * (host_gbs or gpu.host_gbs))
-    network = 1e9 * (network_gbs or gpu.nic_gbs)
+    network = 1e9 * (network_gbs or gpu.nic_gbs) / shards
     if not bus.bandwidth:
         raise SpecError(f"{gpu.name}: host_gbs is not in the catalogue; give --host-gbs")
-    links = [bus, Link("disk", LATENCY["disk"], 1e9 * disk_gbs).then(bus)]
+    links = [bus, Link("disk", LATENCY["disk"], 1e9 * disk_gbs / shards).then(bus)]
     if network:
         links += [Link(name, LATENCY[name], network).then(bus) for name in ("shared", "peer")]
     return links
