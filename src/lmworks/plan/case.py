@@ -100,7 +100,7 @@ class Case:
             optimizer=optimizer_of(spec),
             offload=layout.offload,
             offload_activations=layout.offload_activations,
-            cluster=spec.cluster,
+            cluster=spec.cluster.filled(spec.parallel.world),
             strategy=layout.strategy,
             sync_each_pass=layout.sync_each_pass,
             prefetch=layout.prefetch,
