@@ -160,6 +160,24 @@ class Case:
         return 4 if self.dtype == "fp32" else 2
 
     @property
+    def expert_tp(self) -> Number:
+        """Tensor-parallel ranks that share an expert."""
+        return 1 if self.software.whole_experts else self.tp
+
+    @property
+    def routed_tokens(self) -> Number:
+        """Of one micro-batch, those that one rank sends to experts."""
+        return self.tokens / self.tp if self.software.whole_experts and self.sp else self.tokens
+
+    @property
+    def expert_copies(self) -> Number:
+        """Ranks of a pipeline stage that hold the same experts, and share their gradients."""
+        if not self.model.experts:
+            return 1
+        ranks = self.dp_shard * self.cp if self.zero == 3 else self.dp * self.cp
+        return np.maximum(1, ranks * self.tp // self.expert_tp // self.ep)
+
+    @property
     def is_lmworks(self) -> bool:
         """Our own trainer, whose rules are known to the byte."""
         return self.software.name.startswith("lmworks")

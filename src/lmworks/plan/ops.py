@@ -115,6 +115,8 @@ class Workload:
         self.tokens = self.batch * self.seq // self.cp  # positions of this rank inside tensor-parallel regions
         # And between tensor-parallel regions, where sequence parallelism shards them.
         self.sp_tokens = self.tokens // self.tp if self.sp else self.tokens
+        # Of these, what this rank sends to experts, which `expert_tp` ranks share.
+        self.routed_tokens, self.expert_tp = (self.sp_tokens, 1) if software.whole_experts else (self.tokens, self.tp)
         self.vocab = self.model.vocab // self.tp
         self.width = 4 if self.dtype == "fp32" else 2  # bytes per element of GEMM inputs and outputs
         self.is_16_bit = self.width == 2

@@ -311,8 +311,8 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
 
 def resident_of_others(case: Case, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of another code base: flat buffers, cut evenly."""
-    code, grid = case.software, case.grid
-    cut = sum(times * sum(w.size for w in unit.weights) / max(1, grid.size(unit.axis)) for unit, times in held)
+    code, ranks = case.software, {"shard": case.grid.size("shard"), "edp": int(case.expert_copies)}
+    cut = sum(times * sum(w.size for w in unit.weights) / ranks[unit.axis] for unit, times in held)
     own = cut if case.zero >= 1 else whole
     state: dict[str, Any] = {
         "parameters": code.weights * (cut if case.zero == 3 else whole),
