@@ -242,7 +242,7 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
     scores = Op("routing", "experts", scored, scored)
     twice = np.greater(load.ep, 1) & (not load.software.dispatch_once)
-    sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(twice, 2, 1)),)
+    sorts: tuple[Kernel, ...] = 2 * (Kernel("stream", bytes=2 * moved * np.where(twice, 2, 1)),)
     if load.dtype in GEMM_ONLY and load.software.fused_casts and not load.software.dispatch_once:
         sorts += 2 * (Kernel("stream", bytes=2 * moved),)  # rows of each expert, copied to a multiple of 16 and back
     # Our trainer weighs results behind the products and saves them; others weigh what the down product reads.

@@ -116,7 +116,8 @@ class Workload:
         # And between tensor-parallel regions, where sequence parallelism shards them.
         self.sp_tokens = self.tokens // self.tp if self.sp else self.tokens
         # Of these, what this rank sends to experts, which `expert_tp` ranks share.
-        self.routed_tokens, self.expert_tp = (self.sp_tokens, 1) if software.whole_experts else (self.tokens, self.tp)
+        self.routed_tokens = self.sp_tokens if software.whole_experts else self.tokens
+        self.expert_tp = 1 if software.whole_experts else self.tp
         self.vocab = self.model.vocab // self.tp
         self.width = 4 if self.dtype == "fp32" else 2  # bytes per element of GEMM inputs and outputs
         self.is_16_bit = self.width == 2

@@ -204,8 +204,8 @@ def batch_of(row: Row, case: Case) -> dict[str, int]:
     if row.text("local_batch") and local and not micro and not steps and pp == 1:
         micro = row.whole("local_batch")  # all of it at once
     if total and micro and steps and micro * steps * dp != total and total % (micro * dp) == 0:
-        said, steps = steps, total // (micro * dp)
-        row.assumed.append(f"accumulation = {steps}: what the global batch takes (the row says {said})")
+        written, steps = steps, total // (micro * dp)
+        row.assumed.append(f"accumulation = {steps}: what the global batch takes (the row says {written})")
     if local and micro and not steps:
         steps = max(1, round(local / micro))
     if local and steps and not micro:

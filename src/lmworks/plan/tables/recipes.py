@@ -33,7 +33,8 @@ def with_recipe(software: Software, row: Row, gpu: Gpu) -> Software:
     if not traits:
         return software
     row.assumed.append(f"framework: {', '.join(traits.split())}, as in its recipe of this model for {family}")
-    return replace(software, **dict.fromkeys(traits.split(), True))
+    given: dict[str, Any] = dict.fromkeys(traits.split(), True)
+    return replace(software, **given)
 
 
 def release(row: Row) -> tuple[int, ...]:
