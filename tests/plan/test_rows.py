@@ -186,6 +186,14 @@ def test_a_name_of_another_size_is_not_taken_for_it() -> None:
     assert all("heads" in shape and "vocab" in shape for _, shape in shapes())
 
 
+def test_a_global_batch_outweighs_an_accumulation_that_contradicts_it() -> None:
+    """512 sequences in micro-batches of 4 over 16 ranks are 8 of each, whatever the row says."""
+    header = "model,gpu,n_gpus,pp,micro_batch,global_batch,ga,seq_len,framework\n"
+    (found,) = jobs(f"{header}llama3-8b,h100,64,4,4,512,2,4096,Megatron-LM")
+    assert (found.case.accumulation, found.case.global_batch) == (8, 512)
+    assert any("the row says 2" in said for said in found.assumed)
+
+
 def test_a_tpu_runs_no_pytorch_unless_it_is_said() -> None:
     """So nothing is recomputed because torchtitan usually would."""
     (found,) = jobs("model,gpu,n_gpus,micro_batch,seq_len\nllama2-7b,TPU v5p,64,4,4096")

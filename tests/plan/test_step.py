@@ -13,6 +13,7 @@ import pytest
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
 from lmworks.plan.flops import model_flops_per_token
+from lmworks.plan.memory.sheet import budget
 from lmworks.plan.ops import fullest
 from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
@@ -223,6 +224,18 @@ def test_ranks_with_whole_experts_send_their_own_tokens_and_gather_nothing_aroun
     assert weights == [128 // 8 * 3 * 2048 * 768, 128 // 8 * 3 * 2048 * 768 // 2]
     products = [each.work.block[0].parts(defaultdict(lambda: 1.0))["matmul"] for each in (folded, cut)]
     assert products[0] == pytest.approx(products[1], rel=0.15)  # half of the tokens, twice as much of each expert
+
+
+def test_whole_experts_are_held_twice_over_and_updated_by_as_many_ranks() -> None:
+    """Two tensor-parallel ranks: twice the weights of experts on each, two copies that share their states."""
+    case = make("megatron", SMALL_EXPERTS, tp=2, dp_shard=8, ep=8, sp=True, zero=1)
+    folded, cut = (
+        budget(case.replace(software=replace(case.software, whole_experts=whole))) for whole in (True, False)
+    )
+    assert (
+        folded.parameters - cut.parameters == 2 * 48 * 16 * 3 * 2048 * 768 / 2
+    )  # bf16; 16 of 128 experts, half of each
+    assert folded.optimizer == cut.optimizer
 
 
 def test_machines_that_hold_some_of_a_tokens_experts() -> None:
