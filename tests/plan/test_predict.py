@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from lmworks.plan.case import Case
 from lmworks.plan.devices.machine import Machine, Rate
 from lmworks.plan.memory.reserve import reserved, safe_bytes
 from lmworks.plan.ops import Kernel
@@ -116,6 +117,17 @@ def test_a_gpu_of_the_catalogue_says_what_its_time_rests_on() -> None:
     assert prediction.time.tags["attention"] == "modelled"
     # No step is faster than its model FLOPs at the peak.
     assert prediction.time.total >= prediction.flops.model / (gpu.bf16_tflops * 1e12)
+
+
+def test_machines_that_are_not_described_are_the_usual_ones() -> None:
+    """1,024 ranks on H100 named alone: 128 machines of eight, not one rank to a machine."""
+    words = ["cluster.gpu=h100", "precision.dtype=bf16", "parallel.dp_shard=1024", "parallel.strategy=fsdp2"]
+    alone, told = (
+        Case.of(load_run("llama3-8b", [*words, *more])).cluster
+        for more in ([], ["cluster.nodes=128", "cluster.gpus_per_node=8"])
+    )
+    assert alone == told
+    assert Case.of(load_run("llama3-8b", words[:2])).cluster.gpus == 1
 
 
 def test_an_accelerator_without_a_bandwidth_is_refused() -> None:

@@ -152,7 +152,7 @@ def test_links_between_nodes(text: str, gbs: float) -> None:
         ("bigscience", "megatron-deepspeed"),
         ("torchtitan + compile", "torchtitan-compile"), ("MosaicML/llm-foundry", "llm-foundry"),
         ("PyTorch FSDP", "torchtitan"), ("HF Trainer/accelerate", "huggingface"), ("Narayanan2021", "megatron-2021"),
-        ("ZeRO++ on 64 GPUs", "deepspeed"), ("zero-3", "deepspeed"),
+        ("ZeRO++ on 64 GPUs", "deepspeed"), ("zero-3", "deepspeed"), ("AI-Hypercomputer/maxtext", "maxtext"),
     ],
 )  # fmt: skip
 def test_frameworks(text: str, name: str) -> None:
@@ -186,10 +186,43 @@ def test_a_name_of_another_size_is_not_taken_for_it() -> None:
     assert all("heads" in shape and "vocab" in shape for _, shape in shapes())
 
 
+def test_a_global_batch_outweighs_an_accumulation_that_contradicts_it() -> None:
+    """512 sequences in micro-batches of 4 over 16 ranks are 8 of each, whatever the row says."""
+    header = "model,gpu,n_gpus,pp,micro_batch,global_batch,ga,seq_len,framework\n"
+    (found,) = jobs(f"{header}llama3-8b,h100,64,4,4,512,2,4096,Megatron-LM")
+    assert (found.case.accumulation, found.case.global_batch) == (8, 512)
+    assert any("the row says 2" in said for said in found.assumed)
+
+
+def test_a_tpu_runs_no_pytorch_unless_it_is_said() -> None:
+    """So nothing is recomputed because torchtitan usually would."""
+    (found,) = jobs("model,gpu,n_gpus,micro_batch,seq_len\nllama2-7b,TPU v5p,64,4,4096")
+    assert (found.case.software.name, found.case.zero, found.case.recompute) == ("maxtext", 3, "none")
+
+
+def test_settings_of_a_recipe_by_model_gpu_release_and_format() -> None:
+    """Megatron-Bridge's: a CUDA graph of the step from 26.06 on for MXFP8, BF16 as before, nothing of a dense model."""
+    found = jobs(
+        "release,model,system,n_gpus,ep,mbs,gbs,seq_len,precision,framework\n"
+        "26.06.01 NeMo Container,Qwen3_30B_a3B,DGX-GB200,8,8,4,512,4096,MXFP8,Megatron-Bridge\n"
+        "26.06.01 NeMo Container,Qwen3_30B_a3B,DGX-GB200,8,8,4,512,4096,BF16,Megatron-Bridge\n"
+        "26.02 NeMo Container,Qwen3_30B_a3B,DGX-B200,8,8,1,512,4096,MXFP8,Megatron-Bridge\n"
+        "26.02 NeMo Container,Qwen3_30B_a3B,DGX-H100,16,8,1,512,4096,FP8,Megatron-Bridge\n"
+        "26.06 NeMo Container,LLAMA3_70B,DGX-GB200,64,1,1,128,8192,MXFP8,Megatron-Bridge\n"
+    )
+    traits = [
+        (one.case.software.dispatch_once, one.case.software.overlapped_dispatch, one.case.software.one_graph)
+        for one in found
+    ]
+    assert traits == [(True, True, True), (True, False, False), (False,) * 3, (True, True, False), (False,) * 3]
+
+
 def test_words_for_policies() -> None:
     assert [recompute_named(word) for word in ("true (full)", "attn_only", "per-op SAC", "no recompute", "")] == [
         "full", "attention", "selective", "none", "",
     ]  # fmt: skip
+    maxtext = ("minimal", "minimal_with_context", "save_dot_except_mlpwi", "qkv_proj_offloaded", "full")
+    assert [recompute_named(word) for word in maxtext] == ["attention", "selective", "mlp", "full", "full"]
     assert [precision_named(word) for word in ("amp_bf16", "FP8-MX", "NVFP4", "float16", "mixed")] == [
         "bf16", "fp8", "fp4", "fp16", "",
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from lmworks.plan.case import Case
 from lmworks.plan.devices.links import Fabric
 from lmworks.plan.flops import model_flops_per_token
+from lmworks.plan.memory.sheet import budget
 from lmworks.plan.ops import fullest
 from lmworks.plan.pipelines.schedule import stages_of
 from lmworks.plan.software import EAGER, SOFTWARE
+from lmworks.plan.step.comm import Links, StepComm, Weights, distinct_bins
 from lmworks.plan.step.constants import Constants, Seen, chip_family, constants
 from lmworks.plan.step.pipeline import StageSplit, stages
 from lmworks.plan.step.price import price, price_uncalibrated, timeline
@@ -192,6 +195,91 @@ def test_many_small_experts_cost_more_than_their_products() -> None:
     assert far.parts["ep"] > 2 * near.parts["ep"]  # over the network
     few = [price(case.replace(micro_batch=n)).parts["matmul"] / n for n in (1, 8)]
     assert few[0] > 1.05 * few[1]  # 256 rows an expert: of a short product, more of the last tile is empty
+
+
+SMALL_EXPERTS = ModelSpec(
+    layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, vocab=151936, context=4096,
+    experts=128, top_k=8, expert_ffn=768,
+)  # fmt: skip
+
+
+def test_whole_experts_lie_on_neighbours_tensor_parallel_ranks_included() -> None:
+    """Megatron Core's own example of folding (transformer/moe/README.md): TP 4, CP 2, DP 8 leave EP 64 and EDP 1."""
+    folded = make("megatron", SMALL_EXPERTS, tp=4, cp=2, dp_shard=8, pp=4, ep=64, sp=True, zero=1)
+    groups = Links.of(folded).groups
+    assert groups["ep"] == (64, 1) and groups["edp"] == (1, 64)
+    apart = folded.replace(software=replace(folded.software, whole_experts=False), ep=8)
+    assert Links.of(apart).groups["ep"] == (8, 4) and Links.of(apart).groups["edp"] == (2, 32)
+
+
+def test_ranks_with_whole_experts_send_their_own_tokens_and_gather_nothing_around_them() -> None:
+    case = make("megatron", SMALL_EXPERTS, tp=2, dp_shard=8, ep=8, sp=True, zero=1, micro_batch=8)
+    folded, cut = (
+        Uncalibrated.of(case.replace(software=replace(case.software, whole_experts=whole))) for whole in (True, False)
+    )
+    assert folded.comm.ep.inter_node == cut.comm.ep.intra_node == 0  # eight neighbours are one machine
+    assert folded.comm.ep.intra_node < cut.comm.ep.inter_node / 5
+    assert folded.comm.tp[0].intra_node == pytest.approx(cut.comm.tp[0].intra_node / 2)
+    weights = [Weights.of(each.case).experts for each in (folded, cut)]
+    assert weights == [128 // 8 * 3 * 2048 * 768, 128 // 8 * 3 * 2048 * 768 // 2]
+    products = [each.work.block[0].parts(defaultdict(lambda: 1.0))["matmul"] for each in (folded, cut)]
+    assert products[0] == pytest.approx(products[1], rel=0.15)  # half of the tokens, twice as much of each expert
+
+
+def test_whole_experts_are_held_twice_over_and_updated_by_as_many_ranks() -> None:
+    """Two tensor-parallel ranks: twice the weights of experts on each, two copies that share their states."""
+    case = make("megatron", SMALL_EXPERTS, tp=2, dp_shard=8, ep=8, sp=True, zero=1)
+    folded, cut = (
+        budget(case.replace(software=replace(case.software, whole_experts=whole))) for whole in (True, False)
+    )
+    assert (
+        folded.parameters - cut.parameters == 2 * 48 * 16 * 3 * 2048 * 768 / 2
+    )  # bf16; 16 of 128 experts, half of each
+    assert folded.optimizer == cut.optimizer
+
+
+def test_machines_that_hold_some_of_a_tokens_experts() -> None:
+    """By trying all choices of three among eight experts, two in each of four bins."""
+    choices = [len({expert // 2 for expert in chosen}) for chosen in itertools.combinations(range(8), 3)]
+    assert distinct_bins(4, 8, 3) == pytest.approx(np.mean(choices))
+    assert np.all(distinct_bins(np.array([1, 8]), 8, 3) == [1, 3])
+
+
+def test_a_token_that_travels_once_crosses_the_network_once_to_a_machine() -> None:
+    """Eight experts on two machines: two crossings, not eight."""
+    case = make("megatron", SMALL_EXPERTS, dp_shard=16, ep=16, zero=1, micro_batch=64)
+    often, once = (
+        StepComm.of(each, Weights.of(each)).ep.inter_node
+        for each in (case.replace(software=replace(case.software, dispatch_once=once)) for once in (False, True))
+    )
+    assert once / often == pytest.approx(2 / 8, abs=0.03)
+
+
+def test_a_dispatch_beside_another_micro_batch_is_hidden_up_to_contention() -> None:
+    case = make("megatron", SMALL_EXPERTS, dp_shard=8, ep=8, zero=1, micro_batch=4, accumulation=8)
+    shown, hidden = (
+        price(case.replace(software=replace(case.software, overlapped_dispatch=beside)), PLAIN)
+        for beside in (False, True)
+    )
+    assert hidden.parts["ep"] == 0 and hidden.hidden["ep"] == pytest.approx(shown.parts["ep"])
+
+
+def test_one_graph_of_a_step_launches_nothing() -> None:
+    case = make("megatron", SMALL_EXPERTS, dp_shard=8, ep=8, zero=1)
+    launched, whole = (
+        price(case.replace(software=replace(case.software, one_graph=one)), PLAIN) for one in (False, True)
+    )
+    assert launched.parts["host"] > 5e-3 and whole.parts["host"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_deepspeed_hides_gathers_behind_products_alone() -> None:
+    """On slow links: of what a block computes, attention and norms hide nothing."""
+    case = make("deepspeed", dp_shard=16, zero=3).replace(cluster=Cluster(gpus_per_node=8, nic_gbs=2.0))
+    bound, free = (
+        price(case.replace(software=replace(case.software, gathers_by_module=each)), PLAIN) for each in (True, False)
+    )
+    others = sum(seconds for name, seconds in free.parts.items() if name in ("attention", "norms", "activation"))
+    assert bound.parts["dp"] - free.parts["dp"] > 0.9 * others
 
 
 def test_zero_3_of_2021_copies_what_it_gathers_rank_by_rank() -> None:

@@ -184,6 +184,16 @@ def torchtitan(raw: Raw, cells: dict[str, str]) -> Measured:
     )
 
 
+# Rows of Megatron-Bridge whose layout is not that of the release's recipe (scripts/performance, at its tag) but, to the
+# letter, that of the release before or after.
+STALE = {
+    ("25.11", "Qwen3_30B_a3B", "H100"): "the recipe has micro-batches of one sequence, and 12 stages a rank",
+    ("25.11", "GPT OSS 120B", "B200"): "the recipe has ep = 64",
+    ("25.11", "GPT OSS 120B", "H100"): "the recipe has micro-batches of one sequence",
+    ("26.02.01", "Qwen3_30B_a3B", "H100"): "the recipe has ep = 16 and no pipeline",
+}
+
+
 def nemo(raw: Raw, cells: dict[str, str]) -> Measured | None:
     """NeMo and Megatron-Bridge: one code base on the same machines, in two tables. Neither says what is recomputed."""
     tokens = figure(raw, "tokens_per_s_per_gpu")
@@ -193,7 +203,8 @@ def nemo(raw: Raw, cells: dict[str, str]) -> Measured | None:
     case = found.case
     kind = "experts" if case.model.experts else case.dtype
     seconds = float(case.tokens_per_step) / (tokens * float(case.world))
-    return Measured("", found, f"{kind} {case.gpu.name.split('-')[0]}", seconds)
+    suspect = STALE.get((raw["release"].split()[0], raw["model"], case.gpu.name.split("-")[0]), "")
+    return Measured("", found, f"{kind} {case.gpu.name.split('-')[0]}", seconds, suspect=suspect)
 
 
 def bigscience(raw: Raw, cells: dict[str, str]) -> Measured:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..plan.collective_algorithms.schedules import Schedule
 
 MOST_RANKS = 16  # of a schedule that is printed
+FAR_BELOW = 0.25  # share of a link's datasheet that is worth a word
 
 
 def collective(
@@ -135,10 +136,24 @@ def print_comparison(found: Comparison) -> None:
     if found.nccl_crossovers != found.crossovers:
         typer.echo(f"of those in NCCL: {spans_text(found.nccl_crossovers)}")
     typer.echo("rounds and bytes: in a machine + between machines; α: latency, β: bytes over bandwidth, which overlap")
+    if text := far_below_datasheet(group):
+        typer.echo(text)
 
 
 def spans_text(spans: list[tuple[str, float, float]]) -> str:
     return ", ".join(f"{name} from {binary_bytes(low)}" for name, low, _ in spans)
+
+
+def far_below_datasheet(group: Group) -> str:
+    """Why links that were measured are much slower than they should be; "" where they are not."""
+    fabric, rate = group.fabric, group.link_rate / 1e9
+    measured = fabric.curve is not None and fabric.gpu in fabric.curve.gpus
+    if fabric.kind != "pcie" or not measured or rate > FAR_BELOW * fabric.link_gbs:
+        return ""
+    return (
+        f"links: {group.members} {fabric.gpu} in a machine send {rate:.1f} GB/s each, measured with NCCL, of "
+        f"{fabric.link_gbs:g} by their datasheet: without peer-to-peer over PCIe all bytes pass through host memory"
+    )
 
 
 def planner_source(found: Comparison) -> str:

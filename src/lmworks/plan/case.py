@@ -100,7 +100,7 @@ class Case:
             optimizer=optimizer_of(spec),
             offload=layout.offload,
             offload_activations=layout.offload_activations,
-            cluster=spec.cluster,
+            cluster=spec.cluster.filled(spec.parallel.world),
             strategy=layout.strategy,
             sync_each_pass=layout.sync_each_pass,
             prefetch=layout.prefetch,
@@ -158,6 +158,24 @@ class Case:
     def compute_bytes(self) -> int:
         """Bytes per element of an activation, and of a gathered weight of a block."""
         return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def expert_tp(self) -> Number:
+        """Tensor-parallel ranks that share an expert."""
+        return 1 if self.software.whole_experts else self.tp
+
+    @property
+    def routed_tokens(self) -> Number:
+        """Of one micro-batch, those that one rank sends to experts."""
+        return self.tokens / self.tp if self.software.whole_experts and self.sp else self.tokens
+
+    @property
+    def expert_copies(self) -> Number:
+        """Ranks of a pipeline stage that hold the same experts, and share their gradients."""
+        if not self.model.experts:
+            return 1
+        ranks = self.dp_shard * self.cp if self.zero == 3 else self.dp * self.cp
+        return np.maximum(1, ranks * self.tp // self.expert_tp // self.ep)
 
     @property
     def is_lmworks(self) -> bool:

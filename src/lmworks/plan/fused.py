@@ -18,7 +18,7 @@ from ..spec.components import MLP, Attention, Copy, Entry, Experts, Linear, Norm
 from . import eager
 from .adapters import Layer, weight_readers, with_frozen_weights
 from .flops import mean_keys_per_query
-from .ops import Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
+from .ops import GEMM_ONLY, Kernel, Op, Workload, fullest, gemm, head_gemm, padded, weight_gradient, without_fp8
 
 # Passes over the router's scores in each direction: logits in fp32, softmax, top-k, their sum and weights, the dispatch
 # mask, counts by expert and by rank, their sums, a sort, and the balance loss. Counted from this list, not measured.
@@ -197,11 +197,15 @@ def mlps(
     tokens: Any,
     count: Any = 1,
     rows: Any = None,
-    after_norm: bool = True,
+    routed: bool = False,
     read: bool = True,
 ) -> list[Op]:
     """`count` MLPs (one, or this rank's experts) over `tokens` each; their GEMMs are padded to `rows`. `read`: the last
-    keeps its input."""
+    keeps its input.
+
+    Under fp8 the activation of experts writes 16 bits, unless it is fused with their products.
+    """
+    casts_apart = routed and not load.software.fused_experts
     h, w = load.model.hidden, load.width
     rows = tokens if rows is None else rows
     each = w * tokens * width
@@ -230,8 +234,8 @@ def mlps(
             backward,
             saved_selective=saved_selective,
             copies=count,
-            input_from_kernel=after_norm,
-            gradient_from_kernel=True,
+            input_from_kernel=not routed,
+            gradient_from_kernel=not casts_apart,
         ),
         Op(load.model.mlp, "activation", (there,), (back,), saved=saved, copies=count, for_weights=activated),
         # The backward pass does not need the last GEMM's output: a compiler does not save it.
@@ -242,7 +246,7 @@ def mlps(
             last[1],
             saved_selective=() if load.software.fused else (w * tokens * h,),
             copies=count,
-            input_from_kernel=True,
+            input_from_kernel=not casts_apart,
         ),
     ]
 
@@ -250,10 +254,10 @@ def mlps(
 def experts(layer: Experts, load: Workload) -> list[Op]:
     """Token dispatch sorted by expert, each rank's experts, combine.
 
-    Rows are sorted before and after the all-to-all, in both directions. Time is that of the most loaded rank; saved
-    bytes are counted as evenly spread.
+    Rows are sorted before and after the all-to-all, in both directions; where a token travels once, only behind it.
+    Time is that of the most loaded rank; saved bytes are counted as evenly spread.
     """
-    w, t = load.width, load.tokens
+    w, t = load.width, load.routed_tokens
     load = load.routed
     slots, mine = t * layer.top_k, layer.count // load.ep
     each = np.maximum(1, slots // mine)
@@ -261,15 +265,31 @@ def experts(layer: Experts, load: Workload) -> list[Op]:
     route = with_frozen_weights(product("router", load, layer.hidden, layer.count), load)
     scored = ROUTING * (Kernel("stream", bytes=8 * t * layer.count),)
     scores = Op("routing", "experts", scored, scored)
-    sorts = 2 * (Kernel("stream", bytes=2 * moved * np.where(load.ep > 1, 2, 1)),)
+    twice = np.greater(load.ep, 1) & (not load.software.dispatch_once)
+    sorts: tuple[Kernel, ...] = 2 * (Kernel("stream", bytes=2 * moved * np.where(twice, 2, 1)),)
+    if load.dtype in GEMM_ONLY and load.software.fused_casts and not load.software.dispatch_once:
+        sorts += 2 * (Kernel("stream", bytes=2 * moved),)  # rows of each expert, copied to a multiple of 16 and back
     # Our trainer weighs results behind the products and saves them; others weigh what the down product reads.
     results = (moved,) if load.grouped_experts else ()
     kept = moved * load.saved_width // w * (not load.frozen)  # what experts multiply
     move = Op("dispatch", "experts", sorts, sorts, saved=(kept, *results))
     rows = padded(each * fullest(slots, load.ep))
-    up, middle, down = mlps(load, layer.ffn // load.tp, each, mine, rows, False, read=not load.frozen)
-    ops = [route, scores, move, with_frozen_weights(up, load), middle, with_frozen_weights(down, load)]
-    return without_fp8(load, ops)
+    biases = [expert_biases(slots * layer.hidden, mine)] if load.software.adds_expert_biases else []
+    up, middle, down = mlps(load, layer.ffn // load.expert_tp, each, mine, rows, routed=True, read=not load.frozen)
+    products = [with_frozen_weights(up, load), middle, with_frozen_weights(down, load)]
+    return without_fp8(load, [route, scores, move, *biases, *products])
+
+
+def expert_biases(results: Any, count: Any) -> Op:
+    """output + bias · weight of each expert in fp32, joined and cast; backward both factors' gradients, and the
+    output's. `results`: numbers that the experts make."""
+    each = results / count
+    forward = (Kernel("stream", bytes=4 * each, count=count), Kernel("stream", bytes=10 * each, count=count))
+    joined = Kernel("stream", bytes=8 * results), Kernel("stream", bytes=6 * results)
+    cast = Kernel("stream", bytes=6 * each, count=count)
+    factor = Kernel("stream", bytes=8 * each, count=count), Kernel("stream", bytes=4 * each, count=count)
+    backward = (Kernel("stream", bytes=6 * results), cast, *factor, *factor, Kernel("stream", bytes=4 * results))
+    return Op("expert biases", "experts", (*forward, *joined), backward)
 
 
 def block(load: Workload) -> list[Op]:

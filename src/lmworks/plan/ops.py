@@ -119,6 +119,9 @@ class Workload:
         self.tokens = self.batch * self.seq // self.cp  # positions of this rank inside tensor-parallel regions
         # And between tensor-parallel regions, where sequence parallelism shards them.
         self.sp_tokens = self.tokens // self.tp if self.sp else self.tokens
+        # Of these, what this rank sends to experts, which `expert_tp` ranks share.
+        self.routed_tokens = self.sp_tokens if software.whole_experts else self.tokens
+        self.expert_tp = 1 if software.whole_experts else self.tp
         self.vocab = self.model.vocab // self.tp
         self.width = 4 if self.dtype == "fp32" else 2  # bytes per element of GEMM inputs and outputs
         self.is_16_bit = self.width == 2
@@ -174,9 +177,24 @@ class Workload:
     @classmethod
     def of_case(cls, case: Case) -> Self:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
-        sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
-        layout = case.tp, case.sp, case.cp, case.ep, case.software, case.cp_method, apart
-        return cls(*sizes, *layout, case.head, case.teacher, case.adapters, case.frozen_base)
+        return cls(
+            case.model,
+            case.micro_batch,
+            case.seq,
+            case.dtype,
+            "cuda",
+            tp=case.tp,
+            sp=case.sp,
+            cp=case.cp,
+            ep=case.ep,
+            software=case.software,
+            cp_method=case.cp_method,
+            no_epilogue_fusion=apart,
+            head=case.head,
+            teacher=case.teacher,
+            adapters=case.adapters,
+            frozen_base=case.frozen_base,
+        )
 
     @property
     def frozen(self) -> bool:

@@ -48,6 +48,17 @@ class Software:
     # their fp8 output and its transpose, other operands are cast and transposed in one kernel, and an operand is cast
     # once for both products that read it, a weight once a step.
     fused_casts: bool = False
+    # A rank holds whole experts, over neighbouring ranks, tensor-parallel ones included, and its tokens under sequence
+    # parallelism are its own part of them (Megatron Core's parallel folding: --expert-tensor-parallel-size 1).
+    whole_experts: bool = False
+    # A token travels once to each rank that holds some of its experts, and once over the network to each machine
+    # (DeepEP, HybridEP), not once for each expert (NCCL's all-to-all).
+    dispatch_once: bool = False
+    fused_experts: bool = False  # products, activation and casts of experts are one kernel: TE's op fuser
+    # Biases of experts (GPT-OSS's), added in fp32 and expert by expert (Megatron Core's `TEGroupedMLP._apply_bias`).
+    adds_expert_biases: bool = False
+    overlapped_dispatch: bool = False  # beside the pass of another micro-batch: --overlap-moe-expert-parallel-comm
+    one_graph: bool = False  # a CUDA graph of all passes, or one program of XLA: the host launches no kernels
     # Factor on GEMMs of one GPU: see DENSE_GEMM_SLOWDOWN.
     gemm_slowdown: float = 1.0
     overlap: bool = True  # data-parallel communication with compute
@@ -57,6 +68,10 @@ class Software:
     bucket: float = math.inf  # parameters per collective, where fewer than a block
     # ZeRO-3 of 2021: gathers tensor by tensor, copies each rank's shard separately, and again for recompute.
     per_tensor_gather: bool = False
+    # ZeRO-3 of DeepSpeed (runtime/zero/partitioned_param_coordinator.py, `fetch_sub_module`): a module waits for all
+    # gathers under way, and then those of the next begin, stage3_prefetch_bucket_size = 5e7 weights at most, as many as
+    # a large matrix has. So a gather hides behind the products of one module, not behind what has no weights.
+    gathers_by_module: bool = False
     async_tp: bool = False  # tensor-parallel communication overlaps with the GEMMs it feeds; torchtitan's only
     even_stages: bool = False  # pipeline stages have as many blocks each, though the last has the head too
     selective_recompute_share: float = 0.0  # share of a block's GEMMs that selective recompute recomputes
@@ -98,6 +113,7 @@ MEGATRON = Software(
     even_stages=True,
     vocab_multiple=128,
     fused_casts=True,
+    whole_experts=True,
 )
 
 SOFTWARE = {
@@ -159,8 +175,13 @@ SOFTWARE = {
         # FSDP1 over MPT with flash attention, all gathers and sums in bf16; logits and their gradients too.
         Software("llm-foundry", stream=2, fused=True, loss="plain", logit_bytes=4, flash="fa1", reduce=2),
         # Only met in tables: ZeRO over a plain model, the Trainer's autocast, one compiled file.
-        Software("deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED_BUCKET),
+        Software(
+            "deepspeed", 2, 2, 4, stream=2, loss="plain", reduce=2, bucket=DEEPSPEED_BUCKET, gathers_by_module=True
+        ),
         Software("huggingface", cast=True, loss="plain"),
+        # JAX on TPUs: fp32 weights, sharded as FSDP does (base.yml: weight_dtype, ici_fsdp_parallelism = -1), kernels
+        # fused and collectives made asynchronous by XLA.
+        Software("maxtext", stream=2, fused=True, loss="plain", async_tp=True, one_graph=True),
         Software("nanogpt", cast=True, fused=True, bias_grad_pass=True, loss="plain"),
     )
 }

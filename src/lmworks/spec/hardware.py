@@ -127,6 +127,14 @@ class Cluster(Section):
         """The named accelerator; None for auto, which only a machine can answer."""
         return None if self.gpu == "auto" else catalogue(self.catalogue)[self.gpu]
 
+    def filled(self, ranks: int) -> Cluster:
+        """With a place for each rank: machines that are not described have as many accelerators as is usual."""
+        gpu = self.accelerator
+        if gpu is None or self.gpus != 1 or ranks == 1:
+            return self
+        each = min(ranks, gpu.per_node)
+        return self.replace(nodes=-(-ranks // each), gpus_per_node=each)
+
 
 def find_gpu_name(text: str, own: str = "") -> str:
     """The catalogue's name for what a user types: any case, spaces or underscores for dashes, or a short name."""

@@ -263,6 +263,20 @@ class Fabric:
             return ring
         return np.minimum(ring, net.tree(nbytes, ranks, members, self.split(kind, local, members)).seconds)
 
+    def dispatch(self, nbytes: Number, across: Number, ranks: Number, stride: Number = 1) -> Number:
+        """An all-to-all that sends `across` of its bytes, not all, to other machines, which pass them on inside.
+
+        `nbytes` and `across` are counted as a whole buffer is: with the share that stays where it is.
+        """
+        members = self.members(ranks, stride)
+        if self.kind == "torus" or self.between is not None or np.all(members >= ranks):
+            return self.seconds("all-to-all", np.where(self.inside(ranks, stride), nbytes, across), ranks, stride)
+        assert self.network is not None
+        nbytes, across, ranks = np.broadcast_arrays(nbytes, across, ranks)
+        inside = self.within("all-to-all", nbytes, members)
+        between = self.network.exchange(across, ranks, members, inside).seconds
+        return np.where(ranks > 1, np.where(members < ranks, between, inside), 0.0)
+
     def ring_between(
         self, net: Network, kind: str, nbytes: Number, ranks: Number, members: NDArray[Any], local: Number
     ) -> Cost:

@@ -104,14 +104,15 @@ def trained_weights(case: Case, stage: Stage) -> list[Weight]:
     return [weight for weight in stage_weights(case, stage) if weight.trained]
 
 
-def weight_layout(case: Case) -> tuple[ModelSpec, int, bool, int, Adapters, str]:
+def weight_layout(case: Case) -> tuple[ModelSpec, int, bool, int, int, Adapters, str]:
     """What the local shapes of weights follow from."""
-    return case.model, int(case.tp), bool(case.sp and case.tp > 1), int(case.ep), case.adapters, case.frozen_base
+    experts = int(case.ep), int(case.expert_tp)
+    return case.model, int(case.tp), bool(case.sp and case.tp > 1), *experts, case.adapters, case.frozen_base
 
 
 @functools.lru_cache(maxsize=2**10)
 def local_weights(
-    stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, adapters: Adapters, base: str
+    stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, expert_tp: int, adapters: Adapters, base: str
 ) -> list[Weight]:
     linears = {f"{linear.name}.weight" for linear in components.linears(model)} if base else set()
     found, trained = [], {components.SCORE, *(weight.name for weight in adapters)}
@@ -120,7 +121,7 @@ def local_weights(
         if expert:
             shape[0] //= ep
         if dim is not None:
-            shape[dim] //= tp
+            shape[dim] //= expert_tp if weight.experts else tp
         local = Weight(weight.name, tuple(shape), weight.layer, expert, weight.has_partial_grad(tp, sp))
         if adapters and local.inside not in trained:
             parts = quantized_parts(weight, local.shape, base) if local.inside in linears else ()
@@ -195,9 +196,11 @@ def units(case: Case, stage: Stage) -> list[Unit]:
 
 
 @functools.lru_cache(maxsize=2**10)
-def units_of(stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, adapters: Adapters, base: str) -> list[Unit]:
+def units_of(
+    stage: Stage, model: ModelSpec, tp: int, sp: bool, ep: int, expert_tp: int, adapters: Adapters, base: str
+) -> list[Unit]:
     found: dict[tuple[int, str], list[Weight]] = {}
-    for weight in local_weights(stage, model, tp, sp, ep, adapters, base):
+    for weight in local_weights(stage, model, tp, sp, ep, expert_tp, adapters, base):
         part = ""
         if ep > 1 and weight.inside.startswith("mlp."):
             part = "experts" if weight.expert else weight.inside.split(".")[1]

@@ -314,11 +314,11 @@ def resident_of_one(case: Case, place: Place, held: list[tuple[Unit, int]], whol
 
 def resident_of_others(case: Case, held: list[tuple[Unit, int]], whole: int) -> dict[str, Any]:
     """Bytes of a rank of another code base: flat buffers, cut evenly."""
-    code, grid = case.software, case.grid
+    code, ranks = case.software, {"shard": case.grid.size("shard"), "edp": int(case.expert_copies)}
 
     def cut(trained: bool) -> float:
         chosen = [(unit.trained if trained else unit.weights, unit.axis, times) for unit, times in held]
-        return sum(times * sum(w.size for w in kept) / max(1, grid.size(axis)) for kept, axis, times in chosen)
+        return sum(times * sum(w.size for w in kept) / ranks[axis] for kept, axis, times in chosen)
 
     trained = sum(times * sum(w.size for w in unit.trained) for unit, times in held)
     stored = sum(times * (quantized_rows(unit) - code.weights * quantized_size(unit)) for unit, times in held)

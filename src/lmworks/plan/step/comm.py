@@ -50,15 +50,14 @@ class Links:
         profile = profile_for(case.gpu, cluster.profile, cluster.catalogue) if cluster.profile else None
         inside, between = (profile.curve, profile.between) if profile else (None, None)
         slower = profile.link_factors if profile else (1.0, 1.0)
-        copies = (shard if case.zero == 3 else case.dp * case.cp) // case.ep if case.model.experts else 1
         groups = {
             "tp": (tp, 1),
             "cp": (case.cp, tp),
-            "ep": (case.ep, tp),
+            "ep": (case.ep, case.expert_tp),
             "shard": (shard, tp),  # ranks that shard one copy of the weights
             "dp_cp": (case.dp * case.cp, tp),
             "dp_replicate": (case.dp_replicate, tp * shard),
-            "edp": (np.maximum(1, copies), tp * case.ep),  # ranks that hold the same experts
+            "edp": (case.expert_copies, case.expert_tp * case.ep),  # ranks that hold the same experts
             "pp": (case.pp, tp * case.cp * case.dp),
         }
         return cls(Fabric.of(cluster, case.gpu, inside, nodes, between, slower), groups)
@@ -72,6 +71,13 @@ class Links:
         if kind == "send":
             ranks = np.where(several, 2, 1)
         seconds = np.where(several, self.fabric.seconds(kind, nbytes, ranks, stride), 0.0)
+        near = self.fabric.inside(ranks, stride)
+        return CommSeconds(np.where(near, seconds, 0.0), np.where(near, 0.0, seconds))
+
+    def dispatch(self, nbytes: Number, across: Number) -> CommSeconds:
+        """Of tokens that travel once: `nbytes` to ranks that hold some of their experts, `across` to machines."""
+        ranks, stride = self.groups["ep"]
+        seconds = self.fabric.dispatch(nbytes, across, ranks, stride)
         near = self.fabric.inside(ranks, stride)
         return CommSeconds(np.where(near, seconds, 0.0), np.where(near, 0.0, seconds))
 
@@ -116,20 +122,39 @@ class StepComm:
         backward = tensor.scaled(2)
         if case.sp and case.software.name.startswith("megatron"):  # saves sharded inputs, and gathers them again
             backward += links.seconds("tp", "all-gather", stream).scaled(2)
-        dispatch = CommSeconds()
-        if case.model.experts:  # all ranks wait for the most loaded one
-            most = fullest(case.tokens * case.model.top_k, case.ep)
-            dispatch = links.seconds("ep", "all-to-all", case.model.top_k * stream * most)
+        # Layers with whole experts leave their tokens where sequence parallelism has them.
+        routed = case.model.experts and case.software.whole_experts and case.sp
+        apart = case.model.expert_layers / case.model.layers if routed else 0.0
         own = stream / case.tp if case.sp else stream  # with sequence parallelism each rank sends its own positions
         return cls(
-            tp=(tensor.scaled(2), backward),
+            tp=(tensor.scaled(2 - apart), backward.scaled(1 - apart / 2)),
             vocab=tensor.scaled(0.5) + links.seconds("tp", "all-reduce", 4.0 * case.tokens).scaled(0.75),
             cp=cp_collectives(case, links, width) if np.any(case.cp > 1) else (CommSeconds(), CommSeconds()),
-            ep=dispatch.scaled(2),
+            ep=expert_dispatch(case, links, width).scaled(2) if case.model.experts else CommSeconds(),
             send=links.seconds("pp", "send", own),
             reductions=1 / case.accumulation if case.software.delayed_reduction and not case.sync_each_pass else 1.0,
             **(zero_3(case, links, weights) if case.zero == 3 else zero_0_to_2(case, links, weights)),
         )
+
+
+def expert_dispatch(case: Case, links: Links, width: int) -> CommSeconds:
+    """Of a rank's tokens to the experts they chose, or of the results back. All ranks wait for the most loaded one."""
+    model = case.model
+    slots = case.routed_tokens * model.top_k
+    token = case.routed_tokens * model.hidden * width * fullest(slots, case.ep)
+    if not case.software.dispatch_once:
+        return links.seconds("ep", "all-to-all", model.top_k * token)
+    machines = case.ep / links.fabric.members(case.ep, case.expert_tp)
+    chosen = [distinct_bins(bins, model.experts, model.top_k) for bins in (case.ep, machines)]
+    return links.dispatch(chosen[0] * token, chosen[1] * token)
+
+
+def distinct_bins(bins: Number, experts: int, top_k: int) -> Number:
+    """In how many of `bins`, which share the experts evenly, the `top_k` different experts of a token lie, expected."""
+    empty: Number = 1.0  # the chance that a bin holds none of them
+    for chosen in range(top_k):
+        empty = empty * np.maximum(0, 1 - experts / bins / (experts - chosen))
+    return bins * (1 - empty)
 
 
 def cp_collectives(case: Case, links: Links, width: int) -> tuple[CommSeconds, CommSeconds]:
@@ -177,7 +202,7 @@ class Weights:
             for weight in components.block_weights(kind):
                 shared = shards(weight, case.tp)
                 if weight.experts:
-                    experts = experts + share * (weight.size // case.ep // shared)
+                    experts = experts + share * (weight.size // case.ep // np.minimum(shared, case.expert_tp))
                 else:
                     dense = dense + share * (weight.size // shared)
         root = sum(weight.size for weight in components.root_weights(case.model)) / case.tp

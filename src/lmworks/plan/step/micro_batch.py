@@ -91,7 +91,7 @@ class Calibrated:
     def launch_seconds(self, count: Number) -> Number:
         """Host seconds; tensor-parallel ranks wait for the slowest host in every collective."""
         skew = 1 + self.fitted.host_skew * np.log2(self.case.tp)
-        return self.launch_s * count * skew * self.case.host
+        return self.launch_s * count * skew * self.case.host * (not self.case.software.one_graph)
 
     def vocab_parallel(self, forward: Pass, backward: Pass) -> ForwardBackward:
         """Embedding, or final norm, head and loss; tensor-parallel ranks have a part of the vocabulary each."""
@@ -116,7 +116,7 @@ class Calibrated:
         return PassCost({**parts, "host": seconds - busy}, hidden, busy, seconds, launches)
 
     def block(self) -> ForwardBackward:
-        case, work, comm = self.case, self.uncalibrated.work, self.uncalibrated.comm
+        case, work = self.case, self.uncalibrated.work
         forward, backward = work.block[0].parts(self.factors), work.block[1].parts(self.factors)
         recompute = sum(work.recomputed.parts(self.factors).values()) / case.recompute_every
         there = self.traffic(FORWARD, forward, sum(forward.values()))
@@ -126,10 +126,11 @@ class Calibrated:
             for axis, share in (("tp", repeats * (0.75 if stops_early(case.software) else 1.0)), ("cp", repeats)):
                 once, more = back[axis], there[axis]
                 back[axis] = Traffic(once.exposed + share * more.exposed, once.hidden + share * more.hidden)
-        ep = self.comm_seconds(comm.ep)
         copies, copies_back = self.uncalibrated.copies
-        forward |= {**copies.parts(self.factors), "ep": ep}
-        backward |= {**copies_back.parts(self.factors), "recompute": recompute, "ep": (1 + repeats) * ep}
+        both = sum(forward.values()) + sum(backward.values()) + recompute
+        there["ep"], back["ep"] = self.expert_parallel(1, both / 2), self.expert_parallel(1 + repeats, both / 2)
+        forward |= copies.parts(self.factors)
+        backward |= {**copies_back.parts(self.factors), "recompute": recompute}
         # Collectives of a block in one direction, as launches.
         tp_calls = 2 * (1 + case.sp) * np.where(case.tp > 1, 1, 0)
         ep_calls = 2 * bool(case.model.experts) * np.where(case.ep > 1, 1, 0)
@@ -152,10 +153,19 @@ class Calibrated:
             context = Traffic(hop.exposed * (case.cp - 1), hop.hidden * (case.cp - 1))
         # A copy engine of its own: GEMMs beside it were measured to take as long as alone, so no contention.
         offload = overlap(self.uncalibrated.activation_offload, compute, 0.0)
-        return {"tp": tensor, "cp": context, "dp": self.data_parallel(direction, compute), "offload": offload}
+        beside = compute
+        if case.software.gathers_by_module:
+            beside = compute * parts["matmul"] / sum(parts.values())
+        return {"tp": tensor, "cp": context, "dp": self.data_parallel(direction, beside), "offload": offload}
+
+    def expert_parallel(self, times: Number, compute: Number) -> Traffic:
+        """`compute`: seconds of a pass of another micro-batch, the mean of both directions."""
+        seconds = times * self.comm_seconds(self.uncalibrated.comm.ep)
+        overlapped = self.case.software.overlapped_dispatch
+        return overlap(seconds, compute, self.fitted.contention) if overlapped else Traffic(seconds)
 
     def data_parallel(self, direction: int, compute: Number) -> Traffic:
-        """ZeRO-3: all-gather of the next block and reduce-scatter of the last one, overlapped with this block."""
+        """ZeRO-3: all-gather of the next block and reduce-scatter of the last one, beside `compute` of this block."""
         case, comm = self.case, self.uncalibrated.comm
         if case.zero < 3:
             return Traffic()

@@ -232,7 +232,7 @@ def updated_params(case: Case, weights: Weights) -> Number:
     if not case.zero:
         return dense + experts
     whole = np.where(np.equal(case.dp_shard, 1), case.dp, case.dp_shard) * case.cp
-    over_experts = np.maximum(1, whole // case.ep)
+    over_experts = np.maximum(1, whole * case.tp // case.expert_tp // case.ep)
     if case.model.experts and case.is_lmworks:
         mine = case.model.experts // case.ep
         over_experts = mine / np.ceil(mine / over_experts)

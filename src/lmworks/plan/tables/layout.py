@@ -14,6 +14,7 @@ from .columns import Row
 from .names import schedule_named
 
 MOST_GPUS = 10_000_000
+USUAL_ZERO = {"torchtitan": 3, "llm-foundry": 3, "maxtext": 3, "megatron": 1, "megatron-bridge": 1, "deepspeed": 2}
 
 
 def degrees_of(row: Row, gpu: Gpu, model: ModelSpec, software: Software) -> dict[str, int]:
@@ -140,7 +141,7 @@ def said_zero(row: Row, software: Software, degrees: dict[str, int], model: Mode
     if row.flag("sharding"):
         return 1
     family = software.name.removesuffix("-compile")
-    usual = {"torchtitan": 3, "llm-foundry": 3, "megatron": 1, "megatron-bridge": 1, "deepspeed": 2}.get(family, 0)
+    usual = USUAL_ZERO.get(family, 0)
     held = model.params * 16 / (degrees["tp"] * degrees["pp"] * degrees["ep"])
     if usual in (0, 2) and degrees["pp"] == 1 and held > 0.9 * capacity(gpu) > 0:
         usual = 3
@@ -202,6 +203,9 @@ def batch_of(row: Row, case: Case) -> dict[str, int]:
             row.assumed.append(f"global_batch = {local * dp}: {total} sequences do not divide among {dp} ranks")
     if row.text("local_batch") and local and not micro and not steps and pp == 1:
         micro = row.whole("local_batch")  # all of it at once
+    if total and micro and steps and micro * steps * dp != total and total % (micro * dp) == 0:
+        written, steps = steps, total // (micro * dp)
+        row.assumed.append(f"accumulation = {steps}: what the global batch takes (the row says {written})")
     if local and micro and not steps:
         steps = max(1, round(local / micro))
     if local and steps and not micro:

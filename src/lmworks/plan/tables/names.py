@@ -38,7 +38,8 @@ FRAMEWORKS = [  # first match wins
     (r"narayanan|korthikanti|megatron.*(202[012]\b)|ptd-?p", "megatron-2021"),
     (r"\bnemo\b|megatron[- ]bridge", "megatron-bridge"),
     (r"megatron|mcore|transformer[- ]?engine|bridge", "megatron"),
-    (r"colossal|internevo|maxtext|nanotron|picotron", "megatron"),
+    (r"maxtext|\bpax(ml)?\b|\bjax\b", "maxtext"),
+    (r"colossal|internevo|nanotron|picotron", "megatron"),
     (r"deepspeed|zero-?[123]|zero\+\+", "deepspeed"),
     (r"hugging|\bhf\b|accelerate|trainer|transformers|axolotl|trl\b|lightning|llama-?factory|unsloth", "huggingface"),
     (r"nanogpt|nanochat|litgpt|lit-gpt|karpathy", "nanogpt"),
@@ -186,9 +187,19 @@ def recompute_modules(text: str) -> tuple[str, str]:
     return policy, left
 
 
+# MaxText's remat_policy, by what it does not keep: scores of attention; what no product makes; the MLP; all but a few.
+REMAT = [  # first match wins
+    (r"minimal_(with_context|flash)", "selective"), (r"\bminimal", "attention"), (r"except_mlp", "mlp"),
+    (r"save_(qkv|out)_proj|qkv_proj_offloaded", "full"),
+]  # fmt: skip
+
+
 def recompute_named(text: str) -> str:
     """ "" where the text names none. "selective layer" is every second layer, whole."""
     words = text.lower()
+    for pattern, policy in REMAT:
+        if re.search(pattern, words):
+            return policy
     if re.search(r"\b(no|without|w/o|zero) (act\w* )?(re-?comp|checkpoint|ac\b)|\bnone\b|\bno ac\b", words):
         return "none"
     if re.search(r"selective layer|every (2nd|second|other)", words):

@@ -33,6 +33,7 @@ from .names import (
     shape_named,
     without_count,
 )
+from .recipes import with_recipe
 from .unpriced import refuse, refuse_dense
 
 COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "shared_experts")
@@ -266,7 +267,7 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
     if not found and (found := framework_named(f"{row.text('origin')} {row.text('model')}")):
         row.assumed.append(f"framework: {found.name}, by where the row comes from")
     if not found:
-        found = SOFTWARE[usual or usual_framework([row.cells])]
+        found = SOFTWARE["maxtext" if gpu.name.startswith("TPU") else usual or usual_framework([row.cells])]
         row.assume("framework", f"framework: like {found.name}")
     compiled = f"{found.name}-compile"
     if compiled in SOFTWARE and (row.flag("compile") or COMPILE.search(row.hints.lower())):
@@ -289,6 +290,8 @@ def software_for(row: Row, gpu: Gpu, usual: str = "") -> Software:
         found = replace(found, async_tp=True)
     if re.search(r"row-?wise", row.hints.lower()):  # a scale for every row, both ways
         found = replace(found, casts=10.0)
+    if found.name == "megatron-bridge":
+        found = with_recipe(found, row, gpu)
     if row.text("mixed"):
         found = replace(found, reduce=2 if row.text("mixed").lower() == "pure" else 4)
     return found
