@@ -17,7 +17,7 @@ import msgspec
 
 from ..observability.families import Collected, combined, render
 from ..observability.tracing import Tracing
-from ..serve.connection import HEADER_SECONDS
+from ..serve.connection import HEADER_SECONDS, SPARE_FILES, raise_file_limit
 from ..serve.limits import APIError
 from ..serve.middleware import loopback
 from ..serve.reload import ReloadedFile, has_terminal
@@ -343,6 +343,7 @@ class Gateway:
         """
         listening, *admin_sockets = sockets
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        raise_file_limit(2 * self.settings.config.listen.connections + SPARE_FILES)  # a request has two connections
         notice = 0.0  # seconds between a failing /ready and closing the socket, for load balancers
 
         def on_signal(sig: int) -> None:
