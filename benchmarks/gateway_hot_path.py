@@ -9,9 +9,9 @@ load generator and the machine take; what a proxy adds is the difference to it. 
 turns, --rounds times, so that who else is busy on the machine disturbs them alike; medians of the rounds are shown. A
 first token's delay is from the request to its chunk, less the stub's own pause. Processor time is the proxy's process
 and its children's: it depends less on others than delays do. With four cores or more the load generator has one, the
-stub one, and the proxies share two; with fewer the first is for the generator and the stub, the others for proxies. The
-gateway asks for keys, counts limits, budgets and usage, has the prefix cache policy, objectives and a hedging limit, and
-would continue streams. LiteLLM gets a key, too, and FEW_STREAMS: hundreds are more than it can pass on in time.
+stub one, and the proxies share two; with fewer the first is for the generator and the stub, the others for proxies.
+The gateway asks for keys, counts limits, budgets and usage, has the prefix cache policy, objectives and a hedging
+limit, and would continue streams. LiteLLM gets a key, too, and FEW_STREAMS: it cannot pass on hundreds in time.
 """
 
 from __future__ import annotations
@@ -108,11 +108,13 @@ LMWORKS = [sys.executable, "-m", "lmworks"]
 
 def made_key(folder: Path) -> str:
     """Of a tenant of the gateway, with limits."""
-    config = ["--config", str(folder / "gateway.toml")]
-    limits = [word for limit in LIMITS for word in ("--limit", limit)]
-    subprocess.run([*LMWORKS, "gateway", "tenants", "create", "bench", *limits, *config], check=True, capture_output=True)
-    words = ["gateway", "keys", "create", "bench", *config]
-    return subprocess.run([*LMWORKS, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    def told(*words: str) -> str:
+        command = [*LMWORKS, "gateway", *words, "--config", str(folder / "gateway.toml")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    told("tenants", "create", "bench", *(word for limit in LIMITS for word in ("--limit", limit)))
+    return told("keys", "create", "bench")
 
 
 class Stub(asyncio.Protocol):

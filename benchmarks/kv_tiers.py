@@ -141,7 +141,7 @@ def checksum_rate() -> float:
     return len(block) / (time.perf_counter() - begin)
 
 
-def planned(model: str, lengths: list[int]) -> dict[str, list[float]]:
+def planned(model: str, lengths: list[float]) -> dict[str, list[float]]:
     """The planner's seconds for each length; links of a disk and a network as fast as checksums allow."""
     name = find_gpu_name(torch.cuda.get_device_name().removeprefix("NVIDIA "))
     served = ServedModel.of(ModelSpec.from_preset(model), model)
@@ -149,9 +149,9 @@ def planned(model: str, lengths: list[int]) -> dict[str, list[float]]:
     links = {link.name: link for link in links_of(deployment, 5.0, 5.0)}
     token_bytes = float(deployment.cache.token_bytes)
     return {
-        "computed": [prefill_seconds(deployment, length) for length in lengths],
+        "computed": [prefill_seconds(deployment, int(length)) for length in lengths],
         **{
-            tier: [fetch_seconds(links[link], token_bytes, length) for length in lengths]
+            tier: [fetch_seconds(links[link], token_bytes, int(length)) for length in lengths]
             for tier, link in PLANNED.items()
         },
     }
@@ -177,13 +177,21 @@ def main() -> None:
             turns = []
             for _ in range(given.repeats):
                 turns.append(engines.turns(torch.randint(vocab, (length,), generator=chance).tolist(), written))
-            rows.append({"tokens": length, **{name: statistics.median(each[name] for each in turns) for name in turns[0]}})
-            print(f"{length} tokens: " + "  ".join(f"{name} {1e3 * value:.1f} ms" for name, value in rows[-1].items() if name != "tokens"), flush=True)
-            found["planned"] = planned(given.model, given.lengths) if torch.cuda.is_available() else None
-            write_result("kv_tiers", found)
+            times = {name: statistics.median(each[name] for each in turns) for name in turns[0]}
+            rows.append({"tokens": length, **times})
+            shown = "  ".join(f"{name} {1e3 * value:.1f} ms" for name, value in times.items())
+            print(f"{length} tokens: {shown}", flush=True)
+            save(given.model, found)
         engines.close()
     found["fits"] = fits(rows)
-    write_result("kv_tiers", found)
+    save(given.model, found)
+
+
+def save(model: str, found: dict[str, Any]) -> None:
+    """Of a preset on a GPU; a small model on a CPU is a trial."""
+    if model:
+        lengths = [row["tokens"] for row in found["rows"]]
+        write_result("kv_tiers", {**found, "planned": planned(model, lengths)})
 
 
 def fits(rows: list[dict[str, float]]) -> dict[str, dict[str, float]]:

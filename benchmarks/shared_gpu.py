@@ -69,7 +69,7 @@ def measure(fleet: LocalFleet, loads: dict[str, Load]) -> dict[str, Any]:
             for key in ("output_tokens_per_s", "requests_per_s", "ttft_s", "request_itl_s", "errors", "rejected")
         }
         first, gap = found["ttft_s"], found["request_itl_s"]
-        print(f"  {name}: {found['output_tokens_per_s']:.0f} output tokens/s, {found['requests_per_s']:.1f} requests/s, "
+        print(f"  {name}: {found['output_tokens_per_s']:.0f} tokens/s, {found['requests_per_s']:.1f} requests/s, "
               f"TTFT p50 {1e3 * first['p50']:.1f} ms, p99 {1e3 * first['p99']:.1f} ms, "
               f"TPOT p50 {1e3 * gap['p50']:.2f} ms {found['errors'] or ''}", flush=True)  # fmt: skip
     return rows

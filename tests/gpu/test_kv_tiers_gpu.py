@@ -102,7 +102,7 @@ def test_many_at_once_equal_those_without_tiers() -> None:
     """Blocks are saved, evicted and loaded while other steps run."""
     luck = random.Random(0)
     shared = [[luck.randrange(500) for _ in range(96)] for _ in range(6)]
-    prompts = [luck.choice(shared)[: luck.randrange(20, 96)] + [luck.randrange(500)] for _ in range(60)]
+    prompts = [[*luck.choice(shared)[: luck.randrange(20, 96)], luck.randrange(500)] for _ in range(60)]
 
     def answers(engine: Engine) -> list[list[int]]:
         requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)) for prompt in prompts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -368,6 +369,8 @@ class Gateway:
         admin = None
         if tenancy is not None and admin_sockets:
             admin = await self.listen(admin_sockets[0], tenancy.admin_api.handle)
+        gc.collect()
+        gc.freeze()  # what is there by now stays: looking through all of it would hold every stream up
         started()
         await stop.wait()
         await self.drain(server, notice)
