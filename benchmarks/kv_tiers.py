@@ -6,7 +6,7 @@ all turns, so a busy machine slows all of them. Reads of a disk come from the pa
 thread, which may be behind by a quarter of host memory: longer prompts are measured in host memory alone.
 
     python benchmarks/kv_tiers.py                                    # a small model on a CPU, half a minute
-    python benchmarks/kv_tiers.py --model llama3-8b --lengths 1024 4096 16384 65536 --gib 9 --repeats 3    # an H200
+    python benchmarks/kv_tiers.py --model llama3-3b --lengths 1024 4096 16384 65536 --gib 9 --repeats 3    # an H200
 """
 
 from __future__ import annotations
