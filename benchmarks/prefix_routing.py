@@ -57,7 +57,7 @@ class Case:
 GPU = Case(
     "llama3-1b", 12_500, 4096, 110, (32, 128), (16, 48),
     ("engine.context=8192", "engine.max_seqs=16", "engine.max_batch_tokens=2048"),
-    Slo(ttft=0.3, tpot=0.03), (20.0, 40.0, 60.0, 80.0, 100.0, 130.0), 6.0,
+    Slo(ttft=0.3, tpot=0.03), (20.0, 35.0, 50.0, 70.0, 90.0, 110.0), 5.0,
 )  # fmt: skip
 SMALL = Case(
     "cpu-10m", 100, 160, 22, (4, 12), (2, 6), ("engine.max_seqs=4", "engine.max_batch_tokens=64"),

@@ -31,7 +31,7 @@ CONTROL = "nvidia-cuda-mps-control"
 GPU_LOADS = {
     "two streams": Load(8, Arrivals(concurrency=2), Lengths((128, 128), (256, 256))),
     "64 answers at once": Load(256, Arrivals(concurrency=64), Lengths((128, 128), (256, 256))),
-    "16 long prompts at once": Load(128, Arrivals(concurrency=16), Lengths((4096, 4096), (16, 16))),
+    "16 long prompts at once": Load(64, Arrivals(concurrency=16), Lengths((4096, 4096), (16, 16))),
 }
 SMALL_LOADS = {"two streams": Load(4, Arrivals(concurrency=2), Lengths((16, 16), (8, 8)))}
 
