@@ -32,8 +32,8 @@ from .transfer import Listener, backend_of
 log = logging.getLogger("lmworks.engine")
 
 FETCH_TIMEOUT_S = 10.0  # a sequence that waited so long for a store is computed
-FETCH_BLOCKS = 16  # that are asked for at once
-# Threads: a checksum of a block takes longer than reading it, about a second for 1 GB on one core.
+FETCH_BLOCKS = 8  # that are asked for at once
+# Threads: a checksum of a block takes longer than reading it, about two seconds for 1 GB on one core.
 FETCH_READERS = 8  # of one sequence
 READERS = 32
 WRITERS = 4
