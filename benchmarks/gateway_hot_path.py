@@ -8,9 +8,10 @@ two clocks that are one. 200 streams, then 32 clients that ask without streams. 
 load generator and the machine take; what a proxy adds is the difference to it. All are up at the same time and take
 turns, --rounds times, so that who else is busy on the machine disturbs them alike; medians of the rounds are shown. A
 first token's delay is from the request to its chunk, less the stub's own pause. Processor time is the proxy's process
-and its children's: it depends less on others than delays do. With two cores or more the load generator and the stub
-are pinned to the first one, proxies to the others. The gateway runs with everything that it has by default, the prefix
-cache policy, objectives and a hedging limit.
+and its children's: it depends less on others than delays do. With four cores or more the load generator has one, the
+stub one, and the proxies share two; with fewer the first is for the generator and the stub, the others for proxies.
+The gateway asks for keys, counts limits, budgets and usage, has the prefix cache policy, objectives and a hedging
+limit, and would continue streams. LiteLLM gets a key, too, and FEW_STREAMS: it cannot pass on hundreds in time.
 """
 
 from __future__ import annotations
@@ -36,10 +37,14 @@ import httptools
 import uvloop
 from common import write_result
 
+from lmworks.bench.serve import raise_open_file_limit
+
 STUB, PORTS = 9301, {"gateway": 9302, "nginx": 9303, "LiteLLM": 9304}
 GAP_S = 0.05
 STAMP = re.compile(rb'"content":\s?"(\d{10,}) ')
 CLOCK = os.sysconf("SC_CLK_TCK")
+KEY = "sk-of-this-benchmark"  # LiteLLM's; the gateway makes one
+FEW_STREAMS = 10
 ANSWER = {
     "id": "chatcmpl-1",
     "object": "chat.completion",
@@ -62,11 +67,16 @@ hedge_seconds = 30.0
 [[slos]]
 model = "stub"
 ttft = 30.0
+[tenants]
+store = "sqlite:///FOLDER/gateway.db"
 [[pools]]
 name = "stub"
 kind = "openai"
 urls = ["http://127.0.0.1:{STUB}/v1"]
+price_in = 0.1
+price_out = 0.4
 """
+LIMITS = ("requests_per_minute=1000000000", "tokens_per_minute=1000000000", "dollars_per_month=1000000")
 NGINX = f"""
 worker_processes 1;
 daemon off;
@@ -75,7 +85,10 @@ error_log FOLDER/error;
 events {{ worker_connections 8192; }}
 http {{
   access_log off;
-  upstream stub {{ server 127.0.0.1:{STUB}; keepalive 256; }}
+  keepalive_requests 1000000000;
+  client_body_temp_path FOLDER/nginx-body; proxy_temp_path FOLDER/nginx-proxy;
+  fastcgi_temp_path FOLDER/nginx-fastcgi; uwsgi_temp_path FOLDER/nginx-uwsgi; scgi_temp_path FOLDER/nginx-scgi;
+  upstream stub {{ server 127.0.0.1:{STUB}; keepalive 256; keepalive_requests 1000000000; }}
   server {{
     listen 127.0.0.1:{PORTS["nginx"]};
     location / {{
@@ -91,17 +104,32 @@ model_list:
 """
 
 
+LMWORKS = [sys.executable, "-m", "lmworks"]
+
+
+def made_key(folder: Path) -> str:
+    """Of a tenant of the gateway, with limits."""
+
+    def told(*words: str) -> str:
+        command = [*LMWORKS, "gateway", *words, "--config", str(folder / "gateway.toml")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    told("tenants", "create", "bench", *(word for limit in LIMITS for word in ("--limit", limit)))
+    return told("keys", "create", "bench")
+
+
 class Stub(asyncio.Protocol):
     transport: asyncio.Transport
+    next_chunk: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport, self.parser = transport, httptools.HttpRequestParser(self)
         self.url, self.parts = b"", list[bytes]()
-        self.task: asyncio.Task[None] | None = None
+        self.loop = asyncio.get_running_loop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.task is not None:
-            self.task.cancel()
+        if self.next_chunk is not None:
+            self.next_chunk.cancel()
 
     def data_received(self, data: bytes) -> None:
         self.parser.feed_data(data)
@@ -116,20 +144,26 @@ class Stub(asyncio.Protocol):
         body, self.parts = b"".join(self.parts), []
         asked = json.loads(body) if body else {}
         if asked.get("stream"):
-            self.task = asyncio.ensure_future(self.stream(asked["max_tokens"]))
+            self.begin_stream(asked["max_tokens"])
             return
         found = json.dumps(ANSWER if body else MODELS).encode()
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
         self.transport.write(head % (len(found), found))
 
-    async def stream(self, tokens: int) -> None:
+    def begin_stream(self, tokens: int) -> None:
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self.transport.write(head)
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        for number in range(1, tokens + 1):
-            await asyncio.sleep(begun + number * GAP_S - loop.time())
-            self.send(CHUNK + b'{"content":"%d "},"logprobs":null,"finish_reason":null}]}' % time.monotonic_ns())
+        self.begun, self.tokens = self.loop.time(), tokens
+        self.wait_for(1)
+
+    def wait_for(self, number: int) -> None:
+        self.next_chunk = self.loop.call_at(self.begun + number * GAP_S, self.send_chunk, number)
+
+    def send_chunk(self, number: int) -> None:
+        self.send(CHUNK + b'{"content":"%d "},"logprobs":null,"finish_reason":null}]}' % time.monotonic_ns())
+        if number < self.tokens:
+            self.wait_for(number + 1)
+            return
         self.send(b"[DONE]")
         self.transport.write(b"0\r\n\r\n")
 
@@ -141,7 +175,8 @@ class Stub(asyncio.Protocol):
 class Client(asyncio.Protocol):
     transport: asyncio.Transport
 
-    def __init__(self, delays: list[int], first: list[int]) -> None:
+    def __init__(self, key: str, delays: list[int], first: list[int]) -> None:
+        self.key = key
         self.first, self.asked_at = first, 0  # of streams
         self.delays, self.parser = delays, httptools.HttpResponseParser(self)
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -171,18 +206,18 @@ class Client(asyncio.Protocol):
     async def ask(self, stream: bool, tokens: int) -> None:
         messages = [{"role": "user", "content": "hello there"}]
         body = json.dumps({"model": "stub", "messages": messages, "stream": stream, "max_tokens": tokens}).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sk-of-this-benchmark\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\n" % self.key.encode()
         self.answered = asyncio.get_running_loop().create_future()
         self.asked_at = time.monotonic_ns() if stream else 0
         self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
         await self.answered
 
 
-async def load(port: int, pid: int, streams: int, tokens: int, seconds: float) -> dict[str, Any]:
+async def load(port: int, key: str, pid: int, streams: int, tokens: int, seconds: float) -> dict[str, Any]:
     loop, delays, first = asyncio.get_running_loop(), list[int](), list[int]()
 
     async def connect() -> Client:
-        return (await loop.create_connection(lambda: Client(delays, first), "127.0.0.1", port))[1]
+        return (await loop.create_connection(lambda: Client(key, delays, first), "127.0.0.1", port))[1]
 
     async def stream(client: Client, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -228,7 +263,7 @@ def started(words: list[str], url: str, log: Path) -> Iterator[int]:
         environment = {
             **os.environ,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LITELLM_MASTER_KEY": "sk-of-this-benchmark",
+            "LITELLM_MASTER_KEY": KEY,
         }
         process = subprocess.Popen(words, stdout=written, stderr=written, env=environment)
     try:
@@ -248,16 +283,15 @@ def started(words: list[str], url: str, log: Path) -> Iterator[int]:
 
 def proxies(folder: Path, litellm: str) -> dict[str, tuple[list[str], str]]:
     """Command and probe by name."""
-    files = {"gateway": GATEWAY, "nginx": NGINX.replace("FOLDER", str(folder)), "LiteLLM": LITELLM}
+    files = {"gateway.toml": GATEWAY, "nginx": NGINX, "litellm.yaml": LITELLM}
     for name, text in files.items():
-        (folder / name).write_text(text)
-    shutil.move(folder / "LiteLLM", folder / "litellm.yaml")
-    found = {"gateway": ([sys.executable, "-m", "lmworks", "gateway", str(folder / "gateway")], "/ready")}
+        (folder / name).write_text(text.replace("FOLDER", str(folder)))
+    found = {"gateway": ([*LMWORKS, "gateway", str(folder / "gateway.toml")], "/ready")}
     if nginx := shutil.which("nginx"):
-        found["nginx"] = ([nginx, "-c", str(folder / "nginx")], "/v1/models")
+        found["nginx"] = ([nginx, "-c", str(folder / "nginx"), "-e", str(folder / "error")], "/v1/models")
     if litellm:
         where = ["--host", "127.0.0.1", "--port", str(PORTS["LiteLLM"])]
-        found["LiteLLM"] = ([litellm, "--config", str(folder / "litellm.yaml"), *where], "/health/liveliness")
+        found["LiteLLM"] = ([*litellm.split(), "--config", str(folder / "litellm.yaml"), *where], "/health/liveliness")
     return found
 
 
@@ -288,33 +322,61 @@ def main() -> None:
     if options.stub:
         uvloop.run(serve_stub())
         return
-    own, *others = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {own})
+    raise_open_file_limit()  # of what is started, too
+    cores = sorted(os.sched_getaffinity(0))
+    own, stub, others = ({cores[0]}, {cores[1]}, set(cores[2:4])) if len(cores) > 3 else shared(cores)
+    os.sched_setaffinity(0, own)
     with tempfile.TemporaryDirectory() as name, ExitStack() as running:
         folder, pids = Path(name), dict[str, int]()
-        stub = [sys.executable, __file__, "--stub"]
+        commands = proxies(folder, options.litellm)
+        keys = {"gateway": made_key(folder)}
+        os.sched_setaffinity(0, stub)  # of what is started from now on
         url = f"http://127.0.0.1:{STUB}/v1/models"
-        pids["direct"] = running.enter_context(started(stub, url, folder / "stub.log"))
-        os.sched_setaffinity(0, set(others) or {own})  # of what is started from now on
-        for proxy, (words, probe) in proxies(folder, options.litellm).items():
+        pids["direct"] = running.enter_context(started([sys.executable, __file__, "--stub"], url, folder / "stub.log"))
+        os.sched_setaffinity(0, others)
+        for proxy, (words, probe) in commands.items():
             url = f"http://127.0.0.1:{PORTS[proxy]}{probe}"
             pids[proxy] = running.enter_context(started(words, url, folder / f"{proxy}.log"))
-        os.sched_setaffinity(0, {own})
+        os.sched_setaffinity(0, own)
         time.sleep(3)  # the gateway finds the stub's model
+
+        def measured(proxy: str, streams: int, tokens: int, seconds: float) -> dict[str, Any]:
+            port, key = PORTS.get(proxy, STUB), keys.get(proxy, KEY)
+            found = uvloop.run(load(port, key, pids[proxy], streams, tokens, seconds))
+            print(proxy, json.dumps(found), flush=True)
+            return found
+
+        for proxy in pids:  # the first requests of a process take ten times as long
+            measured(proxy, FEW_STREAMS, 5, 0.2)
         rounds: dict[str, list[dict[str, Any]]] = {proxy: [] for proxy in pids}
         for _ in range(options.rounds):
-            for proxy, pid in pids.items():
-                port = PORTS.get(proxy, STUB)
-                rounds[proxy].append(uvloop.run(load(port, pid, options.streams, options.tokens, options.seconds)))
-                print(proxy, json.dumps(rounds[proxy][-1]), flush=True)
+            for proxy in pids:
+                streams = FEW_STREAMS if proxy == "LiteLLM" else options.streams
+                rounds[proxy].append(measured(proxy, streams, options.tokens, options.seconds))
         found = {proxy: middle(each) for proxy, each in rounds.items()}
-        many = None
-        if options.many:
-            many = uvloop.run(load(PORTS["gateway"], pids["gateway"], options.many, 20, 0.5))
-            print("many", json.dumps(many), flush=True)
+        many = {
+            proxy: measured(proxy, options.many, options.tokens, 0.5)
+            for proxy in pids
+            if options.many and proxy != "LiteLLM"
+        }
+    added = {proxy: difference(found[proxy], found["direct"]) for proxy in found if proxy != "direct"}
+    print("added", json.dumps(added))
     if options.save:
-        shown = {"load_of_the_machine": os.getloadavg()[0], "proxies": found, "many_streams": many}
+        shown = {"load_of_the_machine": os.getloadavg()[0], "proxies": found, "added_ms": added, "many_streams": many}
         print(write_result("gateway_hot_path", shown))
+
+
+def shared(cores: list[int]) -> tuple[set[int], set[int], set[int]]:
+    first, *others = cores
+    return {first}, {first}, set(others) or {first}
+
+
+def difference(proxy: dict[str, Any], direct: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What a proxy adds to a first token and to each chunk."""
+    return {
+        kind: {quantile: proxy[kind][quantile] - direct[kind][quantile] for quantile in ("p50", "p99")}
+        for kind in ("first_token_ms", "delay_ms")
+    }
 
 
 if __name__ == "__main__":

@@ -270,8 +270,9 @@ def test_corrupted_prefix_is_forgotten_everywhere(tmp_path: Path) -> None:
     engine.scheduler.block_manager.uncache(request.sequences[0])
     engine.cancel(request.id)
     engine.run()
-    settled(engine).writes.put(None)
-    tiers_of(engine).writer.join(5)
+    for writer in settled(engine).writers:
+        writer.queue.put(None)
+        writer.thread.join(5)
     assert not records(tmp_path) and not len(tiers_of(engine).host)
 
 

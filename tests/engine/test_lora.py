@@ -107,10 +107,14 @@ def two_adapters(family: str) -> dict[str | None, Made | None]:
 
 def engine_with(family: str, adapters: dict[str | None, Made | None], folder: Path, **spec: Any) -> Engine:
     engine = make_engine(family, **spec)
+    add_adapters(engine, adapters, folder)
+    return engine
+
+
+def add_adapters(engine: Engine, adapters: dict[str | None, Made | None], folder: Path) -> None:
     for name, adapter in adapters.items():
         if name is not None and adapter is not None:
             engine.add_adapter(name, adapter.save(folder / name))
-    return engine
 
 
 @pytest.mark.parametrize("family", LAYERS)
@@ -158,12 +162,14 @@ def test_adapters_differ_for_same_prompt(tmp_path: Path) -> None:
     assert engine.metrics.prefix_cache_hits >= 3 * 28  # in the second round each found its own
 
 
-def test_adapter_mask_covers_steps_with_draft_tokens(tmp_path: Path) -> None:
+def test_adapter_mask_covers_steps_with_draft_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places for all sequences with all their guesses, where a step may have fewer tokens."""
     adapters = two_adapters("llama")
-    engine = engine_with("llama", adapters, tmp_path, speculate="ngram", guesses=3, max_seqs=8, max_batch_tokens=12)
+    engine = make_engine("llama", speculate="ngram", guesses=3, max_seqs=8, max_batch_tokens=12)
     assert isinstance(engine.runner, ModelRunner)
     engine.runner.graphs = Unrecorded(engine.runner)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    add_adapters(engine, adapters, tmp_path)
     engine.speculator = Speculator(engine.spec, NgramProposer())
     prompts = [prompt * 3 for prompt in random_prompts([7, 5, 6, 4])]
     names = [*adapters, None]

@@ -10,6 +10,8 @@ from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
 from lmworks.engine.core.step_input import Batch, Layout, Packer, decode_bucket, mixed_bucket, unpack
+from lmworks.engine.lora.adapters import Adapters, Slot
+from lmworks.engine.lora.peft_files import Adapter
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(context=160, block=4, max_seqs=16, max_batch_tokens=2000)
@@ -105,3 +107,24 @@ def test_packed_step_equals_reference(kind: str, framed: bool) -> None:
             check(unpack(buffer, layout), step, layout)
             for sequence in sequences:
                 sequence.blocks.append(draw.randrange(1000))
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_each_token_has_its_sequences_adapter(framed: bool) -> None:
+    """Also where padded decodes come before the prompts."""
+    adapters = Adapters.__new__(Adapters)
+    adapters.loaded = {name: Slot(Adapter(name, {}), row, 0) for row, name in enumerate(("a", "b"), 1)}
+    row_of = {10: "a", 11: None, 12: "b", 13: "a", 14: "b"}  # by token: each sequence repeats one of its own
+    packer = Packer(SPEC, VOCAB, pinned=False)
+    chunks = []
+    for slot, (token, name) in enumerate(row_of.items()):
+        sequence = Sequence(Request([], SamplingParams(adapter=name)), 0, 0, [token] * 20, 20, slot=slot)
+        sequence.blocks = list(range(8 * slot, 8 * slot + 8))
+        packer.admit(sequence)
+        chunks.append(Chunk(sequence, 19, 1, 1) if slot < 2 else Chunk(sequence, 0, 20 - slot, 1))
+    step, bucket = Step(chunks), mixed_bucket(6, 4, 64, 32) if framed else None
+    tokens = unpack(*packer.pack(step, bucket)).tokens.tolist()
+    found = adapters.adapter_indices(step, bucket).tolist()
+    assert len(found) == 2 + 18 + 17 + 16 + 4 * framed
+    told = [(token, row) for token, row in zip(tokens, found, strict=False) if token]
+    assert [adapters.rows[row_of[token]] for token, _ in told] == [row for _, row in told] and len(told) == 53

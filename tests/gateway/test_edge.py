@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway_case import Answering, Asked, Running, fake_server, pool_file, running, say
+from lmworks.gateway.gateway import Gateway, GatewaySettings
+from lmworks.serve.server import bind_socket
 from smuggling import AMBIGUOUS, BODY, CLEAR, HEAD, LINES, SMUGGLED, statuses
 
 CHATS = "/v1/chat/completions"
@@ -222,3 +227,26 @@ def test_numbers_of_a_body_reserve_nothing_in_the_gateway(tmp_path: Path) -> Non
             assert len(one.asked) + len(other.asked) == 1, "not continued"
 
     asyncio.run(main())
+
+
+def test_a_gateway_may_open_two_files_for_each_connection(tmp_path: Path) -> None:
+    """A request has one to its client and one to its server; many shells allow 1,024 in all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> int:
+        file = tmp_path / "g.toml"
+        file.write_text('[listen]\nconnections = 900\n[[pools]]\nname = "p"\nurls = ["http://127.0.0.1:9/v1"]')
+        started = asyncio.Event()
+        with bind_socket("127.0.0.1", 0) as listening:
+            running = asyncio.create_task(Gateway(GatewaySettings(file)).run([listening], started.set))
+            await started.wait()
+            found = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            os.kill(os.getpid(), signal.SIGINT)
+            await running
+        return found
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        assert asyncio.run(main()) >= 1800
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

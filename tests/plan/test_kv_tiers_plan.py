@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from lmworks.plan.serving.kv_tiers import (
 from lmworks.plan.serving.served_model import ServedModel
 from lmworks.spec import ModelSpec, SpecError, catalogue
 
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "kv_tiers.json"
 LLAMA = ServedModel.of(ModelSpec.from_preset("llama3-8b"), "llama3-8b")
 
 
@@ -37,11 +39,32 @@ def test_bytes_and_links_by_hand() -> None:
     """Llama 3 8B: 32 layers, 8 heads of 128, keys and values of 2 bytes."""
     one = deployment()
     assert one.cache.token_bytes == 32 * 8 * 128 * 2 * 2
-    host, disk, shared, peer = links_of(one, 5.0, 50.0)
+    host, disk, shared, peer = links_of(one, 2.0, 50.0, 64.0)
     assert host.bandwidth == 64e9
-    assert disk.bandwidth == pytest.approx(1 / (1 / 5e9 + 1 / 64e9)) and disk.latency == pytest.approx(250e-6)
-    assert shared.bandwidth == peer.bandwidth == pytest.approx(1 / (1 / 50e9 + 1 / 64e9))
+    assert disk.bandwidth == pytest.approx(1 / (1 / 2e9 + 1 / 64e9)) and disk.latency == pytest.approx(250e-6)
+    assert shared.bandwidth == pytest.approx(1 / (1 / 1.2e9 + 1 / 64e9))  # as fast as checksums are
+    assert peer.bandwidth == pytest.approx(1 / (1 / 1.4e9 + 1 / 64e9))
     assert fetch_seconds(host, 131072, 1000) == pytest.approx(50e-6 + 131072e3 / 64e9)
+    assert links_of(one, 50.0, 50.0)[0].bandwidth == pytest.approx(0.7 * 64e9)
+    slow = links_of(one, 50.0, 0.5, 64.0)
+    assert slow[1].bandwidth == pytest.approx(1 / (1 / 2.4e9 + 1 / 64e9))
+    assert slow[2].bandwidth == slow[3].bandwidth == pytest.approx(1 / (1 / 0.5e9 + 1 / 64e9))
+
+
+def test_times_of_hits_are_those_measured_on_an_h200() -> None:
+    """Llama 3.2 3B, from 4,096 tokens on: a hit in a tier less one on the device, and computing."""
+    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    served = ServedModel.of(ModelSpec.from_preset(measured["model"]), measured["model"])
+    one = Deployment(served, catalogue()["H200-SXM-141GB"], Rates.of("vllm"))
+    links = {link.name: link for link in links_of(one, 50.0, 50.0)}
+    tiers = {"disk": "disk", "shared folder": "disk", "prefill engine": "peer", "kv-store": "shared"}
+    first, last = measured["rows"][-2:]
+    tokens = last["tokens"] - first["tokens"]
+    for tier, link in {"host": "host", **tiers}.items():
+        found = last[tier] - first[tier]  # between two lengths: without what every request takes
+        assert tokens * one.cache.token_bytes / links[link].bandwidth == pytest.approx(found, rel=0.1)
+    for row in (first, last):
+        assert prefill_seconds(one, row["tokens"]) == pytest.approx(row["computed"], rel=0.2)
 
 
 def test_ranks_share_the_disk_and_not_the_bus() -> None:

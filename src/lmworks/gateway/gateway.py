@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ import msgspec
 
 from ..observability.families import Collected, combined, render
 from ..observability.tracing import Tracing
-from ..serve.connection import HEADER_SECONDS
+from ..serve.connection import HEADER_SECONDS, SPARE_FILES, raise_file_limit
 from ..serve.limits import APIError
 from ..serve.middleware import loopback
 from ..serve.reload import ReloadedFile, has_terminal
@@ -343,6 +344,7 @@ class Gateway:
         """
         listening, *admin_sockets = sockets
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        raise_file_limit(2 * self.settings.config.listen.connections + SPARE_FILES)  # a request has two connections
         notice = 0.0  # seconds between a failing /ready and closing the socket, for load balancers
 
         def on_signal(sig: int) -> None:
@@ -367,6 +369,8 @@ class Gateway:
         admin = None
         if tenancy is not None and admin_sockets:
             admin = await self.listen(admin_sockets[0], tenancy.admin_api.handle)
+        gc.collect()
+        gc.freeze()  # what is there by now stays: looking through all of it would hold every stream up
         started()
         await stop.wait()
         await self.drain(server, notice)

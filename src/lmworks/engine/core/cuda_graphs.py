@@ -149,6 +149,11 @@ class CUDAGraphs(Generic[Result]):
         """The bucket of a decode step with so many sequences of up to `tokens_per_seq` tokens."""
         return decode_bucket(next_size(self.sizes, sequences), tokens_per_seq)
 
+    @property
+    def max_mixed_tokens(self) -> int:
+        """Of a bucket of mixed steps, padding included."""
+        return self.sizes[-1] + max(self.prompts.token_sizes, default=0)
+
     def mixed(self, step: Step) -> Layout | None:
         """The bucket of a mixed step; None where the step is too large, or the first of its bucket."""
         bucket = mixed_bucket_for(step, self.prompts, self.sizes[-1])

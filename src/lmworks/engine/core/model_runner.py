@@ -152,6 +152,8 @@ class ModelRunner:
     def load_adapter(self, name: str, folder: Path) -> None:
         """On this rank."""
         tokens = max(self.spec.max_batch_tokens, self.spec.max_seqs * self.max_decode_tokens)
+        if self.graphs is not None:
+            tokens = max(tokens, self.graphs.max_mixed_tokens)
         shards = {} if self.tp_rank is None else self.tp_rank.shards
         slots = self.spec.warm_adapters if self.spec.adapter_store else 0
         adapters = self.adapters or Adapters(self.model, tokens, shards, slots)
@@ -214,8 +216,6 @@ class ModelRunner:
 
     def execute(self, step: Step) -> AsyncStepOutput:
         self.cache.copy(step.copies)
-        adapters = None if self.adapters is None else self.adapters.adapter_indices(step.chunks)
-        self.set_adapter_indices(adapters)
         sampling_chunks = step.sampling_chunks
         sampling_metadata = self.sampler.sampling_metadata(step.sampling_slots)
         mask = token_masks(sampling_chunks, self.grammars, self.valid_vocab, self.device)
@@ -224,8 +224,11 @@ class ModelRunner:
         # A prompt of one token, or its last one behind cached ones, is a chunk like those of decoding.
         pooling = pooling_queries(step.chunks) if any(map(POOLING, step.chunks)) else []
         prompt_queries = [] if step.decode_only else prompt_logprobs_queries(step.chunks)
-        eager = bool(prompt_queries or pooling)
-        if self.graphs is not None and not eager and (bucket := self.bucket(self.graphs, step)):
+        eager = self.graphs is None or bool(prompt_queries or pooling)
+        bucket = None if eager else self.bucket(self.graphs, step)
+        adapters = None if self.adapters is None else self.adapters.adapter_indices(step, bucket)
+        self.set_adapter_indices(adapters)
+        if self.graphs is not None and bucket is not None:
             found, batch = self.replay(self.graphs, bucket, step, sampling_metadata, mask)
             return self.async_output(sampling_chunks, found, [], None, draft_tokens_of(batch, step))
         buffer, layout = self.packer.pack(step)
@@ -258,9 +261,8 @@ class ModelRunner:
         """The bucket of a step; None if it runs without a graph."""
         if step.decode_only:
             return graphs.padded(len(step.chunks), 1 if step.single_tokens else self.max_decode_tokens)
-        # Draft models and adapters need contiguous tokens; a mixed bucket has padding between them.
-        plain = self.draft is None and self.adapters is None
-        return graphs.mixed(step) if plain else None
+        # A draft model needs contiguous tokens; a mixed bucket has padding between them.
+        return graphs.mixed(step) if self.draft is None else None
 
     def replay(
         self,

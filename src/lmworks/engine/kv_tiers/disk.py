@@ -91,17 +91,19 @@ class DiskStore:
             if size > self.capacity or time.monotonic() < self.paused_until:
                 return False
             self.evict_for(size)
+            self.used += size  # other threads write, too
         try:
             write_file(block_path(self.root, key), key, block)
         except OSError as error:
             with self.lock:
+                self.used -= size
                 self.paused_until = time.monotonic() + PAUSE_S
                 if error.errno == errno.ENOSPC:  # others fill it, too: stay within what there is
                     self.capacity = min(self.capacity, self.used)
             raise StoreError(f"{self.root}: a block cannot be written ({error.strerror})") from None
         with self.lock:
+            self.used -= self.sizes.pop(key, 0)  # another thread may have written it as well
             self.sizes[key] = size
-            self.used += size
         return True
 
     def evict_for(self, size: int) -> None:

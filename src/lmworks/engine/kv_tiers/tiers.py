@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence as Many
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,8 +32,11 @@ from .transfer import Listener, backend_of
 log = logging.getLogger("lmworks.engine")
 
 FETCH_TIMEOUT_S = 10.0  # a sequence that waited so long for a store is computed
-FETCH_BLOCKS = 32  # that are asked for at once
-READERS = 4  # threads
+FETCH_BLOCKS = 8  # that are asked for at once
+# Threads: a checksum of a block takes longer than reading it, about two seconds for 1 GB on one core.
+FETCH_READERS = 8  # of one sequence
+READERS = 32
+WRITERS = 4
 FILL_TIMEOUT_S = 1.0  # of a block that is on its way to host memory, when another server asks for it
 HOST, PEER = "host", "peer"
 WRITE_SHARE = 4  # one slot in so many may wait to be written
@@ -45,6 +48,8 @@ class Fetch:
 
     deadline: float
     stores: list[tuple[str, BlockStore]]
+    keys: deque[list[bytes]]  # that no thread has taken yet, in groups of FETCH_BLOCKS
+    readers: int  # threads that fetch
     slots: list[Slot] = field(default_factory=list)  # pinned until the sequence is admitted
     over: bool = False
     given_up: bool = False
@@ -85,13 +90,11 @@ class KVTiers:
         self.urgent: dict[int, bytes] = {}  # those that the step overwrites: before it is
         self.loads: list[tuple[Slot, int]] = []  # to blocks, before the step is launched
         self.fetches: dict[Request, Fetch] = {}  # of requests that wait in the queue
-        self.finished = threading.Condition()  # notified when a fetch is over
+        self.finished = threading.Condition()  # notified when a fetch is over, or what is counted below has changed
+        self.copying = 0  # blocks on their way from the device
         self.queued_writes = 0
-        self.writes: queue.SimpleQueue[Slot | bytes | None] = queue.SimpleQueue()
         self.readers = ThreadPoolExecutor(READERS, "kv-fetch")
-        if self.stores:
-            self.writer = threading.Thread(target=self.write_blocks, name="kv-write", daemon=True)
-            self.writer.start()
+        self.writers = [Writer(self) for _ in range(WRITERS if self.stores else 0)]
 
     # --- events of the prefix cache -----------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class KVTiers:
                 for block in [block for block, found in pending.items() if found == key]:
                     del pending[block]
             if self.stores:
-                self.writes.put(key)
+                self.writer(key).queue.put(key)
 
     def cleared(self) -> None:
         """The device's blocks alone: the engine sleeps."""
@@ -156,6 +159,8 @@ class KVTiers:
         pending.clear()
         if slots:
             self.counts.stored[HOST] += len(slots)
+            with self.finished:
+                self.copying += len(slots)
             self.copies.save(blocks, [slot.index for slot in slots], lambda: self.on_saved(slots))
 
     def on_saved(self, slots: list[Slot]) -> None:
@@ -163,6 +168,9 @@ class KVTiers:
         self.host.fill(slots)
         for slot in slots:
             self.write_later(slot)
+        with self.finished:
+            self.copying -= len(slots)
+            self.finished.notify_all()
 
     # --- sequences ----------------------------------------------------------------------------------------
 
@@ -177,8 +185,11 @@ class KVTiers:
         first = next((key for key in keys if key not in self.host), None)
         if first is None or not any(store.may_have(first) for _, store in stores):
             return
-        fetch = self.fetches[sequence.request] = Fetch(time.monotonic() + FETCH_TIMEOUT_S, stores)
-        self.readers.submit(self.fetch_blocks, fetch, keys)
+        groups = deque(keys[begin : begin + FETCH_BLOCKS] for begin in range(0, len(keys), FETCH_BLOCKS))
+        readers = min(FETCH_READERS, len(groups))
+        fetch = self.fetches[sequence.request] = Fetch(time.monotonic() + FETCH_TIMEOUT_S, stores, groups, readers)
+        for _ in range(readers):
+            self.readers.submit(self.fetch_blocks, fetch)
 
     def is_fetching(self, sequence: Sequence) -> bool:
         fetch = self.fetches.get(sequence.request)
@@ -213,19 +224,25 @@ class KVTiers:
 
     # --- threads of the stores ----------------------------------------------------------------------------
 
-    def fetch_blocks(self, fetch: Fetch, keys: list[bytes]) -> None:
+    def fetch_blocks(self, fetch: Fetch) -> None:
+        """One of the threads of a fetch: takes groups, until one is not there as a whole."""
         try:
-            while keys and not fetch.given_up:
-                count = self.fetch_some(fetch, keys[:FETCH_BLOCKS])
-                if not count:
-                    break
-                keys = keys[count:]
+            while keys := self.next_group(fetch):
+                while keys and (count := self.fetch_some(fetch, keys)):
+                    keys = keys[count:]
+                if keys:  # what follows a block that is missing is of no use
+                    fetch.keys.clear()
         except Exception:
             log.exception("blocks could not be fetched")
         finally:
             with self.finished:
-                fetch.over = True
+                fetch.readers -= 1
+                fetch.over = not fetch.readers
                 self.finished.notify_all()
+
+    def next_group(self, fetch: Fetch) -> list[bytes]:
+        with self.finished:
+            return fetch.keys.popleft() if fetch.keys and not fetch.given_up else []
 
     def fetch_some(self, fetch: Fetch, keys: list[bytes]) -> int:
         """The first of these blocks, from host memory or from one store; returns how many."""
@@ -274,24 +291,28 @@ class KVTiers:
         with self.finished:
             if self.stores and self.queued_writes < max(1, self.host.num_slots // WRITE_SHARE):
                 self.queued_writes += 1
-                self.writes.put(slot)
+                self.writer(slot.key).queue.put(slot)
                 return
         if self.stores:
             self.counts.errors["writes behind"] += 1
         self.host.unpin([slot])
 
-    def write_blocks(self) -> None:
-        while (item := self.writes.get()) is not None:
-            if isinstance(item, bytes):
-                for _, store in self.stores:
-                    store.delete(item)
-                continue
-            if self.host.holds(item):
-                self.write_block(item)
-            self.host.unpin([item])
-            with self.finished:
-                self.queued_writes -= 1
-                self.finished.notify_all()
+    def writer(self, key: bytes) -> Writer:
+        """Always the same one for a block: its writes and deletions stay in order."""
+        return self.writers[key[0] % len(self.writers)]
+
+    def write(self, item: Slot | bytes) -> None:
+        """A slot, or the key of a block to be deleted."""
+        if isinstance(item, bytes):
+            for _, store in self.stores:
+                store.delete(item)
+            return
+        if self.host.holds(item):
+            self.write_block(item)
+        self.host.unpin([item])
+        with self.finished:
+            self.queued_writes -= 1
+            self.finished.notify_all()
 
     def write_block(self, slot: Slot) -> None:
         block = self.host.view(slot)
@@ -340,7 +361,7 @@ class KVTiers:
     def flush(self, seconds: float) -> bool:
         """Wait until all blocks are written; false if some are not by then."""
         with self.finished:
-            return self.finished.wait_for(lambda: not self.queued_writes, seconds)
+            return self.finished.wait_for(lambda: not self.copying and not self.queued_writes, seconds)
 
     def settle(self) -> None:
         self.copies.settle()
@@ -363,11 +384,26 @@ class KVTiers:
         self.readers.shutdown(wait=True, cancel_futures=True)
         if self.stores:
             self.flush(FETCH_TIMEOUT_S)
-            self.writes.put(None)
-            self.writer.join(FETCH_TIMEOUT_S)
+        for writer in self.writers:
+            writer.queue.put(None)
+            writer.thread.join(FETCH_TIMEOUT_S)
         for store in (*(store for _, store in self.stores), *self.peers.values()):
             store.close()
         self.host.close()
+
+
+class Writer:
+    """A thread that writes blocks to the stores, in order."""
+
+    def __init__(self, tiers: KVTiers) -> None:
+        self.tiers = tiers
+        self.queue: queue.SimpleQueue[Slot | bytes | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.run, name="kv-write", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        while (item := self.queue.get()) is not None:
+            self.tiers.write(item)
 
 
 class TierSource:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ...model import GPT
 from ...spec import LMWorksError, SpecError, components
 from ..core.fusion import FusedAttention, FusedBlock, FusedMLP, LinearMethod
-from ..core.scheduler import Chunk
+from ..core.scheduler import Step
+from ..core.step_input import Layout
 from ..tensor_parallel.tp_shards import RowParallelLinear
 from .peft_files import Adapter, read_adapter
 
@@ -226,10 +227,14 @@ class Adapters:
                 yield part, layer.down[columns], layer.up[row : row + rows, columns]
                 row += rows
 
-    def adapter_indices(self, chunks: list[Chunk]) -> np.ndarray:
-        """The row of each token of a step, by its adapter."""
-        rows = self.rows
-        return np.repeat([rows[chunk.sequence.params.adapter] for chunk in chunks], [chunk.count for chunk in chunks])
+    def adapter_indices(self, step: Step, bucket: Layout | None = None) -> np.ndarray:
+        """The row of each token of a step, by its adapter; where a bucket pads its decodes, with rows for those."""
+        rows, chunks = self.rows, step.chunks
+        found = np.repeat([rows[chunk.sequence.params.adapter] for chunk in chunks], [chunk.count for chunk in chunks])
+        if bucket is None or step.decode_only:
+            return found
+        single = sum(chunk.count == 1 for chunk in chunks)
+        return np.insert(found, single, np.zeros(bucket.num_decodes - single, found.dtype))
 
     def set_adapter_indices(self, indices: np.ndarray) -> None:
         """Set the mask for the next forward pass, asynchronously."""

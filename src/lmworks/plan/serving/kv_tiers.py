@@ -5,8 +5,9 @@ A prefix of n tokens is n·c bytes on a rank, with c the bytes of a token in its
     fetch(n) = latency + n·c / bandwidth
 
 where blocks cross each link after the other (a disk, then the bus to the device; a network, then the bus): latencies
-add, and so do the inverse bandwidths. Each rank has a bus; a disk and a network are those of the server, and the shards
-of all ranks cross them (`engine.kv_tiers.rank_copies`). To compute it takes
+add, and so do the inverse bandwidths. Each rank has a bus, which gives a share of its lanes' rate (BUS_SHARE); a disk and
+a network are those of the server, and the shards of all ranks cross them (`engine.kv_tiers.rank_copies`). What the
+threads of a fetch read and verify in a second is the most that a rank gets of these (FETCHED). To compute it takes
 
     P(n) = Σ over chunks of step(0, 0, new, before)        saved(n) = P(n + 16) − step(0, 0, 16, n)
 
@@ -34,8 +35,11 @@ from .inference import Deployment
 
 BLOCK = 16  # tokens
 MAX_BLOCKS = 2**16  # a prefix that does not pay by then does not
-# Of the links behind a tier, one request at a time. Seconds and bytes/s; the options of the command replace them.
-LATENCY = {"host": 50e-6, "disk": 200e-6, "shared": 1e-3, "peer": 1e-3}
+LATENCY = {"host": 50e-6, "disk": 200e-6, "shared": 1e-3, "peer": 1e-3}  # seconds, one request at a time
+# Measured beside an H200 (benchmarks/kv_tiers.py). Of the bus: 45 of 64 GB/s. Of a fetch, bytes/s that its eight
+# threads read and verify: files from the page cache, and over sockets, where both ends compute checksums.
+BUS_SHARE = 0.7
+FETCHED = {"disk": 2.4e9, "shared": 1.2e9, "peer": 1.4e9}
 
 
 @dataclass(frozen=True)
@@ -151,14 +155,12 @@ def payoff(deployment: Deployment, link: Link, tokens: int) -> Payoff:
 def links_of(deployment: Deployment, disk_gbs: float, network_gbs: float, host_gbs: float = 0.0) -> list[Link]:
     """Of every tier, down to the device of a rank. The bus and the network are the catalogue's where none are given."""
     gpu, shards = deployment.gpu, min(deployment.tp, deployment.served.kv_heads)  # different ones, of all ranks
-    bus = Link("host", LATENCY["host"], 1e9 * (host_gbs or gpu.host_gbs))
+    bus = Link("host", LATENCY["host"], 1e9 * (host_gbs or BUS_SHARE * gpu.host_gbs))
     network = 1e9 * (network_gbs or gpu.nic_gbs) / shards
     if not bus.bandwidth:
         raise SpecError(f"{gpu.name}: host_gbs is not in the catalogue; give --host-gbs")
-    links = [bus, Link("disk", LATENCY["disk"], 1e9 * disk_gbs / shards).then(bus)]
-    if network:
-        links += [Link(name, LATENCY[name], network).then(bus) for name in ("shared", "peer")]
-    return links
+    given = {"disk": 1e9 * disk_gbs / shards, **({"shared": network, "peer": network} if network else {})}
+    return [bus, *(Link(name, LATENCY[name], min(rate, FETCHED[name])).then(bus) for name, rate in given.items())]
 
 
 def split(deployment: Deployment, lengths: Lengths, tpot: float, link: Link, max_batch: int) -> Split | None:
