@@ -191,8 +191,14 @@ def longest(bench: EngineBench, decoding: int) -> dict[str, Any]:
             engine.cancel(request.id)
         engine.run()
     steps = [s for step, s in zip(trace.steps, trace.durations(), strict=True) if step.prompt_tokens]
-    seconds = prompt.first_token_time - prompt.arrival_time
-    return {"first_token_s": seconds, "longest_step_s": max(steps), "shortest_step_s": min(steps), "steps": len(steps)}
+    gaps = sorted(trace.inter_token_latencies())
+    return {
+        "first_token_s": prompt.first_token_time - prompt.arrival_time,
+        "longest_step_s": max(steps),
+        "steps": len(steps),
+        "median_gap_s": gaps[len(gaps) // 2] if gaps else 0.0,
+        "longest_gap_s": gaps[-1] if gaps else 0.0,
+    }
 
 
 def shared(name: str, _wanted: list[str]) -> Iterator[Case]:
