@@ -120,6 +120,28 @@ def test_packed_step_equals_reference(kind: str, framed: bool) -> None:
                 sequence.blocks.append(draw.randrange(1000))
 
 
+@pytest.mark.parametrize("framed", [False, True])
+def test_keys_of_long_prompts_have_room(framed: bool) -> None:
+    """From multiples of 128 on, prefills alone; none where no chunk is long."""
+    spec = EngineSpec(context=4096, block=16, max_seqs=8)
+    packer = Packer(spec, VOCAB, pinned=False, gathers=True)
+    sequences = [
+        Sequence(Request([0], SamplingParams()), 0, 0, [0] * length, length, slot=slot, blocks=list(range(256)))
+        for slot, length in enumerate((40, 1300, 700, 2000))
+    ]
+    chunks = [Chunk(sequences[0], 39, 1, 1), *(Chunk(each, 300, len(each.tokens) - 300, 1) for each in sequences[1:])]
+    for each in sequences:
+        packer.admit(each)
+    bucket = mixed_bucket(2, 4, 4096, 2048, 256, 8192) if framed else None
+    *_, metadata = unpack(*packer.pack(Step(chunks), bucket)).attention_metadata
+    assert metadata.key_starts is not None
+    assert metadata.key_starts.tolist() == [0, 1408, 2176, 4224, *[4224] * framed]
+    assert metadata.keys == (8192 if framed else 4224)
+    short = Step([chunks[0], Chunk(sequences[1], 0, 500, 0)])
+    assert all(one.key_starts is None for one in unpack(*packer.pack(short)).attention_metadata)
+    assert Packer(spec, VOCAB, pinned=False).pack(Step(chunks))[1].keys == 0
+
+
 def decoding(tables: list[list[int]], size: int) -> Step:
     """Sequences that decode, with these blocks."""
     chunks = []
