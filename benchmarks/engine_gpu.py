@@ -24,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, commit, write_result
 
-from lmworks.bench.engine import BATCHES, EngineBench
+from lmworks.bench.engine import BATCHES, EngineBench, traced
 from lmworks.bench.workload import Workload
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.request import Request
@@ -65,6 +66,7 @@ def shape_of(name: str) -> ModelSpec:
 SCHEMES = ("int8", "int4", "fp8")
 GUESSERS, GUESSED = ("none", "ngram"), (1, 8)  # who guesses, and for how many at once
 CONTEXT = 2048  # the longest request of the workload
+LONG, LONGEST = 8_000, 131_000  # tokens of long prompts
 PATIENCE_S = 120  # with one start-up
 
 Case = tuple[str, dict[str, Any]]
@@ -77,10 +79,13 @@ def engine_of(name: str, scheme: str = "", **options: Any) -> Engine:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    model = random_model(shape_of(name), torch.device("cuda"), torch.bfloat16, seed=0)
+    spec = EngineSpec(**{"context": CONTEXT, **options})
+    shape = shape_of(name)
+    shape = shape.replace(context=max(shape.context, spec.context))
+    model = random_model(shape, torch.device("cuda"), torch.bfloat16, seed=0)
     if scheme:
         apply_quantization(model, scheme)
-    return make_engine(LoadedModel(model, None), EngineSpec(context=CONTEXT, **options), seed=0)
+    return make_engine(LoadedModel(model, None), spec, seed=0)
 
 
 def measured(engine: Engine, work: Workload | None = None) -> dict[str, Any]:
@@ -139,14 +144,83 @@ ALONE = (30, 128, 500, 1000, 1900)  # tokens of prompts
 
 
 def prompts(name: str, _wanted: list[str]) -> Iterator[Case]:
-    """Milliseconds to the first token of a prompt that comes alone, the median of five behind four that are not timed:
-    steps launched kernel by kernel, and replayed."""
+    """Milliseconds to the first token of a prompt that comes alone, the median of five behind four: steps launched
+    kernel by kernel, and replayed; and of the first prompts of a size, which nothing has warmed up."""
     for graphs in (False, True):
         engine = engine_of(name, graph_prompts=graphs)
-        EngineBench(engine).warm_up()
-        times = {str(tokens): statistics.median(first_tokens(engine, tokens)[4:]) for tokens in ALONE}
+        first_tokens(engine, 10)  # libraries of the device are loaded
+        times = {str(tokens): first_tokens(engine, tokens) for tokens in ALONE}
         del engine
-        yield "replayed" if graphs else "launched", times
+        yield "replayed" if graphs else "launched", {size: statistics.median(each[4:]) for size, each in times.items()}
+        if graphs:
+            yield "replayed, the first three", {size: [round(ms, 2) for ms in each[:3]] for size, each in times.items()}
+
+
+def long(name: str, _wanted: list[str]) -> Iterator[Case]:
+    """32 prompts of 8,000 tokens at once, the second of two runs; and a prompt of 131,000 beside 16 that decode."""
+    engine = engine_of(name, context=LONG + 192)
+    bench, work = EngineBench(engine), Workload(32, (LONG, LONG), (128, 128))
+    for seed in (1, 0):
+        facts = throughput_of(bench, replace(work, seed=seed))
+    yield "32 × 8,000", facts
+    del engine, bench
+    bench = EngineBench(engine_of(name, context=LONGEST + 1_000))
+    yield "131,000 beside 16", {"alone_s": longest(bench, 0)["first_token_s"], **longest(bench, 16)}
+
+
+def throughput_of(bench: EngineBench, work: Workload) -> dict[str, Any]:
+    facts = bench.throughput(work)
+    facts.pop("trace")
+    return {**bench.describe(), **facts}
+
+
+def longest(bench: EngineBench, decoding: int) -> dict[str, Any]:
+    """Seconds to the first token of the longest prompt, and between the tokens of others meanwhile."""
+    engine = bench.engine
+    others = bench.requests([(1_000, 4_000)] * decoding)
+    [prompt] = bench.requests([(LONGEST, 1)])
+    with traced(engine) as trace:
+        for request in others:
+            engine.add(request)
+        for _ in range(20 if others else 0):
+            engine.step()
+        engine.add(prompt)
+        while not prompt.first_token_time:
+            engine.step()
+        for request in others:
+            engine.cancel(request.id)
+        engine.run()
+    steps = [s for step, s in zip(trace.steps, trace.durations(), strict=True) if step.prompt_tokens]
+    gaps = sorted(trace.inter_token_latencies())
+    return {
+        "first_token_s": prompt.first_token_time - prompt.arrival_time,
+        "longest_step_s": max(steps),
+        "steps": len(steps),
+        "median_gap_s": gaps[len(gaps) // 2] if gaps else 0.0,
+        "longest_gap_s": gaps[-1] if gaps else 0.0,
+    }
+
+
+def shared(name: str, _wanted: list[str]) -> Iterator[Case]:
+    """256 requests that begin with the same 2,000 tokens, 100 of their own, all at once; the prefix is in no cache. The
+    second of two runs: the first captures graphs."""
+    bench = EngineBench(engine_of(name, context=2_304))
+    for _ in range(2):
+        requests = bench.requests([(2_100, 128)] * 256)
+        for request in requests:
+            request.prompt[:2_000] = requests[0].prompt[:2_000]
+        trace = bench.run(requests)
+    prompt_steps = [s for step, s in zip(trace.steps, trace.durations(), strict=True) if step.prompt_tokens]
+    yield (
+        "256 × (2,000 shared + 100)",
+        {
+            **bench.describe(),
+            "seconds": trace.seconds,
+            "output_tokens_per_s": 256 * 128 / trace.seconds,
+            "prefill_s": sum(prompt_steps),
+            "computed_prompt_tokens": sum(step.prompt_tokens for step in trace.steps),
+        },
+    )
 
 
 def first_tokens(engine: Engine, tokens: int) -> list[float]:
@@ -268,9 +342,9 @@ def forget(folder: Path) -> None:
 
 PARTS = {
     "throughput": throughput, "steps": steps, "startup": startup, "quant": quant, "spec": spec, "prompts": prompts,
-    "kernels": kernels,
+    "kernels": kernels, "long": long, "shared": shared,
 }  # fmt: skip
-USUAL = ("throughput", "startup", "quant", "spec", "prompts")  # throughput measures the steps, too
+USUAL = ("throughput", "startup", "quant", "spec", "prompts", "long", "shared")  # throughput measures the steps, too
 
 
 def say(name: str, case: str, facts: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
+from lmworks.kernels.inference.paged_attention import GATHER_UNIT, AttentionMetadata, LayerCache, SharedPrefixes
 
 NOWHERE = 2**30  # a number of a block that must never be followed
 
@@ -57,8 +57,15 @@ class Made:
     def to(self, device: str) -> Made:
         cache = LayerCache(*(x if x is None else x.to(device) for x in vars(self.cache).values()))
         p = self.metadata
+        shared = None if p.shared is None else SharedPrefixes(*(x.to(device) for x in vars(p.shared).values()))
         metadata = AttentionMetadata(
-            p.block_tables.to(device), p.seq_lens.to(device), p.query_start_loc.to(device), p.max_query_len
+            p.block_tables.to(device),
+            p.seq_lens.to(device),
+            p.query_start_loc.to(device),
+            p.max_query_len,
+            shared,
+            None if p.key_starts is None else p.key_starts.to(device),
+            p.keys,
         )
         return replace(self, q=self.q.to(device), cache=cache, metadata=metadata)
 
@@ -103,6 +110,33 @@ def make(case: Case, seed: int = 0) -> Made:
     cache = LayerCache(*pools, *(scales if case.stored is not None else (None, None)))
     metadata = AttentionMetadata(tables, torch.tensor(case.lengths, dtype=torch.int32), starts, max(case.queries))
     return Made(q, cache, metadata, *held)
+
+
+def share(made: Made, groups: dict[tuple[int, ...], int], tile: int) -> Made:
+    """Sequences of a group begin with the same keys, and are cut into tiles. Only a tile's first has their blocks."""
+    size, tables = made.cache.size, made.metadata.block_tables.clone()
+    lengths, members, starts = torch.zeros(len(tables), dtype=torch.int32), list[int](), [0]
+    keys, values = list(made.keys), list(made.values)
+    for group, prefix in groups.items():
+        for place, row in enumerate(group):
+            lengths[row] = prefix
+            first = tables[group[0], : prefix // size]
+            tables[row, : prefix // size] = NOWHERE if place % tile else first
+            for own in (keys, values):
+                own[row] = torch.cat((own[group[0]][:prefix], own[row][prefix:]))
+        members += group
+        starts += [len(members) - len(group[begin + tile :]) for begin in range(0, len(group), tile)]
+    starts += [starts[-1]] * 2  # tiles without sequences
+    places = torch.tensor(members + [0] * (len(tables) - len(members)), dtype=torch.int32)
+    shared = SharedPrefixes(lengths, places, torch.tensor(starts, dtype=torch.int32))
+    return replace(made, metadata=replace(made.metadata, block_tables=tables, shared=shared), keys=keys, values=values)
+
+
+def gathered(made: Made, spare: int = 256) -> Made:
+    """Told where the keys of each sequence go."""
+    room = -(-made.metadata.seq_lens // GATHER_UNIT) * GATHER_UNIT
+    starts = F.pad(room.cumsum(0), (1, 0)).to(torch.int32)
+    return replace(made, metadata=replace(made.metadata, key_starts=starts, keys=int(starts[-1]) + spare))
 
 
 def expected(case: Case, made: Made) -> Tensor:

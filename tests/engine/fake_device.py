@@ -9,6 +9,7 @@ when they were launched: as late as a real device may.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,6 +93,7 @@ class FakeDevice:
     bad_seeds: set[int] = field(default_factory=set)  # sequences whose logits are not finite
     grammars: Grammars | None = None
     scalar_head: bool = False
+    context_of_token: float = math.inf
 
     def __post_init__(self) -> None:
         self.blocks = self.spec.blocks
@@ -147,9 +149,10 @@ class FakeDevice:
             first = self.queue.pop(0)
             for source, target in first.copies:
                 self.cache[target] = list(self.cache[source])
-            # All keys are written before any are read, as within a layer of a real step.
+            # All keys are written before any are read, as within a layer of a real step; earlier positions first, as a
+            # chunk may share blocks that another one computes.
             tokens = [[self.recent[w.slot] if t == PLACEHOLDER_TOKEN else t for t in w.tokens] for w in first.works]
-            for work, ids in zip(first.works, tokens, strict=True):
+            for work, ids in sorted(zip(first.works, tokens, strict=True), key=lambda pair: pair[0].start):
                 self.write(work, ids)
             first.picks = [
                 self.pick(work, ids) for work, ids in zip(first.works, tokens, strict=True) if work.num_logits

@@ -22,7 +22,7 @@ def computed(pool: BlockManager, tokens: list[int], tenant: str = "", adapter: s
     each = sequence(tokens, tenant, adapter)
     each.blocks = pool.allocate(pool.blocks_for(len(tokens)))
     each.num_computed_tokens = len(tokens)
-    pool.cache_full_blocks(each)
+    pool.cache_full_blocks(each, each.num_computed_tokens)
     return each
 
 
@@ -75,10 +75,10 @@ def test_unknown_tokens_are_not_cached() -> None:
     running = computed(pool, [1, 2, 3])
     running.tokens.append(PLACEHOLDER_TOKEN)
     running.num_computed_tokens = 4
-    pool.cache_full_blocks(running)
+    pool.cache_full_blocks(running, running.num_computed_tokens)
     assert pool.find_cached_prefix(sequence([1, 2, 3, PLACEHOLDER_TOKEN, 5])) == running.blocks[:1]
     running.tokens[3], running.num_known_tokens = 7, 4
-    pool.cache_full_blocks(running)
+    pool.cache_full_blocks(running, running.num_computed_tokens)
     assert pool.find_cached_prefix(sequence([1, 2, 3, 7, 5])) == running.blocks[:2]
 
 

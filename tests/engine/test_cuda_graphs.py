@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_mixed_buckets_are_few_and_large_enough(max_seqs: int, pretended: Preten
         singles, longer = counts.count(1), [count for count in counts if count > 1]
         before = set(graphs.mixed_buckets)
         first, bucket = graphs.mixed(step_of(counts)), graphs.mixed(step_of(counts))
-        if len(longer) > 64 or sum(longer) > 1024:
+        if sum(longer) > 1024:
             assert first is bucket is None
             continue
         if bucket is None:  # as many as there may be are known
@@ -113,7 +113,7 @@ def test_full_steps_share_one_bucket(pretended: Pretended) -> None:
         while sum(counts) < 8192:
             counts.append(min(draw.randint(100, 1024), 8192 - sum(counts)))
         graphs.mixed(step_of(counts))
-    assert graphs.mixed_buckets == {mixed_bucket(256, 64, 8192, 1024)}
+    assert graphs.mixed_buckets == {mixed_bucket(256, 64, 8192, 1024, prompts.width)}
 
 
 def test_no_bucket_for_draft_tokens_long_contexts_and_large_steps(pretended: Pretended) -> None:
@@ -124,7 +124,7 @@ def test_no_bucket_for_draft_tokens_long_contexts_and_large_steps(pretended: Pre
         "many tokens": step_of([1, 800]),
         "many that decode": step_of([1] * 250 + [768]),
         "answers alone": step_of([1, 1]),
-        "many prompts": step_of([2] * 65),
+        "many prompts": step_of([2] * 257),
     }
     for name, step in cases.items():
         assert graphs.mixed(step) is graphs.mixed(step) is None, name
@@ -147,9 +147,32 @@ def test_launch_bound_steps_are_captured() -> None:
 
 def test_buffer_size_covers_all_buckets() -> None:
     largest, prompts = decode_bucket(4, 5), PrefillBuckets((64, 96), 1000)
-    assert buffer_size(largest, 8, PrefillBuckets()) == decode_bucket(4, 5)._replace(width=8).size
-    assert buffer_size(largest, 8, prompts) == mixed_bucket(4, 64, 96, 256)._replace(width=8).size
-    assert buffer_size(decode_bucket(512, 5), 8, prompts) == decode_bucket(512, 5)._replace(width=8).size
+    assert buffer_size(largest, 8, PrefillBuckets()) == decode_bucket(4, 5)._replace(width=8, shared_tiles=4).size
+    assert buffer_size(largest, 8, prompts) == mixed_bucket(4, 256, 96, 256, keys=1)._replace(width=8).size
+    assert (
+        buffer_size(decode_bucket(512, 5), 8, prompts) == decode_bucket(512, 5)._replace(width=8, shared_tiles=512).size
+    )
+
+
+@pytest.mark.parametrize("context", [40, 1000, 32_768])
+def test_single_prompts_are_captured_before_the_first(context: int, pretended: Pretended) -> None:
+    """Whatever their length, and also with a prefix in the cache or a few others that decode."""
+    spec = EngineSpec(max_batch_tokens=8192, max_seqs=8, context=context)
+    graphs = graphs_of(8, prefill_buckets(ModelSpec.from_preset("qwen3-0.6b"), spec))
+    runner = SimpleNamespace(graphs=graphs, draft=None, spec=spec, packer=Packer(spec, 100, False), device=CPU)
+    graphs.buffer = torch.zeros(2**20, dtype=torch.int64)
+    graphs_module.capture_graphs(cast(Any, runner))
+    captured = len(graphs.captured)
+    assert captured == 4 + len(
+        {64, 96, *graphs.prompts.token_sizes} if context > 8192 else graphs.single_prompts(context)
+    )
+    for length in (2, 30, 39, *((100, 700, 999) if context > 40 else ()), *((5000, 8192) if context > 8192 else ())):
+        for start in {0, max(0, min(context, 8192) - length - 1)}:
+            step = step_of([1] * (length > 128) + [length], start)
+            bucket = graphs.mixed(step)
+            assert bucket is not None and bucket.width == -(-min(context, 8192) // 16)
+            graphs.run(*runner.packer.dummy_step(bucket), graphs_module.captured_metadata(SamplingMetadata()))
+    assert len(graphs.captured) == captured and pretended.replays > 0
 
 
 def test_capture_sizes_reach_maximum() -> None:
@@ -163,10 +186,10 @@ def test_step_is_captured_then_replayed(pretended: Pretended) -> None:
     graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: ran.append(len(batch.tokens)))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
     for sampling_metadata in (SamplingMetadata(), SamplingMetadata(), SamplingMetadata(logprobs=True)):
-        graphs.run(*packer.dummy_decode(graphs.padded(3)), sampling_metadata)
+        graphs.run(*packer.dummy_step(graphs.padded(3)), sampling_metadata)
     assert (ran, pretended.replays) == ([4, 4, 4, 4], 1)  # twice each: as it is, and recorded
     graphs.reset()
-    graphs.run(*packer.dummy_decode(graphs.padded(3)), SamplingMetadata())
+    graphs.run(*packer.dummy_step(graphs.padded(3)), SamplingMetadata())
     assert len(ran) == 6
 
 
@@ -175,8 +198,8 @@ def test_graphs_without_sampler_return_logits(pretended: Pretended) -> None:
     graphs = graphs_of(8, PrefillBuckets((64,), 1000), lambda batch, _wants: torch.full((len(batch.tokens), 5), 7.0))
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
     for sequences in (8, 3):
-        graphs.run(*packer.dummy_decode(graphs.padded(sequences)), None)
-        again = graphs.run(*packer.dummy_decode(graphs.padded(sequences)), None)
+        graphs.run(*packer.dummy_step(graphs.padded(sequences)), None)
+        again = graphs.run(*packer.dummy_step(graphs.padded(sequences)), None)
         assert again.shape == (len(again), 5) and (again == 7).all()
         assert graphs.logits is not None and again.data_ptr() == graphs.logits.data_ptr()
     assert pretended.replays == 2 and len(graphs.captured) == 2
@@ -195,16 +218,16 @@ def test_prefill_graphs_are_dropped_when_memory_runs_out(pretended: Pretended) -
     packer = Packer(EngineSpec(block=4, context=32, max_seqs=8), 320, pinned=False)
     answers, prompts, more = graphs.padded(3), mixed_bucket(0, 4, 64, 256), mixed_bucket(0, 4, 96, 256)
     for bucket in (answers, prompts):
-        graphs.run(*packer.dummy_decode(bucket), None)
+        graphs.run(*packer.dummy_step(bucket), None)
     assert len(set(pretended.recorded_in)) == 2
     short_of_memory = True
-    assert graphs.run(*packer.dummy_decode(more), None) == 96
+    assert graphs.run(*packer.dummy_step(more), None) == 96
     assert not graphs.drop_prefill_graphs()  # nothing is left to give back
     assert not pretended.capturing
     assert [layout.tokens for layout, _ in graphs.captured] == [4]
     assert graphs.mixed_pool not in pretended.recorded_in
     assert graphs.mixed(step_of([30])) is graphs.mixed(step_of([30])) is None
-    graphs.run(*packer.dummy_decode(answers), None)
+    graphs.run(*packer.dummy_step(answers), None)
     assert pretended.replays == 1
     with pytest.raises(torch.OutOfMemoryError):  # without graphs of answers there is no engine
-        graphs.run(*packer.dummy_decode(graphs.padded(8)), None)
+        graphs.run(*packer.dummy_step(graphs.padded(8)), None)

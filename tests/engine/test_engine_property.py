@@ -176,7 +176,7 @@ def free_shared(pool: BlockManager, sequence: Sequence) -> None:
     sequence.num_cached_blocks = 0
 
 
-def cache_partial_blocks(pool: BlockManager, sequence: Sequence) -> None:
+def cache_partial_blocks(pool: BlockManager, sequence: Sequence, _computed: int) -> None:
     """A block can be found before it is full."""
     for i, block in enumerate(sequence.blocks[: pool.blocks_for(sequence.num_computed_tokens)]):
         if block not in pool.block_hashes and (digest := pool.hashes(sequence, i + 1)[i]) not in pool.cached_blocks:

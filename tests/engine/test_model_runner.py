@@ -430,7 +430,7 @@ def test_a_padded_step_adds_padding_rows() -> None:
         range(9)
     )
     assert batch.logits_indices is None
-    dummy_decode = unpack(*packer.dummy_decode(decode_bucket(4)))
+    dummy_decode = unpack(*packer.dummy_step(decode_bucket(4)))
     assert dummy_decode.slot_mapping.tolist() == [-1] * 4 and dummy_decode.rows.tolist() == [8] * 4
     assert dummy_decode.attention_metadata[0].seq_lens.tolist() == [0] * 4 and dummy_decode.attention_metadata[
         0

@@ -7,7 +7,7 @@ from itertools import count
 
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence, SequenceStatus
 from lmworks.engine.core.sampling_params import SamplingParams
-from lmworks.engine.core.scheduler import AGEING, Scheduler, Step
+from lmworks.engine.core.scheduler import AGEING, Scheduler, Step, StepBudget
 from lmworks.spec import EngineSpec
 
 
@@ -214,6 +214,49 @@ def test_shared_prefix_is_computed_once() -> None:
     assert second.cached_tokens == 8 and stranger.cached_tokens == 0
     assert second.sequences[0].blocks[:2] == first.sequences[0].blocks[:2]
     assert (scheduler.prefix_hits, scheduler.prefix_queries) == (8, 31)
+
+
+def test_a_prefix_that_arrives_with_many_is_computed_once() -> None:
+    """Also where it takes several steps; what follows it is computed beside it."""
+    scheduler, prefix = make(tokens=32), list(range(40))
+    requests = [add(scheduler, [*prefix, 100 + i, 200 + i]) for i in range(4)]
+    assert shape(run(scheduler), *requests) == [(0, 0, 32, 0)]
+    assert shape(run(scheduler), *requests) == [(0, 32, 10, 1), (1, 40, 2, 1), (2, 40, 2, 1), (3, 40, 2, 1)]
+    assert [request.cached_tokens for request in requests] == [0, 40, 40, 40]
+    first, *others = (request.sequences[0] for request in requests)
+    assert all(other.blocks[:10] == first.blocks[:10] and other.blocks[10] != first.blocks[10] for other in others)
+
+
+def test_work_of_a_step_is_bounded_while_others_decode() -> None:
+    """Where 100 keys take as long as a token's products: no chunk takes longer than the first 32 tokens of a prompt."""
+    spec = EngineSpec(block=4, blocks=1000, context=4000, max_seqs=8, max_batch_tokens=32)
+    scheduler = Scheduler(spec, 1000, context_of_token=100.0)
+
+    def work(start: int, count: int) -> float:
+        return sum(1 + (position + 0.5) / 100 for position in range(start, start + count))
+
+    alone = add(scheduler, 64, answer=1)
+    assert [chunk.count for _ in range(2) for chunk in run(scheduler).chunks] == [32, 32]
+    assert done(alone)
+    decoding, long = add(scheduler, 3, answer=200), add(scheduler, 900)
+    run(scheduler)
+    counts, computed = list[int](), 29  # with the first prompt's three, a step
+    while computed < 900:
+        step = run(scheduler)
+        assert step.chunks[0].sequence.request is decoding
+        [count] = [c.count for c in step.chunks if c.sequence.request is long]
+        most = work(0, 31)
+        assert work(computed, count) <= most + 1e-9
+        assert computed + count == 900 or work(computed, count + 1) > most
+        counts.append(count)
+        computed += count
+    assert counts[0] > 2 * counts[-2] > 0
+
+
+def test_at_least_one_token_of_a_prompt_is_computed() -> None:
+    budget = StepBudget(4, context=0.01)
+    budget.limit_work()
+    assert budget.most_tokens(10**6) == 1
 
 
 def test_preempted_sequence_reuses_cached_blocks() -> None:

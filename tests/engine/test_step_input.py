@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import numpy as np
 import pytest
 
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import Batch, Layout, Packer, decode_bucket, mixed_bucket, unpack
+from lmworks.engine.core.step_input import (
+    MIN_SAVED_KEYS,
+    MIN_SHARING,
+    Batch,
+    Layout,
+    Packer,
+    PrefixFinder,
+    decode_bucket,
+    mixed_bucket,
+    unpack,
+)
 from lmworks.engine.lora.adapters import Adapters, Slot
 from lmworks.engine.lora.peft_files import Adapter
+from lmworks.kernels.inference.paged_attention import SHARED_UNIT
 from lmworks.spec import EngineSpec
 
 SPEC = EngineSpec(context=160, block=4, max_seqs=16, max_batch_tokens=2000)
@@ -128,3 +141,94 @@ def test_each_token_has_its_sequences_adapter(framed: bool) -> None:
     assert len(found) == 2 + 18 + 17 + 16 + 4 * framed
     told = [(token, row) for token, row in zip(tokens, found, strict=False) if token]
     assert [adapters.rows[row_of[token]] for token, _ in told] == [row for _, row in told] and len(told) == 53
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_keys_of_long_prompts_have_room(framed: bool) -> None:
+    """From multiples of 128 on, prefills alone; none where no chunk is long."""
+    spec = EngineSpec(context=4096, block=16, max_seqs=8)
+    packer = Packer(spec, VOCAB, pinned=False, gathers=True)
+    sequences = [
+        Sequence(Request([0], SamplingParams()), 0, 0, [0] * length, length, slot=slot, blocks=list(range(256)))
+        for slot, length in enumerate((40, 1300, 700, 2000))
+    ]
+    chunks = [Chunk(sequences[0], 39, 1, 1), *(Chunk(each, 300, len(each.tokens) - 300, 1) for each in sequences[1:])]
+    for each in sequences:
+        packer.admit(each)
+    bucket = mixed_bucket(2, 4, 4096, 2048, 256, 8192) if framed else None
+    *_, metadata = unpack(*packer.pack(Step(chunks), bucket)).attention_metadata
+    assert metadata.key_starts is not None
+    assert metadata.key_starts.tolist() == [0, 1408, 2176, 4224, *[4224] * framed]
+    assert metadata.keys == (8192 if framed else 4224)
+    short = Step([chunks[0], Chunk(sequences[1], 0, 500, 0)])
+    assert all(one.key_starts is None for one in unpack(*packer.pack(short)).attention_metadata)
+    assert Packer(spec, VOCAB, pinned=False).pack(Step(chunks))[1].keys == 0
+
+
+def decoding(tables: list[list[int]], size: int) -> Step:
+    """Sequences that decode, with these blocks."""
+    chunks = []
+    for slot, blocks in enumerate(tables):
+        sequence = Sequence(Request([0], SamplingParams()), 0, 0, [0] * (len(blocks) * size), 1, slot=slot)
+        sequence.blocks = blocks
+        chunks.append(Chunk(sequence, len(sequence.tokens) - 1, 1, 1))
+    return Step(chunks)
+
+
+@pytest.mark.parametrize("sharing", [4, 16])
+def test_shared_prefixes_of_a_step(sharing: int) -> None:
+    """Every sequence in one tile at most, whose sequences have all blocks of the prefix in common, and no more."""
+    draw, size = random.Random(0), 16
+    spec = EngineSpec(context=16384, block=size, max_seqs=64)
+    numbers, seen = iter(range(10**6)), set[int]()
+    for _ in range(20):
+        tables = []
+        for _ in range(draw.randrange(1, 5)):
+            prefix = [next(numbers) for _ in range(draw.randrange(1, 300))]
+            for _ in range(draw.choice([1, 3, 4, 5, 12])):
+                tables.append(prefix + [next(numbers) for _ in range(draw.randrange(1, 9))])
+        draw.shuffle(tables)
+        packer, step = Packer(spec, VOCAB, pinned=False, sharing=sharing), decoding(tables, size)
+        for chunk in step.chunks:
+            packer.admit(chunk.sequence)
+        bucket = decode_bucket(64)
+        [metadata] = unpack(*packer.pack(step, bucket)).attention_metadata
+        kept = {sum(row[0] == other[0] for other in tables) >= MIN_SHARING for row in tables}
+        if metadata.shared is None:
+            assert kept == {False} or sum(size * len(row) for row in tables) < 2 * MIN_SAVED_KEYS
+            continue
+        shared = metadata.shared
+        lengths, members, starts = shared.lengths.tolist(), shared.members.tolist(), shared.tile_starts.tolist()
+        assert len(lengths) == len(members) == bucket.seqs and len(starts) == packer.prefixes.max_tiles(64) + 1
+        assert sorted(members[: starts[-1]]) == [row for row, length in enumerate(lengths) if length]
+        for begin, end in itertools.pairwise(starts):
+            assert 0 <= end - begin <= sharing
+            tile = [tables[row] for row in members[begin:end]]
+            for row in members[begin:end]:
+                blocks = lengths[row] // size
+                assert lengths[row] % SHARED_UNIT == 0 and tables[row][:blocks] == tile[0][:blocks]
+                alike = [other for other in tables if other[0] == tables[row][0]]
+                common = next(i for i, column in enumerate(zip(*alike, strict=False)) if len({*column}) > 1)
+                assert 0 <= common * size - lengths[row] < SHARED_UNIT
+                seen.add(lengths[row])
+    assert len(seen) > 5
+
+
+def test_shared_prefixes_are_searched_again_when_sequences_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, prefix = EngineSpec(context=16384, block=16, max_seqs=8), list(range(800))
+    packer = Packer(spec, VOCAB, pinned=False, sharing=16)
+    step = decoding([[*prefix, 1000 + row] for row in range(6)], 16)
+    found = []
+    search = PrefixFinder.search
+    monkeypatch.setattr(PrefixFinder, "search", lambda *args: found.append(search(*args)) or found[-1])
+    for chunk in step.chunks:
+        packer.admit(chunk.sequence)
+    for chunks in (step.chunks, step.chunks, step.chunks[:5], step.chunks[:5]):
+        packer.pack(Step(chunks))
+    assert [np.unique(one.lengths).tolist() for one in found] == [[12800]] * 2
+    packer.admit(step.chunks[0].sequence)
+    step.chunks[0].sequence.blocks = list(range(2000, 2801))
+    [metadata] = unpack(*packer.pack(Step(step.chunks[:5]))).attention_metadata
+    assert metadata.shared is not None and metadata.shared.lengths.tolist() == [0, *[12800] * 4]
+    assert packer.pack(Step(step.chunks[:3]))[1].shared_tiles == 0
+    assert Packer(spec, VOCAB, pinned=False).pack(step)[1].shared_tiles == 0

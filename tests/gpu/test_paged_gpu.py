@@ -16,7 +16,7 @@ from lmworks.kernels.rms_norm import add_rms_norm
 from lmworks.kernels.swiglu import swiglu_packed
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
-from paged_cases import NAMED, Case, Made, expected, make, random_case
+from paged_cases import NAMED, Case, Made, expected, gathered, make, random_case, share
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +64,26 @@ def test_8_bit_cache_equals_dequantized_values(name: str, heads: tuple[int, int]
     case = replace(LONGER[name], group=group, head_dim=head_dim, stored=stored, dtype=torch.bfloat16)
     made = make(case)
     torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("heads", [(64, 1), (128, 2), (128, 4), (64, 3)], ids=str)
+def test_gathered_keys_equal_sdpa(heads: tuple[int, int], stored: torch.dtype | None) -> None:
+    head_dim, group = heads
+    case = Case((900, 0, 2049, 300), (900, 0, 700, 1), 2, group, head_dim, stored=stored, dtype=torch.bfloat16)
+    made = gathered(make(case))
+    torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("heads", [(64, 1), (128, 2), (128, 4), (80, 3)], ids=str)
+def test_shared_prefixes_equal_sdpa(heads: tuple[int, int], stored: torch.dtype | None) -> None:
+    head_dim, group = heads
+    lengths = (900, 2049, 0, 700, 1500, 1025, 1024, 1100, 1300, 300)
+    case = Case(lengths, (1,) * 10, 2, group, head_dim, stored=stored, dtype=torch.bfloat16, with_sinks=group == 3)
+    made = share(make(case), {(3, 0, 4): 640, (1, 8, 6, 7, 5): 896}, tile=2)
+    for _ in range(3):  # tickets are as they were
+        torch.testing.assert_close(run(case, made).cpu().double(), expected(case, made), rtol=0, atol=2e-2)
 
 
 def test_every_pair_of_bytes_is_widened() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lmworks.kernels.inference.gumbel_sample import RowParams
-from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
+from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, SharedPrefixes
 from lmworks.kernels.inference.top_k_top_p import TruncationParams
 
 triton = pytest.importorskip("triton")
@@ -89,6 +89,28 @@ def attend(held: torch.dtype, head_dim: int, seqs: int, queries: int, **traits: 
     cache = LayerCache(pool, pool, scales, scales)
     config = replace(module.choose_config(q, cache, metadata, invariant=False), splits=3 if queries <= 16 else 1)
     module.launch(q, cache, metadata, config=config, **traits)
+
+
+def paged(held: torch.dtype, head_dim: int) -> LayerCache:
+    pool = torch.zeros(4, 8, 16, head_dim, dtype=held)
+    scales = torch.zeros(4, 8, 16) if held.itemsize == 1 else None
+    return LayerCache(pool, pool, scales, scales)
+
+
+def attend_shared(held: torch.dtype, head_dim: int = 128) -> None:
+    module = importlib.import_module("lmworks.kernels.inference.paged_attention_triton")
+    numbers, tables = torch.zeros(65, dtype=torch.int32), torch.zeros(64, 128, dtype=torch.int32)
+    shared = SharedPrefixes(numbers[1:], numbers[1:], numbers[:33])
+    metadata = AttentionMetadata(tables, numbers[1:], numbers, 1, shared)
+    module.launch(torch.zeros(64, 32, head_dim, dtype=BF16), paged(held, head_dim), metadata)
+
+
+def long_prompt(held: torch.dtype, head_dim: int) -> None:
+    module = importlib.import_module("lmworks.kernels.inference.prefill_attention_triton")
+    numbers, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(2, 128, dtype=torch.int32)
+    metadata = AttentionMetadata(tables, numbers[1:], numbers, 700, None, numbers, 2048)
+    q = torch.zeros(1400, 32, head_dim, dtype=BF16)
+    module.launch(q, paged(held, head_dim), metadata, torch.zeros_like(q))
 
 
 def latent(held: torch.dtype, seqs: int, queries: int, invariant: bool = False) -> None:
@@ -268,6 +290,9 @@ CASES: dict[str, Callable[[], None]] = {
     "prompt-fp8": lambda: attend(FP8, 128, 4, 600),
     "decode-soft-cap-sinks": lambda: attend(BF16, 128, 64, 1, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
     "prompt-soft-cap-sinks": lambda: attend(BF16, 128, 4, 600, softcap=50.0, sinks=torch.zeros(32, dtype=BF16)),
+    **{f"decode-shared-{TYPES[held]}": lambda held=held: attend_shared(held) for held in (BF16, FP8, torch.int8)},
+    **{f"long-prompt-{TYPES[held]}-{width}": lambda held=held, width=width: long_prompt(held, width)
+       for held in (BF16, FP8, torch.int8) for width in (64, 128)},
     **{f"latent-{TYPES[held]}": lambda held=held: latent(held, 4, 1) for held in (BF16, FP8, torch.int8)},
     **{f"latent-prompt-{TYPES[held]}": lambda held=held: latent(held, 2, 300) for held in (BF16, FP8, torch.int8)},
     "latent-invariant": lambda: latent(BF16, 4, 1, invariant=True),

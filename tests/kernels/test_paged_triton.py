@@ -19,12 +19,12 @@ from lmworks.kernels.inference.kv_cache_write import write_vectors as write_refe
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
 from lmworks.model import rope
 from lmworks.spec import ModelSpec
-from paged_cases import NAMED, Case, expected, make, random_case
+from paged_cases import NAMED, Case, expected, gathered, make, random_case, share
 from variations import with_slow
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 if INTERPRETED:
-    from lmworks.kernels.inference import kv_cache_write_triton, paged_attention_triton
+    from lmworks.kernels.inference import kv_cache_write_triton, paged_attention_triton, prefill_attention_triton
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
 
 
@@ -56,6 +56,41 @@ def test_split_keys_merge(splits: int, window: int, least: int) -> None:
         check(Case((3, 0, 90), (3, 1, 2), window=window, with_sinks=True, softcap=1.5), 1, config=config)
 
 
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+def test_gathered_keys_equal_sdpa(stored: torch.dtype | None) -> None:
+    """A prompt, a chunk, one query, a sequence without any, in blocks of 3; rows that nobody has stay 0."""
+    case = Case((150, 0, 37, 130), (20, 0, 37, 1), 2, 3, 64, size=3, stored=stored)
+    made = gathered(make(case))
+    config = paged_attention_triton.LaunchConfig(32, 32, 4, 2)
+    out = torch.zeros(len(made.q) + 3, *made.q.shape[1:])
+    prefill_attention_triton.launch(made.q, made.cache, made.metadata, out, config)
+    torch.testing.assert_close(out[:-3].double(), expected(case, made), rtol=0, atol=4e-6)
+    assert not out[-3:].any()
+
+
+SHARING = {
+    "plain": Case((300, 270, 0, 129, 140), (1, 1, 1, 1, 1), kv_heads=1, head_dim=16),
+    "int8, sinks, soft cap": Case(
+        (300, 270, 0, 129, 140), (1, 1, 1, 1, 1), 1, 3, 16, stored=torch.int8, with_sinks=True, softcap=1.5
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [("plain", 2), *(pytest.param(name, splits, marks=pytest.mark.slow) for name in SHARING for splits in (1, 2))],
+)
+def test_shared_prefixes_are_merged(name: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups, one of them in two tiles, beside a sequence on its own; prefixes in one part or two."""
+    case = SHARING[name]
+    monkeypatch.setattr(paged_attention_triton, "num_shared_splits", lambda *_: splits)
+    monkeypatch.setattr(paged_attention_triton, "MIN_SHARED_UNITS", 1)
+    for tile, config in ((1, paged_attention_triton.LaunchConfig(16, 32, 4, 2, 3, 1)), (2, None)):
+        made = share(make(case), {(1, 0): 256, (4, 3): 128}, tile)
+        out = paged_attention_triton.launch(made.q, made.cache, made.metadata, **case.options(), config=config)
+        torch.testing.assert_close(out.double(), expected(case, made), rtol=0, atol=4e-6)
+
+
 @pytest.mark.parametrize(
     ("walks", "tiles", "shared"),
     [
@@ -65,8 +100,8 @@ def test_split_keys_merge(splits: int, window: int, least: int) -> None:
         (200, 512, (6, 4)),  # a few for each, or the longest would be waited for
         (396, 512, (3, 4)),
         (397, 32, (1, 32)),  # more than at once: long ones alone
-        (512, 512, (3, 32)),
-        (2048, 512, (1, 32)),
+        (512, 512, (8, 32)),
+        (2048, 512, (8, 32)),  # where most of them are padding, the rest would not fill it
     ],
 )
 def test_keys_are_split_to_fill_gpu(
@@ -94,7 +129,7 @@ def test_launch_configuration(stored: torch.dtype, monkeypatch: pytest.MonkeyPat
         return config.rows, config.tile, config.warps, config.stages, config.splits
 
     assert cut(16, 1) == (16, 128 if eight else 64, 4, 3, 49)
-    assert cut(16, 1, seqs=256) == (16, 128 if eight else 64, 4, 3, 1)
+    assert cut(16, 1, seqs=256, keys=2048) == (16, 128 if eight else 64, 4, 3, 1)
     assert cut(32, 1, seqs=131, head_dim=64)[1] == 128
     assert cut(32, 1, seqs=132, head_dim=64)[1] == (128 if eight else 64)  # sequences fill the GPU by themselves
     assert cut(64, 5) == (64, 64, 4, 2 if eight else 3, 49)  # guesses: few rows, and long contexts

@@ -26,7 +26,9 @@ class EngineSpec(Section):
     context: int = opt(0, "longest sequence, prompt and answer together (0: the model's context)", ge=0)
     max_seqs: int = opt(256, "sequences that run at once", ge=1, le=16384)
     max_batch_tokens: int = opt(
-        0, "tokens of one step, prompts and answers together (0: 8192 on a GPU, 512 on a CPU)", ge=0
+        0,
+        "tokens of one step, prompts and answers together (0: 2048 to 8192 by the GPU and the model, 512 on a CPU)",
+        ge=0,
     )
     prefix_cache: bool = opt(True, "keep the blocks of finished sequences for others that begin alike")
     kv_host_gib: float = opt(0.0, "GiB of host memory below the cache, for blocks that it evicts (0: none)", ge=0)

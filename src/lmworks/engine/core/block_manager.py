@@ -98,7 +98,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence, last first: the beginning stays cached longest, as more prompts share it."""
-        self.cache_full_blocks(sequence)
+        self.cache_full_blocks(sequence, sequence.num_computed_tokens)
         for block in reversed(sequence.blocks):
             self.ref_counts[block] -= 1
             if not self.ref_counts[block]:
@@ -157,9 +157,13 @@ class BlockManager:
             matched.append(block)
         return matched
 
-    def cache_full_blocks(self, sequence: Sequence) -> None:
-        """Register full blocks of known tokens in the prefix cache (for steps launched later)."""
-        full = min(sequence.num_computed_tokens, sequence.num_known_tokens) // self.block_size
+    def cache_full_blocks(self, sequence: Sequence, computed: int) -> None:
+        """Register full blocks of known tokens in the prefix cache, once `computed` of them are in a scheduled step.
+
+        Prompts admitted after it share them, in the same step too: in each layer a step writes the keys and values of
+        all its tokens before it reads any.
+        """
+        full = min(computed, sequence.num_known_tokens) // self.block_size
         if not self.prefix_cache or full <= sequence.num_cached_blocks:
             return
         hashes = self.hashes(sequence, full)

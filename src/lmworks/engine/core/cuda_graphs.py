@@ -2,8 +2,8 @@
 
 A graph is captured for a bucket (smaller steps are padded), a width of the block tables, and what the sampler computes.
 The first step of a bucket runs eagerly, which also compiles its kernels, and is then captured; capture runs nothing, so
-it changes no state. Mixed steps fall into more buckets than decode steps: one is captured when its bucket is used for
-the second time.
+it changes no state. Before the first request decode steps are captured, and those of a single prompt of any size with
+few decoding sequences. Other mixed steps fall into many buckets: one is captured when it is used for the second time.
 
 Buckets are the sizes that steps are padded to, so that few CUDA graphs cover them all. Decode steps have a bucket for
 each of a few numbers of sequences. Mixed steps (prefill and decode) vary more, so their buckets are coarse. They exist
@@ -18,8 +18,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,14 +32,14 @@ from .request import Request, Sequence
 from .sampler import SamplingMetadata
 from .sampling_params import SamplingParams
 from .scheduler import Chunk, Step
-from .step_input import Batch, Layout, decode_bucket, mixed_bucket, unpack
+from .step_input import Batch, Layout, decode_bucket, gathered_keys, mixed_bucket, unpack
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
 # Prompts and decoding sequences of a mixed bucket. A bucket has more than a step needs where these are cheap beside its
 # tokens: padded prompts times the longest prompt are programs that return at once.
-PROMPT_SIZES, MAX_IDLE_PROGRAMS = (1, 4, 16, 64), 8
+PROMPT_SIZES, MAX_IDLE_PROGRAMS = (1, 4, 16, 64, 256), 8
 DECODE_SIZES, TOKENS_PER_PADDED_DECODE = (0, 8, 32, 128, 512, 2048), 16
 # Longest context of a sequence in a mixed bucket: split-K is chosen as if the bucket were full, too few splits for
 # more.
@@ -59,41 +61,62 @@ class PrefillBuckets(NamedTuple):
 
     token_sizes: tuple[int, ...] = ()  # prompt tokens of each bucket
     max_tokens: int = 0  # of a bucket, decoding sequences included
+    width: int = 0  # of its block tables: one width for all contexts, so that fewer graphs cover them
+    gathers: bool = False  # whether keys of long prompts are gathered
 
 
-def prefill_buckets(model: ModelSpec, engine: EngineSpec) -> PrefillBuckets:
+def prefill_buckets(model: ModelSpec, engine: EngineSpec, gathers: bool = False) -> PrefillBuckets:
     if not engine.graph_prompts:
         return PrefillBuckets()
     most, budget = int(LAUNCH_BOUND_WORK / model.block_params), engine.max_batch_tokens
     token_sizes = [size * 2**double for double in range(budget.bit_length()) for size in (64, 96)]
     return PrefillBuckets(
-        tuple(size for size in token_sizes[: 1 + bisect_left(token_sizes, budget)] if size <= most), most
+        tuple(size for size in token_sizes[: 1 + bisect_left(token_sizes, budget)] if size <= most),
+        most,
+        math.ceil(min(MAX_CONTEXT, engine.context) / engine.block),
+        gathers,
     )
 
 
 def buffer_size(largest: Layout, max_blocks_per_seq: int, prompts: PrefillBuckets) -> int:
     """Of the largest bucket, in int64 numbers."""
-    mixed = (mixed_bucket(largest.seqs, PROMPT_SIZES[-1], size, 1) for size in prompts.token_sizes[-1:])
-    return max(bucket._replace(width=max_blocks_per_seq).size for bucket in (largest, *mixed))
+    mixed = (mixed_bucket(largest.seqs, PROMPT_SIZES[-1], size, 1, keys=1) for size in prompts.token_sizes[-1:])
+    sharing = largest._replace(shared_tiles=largest.seqs)
+    return max(bucket._replace(width=max_blocks_per_seq).size for bucket in (sharing, *mixed))
 
 
 def mixed_bucket_for(step: Step, prompts: PrefillBuckets, seqs: int) -> Layout | None:
     """The bucket of a mixed step, with up to `seqs` decoding sequences; None where a graph would not be faster."""
-    counts = [chunk.count for chunk in step.chunks if chunk.count > 1]
-    singles = len(step.chunks) - len(counts)
+    prefills = [chunk for chunk in step.chunks if chunk.count > 1]
     drafting = any(chunk.num_logits > 1 for chunk in step.chunks)
-    if drafting or not counts or max(chunk.start + chunk.count for chunk in step.chunks) > MAX_CONTEXT:
+    if drafting or not prefills or max(chunk.start + chunk.count for chunk in step.chunks) > MAX_CONTEXT:
         return None
+    counts, ends = [chunk.count for chunk in prefills], [chunk.start + chunk.count for chunk in prefills]
+    return prompts_bucket(counts, ends, len(step.chunks) - len(prefills), prompts, seqs)
+
+
+def prompts_bucket(
+    counts: list[int], ends: list[int], singles: int, prompts: PrefillBuckets, seqs: int
+) -> Layout | None:
+    """For chunks of `counts` tokens that end at `ends` beside `singles` decoding sequences."""
     num_prompts = next_size(PROMPT_SIZES, len(counts))
     prompt_tokens = next_size(prompts.token_sizes, max(sum(counts), 2 * num_prompts))
     if not num_prompts or not prompt_tokens:
         return None
     max_query_len = max(SHORT_PROMPT, power_of_two(max(counts)))
     idle_programs = MAX_IDLE_PROGRAMS * prompt_tokens
-    num_prompts = max(num_prompts, *(size for size in PROMPT_SIZES if size * max_query_len <= idle_programs))
+    num_prompts = max(num_prompts, *(size for size in PROMPT_SIZES[:-1] if size * max_query_len <= idle_programs))
     decode_sizes = [*(size for size in DECODE_SIZES if size < seqs), seqs]
     singles = max(singles, *(size for size in decode_sizes if TOKENS_PER_PADDED_DECODE * size <= prompt_tokens))
-    bucket = mixed_bucket(next_size(decode_sizes, singles), num_prompts, prompt_tokens, max_query_len)
+    keys = gathered_keys(np.array(ends), np.array(counts)) if prompts.gathers else 0
+    bucket = mixed_bucket(
+        next_size(decode_sizes, singles),
+        num_prompts,
+        prompt_tokens,
+        max_query_len,
+        prompts.width,
+        power_of_two(keys) if keys else 0,
+    )
     return bucket if bucket.tokens <= prompts.max_tokens else None
 
 
@@ -163,6 +186,13 @@ class CUDAGraphs(Generic[Result]):
         if not known and len(self.mixed_buckets) < MAX_MIXED_BUCKETS:
             self.mixed_buckets.add(bucket)
         return bucket if known else None
+
+    def single_prompts(self, context: int) -> list[Layout]:
+        """The buckets of single prompts below `context`, the largest first."""
+        sizes = (1, *self.prompts.token_sizes)
+        fitting = [min(size, context - 1) for before, size in pairwise(sizes) if before < context - 1]
+        buckets = (prompts_bucket([size], [size], 0, self.prompts, self.sizes[-1]) for size in reversed(fitting))
+        return [bucket for bucket in buckets if bucket is not None]
 
     def run(self, buffer: Tensor, layout: Layout, sampling_metadata: SamplingMetadata | None) -> Result:
         """Run the step in `buffer` (on the host, or already `self.buffer`). The next run overwrites the result."""
@@ -266,14 +296,18 @@ def profile_cache_memory(runner: ModelRunner) -> int:
 
 @torch.no_grad()
 def capture_graphs(runner: ModelRunner) -> None:
-    """Capture plain decode steps of all bucket sizes: less than a second in all.
+    """Capture plain decode steps of all bucket sizes, and single prompts.
 
-    Rarer variants (wider tables, log-probabilities) are captured when first needed, mixed steps when their bucket is
-    used again; that step takes longer.
+    Rarer variants (wider tables, log-probabilities) are captured when first needed, other mixed steps when their bucket
+    is used again; that step takes longer.
     """
-    assert runner.graphs is not None
-    for size in reversed(runner.graphs.sizes):  # the largest first: the others reuse its memory
-        runner.graphs.run(
-            *runner.packer.dummy_decode(runner.graphs.padded(size)), captured_metadata(SamplingMetadata())
-        )
+    graphs = runner.graphs
+    assert graphs is not None
+    buckets = [graphs.padded(size) for size in reversed(graphs.sizes)]  # the largest first: others reuse its memory
+    if runner.draft is None:
+        prompts = graphs.single_prompts(runner.spec.context)
+        graphs.mixed_buckets.update(prompts)
+        buckets += prompts
+    for bucket in buckets:
+        graphs.run(*runner.packer.dummy_step(bucket), captured_metadata(SamplingMetadata()))
     torch.cuda.synchronize(runner.device)

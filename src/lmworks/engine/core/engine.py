@@ -77,6 +77,7 @@ class RunnerProtocol(Protocol):
     valid_vocab: int
     hidden: int  # numbers of a token's state
     scalar_head: bool  # of a reward model: prompts get scores, and no answers
+    context_of_token: float  # keys whose attention takes as long as the matrix products of one token
     synchronous: bool  # launch returns when the step is done
     grammars: Grammars | None  # set by the engine, where it has a tokenizer
 
@@ -140,7 +141,7 @@ class Engine:
         self.seeds = random.Random(seed)
         self.speculator = speculator
         self.tiers = tiers
-        self.scheduler = Scheduler(runner.spec, runner.blocks, tiers)
+        self.scheduler = Scheduler(runner.spec, runner.blocks, tiers, runner.context_of_token)
         self.adapters: set[str] = set()  # by name
         self.adapter_store = (
             AdapterStore(Path(self.spec.adapter_store), self.spec.warm_adapters) if self.spec.adapter_store else None

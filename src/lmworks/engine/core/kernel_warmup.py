@@ -81,18 +81,23 @@ def load_compiler() -> None:
 
 
 def run_steps(runner: ModelRunner) -> None:
-    """The largest step, one prompt of every length that has an attention kernel, and all decode bucket sizes."""
+    """The largest step, one prompt of every length that has an attention kernel, all decode bucket sizes, and one whose
+    sequences share a prefix."""
     run_largest_step(runner)
     for count in prompt_lengths(runner.spec, runner.model.spec.experts > 0):
         run_dummy_step(runner, 1, count)
-    for size in capture_sizes(runner.spec.max_seqs):
-        buffer, layout = runner.packer.dummy_decode(decode_bucket(size))
+    prefixes, sizes = runner.packer.prefixes, capture_sizes(runner.spec.max_seqs)
+    buckets = [decode_bucket(size) for size in sizes]
+    if prefixes.sharing:
+        buckets.append(buckets[-1]._replace(shared_tiles=prefixes.max_tiles(sizes[-1])))
+    for bucket in buckets:
+        buffer, layout = runner.packer.dummy_step(bucket)
         runner.forward_and_sample(unpack(buffer.to(runner.device), layout), captured_metadata(SamplingMetadata()))
 
 
 def prompt_lengths(spec: EngineSpec, experts: bool) -> list[int]:
-    """Beyond 512 tokens attention has one kernel for all lengths; experts have more."""
-    powers = spec.max_batch_tokens.bit_length() if experts else 10
+    """Beyond 1,024 tokens attention has one kernel for all lengths; experts have more."""
+    powers = spec.max_batch_tokens.bit_length() if experts else 11
     return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, powers)})
 
 

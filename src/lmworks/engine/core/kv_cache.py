@@ -205,10 +205,10 @@ class PagedAttention:
         q = write_kv_cache(qkv, heads, kv_heads, q_norm, k_norm, eps, rotary, cache, self.slot_mapping)
         if len(self.metadata) == 1:
             return self.attend(q, cache, self.metadata[0], options)
-        parts = (q[: self.num_decodes], q[self.num_decodes :])
-        return torch.cat(
-            [self.attend(part, cache, metadata, options) for part, metadata in zip(parts, self.metadata, strict=True)]
-        )
+        out = torch.zeros_like(q)
+        for rows, metadata in zip((slice(self.num_decodes), slice(self.num_decodes, None)), self.metadata, strict=True):
+            self.attend(q[rows], cache, metadata, {**options, "out": out[rows]})
+        return out
 
     def attend(self, q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: Mapping[str, Any]) -> Tensor:
         if metadata.max_query_len == 1 and q.device.type == "cpu" and not self.invariant:

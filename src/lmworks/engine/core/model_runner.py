@@ -6,6 +6,7 @@ the next one meanwhile. A token that the host has not read yet stays on the devi
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.inference.paged_attention import sequences_of_tile
 from ...model.attention import paged_options
 from ...model.gpt import GPT
-from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
+from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError, recognise
+from ...spec.components import attention_core, token_cache
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
 from ..quantization.drift import DriftMonitor
@@ -44,6 +47,9 @@ from .token_filter import token_masks
 if TYPE_CHECKING:
     from ..tensor_parallel.tp_rank import TensorParallelRank
 
+ATTENTION_RATE = 0.7  # FLOP/s of attention over long contexts beside those of large matrix products, on an H200
+STEP_SECONDS, PRODUCT_RATE = 0.25, 0.6  # of a step of prompts; FLOP/s of its products beside the card's peak
+MIN_BATCH_TOKENS, MAX_BATCH_TOKENS = 2048, 8192
 POOLING = attrgetter("sequence.request.pooling")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,6 +73,7 @@ class ModelRunner:
         self.synchronous = self.device.type == "cpu"  # launch returns when the step is done
         self.model, self.valid_vocab, self.logit_scale = model, valid_vocab, logit_scale
         self.hidden, self.scalar_head = model.spec.hidden, model.spec.scalar_head
+        self.context_of_token = context_of_token(model.spec)
         self.sleepable = sleepable
         dtype = DTYPES[self.spec.dtype]
         move(model, self.device, dtype)
@@ -81,7 +88,8 @@ class ModelRunner:
         self.token_lookup = torch.cat((torch.arange(vocab), torch.zeros(seqs + 1, dtype=torch.int64))).to(self.device)
         self.last_token_ids = self.token_lookup[vocab:]
         self.sampler = Sampler(vocab, valid_vocab, seqs, self.device)
-        self.packer = Packer(self.spec, vocab, pinned=not self.synchronous)
+        gathers = self.gathers(model.spec, dtype)
+        self.packer = Packer(self.spec, vocab, not self.synchronous, self.sharing(model.spec), gathers)
         self.graphs: CUDAGraphs[Tensor | SamplerOutput] | None = None
         self.max_decode_tokens = 1 if self.spec.speculate == "none" else 1 + self.spec.guesses  # of one sequence
         self.grammars: Grammars | None = None  # set by the engine, where it has a tokenizer
@@ -97,13 +105,31 @@ class ModelRunner:
         self.blocks = self.spec.blocks
         self.cache = KVCache(shape, self.blocks, self.device, sleepable)
         if self.device.type == "cuda" and self.spec.graphs and tp_rank is None:
-            largest, prompts = decode_bucket(seqs, self.max_decode_tokens), prefill_buckets(model.spec, self.spec)
+            largest, prompts = (
+                decode_bucket(seqs, self.max_decode_tokens),
+                prefill_buckets(model.spec, self.spec, gathers),
+            )
             self.graphs = CUDAGraphs(
                 self.forward_and_sample, largest, self.packer.max_blocks_per_seq, self.device, prompts
             )
             capture_graphs(self)
         if draft is not None:
             draft.allocate_cache(self.blocks, self.graphs is not None)
+
+    def sharing(self, model: ModelSpec) -> int:
+        """Decoding sequences that read a shared prefix together, on a GPU."""
+        one_by_one = self.synchronous or self.spec.batch_invariant or model.positions == "alibi"
+        heads = attention_core(model)
+        latent = token_cache(model).vectors == 1
+        return 0 if one_by_one or latent or heads.window else sequences_of_tile(heads.heads // heads.kv_heads)
+
+    def gathers(self, model: ModelSpec, dtype: torch.dtype) -> bool:
+        """Whether attention gathers the keys of long prompts, on GPUs that load tiles by descriptors."""
+        if self.synchronous or self.spec.batch_invariant or dtype == torch.float32:
+            return False
+        core = attention_core(model)
+        plain = core.fused and not core.window and model.positions != "alibi" and token_cache(model).vectors == 2
+        return plain and core.qk_dim in (64, 128) and torch.cuda.get_device_capability(self.device) >= (9, 0)
 
     def blocks_for(self, shape: KVCacheShape) -> int:
         room = CPU_BYTES
@@ -224,8 +250,9 @@ class ModelRunner:
         # A prompt of one token, or its last one behind cached ones, is a chunk like those of decoding.
         pooling = pooling_queries(step.chunks) if any(map(POOLING, step.chunks)) else []
         prompt_queries = [] if step.decode_only else prompt_logprobs_queries(step.chunks)
-        eager = self.graphs is None or bool(prompt_queries or pooling)
-        bucket = None if eager else self.bucket(self.graphs, step)
+        bucket = None
+        if self.graphs is not None and not prompt_queries and not pooling:
+            bucket = self.bucket(self.graphs, step)
         adapters = None if self.adapters is None else self.adapters.adapter_indices(step, bucket)
         self.set_adapter_indices(adapters)
         if self.graphs is not None and bucket is not None:
@@ -391,6 +418,17 @@ def sample_row_by_row(
     return SamplerOutput(*columns)
 
 
+def context_of_token(model: ModelSpec) -> float:
+    """Keys whose attention takes as long as the matrix products of one token; infinite where windows bound them."""
+    core = attention_core(model)
+    if core.window and not core.full_share:
+        return math.inf
+    cache = token_cache(model)
+    absorbed = cache.vectors == 1  # one vector is key and value of all heads
+    per_key = 4 * core.heads * cache.width if absorbed else core.flops_per_key
+    return ATTENTION_RATE * 2 * model.block_matmul_params / (per_key * (core.full_share or 1))
+
+
 def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
     """The spec with zeros and "auto" replaced by actual values, except `blocks`."""
     gpu = device.type == "cuda"
@@ -405,8 +443,20 @@ def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> En
     return spec.replace(
         dtype=("bf16" if gpu else "fp32") if spec.dtype == "auto" else spec.dtype,
         context=spec.context or model.context,
-        max_batch_tokens=spec.max_batch_tokens or (8192 if gpu else 512),
+        max_batch_tokens=spec.max_batch_tokens or batch_tokens(model, device, spec.tp),
     )
+
+
+def batch_tokens(model: ModelSpec, device: torch.device, tp: int) -> int:
+    """Tokens of a step, so that it takes about STEP_SECONDS: a power of two, by what the card computes."""
+    if device.type == "cpu":
+        return 512
+    gpu = recognise(torch.cuda.get_device_name(device))
+    peak = None if gpu is None else gpu.peak_flops("bf16")
+    if peak is None:
+        return MAX_BATCH_TOKENS
+    tokens = int(STEP_SECONDS * PRODUCT_RATE * peak * tp / (2 * model.layers * model.block_matmul_params))
+    return min(max(1 << (tokens.bit_length() - 1), MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
 
 
 @torch.no_grad()

@@ -8,6 +8,13 @@ level of priority is worth AGEING steps of waiting: a request is overtaken only 
 budget. Then waiting sequences are admitted by rank while blocks, slots and budget last; a long prompt is cut to the
 remaining budget (chunked prefill). None is admitted past a sequence that does not fit yet.
 
+**Long contexts.** The same number of tokens takes longer the more keys they attend to. While others decode, prompts
+also share a budget of work, so that no step takes longer than one with the first `max_batch_tokens` tokens of a prompt.
+
+**Shared prefixes.** Full blocks can be shared from the step on that computes them, by prompts admitted after it: in
+each layer a step writes all its keys and values before it reads any. Equal prefixes that arrive together are computed
+once.
+
 **Preemption.** An admitted sequence is allocated the blocks of all its tokens at once; blocks for its output are
 allocated one by one. When none is free, the running sequence with the highest rank is preempted: its blocks are freed
 and it waits to be recomputed. A request of higher priority also preempts running ones of lower priority and higher
@@ -25,6 +32,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -100,10 +108,48 @@ class Step:
         return self.tokens == self.rows == len(self.chunks)
 
 
+@dataclass
+class StepBudget:
+    """What a step has left. Work is in units of one token's products: a token at position p takes 1 + p / context.
+
+    `context`: keys whose attention takes as long as the products of one token.
+    """
+
+    tokens: int
+    context: float
+    work: float = math.inf
+
+    def limit_work(self) -> None:
+        """To that of a prompt's first tokens, as many as are left."""
+        self.work = self.tokens + self.tokens**2 / (2 * self.context)
+
+    @property
+    def spent(self) -> bool:
+        return not self.tokens or self.work < 1
+
+    def take_prefill(self, sequence: Sequence) -> Chunk:
+        """As many of the tokens left to compute as the budget allows."""
+        start = sequence.num_computed_tokens
+        missing = len(sequence.tokens) - start
+        count = min(missing, self.tokens, self.most_tokens(start))
+        self.tokens -= count
+        self.work -= count + count * (start + count / 2) / self.context
+        return Chunk(sequence, start, count, int(count == missing))
+
+    def most_tokens(self, start: int) -> int:
+        """Tokens from position `start` on whose work is left, and at least one."""
+        if math.isinf(self.work) or math.isinf(self.context):
+            return self.tokens
+        first = 1 + start / self.context
+        return max(1, int(self.context * (math.sqrt(first**2 + 2 * self.work / self.context) - first)))
+
+
 class Scheduler:
-    def __init__(self, spec: EngineSpec, blocks: int, tiers: PrefixTiers | None = None) -> None:
-        """`spec`: resolved; `blocks`: of the pool."""
-        self.spec, self.tiers = spec, tiers
+    def __init__(
+        self, spec: EngineSpec, blocks: int, tiers: PrefixTiers | None = None, context_of_token: float = math.inf
+    ) -> None:
+        """`spec`: resolved; `blocks`: of the pool; `context_of_token`: as `StepBudget.context`."""
+        self.spec, self.tiers, self.context_of_token = spec, tiers, context_of_token
         self.block_manager = BlockManager(blocks, spec.block, spec.prefix_cache)
         self.block_manager.listeners += [] if tiers is None else [tiers]
         self.watermark = blocks // 100  # blocks that stay free at admission, as running sequences will need some soon
@@ -162,10 +208,10 @@ class Scheduler:
         self.admitted = []
         self.preempt_for()
         before = self.preemptions
-        chunks, token_budget = self.schedule_running()
+        chunks, budget = self.schedule_running()
         copies: list[tuple[int, int]] = []
         if self.preemptions == before:
-            self.admit_waiting(chunks, copies, token_budget)
+            self.admit_waiting(chunks, copies, budget)
         block_size = self.block_manager.block_size
         for chunk in chunks:
             sequence = chunk.sequence
@@ -173,15 +219,15 @@ class Scheduler:
             if chunk.num_logits:
                 sequence.tokens.append(PLACEHOLDER_TOKEN)
             if end // block_size > sequence.num_cached_blocks:
-                self.block_manager.cache_full_blocks(sequence)
+                self.block_manager.cache_full_blocks(sequence, end)
         step = Step(chunks, copies)
         if step.tokens > len(chunks):
             chunks.sort(key=lambda chunk: chunk.count > 1)
         return step
 
-    def schedule_running(self) -> tuple[list[Chunk], int]:
-        """Chunks of the running sequences, and the remaining token budget."""
-        token_budget = self.spec.max_batch_tokens
+    def schedule_running(self) -> tuple[list[Chunk], StepBudget]:
+        """Chunks of the running sequences, and the remaining budget."""
+        budget = StepBudget(self.spec.max_batch_tokens, self.context_of_token)
         chunks: list[Chunk] = []
         drafting = any(map(DRAFT_TOKENS, self.running))
         # Draft tokens take neither the blocks nor the budget that sampled tokens of later sequences need.
@@ -193,26 +239,31 @@ class Scheduler:
             start, count = sequence.num_computed_tokens, 1
             if len(sequence.tokens) > start + 1:
                 prefilling = True
-            elif start + 1 < sequence.limit and token_budget and sequence.state is SequenceStatus.RUNNING:
+            elif start + 1 < sequence.limit and budget.tokens and sequence.state is SequenceStatus.RUNNING:
                 if drafting:
                     owed -= self.needs_block(sequence)
                     others -= 1
-                    count += self.trim_draft_tokens(sequence, token_budget - 1 - others, owed)
+                    count += self.trim_draft_tokens(sequence, budget.tokens - 1 - others, owed)
                 # Only the first token of a block, or draft tokens, can need another block.
                 if (start % block_size and count == 1) or self.allocate_slots(sequence, start + count):
                     chunks.append(Chunk(sequence, start, count, count))
-                    token_budget -= count
+                    budget.tokens -= count
+        if chunks:
+            budget.limit_work()
         for sequence in self.running if prefilling else ():
-            missing = len(sequence.tokens) - sequence.num_computed_tokens
-            if token_budget and missing > 1:
-                chunks.append(prefill_chunk(sequence, token_budget))
-                token_budget -= chunks[-1].count
-        return chunks, token_budget
+            if not budget.spent and len(sequence.tokens) - sequence.num_computed_tokens > 1:
+                chunks.append(self.prefill(sequence, budget))
+        return chunks, budget
 
-    def admit_waiting(self, chunks: list[Chunk], copies: list[tuple[int, int]], token_budget: int) -> None:
+    def prefill(self, sequence: Sequence, budget: StepBudget) -> Chunk:
+        chunk = budget.take_prefill(sequence)
+        self.block_manager.cache_full_blocks(sequence, chunk.start + chunk.count)
+        return chunk
+
+    def admit_waiting(self, chunks: list[Chunk], copies: list[tuple[int, int]], budget: StepBudget) -> None:
         """Admit by rank while there is room. Nothing is freed from here on, so that copied blocks stay in place."""
         for sequence in list(self.waiting):
-            if not token_budget or not self.slots or sequence.num_known_tokens < len(sequence.tokens):
+            if budget.spent or not self.slots or sequence.num_known_tokens < len(sequence.tokens):
                 break
             siblings = [] if sequence.skip_prefix_cache else running_siblings(sequence)
             parent = next(
@@ -229,8 +280,7 @@ class Scheduler:
             sequence.state = SequenceStatus.RUNNING
             sequence.slot = heapq.heappop(self.slots)
             self.admitted.append(sequence)
-            chunks.append(prefill_chunk(sequence, token_budget))
-            token_budget -= chunks[-1].count
+            chunks.append(self.prefill(sequence, budget))
 
     def allocate_prompt(self, sequence: Sequence) -> bool:
         """Allocate blocks for all its tokens, cached prefix included; false if there are too few."""
@@ -366,10 +416,3 @@ def running_siblings(sequence: Sequence) -> list[Sequence]:
     return [
         each for each in sequence.request.sequences if each.state is SequenceStatus.RUNNING and each is not sequence
     ]
-
-
-def prefill_chunk(sequence: Sequence, token_budget: int) -> Chunk:
-    """As many of the tokens left to compute as the budget allows."""
-    missing = len(sequence.tokens) - sequence.num_computed_tokens
-    count = min(missing, token_budget)
-    return Chunk(sequence, sequence.num_computed_tokens, count, int(count == missing))

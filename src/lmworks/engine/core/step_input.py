@@ -3,11 +3,18 @@
 Sections of the buffer, for T tokens, S sequences, R rows of logits and block tables of W blocks:
 
     int64   tokens, positions, slot_mapping (T each) · logits_indices, rows, output_positions (R each)
-    int32   seq_lens (S) · query_start_loc (S + 1) · the same two for prefills alone · block_tables (S · W)
+    int32   seq_lens (S) · query_start_loc (S + 1) · the same two for prefills alone · shared prefixes (S, S, and P + 1
+            for P tiles, or none) · key_starts of prefills (or none) · block_tables (S · W)
 
 Each section is aligned to 128 bytes, so that kernels see one alignment for all sizes. Decoding sequences come first;
 the sections for prefills repeat the lengths and offsets of the sequences behind them, counted from there. The block
 tables of running sequences are kept from step to step, and only new blocks are written.
+
+**Shared prefixes.** Decoding sequences whose tables begin with the same blocks are found, so that attention reads the
+keys of such a prefix once for many of them.
+
+**Long prompts.** Keys of a step with a long chunk are gathered before attention, in every layer; they have room for a
+power of two of them in a bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.inference.paged_attention import AttentionMetadata
+from ...kernels.inference.paged_attention import GATHER_UNIT, SHARED_UNIT, AttentionMetadata, SharedPrefixes
 from ...spec import EngineSpec
 from .request import PLACEHOLDER_TOKEN, Sequence
 from .scheduler import Chunk, Step
@@ -32,10 +39,14 @@ NUM_INT64_SECTIONS = 6  # the sections after them are int32
 ALIGN = 16  # int64 numbers: 128 bytes
 MIN_TABLE_TOKENS = 2048  # covered by the narrowest block table; the next is TABLE_GROWTH times as wide, and so on
 TABLE_GROWTH = 4
+MIN_SHARING = 4  # sequences of a group that shares a prefix
+MIN_SAVED_KEYS = 2**15  # of a step: fewer take less time than a second kernel
+MAX_PREFIXES = 32  # shared ones in a step
+LONG_CHUNK = 512  # tokens of a sequence in a step, beyond which gathering keys takes less time than it saves
 
 
 class Layout(NamedTuple):
-    """The sizes of a step, which determine the sections of its buffer. A bucket is a layout without a width."""
+    """The sizes of a step, which determine the sections of its buffer. A bucket of decode steps has no width yet."""
 
     tokens: int
     seqs: int
@@ -43,6 +54,8 @@ class Layout(NamedTuple):
     width: int
     num_decodes: int  # sequences of one token; they come first
     max_query_len: int  # most tokens that a sequence computes in the step
+    shared_tiles: int = 0  # of sequences that share a prefix; 0: none do
+    keys: int = 0  # room for the keys of prefills; 0: they are not gathered
 
     @property
     def size(self) -> int:
@@ -54,7 +67,9 @@ class Layout(NamedTuple):
 def sections(layout: Layout) -> list[tuple[int, int, int]]:
     """Begin and end of each section, in int64 numbers, and how many elements it holds."""
     each = [layout.seqs, layout.seqs + 1]
-    sizes = [*(3 * [layout.tokens]), *(3 * [layout.rows]), *each, *each, layout.seqs * layout.width]
+    shared = [layout.seqs, layout.seqs, layout.shared_tiles + 1] if layout.shared_tiles else [0, 0, 0]
+    shared.append(layout.seqs + 1 if layout.keys else 0)
+    sizes = [*(3 * [layout.tokens]), *(3 * [layout.rows]), *each, *each, *shared, layout.seqs * layout.width]
     room = [math.ceil(size / (ALIGN if i < NUM_INT64_SECTIONS else 2 * ALIGN)) * ALIGN for i, size in enumerate(sizes)]
     ends = list(accumulate(room))
     return list(zip([0, *ends], ends, sizes, strict=False))
@@ -82,18 +97,21 @@ class Batch:
 
 
 def unpack(buffer: Tensor, layout: Layout) -> Batch:
-    tokens, positions, slot_mapping, logits_indices, rows, output_positions, lengths, starts, *prefill, tables = (
-        split_sections(buffer, layout, torch.int32)
-    )
+    (
+        tokens, positions, slot_mapping, logits_indices, rows, output_positions, lengths, starts, *prefill,
+        shared_lengths, members, tile_starts, key_starts, tables,
+    ) = split_sections(buffer, layout, torch.int32)  # fmt: skip
     tables, first = tables.view(layout.seqs, layout.width), layout.num_decodes
+    gathered = (key_starts[: layout.seqs - first + 1], layout.keys) if layout.keys else (None, 0)
     attention_metadata: tuple[AttentionMetadata, ...]
     if first in (0, layout.seqs):
-        attention_metadata = (AttentionMetadata(tables, lengths, starts, layout.max_query_len),)
+        shared = SharedPrefixes(shared_lengths, members, tile_starts) if layout.shared_tiles else None
+        attention_metadata = (AttentionMetadata(tables, lengths, starts, layout.max_query_len, shared, *gathered),)
     else:
         decode_metadata = AttentionMetadata(tables[:first], lengths[:first], starts[: first + 1], 1)
         rest = layout.seqs - first
         prefill_metadata = AttentionMetadata(
-            tables[first:], prefill[0][:rest], prefill[1][: rest + 1], layout.max_query_len
+            tables[first:], prefill[0][:rest], prefill[1][: rest + 1], layout.max_query_len, None, *gathered
         )
         attention_metadata = (decode_metadata, prefill_metadata)
     # A decode step: one token and one row of logits for each sequence.
@@ -110,11 +128,71 @@ def unpack(buffer: Tensor, layout: Layout) -> Batch:
     )
 
 
+class PrefixTiles(NamedTuple):
+    """`SharedPrefixes` on the host, without padding."""
+
+    lengths: np.ndarray  # (seqs)
+    members: np.ndarray
+    tile_starts: np.ndarray
+
+
+class PrefixFinder:
+    """Finds prefixes that decoding sequences share, and keeps them while the same sequences decode."""
+
+    def __init__(self, block_size: int, sharing: int) -> None:
+        self.block_size, self.sharing = block_size, sharing
+        self.forget()
+
+    def forget(self) -> None:
+        """Slots have other sequences now."""
+        self.slots = b""
+        self.found: PrefixTiles | None = None
+
+    def max_tiles(self, seqs: int) -> int:
+        """Of so many sequences: a group may leave a tile that is not full."""
+        return min(seqs // 2, math.ceil(seqs / self.sharing) + MAX_PREFIXES)
+
+    def find(self, tables: np.ndarray, slots: np.ndarray, ends: np.ndarray) -> PrefixTiles | None:
+        """tables (slots, blocks); slots (S) and lengths (S) of the step's sequences."""
+        if self.sharing < MIN_SHARING or len(slots) < MIN_SHARING:
+            return None
+        if (key := slots.tobytes()) != self.slots:
+            self.slots, self.found = key, self.search(tables, slots, ends)
+        return self.found
+
+    def search(self, tables: np.ndarray, slots: np.ndarray, ends: np.ndarray) -> PrefixTiles | None:
+        first = tables[slots, 0]
+        order = first.argsort(kind="stable")
+        groups: list[tuple[np.ndarray, int]] = []
+        for group in np.split(order, np.diff(first[order]).nonzero()[0] + 1):
+            if len(group) >= MIN_SHARING and (keys := self.common_keys(tables, slots[group], ends[group])):
+                groups.append((group, keys))
+        groups = sorted(groups, key=lambda pair: -len(pair[0]) * pair[1])[:MAX_PREFIXES]
+        if sum((len(group) - 1) * keys for group, keys in groups) < MIN_SAVED_KEYS:
+            return None
+        lengths, members, sizes = np.zeros(len(slots), np.int32), [], [0]
+        for group, keys in groups:
+            lengths[group] = keys
+            members.append(group)
+            sizes += [len(group[begin : begin + self.sharing]) for begin in range(0, len(group), self.sharing)]
+        return PrefixTiles(lengths, np.concatenate(members), np.cumsum(sizes))
+
+    def common_keys(self, tables: np.ndarray, slots: np.ndarray, ends: np.ndarray) -> int:
+        """Of sequences whose first block is the same."""
+        blocks = int(ends.min()) // self.block_size
+        same = (tables[slots, :blocks] == tables[slots[0], :blocks]).all(axis=0)
+        common = blocks if same.all() else int(same.argmin())
+        return common * self.block_size // SHARED_UNIT * SHARED_UNIT
+
+
 class Packer:
     """Packs steps into buffers, and keeps the block tables of running sequences."""
 
-    def __init__(self, engine: EngineSpec, vocab: int, pinned: bool) -> None:
-        self.vocab, self.block_size, self.pinned = vocab, engine.block, pinned
+    def __init__(self, engine: EngineSpec, vocab: int, pinned: bool, sharing: int = 0, gathers: bool = False) -> None:
+        """`sharing`: sequences that attention lets read a shared prefix together; 0: it cannot. `gathers`: whether it
+        gathers the keys of long prompts."""
+        self.vocab, self.block_size, self.pinned, self.gathers = vocab, engine.block, pinned, gathers
+        self.prefixes = PrefixFinder(engine.block, sharing)
         self.padding_slot = engine.max_seqs  # the slot of padding rows
         self.max_blocks_per_seq = math.ceil(engine.context / engine.block)
         self.tables = np.zeros((engine.max_seqs + 1, self.max_blocks_per_seq), np.int32)
@@ -123,6 +201,7 @@ class Packer:
 
     def admit(self, sequence: Sequence) -> None:
         self.num_written[sequence.slot] = 0
+        self.prefixes.forget()
         self.num_prompt_tokens[sequence.slot] = sequence.num_prompt_tokens
 
     def width(self, blocks: int) -> int:
@@ -145,9 +224,13 @@ class Packer:
         seqs, total, rows, single = len(chunks), step.tokens, step.rows, int((count == 1).sum())
         width = self.width(int(self.num_written[slot].max()))
         if bucket is None:
-            layout = Layout(total, seqs, rows, width, single, int(count.max()))
+            keys = gathered_keys(end[count > 1], count) if self.gathers else 0
+            layout = Layout(total, seqs, rows, width, single, int(count.max()), keys=keys)
         else:
-            layout = bucket._replace(width=width)
+            layout = bucket if bucket.width else bucket._replace(width=width)
+        shared = self.prefixes.find(self.tables, slot, end) if step.single_tokens else None
+        if shared is not None:
+            layout = layout._replace(shared_tiles=self.prefixes.max_tiles(layout.seqs))
         buffer, parts = self.padding_buffer(layout)
         (
             tokens,
@@ -159,6 +242,10 @@ class Packer:
             lengths,
             starts,
             *prefill,
+            shared_lengths,
+            members,
+            tile_starts,
+            key_starts,
             tables,
         ) = parts
         chunk_rows, token_rows = np.arange(seqs), np.arange(total)  # (S), (T): row of each chunk and of each token
@@ -183,15 +270,21 @@ class Packer:
         starts[chunk_rows + 1] = count
         starts.cumsum(dtype=np.int32, out=starts)
         tables.reshape(-1, layout.width)[chunk_rows] = self.tables[slot, : layout.width]
+        if shared is not None:
+            shared_lengths[:seqs], members[: len(shared.members)] = shared.lengths, shared.members
+            tile_starts[:] = len(shared.members)
+            tile_starts[: len(shared.tile_starts)] = shared.tile_starts
+        if layout.keys:
+            key_starts[1 : layout.seqs - layout.num_decodes + 1] = room_for(lengths[layout.num_decodes :]).cumsum()
         if 0 < layout.num_decodes < layout.seqs:
             rest = layout.seqs - layout.num_decodes
             prefill[0][:rest] = lengths[-rest:]
             prefill[1][: rest + 1] = starts[-rest - 1 :] - layout.num_decodes
         return buffer, layout
 
-    def dummy_decode(self, bucket: Layout) -> tuple[Tensor, Layout]:
-        """A decode step of padding only: it changes no state."""
-        layout = bucket._replace(width=self.width(1))
+    def dummy_step(self, bucket: Layout) -> tuple[Tensor, Layout]:
+        """A step of padding only: it changes no state."""
+        layout = bucket if bucket.width else bucket._replace(width=self.width(1))
         buffer, parts = self.padding_buffer(layout)
         parts[QUERY_START_LOC][:] = np.arange(layout.seqs + 1)
         return buffer, layout
@@ -217,6 +310,16 @@ class Packer:
             self.num_written[row] = len(blocks)
 
 
+def room_for(lengths: np.ndarray) -> np.ndarray:
+    """Keys of each sequence where they are gathered."""
+    return -(-lengths // GATHER_UNIT) * GATHER_UNIT
+
+
+def gathered_keys(ends: np.ndarray, counts: np.ndarray) -> int:
+    """Of prefills up to `ends`, of a step with `counts`; 0 if it has no long chunk."""
+    return int(room_for(ends).sum()) if counts.max() > LONG_CHUNK else 0
+
+
 def decode_bucket(seqs: int, tokens_per_seq: int = 1) -> Layout:
     """For decode steps of so many sequences, with up to `tokens_per_seq` tokens each."""
     return Layout(
@@ -224,9 +327,12 @@ def decode_bucket(seqs: int, tokens_per_seq: int = 1) -> Layout:
     )
 
 
-def mixed_bucket(num_decodes: int, prompts: int, tokens: int, max_query_len: int) -> Layout:
+def mixed_bucket(
+    num_decodes: int, prompts: int, tokens: int, max_query_len: int, width: int = 0, keys: int = 0
+) -> Layout:
     """For steps with `num_decodes` sequences, and `prompts` prefills of `tokens` in all, each up to `max_query_len`."""
-    return Layout(num_decodes + tokens, num_decodes + prompts, num_decodes + prompts, 0, num_decodes, max_query_len)
+    seqs = num_decodes + prompts
+    return Layout(num_decodes + tokens, seqs, seqs, width, num_decodes, max_query_len, keys=keys)
 
 
 def input_token_ids(step: Step) -> list[int]:

@@ -11,6 +11,10 @@ scores are soft-capped. A sink is one more score of each head in the denominator
 
 A quantized cache holds int8 or fp8 and one scale for each token and head: k = stored · scale.
 
+Decoding sequences that begin with the same blocks can be told as `SharedPrefixes`: a GPU then reads the keys of a
+prefix once for many sequences, and merges the result with that of each sequence's own keys. The result is the same but
+for the order of summation.
+
 `paged_decode` is for a CPU, where a loop over sequences with one query each is mostly overhead: sequences of similar
 length are gathered, padded to the longest, and computed in one product.
 """
@@ -47,6 +51,25 @@ class LayerCache:
         return self.keys.shape[2]
 
 
+GATHER_UNIT = 128  # keys; those of a sequence begin at a multiple of it where they are gathered
+SHARED_UNIT = 128  # keys; a shared prefix is a multiple of it
+SHARED_ROWS = 64  # sequences of a prefix × heads of a group that read it together
+
+
+def sequences_of_tile(group: int) -> int:
+    """Sequences that read a shared prefix together, where `group` heads share a key head."""
+    return max(1, SHARED_ROWS // (1 << (group - 1).bit_length()))
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Prefixes that several of the decoding sequences have in common, cut into tiles of sequences."""
+
+    lengths: Tensor  # (seqs) int32: keys of each sequence that it shares, a multiple of SHARED_UNIT; 0: none
+    members: Tensor  # (seqs) int32: sequences in the order of their tiles
+    tile_starts: Tensor  # (tiles + 1) int32: offset of a tile in `members`; all sequences of a tile share one prefix
+
+
 @dataclass(frozen=True)
 class AttentionMetadata:
     """Blocks, lengths and queries of each sequence."""
@@ -55,6 +78,10 @@ class AttentionMetadata:
     seq_lens: Tensor  # (seqs) int32: its keys, those of this batch included; 0: padding, whose result is 0
     query_start_loc: Tensor  # (seqs + 1) int32: offset of its first query
     max_query_len: int  # most queries of a sequence; 1: all are decoding
+    shared: SharedPrefixes | None = None  # where all are decoding
+    # For long prompts, whose keys a GPU gathers before it attends (`prefill_attention_triton`):
+    key_starts: Tensor | None = None  # (seqs + 1) int32: offset of a sequence's keys, a multiple of GATHER_UNIT
+    keys: int = 0  # room for all of them
 
 
 def paged_attention(
@@ -67,6 +94,7 @@ def paged_attention(
     softcap: float = 0.0,  # of scores; 0: none
     sinks: Tensor | None = None,  # (heads)
     invariant: bool = False,  # batch-invariant
+    out: Tensor | None = None,  # zeros, for the result
 ) -> Tensor:
     """(tokens, heads, head_dim). Padding queries get 0; if all are decoding, there are none."""
     kernel: Callable[..., Tensor] = reference
@@ -74,7 +102,9 @@ def paged_attention(
         from .paged_attention_triton import launch
 
         kernel = launch
-    return kernel(q, cache, metadata, window=window, slopes=slopes, softcap=softcap, sinks=sinks, invariant=invariant)
+    return kernel(
+        q, cache, metadata, window=window, slopes=slopes, softcap=softcap, sinks=sinks, invariant=invariant, out=out
+    )
 
 
 def reference(
@@ -87,12 +117,13 @@ def reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One sequence at a time, with PyTorch's attention; `invariant`: one query at a time.
 
     The summation order of a matrix product may depend on the number of rows.
     """
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if out is None else out
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     for row, length in enumerate(lengths):
         begin, end = starts[row], starts[row + 1]
@@ -202,9 +233,10 @@ def paged_decode(
     slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As `reference` where every sequence has one query: q (seqs, heads, head_dim)."""
-    out = torch.zeros_like(q)
+    out = torch.zeros_like(q) if out is None else out
     lengths, order = metadata.seq_lens.sort()
     counts = lengths.tolist()
     per_block = cache.keys[0].numel()
