@@ -69,7 +69,7 @@ def test_times_of_hits_are_those_measured_on_an_h200() -> None:
 
 def test_ranks_share_the_disk_and_not_the_bus() -> None:
     """Four ranks have two heads each; with latent attention, all have the same vectors."""
-    host, disk, *_ = links_of(four := deployment(tp=4), 5.0, 50.0)
+    host, disk, *_ = links_of(four := deployment(tp=4), 5.0, 50.0, 64.0)
     assert four.cache.token_bytes == 131072 / 4
     assert fetch_seconds(host, four.cache.token_bytes, 1000) == pytest.approx(50e-6 + 32768e3 / 64e9)
     assert fetch_seconds(disk, four.cache.token_bytes, 1000) == pytest.approx(250e-6 + 131072e3 / 5e9 + 32768e3 / 64e9)

@@ -5,8 +5,8 @@ A prefix of n tokens is n·c bytes on a rank, with c the bytes of a token in its
     fetch(n) = latency + n·c / bandwidth
 
 where blocks cross each link after the other (a disk, then the bus to the device; a network, then the bus): latencies
-add, and so do the inverse bandwidths. Each rank has a bus, which gives a share of its lanes' rate (BUS_SHARE); a disk and
-a network are those of the server, and the shards of all ranks cross them (`engine.kv_tiers.rank_copies`). What the
+add, and so do the inverse bandwidths. Each rank has a bus, which gives a share of its lanes' rate (BUS_SHARE); a disk
+and a network are those of the server, and the shards of all ranks cross them (`engine.kv_tiers.rank_copies`). What the
 threads of a fetch read and verify in a second is the most that a rank gets of these (FETCHED). To compute it takes
 
     P(n) = Σ over chunks of step(0, 0, new, before)        saved(n) = P(n + 16) − step(0, 0, 16, n)
