@@ -127,7 +127,7 @@ def test_keys_of_long_prompts_have_room(framed: bool) -> None:
     packer = Packer(spec, VOCAB, pinned=False, gathers=True)
     sequences = [
         Sequence(Request([0], SamplingParams()), 0, 0, [0] * length, length, slot=slot, blocks=list(range(256)))
-        for slot, length in enumerate((40, 1300, 700, 2000))
+        for slot, length in enumerate((40, 1400, 700, 2000))
     ]
     chunks = [Chunk(sequences[0], 39, 1, 1), *(Chunk(each, 300, len(each.tokens) - 300, 1) for each in sequences[1:])]
     for each in sequences:
@@ -137,7 +137,7 @@ def test_keys_of_long_prompts_have_room(framed: bool) -> None:
     assert metadata.key_starts is not None
     assert metadata.key_starts.tolist() == [0, 1408, 2176, 4224, *[4224] * framed]
     assert metadata.keys == (8192 if framed else 4224)
-    short = Step([chunks[0], Chunk(sequences[1], 0, 500, 0)])
+    short = Step([chunks[0], Chunk(sequences[1], 0, 1000, 0)])
     assert all(one.key_starts is None for one in unpack(*packer.pack(short)).attention_metadata)
     assert Packer(spec, VOCAB, pinned=False).pack(Step(chunks))[1].keys == 0
 

@@ -42,7 +42,7 @@ TABLE_GROWTH = 4
 MIN_SHARING = 4  # sequences of a group that shares a prefix
 MIN_SAVED_KEYS = 2**15  # of a step: fewer take less time than a second kernel
 MAX_PREFIXES = 32  # shared ones in a step
-LONG_CHUNK = 512  # tokens of a sequence in a step, beyond which gathering keys takes less time than it saves
+LONG_CHUNK = 1024  # tokens of a sequence in a step, beyond which gathering keys saves more than it takes
 
 
 class Layout(NamedTuple):
