@@ -16,11 +16,12 @@ from lmworks.engine.core import sampler as sampler_module
 from lmworks.engine.core.cuda_graphs import CUDAGraphs, prefill_buckets
 from lmworks.engine.core.engine import Engine
 from lmworks.engine.core.kv_cache import KVCache, KVCacheShape
-from lmworks.engine.core.model_runner import ModelRunner, batch_tokens, context_of_token
+from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Result, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
 from lmworks.engine.core.step_input import Layout, Packer, decode_bucket, mixed_bucket, unpack
+from lmworks.engine.core.step_limits import batch_tokens, context_of_token
 from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
 from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator

@@ -11,17 +11,8 @@ import pytest
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import (
-    MIN_SAVED_KEYS,
-    MIN_SHARING,
-    Batch,
-    Layout,
-    Packer,
-    PrefixFinder,
-    decode_bucket,
-    mixed_bucket,
-    unpack,
-)
+from lmworks.engine.core.shared_prefixes import MIN_SAVED_KEYS, MIN_SHARING, PrefixFinder
+from lmworks.engine.core.step_input import Batch, Layout, Packer, decode_bucket, mixed_bucket, unpack
 from lmworks.kernels.inference.paged_attention import SHARED_UNIT
 from lmworks.spec import EngineSpec
 
