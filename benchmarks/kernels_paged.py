@@ -206,8 +206,10 @@ def gathered_rows() -> list[list[Any]]:
     from lmworks.kernels.inference.paged_attention_triton import LaunchConfig
     from lmworks.kernels.inference.prefill_attention_triton import launch
 
-    def attend(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, config: LaunchConfig) -> None:
-        launch(q, cache, metadata, torch.zeros_like(q), config)
+    def attend(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, config: LaunchConfig) -> Tensor:
+        out = torch.zeros_like(q)
+        launch(q, cache, metadata, out, config)
+        return out
 
     rows = []
     for heads in (32, 16):
