@@ -239,7 +239,7 @@ def test_latent_vectors_are_written_as_by_the_reference(stored: torch.dtype) -> 
 def test_engine_with_shared_prefixes_and_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens as with plain attention.
 
-    A prefix that five prompts share is computed once, keys are gathered for them, and it is read once where they decode.
+    A prefix that five prompts share is computed once, its keys are gathered, and read once for all that decode.
     """
     torch.manual_seed(0)
     model = GPT(
