@@ -351,6 +351,7 @@ def say(name: str, case: str, facts: dict[str, Any]) -> None:
     """One case in a line or two, beside vLLM's bf16."""
     if "decode_ms" not in facts:
         told = {key: round(value, 3) for key, value in facts.items() if isinstance(value, int | float)}
+        told |= {key: value for key, value in facts.items() if isinstance(value, list)}
         print(f"{name} {case}: {json.dumps(told)}", flush=True)
         return
     peer = VLLM.get(name, NO_PEER)

@@ -1,6 +1,6 @@
 """Times the engine's kernels on a GPU, each beside what memory or the tensor cores allow, and beside PyTorch's own.
 
-    python benchmarks/kernels_paged.py [--save | --sweep bf16 | --sweep fp8]
+    python benchmarks/kernels_paged.py [--save | --sweep bf16 | --sweep fp8 | --sweep gathered]
 
 Every figure is the mean of a CUDA graph that goes over so many layers that no cache is still in L2 when it comes round.
 """
@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lmworks.kernels.inference.kv_cache_write import write_kv_cache
-from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache, paged_attention
+from lmworks.kernels.inference.paged_attention import GATHER_UNIT, AttentionMetadata, LayerCache, paged_attention
 from lmworks.kernels.rms_norm import add_rms_norm
 from lmworks.kernels.swiglu import swiglu_packed
 
@@ -77,13 +77,21 @@ def time_attention(
     head_dim: int = 128,
     stored: torch.dtype = torch.bfloat16,
     attention: Attention = paged_attention,
+    gathered: bool = False,  # keys, before attention
     **options: Any,
 ) -> float:
     caches, tables = make_caches(lengths, kv_heads, head_dim, stored)
-    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    starts = offsets(queries)
     metadata = AttentionMetadata(tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"), starts, max(queries))
+    if gathered:
+        room = [GATHER_UNIT * math.ceil(length / GATHER_UNIT) for length in lengths]
+        metadata = replace(metadata, key_starts=offsets(room), keys=sum(room))
     q = torch.randn(sum(queries), heads, head_dim, device="cuda", dtype=torch.bfloat16)
     return time_layers(lambda layer: attention(q, caches[layer], metadata, **options), len(caches))
+
+
+def offsets(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
 
 
 def time_flash(lengths: list[int], heads: int, kv_heads: int, head_dim: int = 128) -> float:
@@ -91,8 +99,7 @@ def time_flash(lengths: list[int], heads: int, kv_heads: int, head_dim: int = 12
     q, k, v = (
         torch.randn(sum(lengths), n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)
     )
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-    longest = max(lengths)
+    starts, longest = offsets(lengths), max(lengths)
     flash = torch.ops.aten._flash_attention_forward
     return time_layers(lambda _: flash(q, k, v, starts, starts, longest, longest, 0.0, True, False), 4)
 
@@ -185,6 +192,38 @@ def sweep_rows(stored: torch.dtype) -> list[list[Any]]:
     return rows
 
 
+LONG = {  # lengths and queries of prompts and chunks
+    "1 × 8000": ([8000], [8000]),
+    "7808 of 8000, 384": ([8000, 384], [7808, 384]),
+    "8192 of 65536": ([65536], [8192]),
+    "4 × 2000": ([2000] * 4, [2000] * 4),
+    "14 × 580": ([580] * 14, [580] * 14),
+}
+
+
+def gathered_rows() -> list[list[Any]]:
+    """What `prefill_attention_triton.CONFIGS` was chosen from, the copy included, beside the paged kernel."""
+    from lmworks.kernels.inference.paged_attention_triton import LaunchConfig
+    from lmworks.kernels.inference.prefill_attention_triton import launch
+
+    def attend(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, config: LaunchConfig) -> Tensor:
+        out = torch.zeros_like(q)
+        launch(q, cache, metadata, out, config)
+        return out
+
+    rows = []
+    for heads in (32, 16):
+        for name, (lengths, queries) in LONG.items():
+            case = f"{heads}/8, {name}"
+            paged = time_attention(lengths, queries, heads, 8)
+            rows.append([case, "", "", "", "", "paged", 1e6 * paged])
+            for cut in ((64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)):
+                config = LaunchConfig(*cut)
+                seconds = time_attention(lengths, queries, heads, 8, attention=attend, gathered=True, config=config)
+                rows.append([case, *cut, "gathered", 1e6 * seconds])
+    return rows
+
+
 def time_rest(tokens: int) -> list[list[Any]]:
     """The small kernels at the shape of Llama 3 8B."""
     layers = max(2, min(64, math.ceil(COLD / (tokens * 2 * 14336 * 2))))
@@ -236,8 +275,13 @@ STORED = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kernels_paged.json")
-    parser.add_argument("--sweep", choices=STORED, help="time other ways to cut up a launch over such a cache instead")
+    parser.add_argument(
+        "--sweep", choices=[*STORED, "gathered"], help="time other ways to cut up a launch over such a cache instead"
+    )
     args = parser.parse_args()
+    if args.sweep == "gathered":
+        show("sweep, gathered keys", SWEEP, gathered_rows())
+        return
     if args.sweep:
         show(f"sweep, {args.sweep}", SWEEP, sweep_rows(STORED[args.sweep]))
         return

@@ -21,6 +21,7 @@ from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Result, Sequ
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
 from lmworks.engine.core.step_input import Layout, Packer, decode_bucket, mixed_bucket, unpack
+from lmworks.engine.core.step_limits import batch_tokens, context_of_token
 from lmworks.engine.speculative.draft_model import DraftModel, DraftModelProposer
 from lmworks.engine.speculative.ngram import NgramProposer
 from lmworks.engine.speculative.verification import Speculator
@@ -348,6 +349,33 @@ def test_batch_invariance(shape: str) -> None:
     assert (
         bits(answered(runner_of(model, **invariant, max_batch_tokens=13), prompts[::-1], *params[::-1])) == alone[::-1]
     )
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "tp", "tokens"),
+    [
+        ("NVIDIA H200", "qwen3-0.6b", 1, 8192),
+        ("NVIDIA H200", "llama3-8b", 1, 8192),
+        ("NVIDIA H200", "llama3-70b", 1, 2048),
+        ("NVIDIA H200", "llama3-70b", 4, 4096),
+        ("NVIDIA A100-SXM4-80GB", "llama3-8b", 1, 2048),
+        ("a card of tomorrow", "llama3-70b", 1, 8192),
+    ],
+)
+def test_tokens_of_a_step_by_card(card: str, model: str, tp: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a second at 60 % of the peak: 148 TFLOP on an H200, where a token of 8B takes 14 GFLOP."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: card)
+    assert batch_tokens(ModelSpec.from_preset(model), torch.device("cuda"), tp) == tokens
+
+
+def test_context_that_takes_as_long_as_the_products_of_a_token() -> None:
+    """Llama 3 8B multiplies a token with 218,103,808 weights of a block, and a key with 32 queries of 128 numbers."""
+    llama = ModelSpec.from_preset("llama3-8b")
+    assert context_of_token(llama) == pytest.approx(0.7 * 218_103_808 / (2 * 32 * 128))
+    assert context_of_token(llama.replace(sliding_window=4096)) == math.inf
+    latent = ModelSpec.from_preset("tiny", hidden=64, heads=4, kv_heads=4, kv_lora_rank=32, rope_head_dim=16)
+    # scores over 48 numbers of a cached vector, and a sum of as many
+    assert context_of_token(latent) == pytest.approx(0.7 * 2 * latent.block_matmul_params / (4 * 4 * 48))
 
 
 def test_defaults_are_resolved() -> None:

@@ -228,7 +228,10 @@ def test_a_prefix_that_arrives_with_many_is_computed_once() -> None:
 
 
 def test_work_of_a_step_is_bounded_while_others_decode() -> None:
-    """Where 100 keys take as long as a token's products: no chunk takes longer than the first 32 tokens of a prompt."""
+    """Where 100 keys take as long as a token's products: no chunk takes longer than the first tokens of a prompt.
+
+    But an eighth of the step may be taken always.
+    """
     spec = EngineSpec(block=4, blocks=1000, context=4000, max_seqs=8, max_batch_tokens=32)
     scheduler = Scheduler(spec, 1000, context_of_token=100.0)
 
@@ -246,17 +249,17 @@ def test_work_of_a_step_is_bounded_while_others_decode() -> None:
         assert step.chunks[0].sequence.request is decoding
         [count] = [c.count for c in step.chunks if c.sequence.request is long]
         most = work(0, 31)
-        assert work(computed, count) <= most + 1e-9
-        assert computed + count == 900 or work(computed, count + 1) > most
+        assert work(computed, count) <= most + 1e-9 or count == 31 // 8
+        assert computed + count == 900 or count == 31 // 8 or work(computed, count + 1) > most
         counts.append(count)
         computed += count
-    assert counts[0] > 2 * counts[-2] > 0
+    assert counts[0] > 2 * counts[-2] > 0 and counts.count(31 // 8) > 10
 
 
 def test_at_least_one_token_of_a_prompt_is_computed() -> None:
     budget = StepBudget(4, context=0.01)
     budget.limit_work()
-    assert budget.most_tokens(10**6) == 1
+    assert budget.most_tokens(10**6) == 1 and not budget.spent
 
 
 def test_preempted_sequence_reuses_cached_blocks() -> None:

@@ -11,17 +11,8 @@ import pytest
 from lmworks.engine.core.request import PLACEHOLDER_TOKEN, Request, Sequence
 from lmworks.engine.core.sampling_params import SamplingParams
 from lmworks.engine.core.scheduler import Chunk, Step
-from lmworks.engine.core.step_input import (
-    MIN_SAVED_KEYS,
-    MIN_SHARING,
-    Batch,
-    Layout,
-    Packer,
-    PrefixFinder,
-    decode_bucket,
-    mixed_bucket,
-    unpack,
-)
+from lmworks.engine.core.shared_prefixes import MIN_SAVED_KEYS, MIN_SHARING, PrefixFinder
+from lmworks.engine.core.step_input import Batch, Layout, Packer, decode_bucket, mixed_bucket, unpack
 from lmworks.engine.lora.adapters import Adapters, Slot
 from lmworks.engine.lora.peft_files import Adapter
 from lmworks.kernels.inference.paged_attention import SHARED_UNIT
@@ -150,7 +141,7 @@ def test_keys_of_long_prompts_have_room(framed: bool) -> None:
     packer = Packer(spec, VOCAB, pinned=False, gathers=True)
     sequences = [
         Sequence(Request([0], SamplingParams()), 0, 0, [0] * length, length, slot=slot, blocks=list(range(256)))
-        for slot, length in enumerate((40, 1300, 700, 2000))
+        for slot, length in enumerate((40, 1400, 700, 2000))
     ]
     chunks = [Chunk(sequences[0], 39, 1, 1), *(Chunk(each, 300, len(each.tokens) - 300, 1) for each in sequences[1:])]
     for each in sequences:
@@ -160,7 +151,7 @@ def test_keys_of_long_prompts_have_room(framed: bool) -> None:
     assert metadata.key_starts is not None
     assert metadata.key_starts.tolist() == [0, 1408, 2176, 4224, *[4224] * framed]
     assert metadata.keys == (8192 if framed else 4224)
-    short = Step([chunks[0], Chunk(sequences[1], 0, 500, 0)])
+    short = Step([chunks[0], Chunk(sequences[1], 0, 1000, 0)])
     assert all(one.key_starts is None for one in unpack(*packer.pack(short)).attention_metadata)
     assert Packer(spec, VOCAB, pinned=False).pack(Step(chunks))[1].keys == 0
 

@@ -5,6 +5,7 @@ In fp32, and nothing is written as fp8: the interpreter does not round to bf16 a
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import os
@@ -14,11 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from lmworks.engine.core import kv_cache, shared_prefixes, step_input
+from lmworks.engine.core.engine import Engine
+from lmworks.engine.core.model_runner import ModelRunner
+from lmworks.engine.core.request import Request
+from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.core.shared_prefixes import PrefixFinder
+from lmworks.engine.core.step_input import Layout, Packer
 from lmworks.kernels.inference.kv_cache_write import reference as place_reference
 from lmworks.kernels.inference.kv_cache_write import write_vectors as write_reference
 from lmworks.kernels.inference.paged_attention import AttentionMetadata, LayerCache
-from lmworks.model import rope
-from lmworks.spec import ModelSpec
+from lmworks.model import GPT, rope
+from lmworks.spec import EngineSpec, ModelSpec
 from paged_cases import NAMED, Case, expected, gathered, make, random_case, share
 from variations import with_slow
 
@@ -225,3 +233,47 @@ def test_latent_vectors_are_written_as_by_the_reference(stored: torch.dtype) -> 
     assert torch.equal(mine.keys, theirs.keys)
     if mine.key_scales is not None and theirs.key_scales is not None:
         assert torch.equal(mine.key_scales, theirs.key_scales)
+
+
+@pytest.mark.slow
+def test_engine_with_shared_prefixes_and_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens as with plain attention.
+
+    A prefix that five prompts share is computed once, its keys are gathered, and read once for all that decode.
+    """
+    torch.manual_seed(0)
+    model = GPT(
+        ModelSpec.from_preset("tiny", hidden=64, layers=2, heads=2, kv_heads=1, head_dim=64, context=256)
+    ).eval()
+    prefix = torch.randint(0, 320, (140,)).tolist()
+    prompts = [*([*prefix, 7, 8 + place] for place in range(5)), [1, 2, 3]]
+    spec = EngineSpec(block=16, blocks=60, context=256, max_seqs=8, max_batch_tokens=200)
+
+    def answers(runner: ModelRunner) -> list[list[int]]:
+        engine = Engine(runner)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        requests = [Request(prompt, params) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        found = {piece.request.id: piece.result for piece in engine.run()}
+        return [result.token_ids for request in requests if (result := found[request.id]) is not None]
+
+    expected = answers(ModelRunner(copy.deepcopy(model), spec.replace(prefix_cache=False), "cpu", 320))
+    layouts: list[Layout] = []
+    pack = Packer.pack
+
+    def noted(*given: Any) -> tuple[torch.Tensor, Layout]:
+        buffer, layout = pack(*given)
+        layouts.append(layout)
+        return buffer, layout
+
+    monkeypatch.setattr(Packer, "pack", noted)
+    monkeypatch.setattr(step_input, "LONG_CHUNK", 64)
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_KEYS", 0)
+    for name in ("paged_attention", "paged_decode"):
+        monkeypatch.setattr(kv_cache, name, paged_attention_triton.launch)
+    runner = ModelRunner(model, spec, "cpu", 320)
+    runner.packer.gathers, runner.packer.prefixes = True, PrefixFinder(spec.block, 4)
+    assert answers(runner) == expected
+    assert layouts[0].keys > 0 and layouts[0].tokens == 142 + 4 * (142 - 128) + 2  # of the last prompt's three
+    assert any(layout.shared_tiles for layout in layouts)

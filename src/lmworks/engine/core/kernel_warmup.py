@@ -97,7 +97,7 @@ def run_steps(runner: ModelRunner) -> None:
 
 def prompt_lengths(spec: EngineSpec, experts: bool) -> list[int]:
     """Beyond 1,024 tokens attention has one kernel for all lengths; experts have more."""
-    powers = spec.max_batch_tokens.bit_length() if experts else 11
+    powers = spec.max_batch_tokens.bit_length() if experts else 12
     return sorted({min(2**power, spec.context - 1, spec.max_batch_tokens) for power in range(1, powers)})
 
 

@@ -6,7 +6,6 @@ the next one meanwhile. A token that the host has not read yet stays on the devi
 
 from __future__ import annotations
 
-import math
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...kernels.inference.paged_attention import sequences_of_tile
 from ...model.attention import paged_options
 from ...model.gpt import GPT
-from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError, recognise
+from ...spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 from ...spec.components import attention_core, token_cache
 from ..grammars.grammar import Grammars
 from ..lora.adapters import Adapters
@@ -33,6 +32,7 @@ from .request import Sequence
 from .sampler import Sampler, SamplerOutput, SamplingMetadata
 from .scheduler import Chunk, Step
 from .step_input import Batch, Layout, Packer, decode_bucket, unpack
+from .step_limits import batch_tokens, context_of_token
 from .step_output import (
     AsyncStepOutput,
     PoolingQuery,
@@ -47,9 +47,6 @@ from .token_filter import token_masks
 if TYPE_CHECKING:
     from ..tensor_parallel.tp_rank import TensorParallelRank
 
-ATTENTION_RATE = 0.7  # FLOP/s of attention over long contexts beside those of large matrix products, on an H200
-STEP_SECONDS, PRODUCT_RATE = 0.25, 0.6  # of a step of prompts; FLOP/s of its products beside the card's peak
-MIN_BATCH_TOKENS, MAX_BATCH_TOKENS = 2048, 8192
 POOLING = attrgetter("sequence.request.pooling")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -418,17 +415,6 @@ def sample_row_by_row(
     return SamplerOutput(*columns)
 
 
-def context_of_token(model: ModelSpec) -> float:
-    """Keys whose attention takes as long as the matrix products of one token; infinite where windows bound them."""
-    core = attention_core(model)
-    if core.window and not core.full_share:
-        return math.inf
-    cache = token_cache(model)
-    absorbed = cache.vectors == 1  # one vector is key and value of all heads
-    per_key = 4 * core.heads * cache.width if absorbed else core.flops_per_key
-    return ATTENTION_RATE * 2 * model.block_matmul_params / (per_key * (core.full_share or 1))
-
-
 def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> EngineSpec:
     """The spec with zeros and "auto" replaced by actual values, except `blocks`."""
     gpu = device.type == "cuda"
@@ -445,18 +431,6 @@ def resolve_spec(spec: EngineSpec, model: ModelSpec, device: torch.device) -> En
         context=spec.context or model.context,
         max_batch_tokens=spec.max_batch_tokens or batch_tokens(model, device, spec.tp),
     )
-
-
-def batch_tokens(model: ModelSpec, device: torch.device, tp: int) -> int:
-    """Tokens of a step, so that it takes about STEP_SECONDS: a power of two, by what the card computes."""
-    if device.type == "cpu":
-        return 512
-    gpu = recognise(torch.cuda.get_device_name(device))
-    peak = None if gpu is None else gpu.peak_flops("bf16")
-    if peak is None:
-        return MAX_BATCH_TOKENS
-    tokens = int(STEP_SECONDS * PRODUCT_RATE * peak * tp / (2 * model.layers * model.block_matmul_params))
-    return min(max(1 << (tokens.bit_length() - 1), MIN_BATCH_TOKENS), MAX_BATCH_TOKENS)
 
 
 @torch.no_grad()

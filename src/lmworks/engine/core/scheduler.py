@@ -10,6 +10,7 @@ remaining budget (chunked prefill). None is admitted past a sequence that does n
 
 **Long contexts.** The same number of tokens takes longer the more keys they attend to. While others decode, prompts
 also share a budget of work, so that no step takes longer than one with the first `max_batch_tokens` tokens of a prompt.
+An eighth of these tokens may always be taken: fewer do not fill a GPU, and take as long.
 
 **Shared prefixes.** Full blocks can be shared from the step on that computes them, by prompts admitted after it: in
 each layer a step writes all its keys and values before it reads any. Equal prefixes that arrive together are computed
@@ -45,6 +46,7 @@ from .block_manager import BlockManager
 from .request import PLACEHOLDER_TOKEN, Sequence, SequenceStatus
 
 AGEING = 256  # steps of waiting that one level of priority is worth
+MIN_CHUNK_PART = 8  # of the tokens of a step
 RANK, DRAFT_TOKENS = attrgetter("rank"), attrgetter("draft_tokens")
 
 
@@ -118,10 +120,12 @@ class StepBudget:
     tokens: int
     context: float
     work: float = math.inf
+    least: int = 1  # tokens of a chunk whose work is more than what is left
 
     def limit_work(self) -> None:
         """To that of a prompt's first tokens, as many as are left."""
         self.work = self.tokens + self.tokens**2 / (2 * self.context)
+        self.least = max(1, self.tokens // MIN_CHUNK_PART)
 
     @property
     def spent(self) -> bool:
@@ -137,11 +141,11 @@ class StepBudget:
         return Chunk(sequence, start, count, int(count == missing))
 
     def most_tokens(self, start: int) -> int:
-        """Tokens from position `start` on whose work is left, and at least one."""
+        """Tokens from position `start` on whose work is left, and no fewer than `least`."""
         if math.isinf(self.work) or math.isinf(self.context):
             return self.tokens
         first = 1 + start / self.context
-        return max(1, int(self.context * (math.sqrt(first**2 + 2 * self.work / self.context) - first)))
+        return max(self.least, int(self.context * (math.sqrt(first**2 + 2 * self.work / self.context) - first)))
 
 
 class Scheduler:

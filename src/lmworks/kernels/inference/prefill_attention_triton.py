@@ -21,7 +21,7 @@ from ..triton_support import pdl_options, pdl_wait, tl, triton
 from .paged_attention import GATHER_UNIT, AttentionMetadata, LayerCache
 from .paged_attention_triton import LaunchConfig, key_tiles
 
-# Tiles by head_dim, the fastest of a sweep on an H200 for 128 (`benchmarks/kernels_paged.py --sweep prompts`).
+# Tiles by head_dim; for 128 the fastest on an H200 (benchmarks/results/prefill_attention.txt), 64 was not timed.
 CONFIGS = {64: LaunchConfig(128, 64, 4, 3), 128: LaunchConfig(64, 64, 4, 3)}
 
 
