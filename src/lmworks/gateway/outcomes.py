@@ -2,8 +2,7 @@
 
 A server that fails several times in a row is left alone for a while, each time for longer; then one request at a time
 tries it, the next one as soon as the stream of the one before has begun, and the first that ends well brings it back.
-Retries are a share of all requests, so that servers that are
-overloaded do not get every request several times.
+Retries are a share of all requests, so that servers that are overloaded do not get every request several times.
 """
 
 from __future__ import annotations
