@@ -23,6 +23,7 @@ class Migration:
 
     async def run(self, exchange: Exchange, rule: ModelRule, relay: StreamRelay, last: APIError) -> None:
         """After `exchange.server` has failed with `last`; raises where no server can take the stream up."""
+        assert exchange.server is not None
         failed = {exchange.server}
         for _ in range(MIGRATIONS):
             left = self.choice.of_its_version(exchange, rule, failed)
