@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from lmworks.drill import chaos
 from lmworks.drill.chaos import (
     FAULTS,
     SERVERS,
     STREAMS,
     TRIALS,
     Bill,
+    Harness,
     Result,
     Trial,
     asked_of_trials,
@@ -111,6 +113,16 @@ def test_trials_that_are_done_stay_done(tmp_path: Path) -> None:
     assert read_results(tmp_path) == done
     assert run_chaos(2, 5, tmp_path, lambda result, total: pytest.fail("it is done")) == done
     assert "2 trials, 1 with a problem" in as_markdown(done)
+
+
+def test_a_run_that_was_killed_goes_on_with_a_new_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tenants are in the store already, and its journal has requests that would be billed again."""
+    monkeypatch.setattr(chaos, "train_model", lambda folder: folder)
+    (tmp_path / "fleet").mkdir()
+    for name in ("fleet/gateway.db", TRIALS):
+        (tmp_path / name).touch()
+    Harness(tmp_path)
+    assert not (tmp_path / "fleet").exists() and (tmp_path / TRIALS).exists()
 
 
 @pytest.mark.slow

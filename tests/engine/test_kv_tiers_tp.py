@@ -136,6 +136,7 @@ with two_ranks(Path(sys.argv[1]), kv_listen="tcp://127.0.0.1:0") as llm:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_with_the_blocks_of_two_others(tmp_path: Path) -> None:
     """Prefill apart from decode, each an engine with two ranks. Then the prefill server is killed."""
     folder = save_model("dense", tmp_path / "model")

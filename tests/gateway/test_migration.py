@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,6 +228,34 @@ def test_a_stream_that_no_other_server_takes_up_is_lost_whatever_that_server_sai
             metrics = (await case.http.get("/metrics")).text.splitlines()
             (counted,) = [one for one in metrics if one.startswith("lmworks:gateway_request_failures_total{")]
             assert 'code="upstream_lost"' in counted and counted.endswith(" 1.0")
+
+    asyncio.run(main())
+
+
+def test_a_stream_goes_on_where_failures_were_noted_when_no_other_server_is_left(tmp_path: Path) -> None:
+    """One server is left alone for a while, another is being tried by one request. Both are up."""
+
+    async def answers(asked: Asked, answering: Answering) -> None:
+        if asked.json["messages"][-1]["role"] == "user":
+            answering.begin_stream()
+            await answering.event(chunk("half "))
+            answering.die()
+        else:
+            await say(asked, answering, "whole")
+
+    async def main() -> None:
+        async with (
+            fake_server(answers) as a,
+            fake_server(answers) as b,
+            fake_server(answers) as c,
+            running(pool_file(tmp_path / "g.toml", a, b, c, kind="vllm")) as case,
+        ):
+            first, tried, alone = case.gateway.servers
+            tried.breaker.opened, tried.breaker.trying = 1, True
+            alone.breaker.opened, alone.breaker.until = 1, math.inf
+            lines = [line async for line in case.lines(messages=[{"role": "user", "content": "count"}])]
+            assert text_of(lines) == "half whole" and lines[-1] == "[DONE]"
+            assert first.breaker.failures == 1
 
     asyncio.run(main())
 

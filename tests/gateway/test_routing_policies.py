@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gateway_case import Answering, Asked, fake_server, pool_file, running, say
+from gateway_case import Answering, Asked, chunk, fake_server, pool_file, running, say
 from lmworks.gateway.outcomes import CircuitBreaker, RetryBudget
 
 
@@ -120,10 +120,46 @@ def test_a_breaker_opens_tries_once_and_waits_twice_as_long() -> None:
     breaker.failed(2.0, 3, 2.0, 60.0)
     assert not breaker.allows(5.9) and breaker.allows(6.0)
     breaker.begin()
-    breaker.succeeded()
+    breaker.answered()
     assert breaker.allows(6.0)
+    breaker.failed(6.0, 3, 2.0, 60.0)  # a stream that begins and is cut off brings nobody back
+    assert not breaker.allows(13.9) and breaker.allows(14.0)
     breaker.begin()
-    assert breaker.allows(6.0)
+    breaker.succeeded()
+    assert breaker.allows(14.0)
+    breaker.begin()
+    assert breaker.allows(14.0)
+
+
+def test_a_server_that_is_tried_gets_the_next_request_once_its_stream_has_begun(tmp_path: Path) -> None:
+    """Streams take minutes: its end is not waited for."""
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def holds(asked: Asked, answering: Answering) -> None:
+            answering.begin_stream()
+            await answering.event(chunk("begun"))
+            await over.wait()
+            await answering.end()
+
+        async with (
+            fake_server(holds) as a,
+            fake_server(holds) as b,
+            running(pool_file(tmp_path / "g.toml", a, b)) as case,
+        ):
+            tried, _ = case.gateway.servers
+            tried.breaker.failures, tried.breaker.opened = 5, 1
+            reading = []
+            for number in range(4):
+                reading.append(asyncio.create_task(case.events()))
+                await case.until(lambda n=number: len(a.asked) + len(b.asked) > n and not tried.breaker.trying)
+            assert (len(a.asked), len(b.asked)) == (2, 2)
+            over.set()
+            await asyncio.gather(*reading)
+            assert not tried.breaker.opened and not tried.breaker.failures
+
+    asyncio.run(main())
 
 
 def test_a_budget_is_saved_up_to_its_reserve() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sqlite3
 import threading
@@ -190,6 +191,7 @@ class Harness:
     def __init__(self, out: Path) -> None:
         check_output_folder(out)
         self.out = out
+        shutil.rmtree(out / "fleet", ignore_errors=True)  # of a run that was killed
         local = LocalFleet(out / "fleet", train_model(out / "model"), SHAPE)
         servers = [local.port + 1 + number for number in range(SERVERS)]
         self.fleet = Fleet(local, [TCPProxy(port + SERVERS, port) for port in servers])

@@ -23,9 +23,10 @@ class Migration:
 
     async def run(self, exchange: Exchange, rule: ModelRule, relay: StreamRelay, last: APIError) -> None:
         """After `exchange.server` has failed with `last`; raises where no server can take the stream up."""
+        assert exchange.server is not None
         failed = {exchange.server}
         for _ in range(MIGRATIONS):
-            left = [one for one in self.choice.of_its_version(exchange, rule) if one not in failed]
+            left = self.choice.of_its_version(exchange, rule, failed)
             by_tokens = relay.journal and relay.complete and not relay.by_prefix
             able = [server for server in left if can_continue(server, exchange)] if by_tokens else []
             if not able and relay.plain and exchange.path in USAGE_PATHS and relay.texts:

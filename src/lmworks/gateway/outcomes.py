@@ -1,8 +1,8 @@
 """What the outcomes of requests say of a server, between its probes: a circuit breaker, and a budget of retries.
 
 A server that fails several times in a row is left alone for a while, each time for longer; then one request at a time
-tries it, and the first that succeeds brings it back. Retries are a share of all requests, so that servers that are
-overloaded do not get every request several times.
+tries it, the next one as soon as the stream of the one before has begun, and the first that ends well brings it back.
+Retries are a share of all requests, so that servers that are overloaded do not get every request several times.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ class CircuitBreaker:
     failures: int = 0  # in a row
     opened: int = 0  # times in a row that it was left alone
     until: float = 0.0  # when it may be tried again
-    trying: bool = False  # one request is trying it
+    trying: bool = False  # one request is trying it, and has no answer yet
 
     def allows(self, now: float) -> bool:
         return not self.opened or (now >= self.until and not self.trying)
 
     def begin(self) -> None:
         self.trying = self.opened > 0
+
+    def answered(self) -> None:
+        """A stream has begun. It may be cut off, so failures still count."""
+        self.trying = False
 
     def succeeded(self) -> None:
         self.failures = self.opened = 0

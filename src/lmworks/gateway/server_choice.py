@@ -22,9 +22,9 @@ class ServerChoice:
 
     def able(self, exchange: Exchange, rule: ModelRule, without: Container[Server]) -> list[Server]:
         """Servers on the request's side of a rollout. Prefill servers answer where there are no others."""
-        found = [server for server in self.servers.serving(rule.serves, rule.pools) if server not in without]
+        found = self.servers.serving(rule.serves, rule.pools, without)
         if not found and rule.prefill_pools:
-            found = [one for one in self.servers.serving(rule.serves, rule.prefill_pools) if one not in without]
+            found = self.servers.serving(rule.serves, rule.prefill_pools, without)
         if exchange.ticket is not None:
             found = [server for server in found if server.pool.name == exchange.ticket.pool] or found
         return self.rollouts.narrow(found, exchange, rule.name)
@@ -41,17 +41,17 @@ class ServerChoice:
         """Who computes the prompt for this decode server."""
         found = [
             server
-            for server in self.servers.serving(rule.serves, rule.prefill_pools)
-            if server not in failed and disagreement(server, decode, rule.serves) is None
+            for server in self.servers.serving(rule.serves, rule.prefill_pools, failed)
+            if disagreement(server, decode, rule.serves) is None
         ]
         return self.pick(found, exchange, rule) if found else None
 
-    def of_its_version(self, exchange: Exchange, rule: ModelRule) -> list[Server]:
+    def of_its_version(self, exchange: Exchange, rule: ModelRule, failed: Container[Server]) -> list[Server]:
         """Servers that can go on with what `exchange.server` has said: of a rollout's pools those of the same one."""
-        found = self.servers.serving(rule.serves, rule.pools)
-        if self.rollouts.of(rule.name) is None or exchange.server is None:
-            return found
-        return [server for server in found if server.pool.name == exchange.server.pool.name]
+        pools = rule.pools
+        if self.rollouts.of(rule.name) is not None and exchange.server is not None:
+            pools = [exchange.server.pool.name]
+        return self.servers.serving(rule.serves, pools, failed)
 
     def pick(self, servers: Sequence[Server], exchange: Exchange, rule: ModelRule) -> Server:
         return self.router.pick(servers, exchange, rule.policy or self.config().routing.policy)

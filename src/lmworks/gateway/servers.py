@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -192,13 +192,13 @@ class Servers:
                     server.draining = True
                     server.connections.close()
 
-    def serving(self, model: str, pools: list[str]) -> list[Server]:
-        """Servers that may be sent a request for this model, as they call it.
+    def serving(self, model: str, pools: list[str], without: Container[Server] = ()) -> list[Server]:
+        """Servers that may be sent a request for this model, as they call it. `without`: those that it has tried.
 
         Those that fail are left alone, unless all do: then the cause is likely another one.
         """
         now = time.monotonic()
-        able = self.up(model, pools)
+        able = [server for server in self.up(model, pools) if server not in without]
         return [server for server in able if server.breaker.allows(now)] or able
 
     def up(self, model: str, pools: list[str]) -> list[Server]:

@@ -83,6 +83,7 @@ class Tries:
             changes["continuation"] = relay.continuation(answers_of(exchange.body)) if relay.begun else {}
         await self.post(begun, exchange, exchange.body.with_changes(changes))
         if attempt.streams:
+            server.breaker.answered()
             server.rates.answered(begun.work)
 
     async def post(self, begun: Try, exchange: Exchange, content: bytes) -> None:
