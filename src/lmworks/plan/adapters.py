@@ -89,8 +89,8 @@ def adapter_op(adapter: LowRank, load: Workload, layer: Layer) -> Op:
         casts = [Kernel("stream", bytes=6.0 * rank * inputs), Kernel("stream", bytes=6.0 * rank * outputs)]
         forward += casts
         backward += [replace(cast, kind="widen") for cast in casts]
-    passes = (tuple(replace(kernel, bf16_only=True) for kernel in way) for way in (forward, backward))
-    found = Op("adapter", "matmul", *passes, results[:1], results)
+    there, back = (tuple(replace(kernel, bf16_only=True) for kernel in way) for way in (forward, backward))
+    found = Op("adapter", "matmul", there, back, results[:1], results)
     return with_magnitudes(found, load, layer, rank) if adapter.dora else found
 
 
