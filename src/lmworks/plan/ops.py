@@ -175,9 +175,20 @@ class Workload:
     def of_case(cls, case: Case) -> Self:
         apart = case.recompute in UNFUSED_RECOMPUTE or case.schedule in SPLIT_BACKWARD
         sizes = case.model, case.micro_batch, case.seq, case.dtype, "cuda", False
-        ranks = case.tp, case.sp, case.cp, case.ep
-        frozen = {"adapters": case.adapters, "frozen_base": case.frozen_base}
-        return cls(*sizes, *ranks, case.software, case.cp_method, apart, case.head, case.teacher, **frozen)
+        return cls(
+            *sizes,
+            case.tp,
+            case.sp,
+            case.cp,
+            case.ep,
+            case.software,
+            case.cp_method,
+            apart,
+            case.head,
+            case.teacher,
+            case.adapters,
+            case.frozen_base,
+        )
 
     @property
     def frozen(self) -> bool:
