@@ -7,7 +7,8 @@ DIR holds aiconfigurator_silicon_inference_refs.csv (ai-dynamo/aiconfigurator, t
 the first token and between tokens of served models. With them go steps of vLLM on one H200 and of gpt-fast on one A100,
 below. Every constant is drawn towards a prior, as 40 rows cannot carry a dozen constants; errors are also
 given with each model left out of the fit. The limits of the host are not fitted to them: they are read from runs of our
-own engine and API (benchmarks/results/engine_gpu.json, serve_overhead_gpu_*.json).
+own engine and API (benchmarks/results/engine_gpu.json, serve_overhead_gpu_0.6b.json, serve_requests_cpu_*.json, which
+`benchmarks/serve_overhead.py --prompt 128 --batch 32 --rounds 2 --tokens 8` and `--tokens 64` wrote).
 """
 
 from __future__ import annotations
@@ -228,14 +229,17 @@ def host_limits() -> HostLimits:
     """Of one H200's host.
 
     Engine: of runs of 256 requests the least host time a sequence and step; the rest of it overlaps with waiting. API:
-    what its process computed for a token, with 256 and with 512 tokens a request: token + request / tokens.
+    what its process computed for a token, of which a part is the request's. How many tokens a request is worth is known
+    from a CPU, with 8 and with 64 tokens a request: token + request / tokens.
     """
     runs = [run for model in read_result("engine_gpu.json")["models"].values() for run in offline_runs(model)]
     sequence = min(run["host_share"] * run["seconds"] / run["steps"] / run["mean_batch"] for run in runs)
-    served = [read_result(f"serve_overhead_gpu_{size}.json") for size in ("8b", "0.6b")]
-    columns = np.array([[1.0, 1 / run["tokens"]] for run in served])
-    token, request = np.linalg.solve(columns, [run["api_cpu_us_per_token"] for run in served])
-    return HostLimits(1e6 * sequence, float(token), float(request))
+    short = [read_result(f"serve_requests_cpu_{tokens}.json") for tokens in (8, 64)]
+    columns = np.array([[1.0, 1 / run["tokens"]] for run in short])
+    token, request = np.linalg.solve(columns, [run["api_cpu_us_per_token"] for run in short])
+    served, worth = read_result("serve_overhead_gpu_0.6b.json"), float(request / token)
+    each = served["api_cpu_us_per_token"] / (1 + worth / served["tokens"])
+    return HostLimits(1e6 * sequence, each, worth * each)
 
 
 def read_result(name: str) -> dict[str, Any]:

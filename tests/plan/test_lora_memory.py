@@ -12,10 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from lmworks.model import GPT
 from lmworks.model.lora import add_adapters, init_adapters
 from lmworks.parallel.local_ranks import on_ranks
+from lmworks.plan.case import Case
+from lmworks.plan.exact.shards import rank_stages, trained_weights, unit_bytes, units
 from lmworks.plan.flops import attention_flops_per_token, run_flops_per_token
 from lmworks.plan.memory.peak_memory import Activations
 from lmworks.plan.memory.rank_weights import Place, resident
 from lmworks.plan.memory.sheet import memory, rank_peaks, run_case
+from lmworks.plan.step.comm import Weights
 from lmworks.spec import RunSpec
 from lmworks.train.rank_memory import RankMemory, measure_rank_memory
 from tiny import make_spec
@@ -143,6 +146,20 @@ def test_one_rank(name: str, dataset: Path, tmp_path: Path) -> None:
 def test_two_ranks(options: tuple[str, ...], dataset: Path, tmp_path: Path) -> None:
     spec = make_spec(dataset, *SHAPE, "parallel.dp=2", *options)
     check(spec, on_ranks(2, measure_rank_memory, spec, tmp_path / "run")[0])
+
+
+@pytest.mark.parametrize("lora", [{}, {"base": "nf4"}, {"base": "int8", "targets": ["attention"]}], ids=str)
+def test_a_step_sends_the_gradients_of_adapters_and_gathers_what_is_stored(lora: dict[str, Any]) -> None:
+    """Of 8 ranks of FSDP2, against the weights that the trainer's layout lists one by one."""
+    table = {"model": {"preset": "llama3-8b"}, "precision": {"dtype": "bf16", "weights": "bf16"}, "data": {"seq": 512}}
+    parallel = {"dp": 8, "strategy": "fsdp2"}
+    case = Case.of(RunSpec.from_dict({**table, "parallel": parallel, "lora": {"rank": 16, **lora}}))
+    stage, sent = rank_stages(case, 0)[0], Weights.of(case)
+    assert case.model.layers * sent.trained_dense + sent.trained_root == sum(
+        weight.size for weight in trained_weights(case, stage)
+    )
+    block = next(unit for unit in units(case, stage) if unit.block == 0)
+    assert sent.gathered_dense == pytest.approx(unit_bytes(case, block), rel=1e-3)
 
 
 @pytest.mark.parametrize("options", [{}, {"targets": ["attention.q", "mlp.down"]}], ids=str)

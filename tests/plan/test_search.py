@@ -94,6 +94,23 @@ def test_what_is_found_fits_and_is_a_run_of_the_whole_cluster(found: tuple[RunSp
     assert rooms == sorted(rooms)
 
 
+@pytest.mark.parametrize("lora", [{"rank": 16}, {"rank": 16, "base": "nf4"}], ids=["lora", "qlora"])
+def test_layouts_of_adapters_are_those_of_the_run(lora: dict[str, object]) -> None:
+    """Bytes and seconds of each are those of the spec that is written, and gradients cost nearly nothing."""
+    base = run_on_cluster("llama3-8b", [], ClusterRequest(seq=4096, micro_batch=1, global_batch=16, dtype="bf16"))
+    base = base.replace(lora=base.lora.replace(**lora))
+    pinned = {"cp": 1, "pp": 1, "recompute": "none", "offload": "none", "micro_batch": 1}
+    found = search([problem_of(base, "8xh100", pinned=pinned)])
+    assert {layout.words.zero for layout in found.front} - {0}
+    for layout in found.front:
+        again = Case.of(layout.spec(base), layout.problem.gpu)
+        assert again.adapters and again.frozen_base == base.lora.base
+        assert float(budget(again).reserved) == pytest.approx(layout.reserved, rel=1e-6)
+        priced = price(again)
+        assert float(priced.seconds) == pytest.approx(layout.step_s, rel=1e-6)
+        assert float(priced.parts["optimizer"]) < 0.01 * layout.step_s
+
+
 def test_closed_form_and_timeline_agree(found: tuple[RunSpec, SearchProblem, Result]) -> None:
     """The best are priced again, and may not turn out to be something else."""
     _, _, result = found
