@@ -30,6 +30,7 @@ Array = NDArray[np.float64]
 # Logarithms of the factor of each kind of work (products, attention, passes …) from those of CONSTANTS.
 KINDS = np.eye(len(CONSTANTS))
 KINDS[1, 0] = KINDS[2, 0] = 1.0  # attention and passes are kernels, too
+OF_KINDS = np.linalg.inv(KINDS)
 # Standard deviations of these logarithms before a run was seen. A busy or capped machine may be several times slower,
 # and is so in all of its kernels.
 PRIOR = np.array([1.0, 0.3, 0.3, 0.5, 0.5, 0.5])
@@ -47,11 +48,11 @@ NORMAL_90 = 1.645
 
 
 class TooFewRuns(LMWorksError):
-    pass
+    """They tell nothing that could be checked."""
 
 
 class ContradictoryRuns(LMWorksError):
-    pass
+    """No constants make the planner agree with all of them."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ class Problem:
     def best(self, free: Sequence[int]) -> Array:
         """Of two starts: the prior, and all as much slower as the runs are. Far from them a run looks like noise."""
         none = np.zeros(len(CONSTANTS))
-        slower = none.copy()
-        slower[list(free)] = np.median(self.measured - np.log(self.seconds(none)))
+        off = np.median(self.measured - np.log(self.seconds(none)))
+        slower = np.where(np.isin(np.arange(len(none)), free), OF_KINDS @ np.full(len(none), off), 0.0)
         return min((self.solve(free, start) for start in (none, slower)), key=self.objective)
 
 
@@ -225,7 +226,7 @@ def linearised(runs: Sequence[PricedRun], logs: Array) -> Problem:
     base = np.array([run.price(Factors.of_logs(logs)) for run in runs])
     slopes = np.zeros((len(runs), len(CONSTANTS)))
     for place in range(len(CONSTANTS)):
-        more = logs + np.linalg.inv(KINDS)[:, place] * math.log(1 + DIFFERENCE)
+        more = logs + OF_KINDS[:, place] * math.log(1 + DIFFERENCE)
         dearer = np.array([run.price(Factors.of_logs(more)) for run in runs])
         slopes[:, place] = (dearer - base) / (DIFFERENCE * math.exp(KINDS[place] @ logs))
     return Problem(base - slopes @ np.exp(KINDS @ logs), slopes, np.log([run.measured for run in runs]))
@@ -299,7 +300,7 @@ def crossing(function: Callable[[float], float], start: float, sign: int) -> flo
 
 
 def student_90(degrees: float) -> float:
-    """Two-sided 90 % quantile of Student's t: Hill's expansion of the normal one, good to 1 % from 3 degrees on."""
+    """Two-sided 90 % quantile of Student's t (Abramowitz and Stegun 26.7.5), good to 1 % from 3 degrees on."""
     z = NORMAL_90
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
