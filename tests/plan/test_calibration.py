@@ -127,7 +127,7 @@ def test_exact_runs_tell_exact_constants(problem: Problem) -> None:
     logs = np.log([1.4, 0.7, 1.2, 0.8, 1.0, 1.0])
     found = fit(simulated(problem, logs, np.zeros(len(JOBS))))
     told = {one.name: one for one in found.constants if one.told}
-    assert {"products", "passes"} <= told.keys()
+    assert {"kernels", "passes"} <= told.keys()
     for name, true in zip(CONSTANTS, np.exp(logs), strict=True):
         if name in told:
             assert told[name].factor == pytest.approx(true, rel=0.03)
@@ -137,7 +137,7 @@ def test_exact_runs_tell_exact_constants(problem: Problem) -> None:
 
 
 def test_what_the_runs_cannot_tell_keeps_its_prior(problem: Problem) -> None:
-    """Jobs in which products and all else have the same shares tell their sum alone."""
+    """Jobs in which products and all else have the same shares tell how slow the machine is, and no more."""
     alike = dataclasses.replace(
         problem,
         rest=np.zeros(6),
@@ -149,11 +149,11 @@ def test_what_the_runs_cannot_tell_keeps_its_prior(problem: Problem) -> None:
         for place in range(6)
     ]
     found = fit(runs)
-    products, attention, passes, *_ = found.constants
-    assert products.told and products.factor > 1.5
+    kernels, attention, passes, *_ = found.constants
+    assert kernels.told and kernels.factor == pytest.approx(1.5, rel=0.01)
     assert (attention.factor, passes.factor) == (1.0, 1.0)
-    assert attention.kept == "at most 3% of a step" and "not told apart" in passes.kept  # 5 % before products grew
-    assert products.high and products.low and products.high / products.low > 1.5  # passes may be the cause
+    assert attention.kept == "at most 5% of a step" and "not told apart" in passes.kept
+    assert kernels.high and kernels.low and kernels.high / kernels.low > 1.5  # passes may be the cause
     assert found.score("after").mape < 0.05
 
 
@@ -262,7 +262,7 @@ def test_a_table_of_gpu_runs_becomes_a_profile(tmp_path: Path, capsys: pytest.Ca
     assert code == 0, err
     found = json.loads(text)
     told = {one["name"]: one for one in found["constants"] if not one["kept"]}
-    assert "products" in told and told["products"]["low"] < TRUE.products < told["products"]["high"]
+    assert "kernels" in told and told["kernels"]["low"] < TRUE.kernels < told["kernels"]["high"]
     assert found["errors"]["after"]["mape"] < 0.3 * found["errors"]["before"]["mape"]
     profile = load_profile(out)
     assert profile.machine.tag == "fitted" and profile.made and profile.made["from_runs"]["jobs"] == len(GPU_JOBS)
@@ -328,7 +328,7 @@ def test_folders_of_runs(tmp_path: Path, problem: Problem, capsys: pytest.Captur
     words = ("plan", "calibrate", "--from-runs", str(runs), "--out", str(out))
     code, text, err = lmworks(capsys, *words)
     assert code == 0, err
-    assert "matrix products" in text and f"factors are on {prior}, which the runs name" in text
+    assert "all kernels" in text and f"factors are on {prior}, which the runs name" in text
     assert "short: fewer than 5 measured steps" in text and "kept: collectives inside a machine: less than 0.5%" in text
     found = json.loads(lmworks(capsys, *words, "--json")[1])
     assert found["errors"]["left_out"]["mape"] < 0.5 * found["errors"]["before"]["mape"]
@@ -346,7 +346,7 @@ def test_real_runs_predict_one_that_was_left_out(tmp_path: Path) -> None:
     prior = tmp_path / "prior.toml"
     prior.write_text(cpu_profile().to_toml())
     more = ("checkpoint.every=0", "log.eval_every=0", "log.eval_batches=1", "optim.steps=12", "optim.warmup=2")
-    for place in (0, 1, 2, 4, 5, 6):
+    for place in (1, 2, 4, 5, 6):
         spec = job(JOBS[place], f"cluster.profile={prior}", "data.path=stdlib:bytes", *more)
         Trainer(spec, tmp_path / "runs" / str(place), quiet=True).run()
     found = calibrate_from_runs([tmp_path / "runs"], "", "cpu").fit

@@ -19,9 +19,9 @@ from ..ops import GEMM_ONLY
 from ..step.constants import Constants
 
 CONSTANTS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "passes": "memory-bound kernels",
+    "kernels": "all kernels",
+    "attention": "attention, beside that",
+    "passes": "memory-bound kernels, beside that",
     "launches": "launches by the host",
     "links": "collectives inside a machine",
     "network": "collectives between machines",
@@ -36,9 +36,13 @@ LAW_BYTES = ((2.0**20,), (2.0**28,))  # of a pass
 
 @dataclass(frozen=True)
 class Factors:
-    """On seconds, in the order of CONSTANTS: 1 is what the prior says."""
+    """On seconds, in the order of CONSTANTS: 1 is what the prior says.
 
-    products: float = 1.0
+    A machine that is slower than its prior is mostly so in everything (its clock, its neighbours), so attention and
+    passes over memory have factors on top of that of all kernels, which is also that of matrix products.
+    """
+
+    kernels: float = 1.0
     attention: float = 1.0
     passes: float = 1.0
     launches: float = 1.0
@@ -56,9 +60,8 @@ class Factors:
     def of_rates(self, table: str) -> float:
         """Of a table of a machine's rates: gemm.bf16, attention_backward.fp32, stream …"""
         kind = table.partition(".")[0]
-        if kind == "gemm":
-            return self.products
-        return self.attention if kind.startswith("attention") else self.passes
+        own = {"gemm": 1.0, "attention": self.attention, "attention_backward": self.attention}
+        return self.kernels * own.get(kind, self.passes)
 
 
 def slower_machine(machine: Machine, factors: Factors) -> Machine:
@@ -86,9 +89,9 @@ def slower_constants(fitted: Constants, factors: Factors) -> Constants:
     """As a profile with these factors slows kernels down, where they are timed already."""
     return replace(
         fitted,
-        gemm={name: value * factors.products for name, value in fitted.gemm.items()},
-        attention={name: value * factors.attention for name, value in fitted.attention.items()},
-        memory=fitted.memory * factors.passes,
+        gemm={name: value * factors.of_rates("gemm") for name, value in fitted.gemm.items()},
+        attention={name: value * factors.of_rates("attention") for name, value in fitted.attention.items()},
+        memory=fitted.memory * factors.of_rates("stream"),
     )
 
 

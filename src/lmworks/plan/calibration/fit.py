@@ -3,10 +3,12 @@
 log(measured / predicted) is normal with a variance that nobody knows: its prior counts as NOISE_RUNS runs off by
 NOISE, and integrated over it the likelihood is Student's. The logarithm of every factor is normal around 0 before a run
 was seen. A constant is told by the runs if they leave its logarithm less than TOLD of the width that it had, whatever
-the others are; those keep their prior. What the runs tell of several together, the one with the largest share takes.
+the others are; those keep their prior. What the runs tell of several together, the one with the largest share takes,
+which is that of all kernels.
 
 Intervals are 90 % profile likelihood with all constants free, so that what was not told makes the rest less sure.
-Around the fit a step's seconds are linear in the factors: exactly on a CPU, nearly where communication overlaps.
+Around the fit a step's seconds are linear in the factor of each kind of work: exactly on a CPU, nearly where
+communication overlaps.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from .factors import CONSTANTS, Factors
 from .priced_run import PricedRun
 
 Array = NDArray[np.float64]
-PRIOR = 0.5  # standard deviation of the logarithm of a factor
+# Logarithms of the factor of each kind of work (products, attention, passes …) from those of CONSTANTS.
+KINDS = np.eye(len(CONSTANTS))
+KINDS[1, 0] = KINDS[2, 0] = 1.0  # attention and passes are kernels, too
+OF_KINDS = np.linalg.inv(KINDS)
+# Standard deviations of these logarithms before a run was seen. A busy or capped machine may be several times slower,
+# and is so in all of its kernels.
+PRIOR = np.array([1.0, 0.3, 0.3, 0.5, 0.5, 0.5])
 NOISE, NOISE_RUNS = 0.05, 4.0
 TOLD = 0.5
 MIN_SHARE = 0.005  # of a step: a constant with less is in no run
@@ -40,11 +48,11 @@ NORMAL_90 = 1.645
 
 
 class TooFewRuns(LMWorksError):
-    pass
+    """They tell nothing that could be checked."""
 
 
 class ContradictoryRuns(LMWorksError):
-    pass
+    """No constants make the planner agree with all of them."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Problem:
-    """Seconds of every run, linear in the factors: rest + slopes · factors; and the logarithms of what was measured."""
+    """Seconds of every run, linear in the factors of kinds: rest + slopes · factors; and logarithms of the measured."""
 
     rest: Array  # (runs)
-    slopes: Array  # (runs, constants)
+    slopes: Array  # (runs, kinds)
     measured: Array  # (runs), logarithms
 
     def seconds(self, logs: Array) -> Array:
-        found: Array = self.rest + self.slopes @ np.exp(logs)
+        found: Array = self.rest + self.slopes @ np.exp(KINDS @ logs)
         return np.maximum(found, 1e-12)
 
     def of(self, rows: NDArray[np.bool_]) -> Problem:
@@ -114,15 +122,14 @@ class Problem:
         """Twice the negative logarithm of the posterior."""
         off = self.measured - np.log(self.seconds(logs))
         spread = NOISE_RUNS * NOISE**2 + off @ off
-        return float((len(off) + NOISE_RUNS) * np.log(spread) + logs @ logs / PRIOR**2)
+        return float((len(off) + NOISE_RUNS) * np.log(spread) + logs @ (logs / PRIOR**2))
 
     def normal_equations(self, logs: Array) -> tuple[Array, Array]:
         """Half of the Gauss-Newton Hessian of `objective`, and of its gradient."""
-        seconds = self.seconds(logs)
-        off = self.measured - np.log(seconds)
+        off = self.measured - np.log(self.seconds(logs))
         variance = (NOISE_RUNS * NOISE**2 + off @ off) / (len(off) + NOISE_RUNS)
-        jacobian = -self.slopes * np.exp(logs) / seconds[:, None]
-        hessian = jacobian.T @ jacobian / variance + np.eye(len(logs)) / PRIOR**2
+        jacobian = -self.shares(logs)
+        hessian = jacobian.T @ jacobian / variance + np.diag(PRIOR**-2)
         return hessian, jacobian.T @ off / variance + logs / PRIOR**2
 
     def solve(self, free: Sequence[int], start: Array) -> Array:
@@ -150,8 +157,15 @@ class Problem:
 
     def shares(self, logs: Array) -> Array:
         """Of each constant, in the time of every run."""
-        found: Array = self.slopes * np.exp(logs) / self.seconds(logs)[:, None]
+        found: Array = (self.slopes * np.exp(KINDS @ logs)) @ KINDS / self.seconds(logs)[:, None]
         return found
+
+    def best(self, free: Sequence[int]) -> Array:
+        """Of two starts: the prior, and all as much slower as the runs are. Far from them a run looks like noise."""
+        none = np.zeros(len(CONSTANTS))
+        off = np.median(self.measured - np.log(self.seconds(none)))
+        slower = np.where(np.isin(np.arange(len(none)), free), OF_KINDS @ np.full(len(none), off), 0.0)
+        return min((self.solve(free, start) for start in (none, slower)), key=self.objective)
 
 
 def fit(runs: Sequence[PricedRun]) -> Fit:
@@ -162,7 +176,7 @@ def fit(runs: Sequence[PricedRun]) -> Fit:
     for _ in range(ROUNDS):
         problem, last = linearised(runs, logs), logs
         told = told_by(problem, jobs)
-        logs = problem.solve(told, np.zeros(len(CONSTANTS)))
+        logs = problem.best(told)
         if np.abs(logs - last).max() < 1e-4:
             break
     factors = Factors.of_logs(logs)
@@ -212,11 +226,10 @@ def linearised(runs: Sequence[PricedRun], logs: Array) -> Problem:
     base = np.array([run.price(Factors.of_logs(logs)) for run in runs])
     slopes = np.zeros((len(runs), len(CONSTANTS)))
     for place in range(len(CONSTANTS)):
-        more = logs.copy()
-        more[place] += math.log(1 + DIFFERENCE)
+        more = logs + OF_KINDS[:, place] * math.log(1 + DIFFERENCE)
         dearer = np.array([run.price(Factors.of_logs(more)) for run in runs])
-        slopes[:, place] = (dearer - base) / (DIFFERENCE * math.exp(logs[place]))
-    return Problem(base - slopes @ np.exp(logs), slopes, np.log([run.measured for run in runs]))
+        slopes[:, place] = (dearer - base) / (DIFFERENCE * math.exp(KINDS[place] @ logs))
+    return Problem(base - slopes @ np.exp(KINDS @ logs), slopes, np.log([run.measured for run in runs]))
 
 
 def told_by(problem: Problem, jobs: Sequence[int]) -> list[int]:
@@ -226,13 +239,13 @@ def told_by(problem: Problem, jobs: Sequence[int]) -> list[int]:
     """
     none = np.zeros(len(CONSTANTS))
     shares, free = problem.shares(none).mean(axis=0), in_runs(problem, none)
-    hessian, _ = problem.normal_equations(problem.solve(free, none))
+    hessian, _ = problem.normal_equations(problem.best(free))
     left = np.sqrt(np.diag(np.linalg.inv(hessian[np.ix_(free, free)])))
     first = max(free, key=lambda place: shares[place])
-    others = [place for place, sd in zip(free, left, strict=True) if sd < TOLD * PRIOR and place != first]
+    others = [place for place, sd in zip(free, left, strict=True) if sd < TOLD * PRIOR[place] and place != first]
     others.sort(key=lambda place: -shares[place])
     alone = 1 / math.sqrt(hessian[first, first])
-    told = [first, *others] if alone < TOLD * PRIOR else others
+    told = [first, *others] if alone < TOLD * PRIOR[first] else others
     return told[: max(1, len(set(jobs)) // JOBS_PER_CONSTANT)]
 
 
@@ -243,7 +256,7 @@ def in_runs(problem: Problem, logs: Array) -> list[int]:
 
 def constants_of(problem: Problem, told: Sequence[int], logs: Array) -> tuple[Constant, ...]:
     shares, free = problem.shares(logs), in_runs(problem, logs)
-    best = problem.solve(free, logs)
+    best = problem.best(free)
     found = []
     for place, name in enumerate(CONSTANTS):
         share, most = float(shares[:, place].mean()), float(shares[:, place].max())
@@ -287,7 +300,7 @@ def crossing(function: Callable[[float], float], start: float, sign: int) -> flo
 
 
 def student_90(degrees: float) -> float:
-    """Two-sided 90 % quantile of Student's t: Hill's expansion of the normal one, good to 1 % from 3 degrees on."""
+    """Two-sided 90 % quantile of Student's t (Abramowitz and Stegun 26.7.5), good to 1 % from 3 degrees on."""
     z = NORMAL_90
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -300,6 +313,6 @@ def left_out_seconds(problem: Problem, jobs: Sequence[int]) -> Array:
     for job in set(jobs):
         others = of != job
         rest = problem.of(others)
-        logs = rest.solve(told_by(rest, of[others].tolist()), np.zeros(len(CONSTANTS)))
+        logs = rest.best(told_by(rest, of[others].tolist()))
         found[~others] = problem.of(~others).seconds(logs)
     return found
