@@ -224,8 +224,8 @@ class ModelRunner:
         # A prompt of one token, or its last one behind cached ones, is a chunk like those of decoding.
         pooling = pooling_queries(step.chunks) if any(map(POOLING, step.chunks)) else []
         prompt_queries = [] if step.decode_only else prompt_logprobs_queries(step.chunks)
-        eager = self.graphs is None or bool(prompt_queries or pooling)
-        bucket = None if eager else self.bucket(self.graphs, step)
+        eager = bool(prompt_queries or pooling)
+        bucket = None if self.graphs is None or eager else self.bucket(self.graphs, step)
         adapters = None if self.adapters is None else self.adapters.adapter_indices(step, bucket)
         self.set_adapter_indices(adapters)
         if self.graphs is not None and bucket is not None:

@@ -5,8 +5,8 @@ A prefix of n tokens is n·c bytes, with c the bytes of a token in the cache. To
     fetch(n) = latency + n·c / bandwidth
 
 where blocks cross each link after the other (a disk, then the bus to the device; a network, then the bus): latencies
-add, and so do the inverse bandwidths. What the threads of a fetch read and verify in a second is the most that a disk or
-a network gives (FETCHED), and the bus gives a share of its lanes' rate (BUS_SHARE). To compute it takes
+add, and so do the inverse bandwidths. A disk or a network gives no more than what a fetch reads and verifies
+(FETCHED), and the bus gives a share of its lanes' rate (BUS_SHARE). To compute it takes
 
     P(n) = Σ over chunks of step(0, 0, new, before)        saved(n) = P(n + 16) − step(0, 0, 16, n)
 
