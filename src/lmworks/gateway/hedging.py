@@ -50,7 +50,9 @@ class Hedging:
     async def first(self, race: Race, exchange: Exchange, failed: set[Server]) -> Try:
         """The first that begins, taken out of the race; raises the last error where none does."""
         while True:
-            done, _ = await asyncio.wait(race, return_when=asyncio.FIRST_COMPLETED)
+            done = {task for task in race if task.done()}  # mostly: waiting takes another turn of the event loop
+            if not done:
+                done, _ = await asyncio.wait(race, return_when=asyncio.FIRST_COMPLETED)
             winner = next((task for task in done if task.exception() is None), None)
             for task in done - {winner}:
                 error = task.exception()

@@ -91,6 +91,8 @@ class Metrics:
             # From 0: the first increase of a series that was not there before is none to Prometheus.
             self.migrations.labels(model)
             self.retries.labels(model)
+            for winner in WINNERS:
+                self.hedges.labels(model, winner)
             self.request_failures.labels(model, tenant, tier, LOST)
             for slo in self.slos.objectives():
                 for reason in REASONS:
@@ -115,9 +117,8 @@ class Metrics:
             self.request_failures.labels(model, tenant, tier, exchange.failed).inc()
         if exchange.tries > 1:
             self.retries.labels(model).inc(exchange.tries - 1)
-        if exchange.rule.hedge_seconds:
-            for winner in WINNERS:
-                self.hedges.labels(model, winner).inc(winner == exchange.hedge)
+        if exchange.hedge:
+            self.hedges.labels(model, exchange.hedge).inc()
         if exchange.migrations:
             self.migrations.labels(model).inc(exchange.migrations)
         if exchange.first_token is not None:
