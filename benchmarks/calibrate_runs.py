@@ -78,8 +78,11 @@ def main() -> None:
         found = calibrate_from_runs([runs], "", "cpu")
         print_calibration(found)
         facts = found.fit.to_dict()
-        for text, run in zip(JOBS, facts["runs"], strict=True):
-            run["label"] = text
+        names = {run["label"]: text for text, run in zip(JOBS, facts["runs"], strict=True)}
+        for run in facts["runs"]:
+            run["label"] = names[run["label"]]
+        for score in facts["errors"].values():
+            score["worst"] = names[score["worst"]]
         write_result("calibrate_runs_cpu", {"steps": options.steps, "noise": machine.noise, **facts})
 
 

@@ -255,10 +255,17 @@ def gpu_table(path: Path, factors: Factors) -> list[Case]:
     return cases
 
 
-def test_a_table_of_gpu_runs_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, out = tmp_path / "runs.csv", tmp_path / "fitted.toml"
-    cases = gpu_table(table, TRUE)
-    code, text, err = lmworks(capsys, "plan", "calibrate", "--from-runs", str(table), "--out", str(out), "--json")
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Case]]:
+    path = tmp_path_factory.mktemp("gpu") / "runs.csv"
+    return path, gpu_table(path, TRUE)
+
+
+def test_a_table_of_gpu_runs_becomes_a_profile(
+    table: tuple[Path, list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path, cases), out = table, tmp_path / "fitted.toml"
+    code, text, err = lmworks(capsys, "plan", "calibrate", "--from-runs", str(path), "--out", str(out), "--json")
     assert code == 0, err
     found = json.loads(text)
     told = {one["name"]: one for one in found["constants"] if not one["kept"]}
@@ -270,6 +277,12 @@ def test_a_table_of_gpu_runs_becomes_a_profile(tmp_path: Path, capsys: pytest.Ca
         assert float(price(case).seconds) == pytest.approx(run["before"], rel=1e-6)
         cluster = case.cluster.replace(profile=str(out))
         assert float(price(case.replace(cluster=cluster)).seconds) == pytest.approx(run["after"], rel=1e-6)
+    # It has factors on the laws of an accelerator, which a plan must name.
+    code, _, err = lmworks(capsys, "plan", "gpt2-small", f"cluster.profile={out}")
+    assert code == 2 and "was fitted on H100-SXM-80GB; name that accelerator: cluster.gpu=H100-SXM-80GB" in err
+    words = ("plan", "gpt2-medium", "precision.dtype=bf16", "cluster.gpu=h100", "data.micro_batch=32", "--json")
+    plain, fitted = (json.loads(lmworks(capsys, *words, *more)[1]) for more in ((), (f"cluster.profile={out}",)))
+    assert fitted["step_s"] > 1.02 * plain["step_s"] and fitted["tags"]["matmul"] == "fitted"
 
 
 def test_factors_of_a_gpu_are_those_of_its_profile(tmp_path: Path) -> None:
@@ -291,17 +304,6 @@ def test_factors_of_a_gpu_are_those_of_its_profile(tmp_path: Path) -> None:
         assert float(price(told).seconds) == pytest.approx(price_of_case(case)(factors), rel=1e-9)
     host = price_of_case(small)
     assert host(Factors(launches=1.5)) > 1.05 * host(Factors())
-
-
-def test_a_profile_that_was_fitted_asks_for_its_accelerator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, out = tmp_path / "runs.csv", tmp_path / "fitted.toml"
-    gpu_table(table, TRUE)
-    assert lmworks(capsys, "plan", "calibrate", "--from-runs", str(table), "--out", str(out))[0] == 0
-    code, _, err = lmworks(capsys, "plan", "gpt2-small", f"cluster.profile={out}")
-    assert code == 2 and "was fitted on H100-SXM-80GB; name that accelerator: cluster.gpu=H100-SXM-80GB" in err
-    words = ("plan", "gpt2-medium", "precision.dtype=bf16", "cluster.gpu=h100", "data.micro_batch=32", "--json")
-    plain, fitted = (json.loads(lmworks(capsys, *words, *more)[1]) for more in ((), (f"cluster.profile={out}",)))
-    assert fitted["step_s"] > 1.02 * plain["step_s"] and fitted["tags"]["matmul"] == "fitted"
 
 
 # --- folders of runs -------------------------------------------------------------------------------------
@@ -355,23 +357,21 @@ def test_real_runs_predict_one_that_was_left_out(tmp_path: Path) -> None:
     assert left_out < 0.7 * before
 
 
-def test_mistakes_are_told(tmp_path: Path, problem: Problem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told(table: tuple[Path, list[Case]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*words: str) -> str:
         out = tmp_path / "never.toml"
         code, _, err = lmworks(capsys, "plan", "calibrate", *words, "--out", str(out))
         assert code in (1, 2) and not out.exists()
         return err
 
-    table = tmp_path / "runs.csv"
-    gpu_table(table, TRUE)
-    text = table.read_text()
-    table.write_text(text + text.splitlines()[1].replace("H100-SXM-80GB", "A100-SXM-80GB") + "\n")
-    two = refused("--from-runs", str(table))
+    text, both = table[0].read_text(), tmp_path / "both.csv"
+    both.write_text(text + text.splitlines()[1].replace("H100-SXM-80GB", "A100-SXM-80GB") + "\n")
+    two = refused("--from-runs", str(both))
     assert "these runs are of 2 machines: H100-SXM-80GB (8), A100-SXM-80GB (1)" in two and "with --gpu" in two
-    assert "at least 3 are needed" in refused("--from-runs", str(table), "--gpu", "a100-sxm-80gb")
-    assert "no run on B200" in refused("--from-runs", str(table), "--gpu", "b200")
+    assert "at least 3 are needed" in refused("--from-runs", str(both), "--gpu", "a100-sxm-80gb")
+    assert "no run on B200" in refused("--from-runs", str(both), "--gpu", "b200")
     assert "--gpu chooses among the runs" in refused("--gpu", "h100")
-    assert "leave them out with --from-runs" in refused("--from-runs", str(table), "--quick")
+    assert "leave them out with --from-runs" in refused("--from-runs", str(both), "--quick")
     assert "does not exist" in refused("--from-runs", str(tmp_path / "nowhere"))
     (tmp_path / "none").mkdir()
     assert "no run with a measured step" in refused("--from-runs", str(tmp_path / "none"))
