@@ -19,8 +19,8 @@ from ..spec.lora import ADAPTERS, NF4_BLOCK
 from .ops import Kernel, Op, Workload, gemm, stream, weight_gradient
 
 # Of plain torch (kernels/nf4.py, model/quantized_weight.py), bytes read and written for one weight, and launches; then
-# a cast to the precision of products. NF4: two halves of a byte, stacked, as indices of 4 bytes and of 8, times the scale
-# of their block. int8: in fp32, times the scale of their row.
+# a cast to the precision of products. NF4: two halves of a byte, stacked, as indices of 4 bytes and of 8, times the
+# scale of their block. int8: in fp32, times the scale of their row.
 DEQUANTIZED = {"nf4": (29.0, 7), "int8": (13.0, 2)}
 LOOKED_UP = {"nf4": 12.0, "int8": 0.0}  # an index of 8 bytes and a level of 4: on a CPU not bound by memory
 STORED = {"nf4": 0.5 + 1 / NF4_BLOCK, "int8": 1.0}  # bytes of one weight, which is what compiled code reads
