@@ -72,6 +72,8 @@ def test_adapters_cost_what_they_read_and_write() -> None:
     assert found == sorted(found)
     full = spec_of("align.method=dpo")
     assert found[1] < update_seconds(Case.of(full, gpu_of(full)))
+    wide, narrow = (price(Case.of(spec, gpu_of(spec))) for spec in (specs[1], full))
+    assert wide.notes == ("no run with low-rank adapters was fitted: the interval is wider",) and not narrow.notes
 
 
 def test_log_probabilities_cost_one_product_more() -> None:

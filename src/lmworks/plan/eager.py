@@ -166,25 +166,25 @@ def normalise(load: Workload, x: Number) -> tuple[list[Kernel], list[Kernel]]:
 
 
 def readers(source: Norm | Entry, load: Workload) -> tuple[int, int]:
-    """Products that read the output of a norm, and those of them that keep it."""
+    """Products that read the output of a norm, and those of them that save it."""
     count = components.readers(load.model, source)
     return count, weight_readers(load, source.name, count)
 
 
-def norm(name: str, load: Workload, readers: int, keepers: int) -> Op:
-    """Normalise the residual stream for `readers` linear layers, of which `keepers` keep it.
+def norm(name: str, load: Workload, readers: int, saving: int) -> Op:
+    """Normalise the residual stream for `readers` linear layers, of which `saving` save it.
 
-    Saved: the output once (fp32), or one cast of it per keeper; 1/σ, and LayerNorm's mean. Its input is saved by the
-    op that made it.
+    Saved: the output once (fp32), or one cast of it for each that saves it; 1/σ, and LayerNorm's mean. Its input is
+    saved by the op that made it.
     """
-    t, x, results = load.sp_tokens, load.sp_tokens * load.model.hidden, entered_tensors(load, keepers)
+    t, x, results = load.sp_tokens, load.sp_tokens * load.model.hidden, entered_tensors(load, saving)
     figure = load.stream if load.device == "cpu" else 4  # 1/σ, or a mean; those of our RMSNorm are always fp32
     saved = [*results, *([t * figure] * 2 if load.model.norm == "layer" else [4 * t])]
     if load.model.norm == "layer" and load.software.fp32_head and load.stream == 2 and not readers:
         saved.append(6 * x)  # before the loss nothing fuses it: autocast had its input and its result in fp32
     forward, backward = normalise(load, x)
     if load.cast:
-        casts = readers + keepers * load.frozen  # an adapter has a cast of its own
+        casts = readers + saving * load.frozen  # an adapter has a cast of its own
         forward.append(stream(1.5 * x, count=casts))
         backward.append(stream(1.5 * x, kind="widen", count=casts))
     added = 3 * x * load.stream / 4  # gradients of the readers
@@ -193,10 +193,10 @@ def norm(name: str, load: Workload, readers: int, keepers: int) -> Op:
     return Op(name, "norms", tuple(forward), tuple(backward), tuple(saved), for_weights=sum(results), transient=freed)
 
 
-def entered_tensors(load: Workload, keepers: int) -> list[Any]:
-    """What `keepers` linear layers save of one result: it once (fp32), or one cast of it per layer."""
+def entered_tensors(load: Workload, saving: int) -> list[Any]:
+    """What `saving` linear layers save of one result: it once (fp32), or one cast of it per layer."""
     x, whole = load.sp_tokens * load.model.hidden, load.tokens * load.model.hidden
-    results = [2 * x] * keepers if load.cast else [load.stream * x] * (keepers > 0)
+    results = [2 * x] * saving if load.cast else [load.stream * x] * (saving > 0)
     if results and np.any(load.tp > 1):  # one tensor enters the region, cast before it does
         entering = np.where(load.tp > 1, load.width * whole, results[0])
         results = [entering, *[np.where(load.tp > 1, 0, results[0])] * (len(results) - 1)]
@@ -205,9 +205,9 @@ def entered_tensors(load: Workload, keepers: int) -> list[Any]:
 
 def entry(layer: Entry, load: Workload) -> Op:
     """The residual stream as linear layers save it, where no norm stands before them."""
-    count, keepers = readers(layer, load)
-    x, kept = load.sp_tokens * load.model.hidden, entered_tensors(load, keepers)
-    cast = (stream(1.5 * x, count=count + keepers * load.frozen),) * load.cast
+    count, saving = readers(layer, load)
+    x, kept = load.sp_tokens * load.model.hidden, entered_tensors(load, saving)
+    cast = (stream(1.5 * x, count=count + saving * load.frozen),) * load.cast
     added = stream(3 * x * load.stream / 4, count=max(0, count - 1))
     return Op(layer.label, "residual", cast, (*cast, added), tuple(kept), for_weights=sum(kept))
 

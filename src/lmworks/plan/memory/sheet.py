@@ -326,8 +326,6 @@ def notes(spec: RunSpec) -> Iterable[str]:
         yield "experts are taken as evenly loaded"
     if spec.parallel.schedule in SPLIT_BACKWARD and spec.parallel.pp > 1 and spec.parallel.recompute == "none":
         yield "PyTorch frees a split backward pass late: up to a tenth more than this sheet says"
-    if spec.lora.targets:
-        yield "what the layers below the first adapter save is counted, though they have no backward pass"
     if spec.parallel.engine == "deepspeed":
         yield "DeepSpeed's own buckets and copies are taken to be like ours"
 

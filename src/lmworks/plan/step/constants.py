@@ -96,6 +96,8 @@ class Constants:
             missing.append(f"in {case.dtype}")
         if case.model.experts and not seen.experts:
             missing.append("with experts")
+        if case.adapters:  # published runs do not tell which layers have them
+            missing.append("with low-rank adapters")
         variance += self.unseen**2 * (len(missing) - (not known))
         return float(np.sqrt(variance)), missing
 
