@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lmworks.engine.core.model_runner import ModelRunner
 from lmworks.engine.core.request import Request, Result
 from lmworks.engine.core.request import Sequence as EngineSequence
 from lmworks.engine.core.sampling_params import SamplingParams
+from lmworks.engine.kv_tiers.device_copies import DeviceCopies
 from lmworks.engine.kv_tiers.disk import DiskStore
 from lmworks.engine.kv_tiers.fingerprint import fingerprint
 from lmworks.engine.kv_tiers.host_memory import HostMemory
@@ -351,6 +353,24 @@ def test_full_disk_fails_no_request(tmp_path: Path) -> None:
     found = ask(engine, PREFIX)
     assert (found.token_ids, found.cached_tokens) == (want, 64)  # from host memory
     engine.close()
+
+
+class LateEvent:
+    """A copy that has come over the bus, which the thread that waits for it notices a little later."""
+
+    def synchronize(self) -> None:
+        time.sleep(0.05)
+
+
+def test_closing_waits_until_copies_on_a_gpu_are_known_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the blocks of the last steps are not written to the disk of a server that is ended."""
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    copies, done = DeviceCopies.__new__(DeviceCopies), mock.Mock()
+    copies.device, copies.stream = torch.device("cuda"), mock.Mock()
+    copies.start_waiting()
+    copies.pending.put((LateEvent(), done))  # type: ignore[arg-type]
+    copies.close()
+    done.assert_called_once()
 
 
 def test_unreadable_store_fails_no_request(tmp_path: Path) -> None:

@@ -53,9 +53,12 @@ class DeviceCopies:
                 ]
 
             self.saving, self.loading = buffers(), buffers()
-            self.pending: queue.SimpleQueue[tuple[torch.cuda.Event, Done] | None] = queue.SimpleQueue()
-            self.waiting = threading.Thread(target=self.wait_for_copies, name="kv-copies", daemon=True)
-            self.waiting.start()
+            self.start_waiting()
+
+    def start_waiting(self) -> None:
+        self.pending: queue.SimpleQueue[tuple[torch.cuda.Event, Done] | None] = queue.SimpleQueue()
+        self.waiting = threading.Thread(target=self.wait_for_copies, name="kv-copies", daemon=True)
+        self.waiting.start()
 
     def save(self, blocks: Sequence[int], slots: Sequence[int], done: Done) -> None:
         """Blocks of the cache, as they are after all launched steps, to slots of host memory."""
