@@ -32,7 +32,7 @@ from lmworks.engine.kv_tiers.host_memory import HostMemory
 from lmworks.engine.kv_tiers.open import open_tiers
 from lmworks.engine.kv_tiers.shared_folder import SharedFolder
 from lmworks.engine.kv_tiers.store import CorruptBlock, block_path
-from lmworks.engine.kv_tiers.tiers import KVTiers
+from lmworks.engine.kv_tiers.tiers import WRITERS, KVTiers
 from lmworks.model import GPT
 from lmworks.spec import EngineSpec, LMWorksError, ModelSpec, SpecError
 
@@ -347,7 +347,7 @@ def test_full_disk_fails_no_request(tmp_path: Path) -> None:
         settled(engine)
     assert not records(tmp_path / "disk") and not list((tmp_path / "disk").glob("??/*"))
     errors = tiers_of(engine).report().errors
-    assert errors["disk failed"] == 1  # and no other is tried for a while
+    assert 1 <= errors["disk failed"] <= WRITERS  # those under way at once; no other is tried for a while
     assert errors["shared failed"] == 9
     fill(engine)
     found = ask(engine, PREFIX)

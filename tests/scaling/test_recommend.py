@@ -96,8 +96,8 @@ def test_flops_choose_the_fewest_gpus_of_the_days() -> None:
 
 
 def test_serving_makes_the_model_smaller() -> None:
-    alone = recommend(LAW, Budget(flops=1e19, cluster="1xh100"))
-    served = recommend(LAW, Budget(flops=1e19, cluster="1xh100", serve=1e12))
+    alone = recommend(LAW, Budget(flops=1e21, cluster="8xh100"))
+    served = recommend(LAW, Budget(flops=1e21, cluster="8xh100", serve=1e12))
     assert served.choice.shape.n < alone.choice.shape.n
     assert served.choice.log_loss == alone.choice.log_loss
     totals = {one.shape.n: train + serve for one, train, serve in served.compared}

@@ -381,6 +381,8 @@ class KVTiers:
         if self.listener is not None:
             self.listener.server_close()
         self.copies.close()
+        with self.finished:
+            self.copying = 0  # what has not arrived by now never will: a rank is gone
         self.readers.shutdown(wait=True, cancel_futures=True)
         if self.stores:
             self.flush(FETCH_TIMEOUT_S)
