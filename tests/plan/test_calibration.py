@@ -94,7 +94,7 @@ def simulated(problem: Problem, logs: Any, noise: Any) -> list[PricedRun]:
 
 
 def held(found: Fit, logs: Any, width: float = 1.0) -> list[bool]:
-    """Whether the interval of each constant that was told, so many times as wide, holds the truth."""
+    """Whether the interval of each constant that was identified, so many times as wide, holds the truth."""
     names = list(CONSTANTS)
     inside = []
     for one in found.constants:
@@ -107,7 +107,7 @@ def held(found: Fit, logs: Any, width: float = 1.0) -> list[bool]:
 @pytest.mark.slow
 def test_true_constants_lie_within_nine_intervals_in_ten(problem: Problem) -> None:
     """Over draws of constants and noise. Intervals of half the width fail the same bound, and so would a 90 % interval
-    that forgets the constants that were not told, or the noise that nobody knows."""
+    that forgets the constants that were not identified, or the noise that nobody knows."""
     draw = np.random.default_rng(0)
     whole, half, widths = [], [], []
     for _ in range(40):
@@ -126,11 +126,11 @@ def test_true_constants_lie_within_nine_intervals_in_ten(problem: Problem) -> No
 def test_exact_runs_tell_exact_constants(problem: Problem) -> None:
     logs = np.log([1.4, 0.7, 1.2, 0.8, 1.0, 1.0])
     found = fit(simulated(problem, logs, np.zeros(len(JOBS))))
-    told = {one.name: one for one in found.constants if one.told}
-    assert {"kernels", "passes"} <= told.keys()
+    identified = {one.name: one for one in found.constants if one.identified}
+    assert {"kernels", "passes"} <= identified.keys()
     for name, true in zip(CONSTANTS, np.exp(logs), strict=True):
-        if name in told:
-            assert told[name].factor == pytest.approx(true, rel=0.03)
+        if name in identified:
+            assert identified[name].factor == pytest.approx(true, rel=0.03)
     assert {one.name: one.kept for one in found.constants}["links"] == "less than 0.5% of every step"
     assert found.score("before").mape > 0.1 > 0.02 > found.score("after").mape
     assert found.score("left_out").mape < 0.3 * found.score("before").mape
@@ -150,7 +150,7 @@ def test_what_the_runs_cannot_tell_keeps_its_prior(problem: Problem) -> None:
     ]
     found = fit(runs)
     kernels, attention, passes, *_ = found.constants
-    assert kernels.told and kernels.factor == pytest.approx(1.5, rel=0.01)
+    assert kernels.identified and kernels.factor == pytest.approx(1.5, rel=0.01)
     assert (attention.factor, passes.factor) == (1.0, 1.0)
     assert attention.kept == "at most 5% of a step" and "not told apart" in passes.kept
     assert kernels.high and kernels.low and kernels.high / kernels.low > 1.5  # passes may be the cause
@@ -268,8 +268,8 @@ def test_a_table_of_gpu_runs_becomes_a_profile(
     code, text, err = lmworks(capsys, "plan", "calibrate", "--from-runs", str(path), "--out", str(out), "--json")
     assert code == 0, err
     found = json.loads(text)
-    told = {one["name"]: one for one in found["constants"] if not one["kept"]}
-    assert "kernels" in told and told["kernels"]["low"] < TRUE.kernels < told["kernels"]["high"]
+    identified = {one["name"]: one for one in found["constants"] if not one["kept"]}
+    assert "kernels" in identified and identified["kernels"]["low"] < TRUE.kernels < identified["kernels"]["high"]
     assert found["errors"]["after"]["mape"] < 0.3 * found["errors"]["before"]["mape"]
     profile = load_profile(out)
     assert profile.machine.tag == "fitted" and profile.made and profile.made["from_runs"]["jobs"] == len(GPU_JOBS)

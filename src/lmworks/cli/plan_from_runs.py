@@ -216,16 +216,16 @@ def with_gpu(step: MeasuredStep, name: str) -> RunSpec:
 
 
 def print_calibration(found: Calibration) -> None:
-    told = [one for one in found.fit.constants if one.told]
+    identified = [one for one in found.fit.constants if one.identified]
     rows = [
         [CONSTANTS[one.name], f"{one.factor:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.share:.0%}"]
-        for one in told
+        for one in identified
     ]
     columns = ["seconds of", "factor", "90 % interval", "share of a step"]
     print_table(f"Fitted to {len(found.fit.runs)} runs of {found.fit.jobs} jobs", columns, rows)
     typer.echo(f"factors are on {found.prior}")
     for one in found.fit.constants:
-        if not one.told:
+        if not one.identified:
             typer.echo(f"kept: {CONSTANTS[one.name]}: {one.kept}")
     names = {"before": "before", "after": "after", "left_out": "after, each job left out of its fit"}
     scores = [(text, found.fit.score(which)) for which, text in names.items()]

@@ -1,12 +1,12 @@
 """Fit of the factors to measured runs: which of them the runs tell, intervals, and the error on a run left out.
 
-log(measured / predicted) is normal with a variance that nobody knows: its prior counts as NOISE_RUNS runs off by
-NOISE, and integrated over it the likelihood is Student's. The logarithm of every factor is normal around 0 before a run
-was seen. A constant is told by the runs if they leave its logarithm less than TOLD of the width that it had, whatever
-the others are; those keep their prior. What the runs tell of several together, the one with the largest share takes,
-which is that of all kernels.
+log(measured / predicted) is normal with a variance that nobody knows: its prior counts as NOISE_RUNS runs off by NOISE,
+and integrated over it the likelihood is Student's. The logarithm of every factor is normal around 0 before a run was
+seen. A constant is identified by the runs if they leave its logarithm less than IDENTIFIED of the width that it had,
+whatever the others are; those keep their prior. What the runs tell of several together, the one with the largest share
+takes, which is that of all kernels.
 
-Intervals are 90 % profile likelihood with all constants free, so that what was not told makes the rest less sure.
+Intervals are 90 % profile likelihood with all constants free, so that what was not identified makes the rest less sure.
 Around the fit a step's seconds are linear in the factor of each kind of work: exactly on a CPU, nearly where
 communication overlaps.
 """
@@ -35,7 +35,7 @@ OF_KINDS = np.linalg.inv(KINDS)
 # and is so in all of its kernels.
 PRIOR = np.array([1.0, 0.3, 0.3, 0.5, 0.5, 0.5])
 NOISE, NOISE_RUNS = 0.05, 4.0
-TOLD = 0.5
+IDENTIFIED = 0.5
 MIN_SHARE = 0.005  # of a step: a constant with less is in no run
 MIN_JOBS = 3
 JOBS_PER_CONSTANT = 2
@@ -57,7 +57,7 @@ class ContradictoryRuns(LMWorksError):
 
 @dataclass(frozen=True)
 class Constant:
-    """A factor on seconds: as fitted, with its 90 % interval; or 1, and why it is not told."""
+    """A factor on seconds: as fitted, with its 90 % interval; or 1, and why it is not identified."""
 
     name: str
     factor: float
@@ -67,7 +67,7 @@ class Constant:
     kept: str = ""  # why it keeps its prior
 
     @property
-    def told(self) -> bool:
+    def identified(self) -> bool:
         return not self.kept
 
 
@@ -175,8 +175,8 @@ def fit(runs: Sequence[PricedRun]) -> Fit:
     logs = np.zeros(len(CONSTANTS))
     for _ in range(ROUNDS):
         problem, last = linearised(runs, logs), logs
-        told = told_by(problem, jobs)
-        logs = problem.best(told)
+        identified = identifiable(problem, jobs)
+        logs = problem.best(identified)
         if np.abs(logs - last).max() < 1e-4:
             break
     factors = Factors.of_logs(logs)
@@ -187,7 +187,7 @@ def fit(runs: Sequence[PricedRun]) -> Fit:
         for run, *seconds in zip(runs, before, after, left_out.tolist(), strict=True)
     )
     check_agreement(found)
-    return Fit(factors, constants_of(problem, told, logs), found, len(set(jobs)))
+    return Fit(factors, constants_of(problem, identified, logs), found, len(set(jobs)))
 
 
 def jobs_of(seconds: Sequence[float]) -> list[int]:
@@ -232,7 +232,7 @@ def linearised(runs: Sequence[PricedRun], logs: Array) -> Problem:
     return Problem(base - slopes @ np.exp(KINDS @ logs), slopes, np.log([run.measured for run in runs]))
 
 
-def told_by(problem: Problem, jobs: Sequence[int]) -> list[int]:
+def identifiable(problem: Problem, jobs: Sequence[int]) -> list[int]:
     """Constants that the runs tell: no more than one for every two jobs, and the largest in any case.
 
     The largest is judged with the others at their prior, so that it takes what runs tell of several together.
@@ -242,11 +242,11 @@ def told_by(problem: Problem, jobs: Sequence[int]) -> list[int]:
     hessian, _ = problem.normal_equations(problem.best(free))
     left = np.sqrt(np.diag(np.linalg.inv(hessian[np.ix_(free, free)])))
     first = max(free, key=lambda place: shares[place])
-    others = [place for place, sd in zip(free, left, strict=True) if sd < TOLD * PRIOR[place] and place != first]
+    others = [place for place, sd in zip(free, left, strict=True) if sd < IDENTIFIED * PRIOR[place] and place != first]
     others.sort(key=lambda place: -shares[place])
     alone = 1 / math.sqrt(hessian[first, first])
-    told = [first, *others] if alone < TOLD * PRIOR[first] else others
-    return told[: max(1, len(set(jobs)) // JOBS_PER_CONSTANT)]
+    identified = [first, *others] if alone < IDENTIFIED * PRIOR[first] else others
+    return identified[: max(1, len(set(jobs)) // JOBS_PER_CONSTANT)]
 
 
 def in_runs(problem: Problem, logs: Array) -> list[int]:
@@ -254,13 +254,13 @@ def in_runs(problem: Problem, logs: Array) -> list[int]:
     return np.flatnonzero(problem.shares(logs).max(axis=0) >= MIN_SHARE).tolist()
 
 
-def constants_of(problem: Problem, told: Sequence[int], logs: Array) -> tuple[Constant, ...]:
+def constants_of(problem: Problem, identified: Sequence[int], logs: Array) -> tuple[Constant, ...]:
     shares, free = problem.shares(logs), in_runs(problem, logs)
     best = problem.best(free)
     found = []
     for place, name in enumerate(CONSTANTS):
         share, most = float(shares[:, place].mean()), float(shares[:, place].max())
-        if place in told:
+        if place in identified:
             low, high = (interval_end(problem, free, best, place, sign) for sign in (-1, 1))
             factor, low, high = (math.exp(log) for log in (logs[place], min(low, logs[place]), max(high, logs[place])))
             found.append(Constant(name, factor, low, high, share))
@@ -313,6 +313,6 @@ def left_out_seconds(problem: Problem, jobs: Sequence[int]) -> Array:
     for job in set(jobs):
         others = of != job
         rest = problem.of(others)
-        logs = rest.best(told_by(rest, of[others].tolist()))
+        logs = rest.best(identifiable(rest, of[others].tolist()))
         found[~others] = problem.of(~others).seconds(logs)
     return found
